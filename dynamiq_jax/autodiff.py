@@ -1,0 +1,105 @@
+"""`value_and_grad` for people who never wrote a shard_map."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from dynamiq_jax import buckets, collectives
+from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax.topologies import Topology, resolve_topology
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    has_aux: bool = False,
+    replicated_argnums: Sequence[int] = (),
+    exact_below: int = buckets.EXACT_BELOW,
+) -> Callable[..., Any]:
+    """Like `jax.value_and_grad`, data-parallel over one axis of a mesh, with gradients averaged
+    compressed.
+
+        grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
+        loss, grads = grad_fn(params, batch, key=key)
+
+    The first argument of `loss_fn` (flax linen parameters, an nnx state, any pytree of float
+    arrays) is replicated and differentiated. The others are split along their leading axis, and
+    `loss_fn` sees its worker's part; it should return a mean over it. Other axes of the mesh are
+    left to the compiler.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
+      mesh: mesh with the axis.
+      axis_name: axis of the mesh to split over.
+      method: how numbers become bytes.
+      topology: how chunks travel.
+      has_aux: whether `loss_fn` returns `(loss, aux)`; aux is a pytree of arrays, averaged exactly
+        over the workers.
+      replicated_argnums: positions (from 1) of further arguments that every worker sees whole, such
+        as a key for dropout.
+      exact_below: leaves of fewer elements are averaged exactly.
+
+    Returns:
+      A function of the arguments of `loss_fn` and `key`, a typed PRNG key, that returns `(loss,
+      grads)` or `((loss, aux), grads)`: the loss averaged exactly, the gradients averaged
+      compressed, all the same on all workers.
+
+    Raises:
+      ValueError: the mesh has no such axis, or a leading axis does not divide by its size (when
+        called).
+    """
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh. Give one of {mesh.axis_names}."
+        )
+    method, topology = resolve_method(method), resolve_topology(topology)
+    num_workers = mesh.shape[axis_name]
+    replicated, split = PartitionSpec(), PartitionSpec(axis_name)
+
+    def local(key: Array, params: Any, *args: Any) -> Any:
+        params = jax.tree.map(lambda leaf: lax.pcast(leaf, axis_name, to="varying"), params)
+        value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args)
+        value = jax.tree.map(lambda leaf: lax.pmean(leaf, axis_name), value)
+        grads = collectives.pmean(
+            grads, axis_name, key=key, method=method, topology=topology, exact_below=exact_below
+        )
+        return value, grads
+
+    @functools.wraps(loss_fn)
+    def value_and_grad_fn(params: Any, *args: Any, key: Array) -> Any:
+        specs = []
+        for position, arg in enumerate(args, start=1):
+            is_replicated = position in replicated_argnums
+            specs.append(replicated if is_replicated else split)
+            if not is_replicated:
+                _check_divides(arg, position, num_workers, axis_name)
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(replicated, replicated, *specs),
+            out_specs=(replicated, replicated),
+            axis_names={axis_name},
+        )
+        return mapped(key, params, *args)
+
+    return value_and_grad_fn
+
+
+def _check_divides(arg: Any, position: int, num_workers: int, axis_name: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+        shape = getattr(leaf, "shape", ())
+        if not shape or shape[0] % num_workers:
+            raise ValueError(
+                f"Argument {position}{jax.tree_util.keystr(path)} has shape {shape}, whose leading "
+                f"axis does not split over the {num_workers} workers of "
+                f"axis {axis_name!r}. Pad or trim the batch, or list the position in "
+                "replicated_argnums."
+            )

@@ -1,0 +1,88 @@
+"""Bad input, found while tracing: one error that names the argument, shows its value and says what
+to do.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dynamiq_jax import compat
+
+
+def check_axis(axis_name: Any) -> int:
+    """Size of the axis.
+
+    Raises:
+      ValueError: the name is not one string, or no such axis is in scope.
+    """
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            f"axis_name={axis_name!r} is not one axis. Give the name of a single mesh or vmap "
+            "axis, such as 'data'."
+        )
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis here. Call this inside jax.shard_map over a "
+            "mesh with that axis, or inside "
+            f"jax.vmap(..., axis_name={axis_name!r}); outside of both, dq.value_and_grad sets it "
+            "up for you."
+        ) from None
+
+
+def check_key(key: Any, axis_name: str) -> Array:
+    """The key.
+
+    Raises:
+      TypeError: not a typed PRNG key.
+      ValueError: not one key, or not the same one on all workers.
+    """
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            f"key={key!r:.80} is not a typed PRNG key. Give one, such as jax.random.key(step), the "
+            "same on all workers."
+        )
+    if key.shape != ():
+        raise ValueError(
+            f"key has shape {key.shape}: it holds several keys. Give a single one, the same on all "
+            "workers."
+        )
+    if axis_name in compat.varying_axes(key):
+        raise ValueError(
+            f"key differs between the workers of axis {axis_name!r}. Give all of them the same "
+            "one: do not fold in lax.axis_index, and pass it "
+            "into shard_map with in_specs=P(). Workers share their rounding noise so that errors "
+            "cancel."
+        )
+    return key
+
+
+def check_not_reduced(path: str, leaf: Array, axis_name: str) -> None:
+    """Finds the double-reduction trap, where types tell (`check_vma=True`).
+
+    Raises:
+      ValueError: the leaf is already the same on all workers.
+    """
+    if compat.tracks_varying(axis_name) and axis_name not in compat.varying_axes(leaf):
+        raise ValueError(
+            f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
+            "shard_map, jax.grad with respect to replicated "
+            "parameters returns gradients that are summed over the axis, exactly and uncompressed; "
+            "summing again would make them n times too "
+            "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
+            f"{axis_name!r}, to='varying')."
+        )
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """Raises TypeError for a leaf that is not an array or number."""
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
+        raise TypeError(
+            f"tree{path} is a {type(leaf).__name__}, which cannot be summed. Give a pytree of "
+            "arrays of numbers."
+        )

@@ -1,0 +1,82 @@
+"""Bits to widths: which share of the super-groups gets which width.
+
+The paper moves thresholds on F, the squared norm of a super-group, until the budget is met (section
+4). XLA wants static shapes, so here the FRACTIONS are fixed and the super-groups are ranked by F:
+solved once, for a measured distribution of F or for `REFERENCE_LOG2_NORMS`.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from dynamiq_jax.codec.levels import error_coefficient
+from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
+
+# Quantiles 0, 1/16 .. 1 of log2 |super-group| over the gradients of the example model, relative to
+# the median: mean of training steps 20, 100 and 200. Only their spread matters. `DynamiQ.fit`
+# replaces them by those of the caller's gradients.
+REFERENCE_LOG2_NORMS = tuple(np.linspace(-5.0, 5.0, 17))
+
+Fractions = tuple[tuple[int, float], ...]
+
+
+def overhead_bits(group_size: int, statistics: int) -> float:
+    """Bits per coordinate beside the codes: group scales, super-scale, and `statistics` 16-bit
+    words per super-group.
+    """
+    return 8 / group_size + (16 + 16 * statistics) / SUPER_GROUP_SIZE
+
+
+@functools.lru_cache(maxsize=256)
+def solve_fractions(
+    code_bits: float, widths: tuple[int, ...], log2_norms: Sequence[float] | None = None
+) -> Fractions:
+    """Fractions that minimise the expected squared error at `code_bits` bits of code per
+    coordinate.
+
+    The error of a super-group at width w is F * c_w; the optimum gives every super-group the width
+    that minimises F * c_w + price * w, with the price that exhausts the budget.
+
+    Args:
+      code_bits: mean width, within [min(widths), max(widths)].
+      widths: allowed widths.
+      log2_norms: sorted quantiles of log2 of the super-group norms, evenly spaced; the reference
+        ones if None.
+
+    Returns:
+      (width, fraction) for the widths used, widest first; the mean width is `code_bits`.
+    """
+    quantiles = np.asarray(REFERENCE_LOG2_NORMS if log2_norms is None else log2_norms, np.float64)
+    positions = (np.arange(8192) + 0.5) / 8192
+    norms = np.interp(positions, np.linspace(0, 1, len(quantiles)), quantiles)[::-1]
+    ordered = np.array(sorted(widths, reverse=True), np.float64)
+    log2_errors = (
+        2 * norms[:, None] + np.log2([error_coefficient(int(w)) for w in ordered])[None, :]
+    )
+    errors = np.exp2(log2_errors - log2_errors.max())
+
+    def choice(log_price: float) -> np.ndarray:
+        return np.argmin(errors + np.exp(log_price) * ordered[None, :], axis=1)
+
+    # Mean width falls as the price rises. The two sides of the last step bracket the budget; mixing
+    # them meets it exactly.
+    low, high = -1000.0, 50.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ordered[choice(middle)].mean() > code_bits else (low, middle)
+    over, under = (
+        np.bincount(choice(price), minlength=len(ordered)) / len(norms) for price in (low, high)
+    )
+    gap = (over - under) @ ordered
+    share = float(np.clip((code_bits - under @ ordered) / gap, 0, 1)) if gap > 0 else 0.0
+    mixed = share * over + (1 - share) * under
+    return tuple((int(w), float(f)) for w, f in zip(ordered, mixed, strict=True) if f > 0)
+
+
+def log2_norm_quantiles(norms: np.ndarray, count: int = 257) -> tuple[float, ...]:
+    """Evenly spaced quantiles of log2 of measured super-group norms [rows]; zero and non-finite
+    ones are left out.
+    """
+    norms = norms[np.isfinite(norms) & (norms > 0)]
+    return tuple(np.quantile(np.log2(norms.astype(np.float64)), np.linspace(0, 1, count)).tolist())

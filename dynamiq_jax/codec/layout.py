@@ -1,0 +1,134 @@
+"""Static shape of a bucket on the wire: how many rows of which width each chunk has, and where they
+lie in its message.
+"""
+
+import dataclasses
+
+from jax import Array, lax
+from jax import numpy as jnp
+
+from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, row_bytes
+from dynamiq_jax.codec.rounding import Rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class WidthClass:
+    """Rows of one width inside a chunk. Offsets in rows; `codes_start` in bytes of the message."""
+
+    width: int
+    nonuniformity: float
+    rows: int
+    first_row: int
+    codes_start: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Everything static about the message of one chunk; all chunks of a bucket share it.
+
+    Invariants: `classes` are disjoint, in order and cover `rows_per_chunk`; `payload_bytes` is the
+      whole message.
+    """
+
+    size: int  # coordinates of the bucket, before padding
+    num_chunks: int  # one per worker
+    group_size: int  # coordinates that share a group scale
+    rounding: Rounding
+    classes: tuple[WidthClass, ...]  # widest first, none empty
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Super-groups in a chunk, R."""
+        return self.classes[-1].first_row + self.classes[-1].rows
+
+    @property
+    def num_rows(self) -> int:
+        """Super-groups in the padded bucket, n * R."""
+        return self.num_chunks * self.rows_per_chunk
+
+    @property
+    def groups(self) -> int:
+        """Group scales in a row."""
+        return SUPER_GROUP_SIZE // self.group_size
+
+    @property
+    def group_scales_start(self) -> int:
+        """Byte of the message where the group scales start."""
+        last = self.classes[-1]
+        return last.codes_start + last.rows * row_bytes(last.width)
+
+    @property
+    def super_scales_start(self) -> int:
+        """Byte of the message where the super-scales start."""
+        return self.group_scales_start + self.rows_per_chunk * self.groups
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one message."""
+        return self.super_scales_start + 2 * self.rows_per_chunk
+
+    def as_rows(self, flat: Array) -> Array:
+        """Pads a bucket [size] with zeros to a matrix [num_rows, 256]."""
+        padding = self.num_rows * SUPER_GROUP_SIZE - self.size
+        return jnp.pad(flat, (0, padding)).reshape(self.num_rows, SUPER_GROUP_SIZE)
+
+    def as_flat(self, rows: Array) -> Array:
+        """Inverse of `as_rows`."""
+        return rows.reshape(-1)[: self.size]
+
+    def codes(self, payload: Array, width_class: WidthClass) -> Array:
+        """Packed codes of a class: view of a uint8 message as [rows, 32 * width]."""
+        width_bytes = row_bytes(width_class.width)
+        stop = width_class.codes_start + width_class.rows * width_bytes
+        return payload[width_class.codes_start : stop].reshape(width_class.rows, width_bytes)
+
+    def scales(self, payload: Array) -> tuple[Array, Array]:
+        """Group scales uint8 [R, groups] and super-scales uint16 [R] of a message."""
+        groups = payload[self.group_scales_start : self.super_scales_start]
+        supers = payload[self.super_scales_start :].reshape(self.rows_per_chunk, 2)
+        return groups.reshape(self.rows_per_chunk, self.groups), lax.bitcast_convert_type(
+            supers, jnp.uint16
+        )
+
+    def message(self, codes: list[Array], group_bytes: Array, super_bits: Array) -> Array:
+        """Joins packed codes of every class and the scales of all rows into one uint8 message."""
+        supers = lax.bitcast_convert_type(super_bits, jnp.uint8)
+        return jnp.concatenate([part.reshape(-1) for part in (*codes, group_bytes, supers)])
+
+
+def make_layout(
+    size: int,
+    num_chunks: int,
+    *,
+    fractions: tuple[tuple[int, float], ...],
+    nonuniformity: dict[int, float],
+    group_size: int,
+    rounding: Rounding,
+) -> Layout:
+    """Layout of a bucket of `size` coordinates whose rows take widths in the given fractions.
+
+    Args:
+      size: coordinates, at least 1.
+      num_chunks: workers.
+      fractions: (width, share of the rows), widest first, shares adding up to 1.
+      nonuniformity: e of each width.
+      group_size: coordinates that share a group scale.
+      rounding: kind of rounding offsets.
+    """
+    num_rows = -(-size // SUPER_GROUP_SIZE)
+    rows_per_chunk = -(-num_rows // num_chunks)
+    classes, first_row, codes_start, cumulative = [], 0, 0, 0.0
+    for width, fraction in fractions:
+        cumulative += fraction
+        rows = min(round(cumulative * rows_per_chunk), rows_per_chunk) - first_row
+        if rows > 0:
+            classes.append(WidthClass(width, nonuniformity[width], rows, first_row, codes_start))
+            first_row += rows
+            codes_start += rows * row_bytes(width)
+    return Layout(
+        size=size,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        rounding=rounding,
+        classes=tuple(classes),
+    )

@@ -1,0 +1,40 @@
+"""What differs between JAX versions, or between `jax.shard_map(check_vma=True)` and everything
+else. Nowhere else.
+"""
+
+from typing import TypeVar
+
+import jax
+from jax import Array, lax
+
+Tree = TypeVar("Tree")
+
+
+def varying_axes(value: Array) -> frozenset[str]:
+    """Mesh axes over which a value is known to vary; always empty without `check_vma`."""
+    aval = jax.typeof(value)
+    manual_axis_type = getattr(aval, "manual_axis_type", None)
+    return (
+        manual_axis_type.varying
+        if manual_axis_type is not None
+        else getattr(aval, "vma", frozenset())
+    )
+
+
+def tracks_varying(axis_name: str) -> bool:
+    """Whether types say over which axes values vary: whether we are under `check_vma=True`."""
+    return axis_name in varying_axes(lax.axis_index(axis_name))
+
+
+def match_varying(values: Tree, reference: Array) -> Tree:
+    """Marks constants as varying over the axes of `reference`, as a loop carry has to be."""
+    axes = tuple(varying_axes(reference))
+    if not axes:
+        return values
+    return jax.tree.map(lambda value: lax.pcast(value, axes, to="varying"), values)
+
+
+def all_gather(value: Array, axis_name: str) -> Array:
+    """`lax.all_gather` with a result that may be returned with `out_specs=P()`."""
+    to = "invarying" if tracks_varying(axis_name) else "varying"
+    return lax.all_gather(value, axis_name, to=to)

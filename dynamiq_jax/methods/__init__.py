@@ -1,0 +1,33 @@
+"""Methods: how numbers become bytes. A new one is a file here and a line in `METHODS`."""
+
+from dynamiq_jax.methods.base import ChunkCodec, Method, SummedChunks, WireCost
+from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods.exact import Exact
+
+METHODS: dict[str, type[Method]] = {
+    "dynamiq": DynamiQ,
+    "exact": Exact,
+}
+
+__all__ = [
+    "METHODS",
+    "ChunkCodec",
+    "DynamiQ",
+    "Exact",
+    "Method",
+    "SummedChunks",
+    "WireCost",
+    "resolve_method",
+]
+
+
+def resolve_method(method: Method | str) -> Method:
+    """A method as given, or the default one of a name in `METHODS`."""
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, str) and method in METHODS:
+        return METHODS[method]()
+    raise ValueError(
+        f"method={method!r} is not known. Give a method such as dq.DynamiQ(bits=5.0), or one of "
+        f"{sorted(METHODS)}."
+    )

@@ -1,0 +1,98 @@
+"""The all-reduce as an optax transformation."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from dynamiq_jax import buckets, checks, collectives
+from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax.methods.base import State
+from dynamiq_jax.topologies import Topology, resolve_topology
+
+
+class AllReduceState(NamedTuple):
+    """State of `all_reduce_gradients`: a plain pytree, the same on all workers unless the method
+    says otherwise.
+    """
+
+    step: Array  # int32 scalar: steps taken, which with the seed makes the key of a step
+    method: tuple[State, ...]  # the method's own state for each bucket; () if it has none
+
+
+def all_reduce_gradients(
+    axis_name: str,
+    *,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    seed: int = 0,
+    start_step: int = 0,
+    mask: Any | Callable[[Any], Any] | None = None,
+    exact_below: int = buckets.EXACT_BELOW,
+) -> optax.GradientTransformation:
+    """Averages gradients over an axis, compressed on the wire. Put it first in `optax.chain`.
+
+        optimizer = optax.chain(dq.all_reduce_gradients("data"), optax.adamw(1e-3))
+
+    `update` must run inside `jax.shard_map` (or `jax.vmap`) with the axis; so must `init` for a
+    method that carries state. Gradients come in local, one per worker, and go out as their mean,
+    the same on all workers.
+
+    Args:
+      axis_name: axis to average over.
+      method: how numbers become bytes.
+      topology: how chunks travel.
+      seed: of the rounding noise; the same on all workers.
+      start_step: step that the first update counts as.
+      mask: pytree of bools like the gradients (a prefix will do), or a function from gradients to
+        one: leaves marked False are averaged exactly.
+      exact_below: leaves of fewer elements are averaged exactly.
+
+    Returns:
+      A transformation whose state holds the step and the method's state; it can be saved and
+      restored like any pytree.
+    """
+    method, topology = resolve_method(method), resolve_topology(topology)
+
+    def compress_flags(tree: Any) -> list[bool] | None:
+        if mask is None:
+            return None
+        prefix = mask(tree) if callable(mask) else mask
+        return [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(prefix, tree))]
+
+    def init(params: Any) -> AllReduceState:
+        states = ()
+        if collectives.is_stateful(method):
+            states = collectives.init_states(
+                params,
+                checks.check_axis(axis_name),
+                method=method,
+                topology=topology,
+                compress=compress_flags(params),
+                exact_below=exact_below,
+            )
+        return AllReduceState(step=jnp.asarray(start_step, jnp.int32), method=states)
+
+    def update(
+        updates: Any, state: AllReduceState, params: Any = None
+    ) -> tuple[Any, AllReduceState]:
+        del params
+        updates, states = collectives.reduce_tree(
+            updates,
+            axis_name,
+            key=jax.random.fold_in(jax.random.key(seed), state.step),
+            method=method,
+            topology=topology,
+            exact_below=exact_below,
+            compress=compress_flags(updates),
+            mean=True,
+            states=state.method if collectives.is_stateful(method) else None,
+        )
+        return updates, AllReduceState(
+            step=state.step + 1, method=states if collectives.is_stateful(method) else ()
+        )
+
+    return optax.GradientTransformation(init, update)

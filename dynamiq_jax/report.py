@@ -1,0 +1,86 @@
+"""What an all-reduce costs on the wire, without running it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from dynamiq_jax import buckets
+from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax.topologies import Topology, resolve_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class WireReport:
+    """Static cost of one all-reduce."""
+
+    bytes_per_worker: int  # bytes that each worker sends, everything included
+    compressed_bytes: int  # of these, for compressed leaves
+    exact_bytes: int  # of these, for leaves that are summed exactly
+    compressed_size: int  # coordinates that are compressed
+    bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
+    ratio_f32: float  # bytes of a float32 all-reduce of the tree / bytes_per_worker; nan if 0
+    ratio_bf16: float  # the same against bfloat16
+    exact_leaves: tuple[tuple[str, str], ...]  # (path, why) of leaves that are summed exactly
+
+
+def wire_report(
+    tree: Any,
+    axis_size: int,
+    *,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    exact_below: int = buckets.EXACT_BELOW,
+) -> WireReport:
+    """Bytes that `psum` or `pmean` of a tree puts on the wire. Runs nothing; equals the collectives
+    of the compiled program.
+
+    Args:
+      tree: pytree of arrays or `jax.ShapeDtypeStruct`.
+      axis_size: number of workers.
+      method: as for `psum`.
+      topology: as for `psum`.
+      exact_below: as for `psum`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> report = wire_report({"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}, 8)
+    >>> round(report.bits, 1), round(report.ratio_bf16, 1)
+    (5.0, 3.2)
+    """
+    if not isinstance(axis_size, int) or axis_size < 1:
+        raise ValueError(
+            f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1."
+        )
+    method, topology = resolve_method(method), resolve_topology(topology)
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
+    leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for _, leaf in paths_and_leaves]
+    plan = buckets.plan(
+        leaves, axis_size, method=method, topology=topology, exact_below=exact_below
+    )
+
+    compressed = sum(
+        buckets.bytes_sent(bucket.cost, topology, axis_size) for bucket in plan.buckets
+    )
+    compressed_size = sum(bucket.size for bucket in plan.buckets)
+    sizes = [int(np.prod(leaf.shape, dtype=np.int64)) for leaf in leaves]
+    # Half and single precision travel as float32, booleans as bytes.
+    item_bytes = [
+        max(leaf.dtype.itemsize, 4) if leaf.dtype.kind in "fV" else leaf.dtype.itemsize
+        for leaf in leaves
+    ]
+    passes = 2 * (axis_size - 1) / axis_size
+    exact = round(passes * sum(sizes[index] * item_bytes[index] for index, _ in plan.exact))
+    total = compressed + exact
+    coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
+    return WireReport(
+        bytes_per_worker=total,
+        compressed_bytes=compressed,
+        exact_bytes=exact,
+        compressed_size=compressed_size,
+        bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),
+        ratio_f32=passes * 4 * coordinates / total if total else float("nan"),
+        ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
+        exact_leaves=tuple((names[index], why) for index, why in plan.exact),
+    )

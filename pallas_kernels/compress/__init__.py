@@ -1,0 +1,1 @@
+"""First hop: local rows to a message."""

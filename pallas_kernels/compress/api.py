@@ -1,0 +1,36 @@
+"""Public function of the operation `compress`."""
+
+from jax import Array
+
+from dynamiq_jax.codec.layout import Layout
+from pallas_kernels.compress import xla
+from pallas_kernels.implementation import resolve
+
+_BACKENDS = {"xla": xla.compress}
+
+
+def compress(
+    rows: Array,
+    order: Array,
+    chunk: Array | int,
+    hop: Array | int,
+    seed: Array,
+    *,
+    layout: Layout,
+    implementation: str | None = None,
+) -> Array:
+    """Encodes one chunk of the local rows.
+
+    Args:
+      rows: local bucket in its original order, float [num_rows, 256].
+      order: original row of every place, int32 [num_chunks, rows_per_chunk].
+      chunk: which chunk.
+      hop: compressions that the chunk has gone through.
+      seed: uint32 [2].
+      layout: static layout of the message.
+      implementation: backend, see `pallas_kernels.implementation.resolve`.
+
+    Returns:
+      The message, uint8 [layout.payload_bytes].
+    """
+    return _BACKENDS[resolve(implementation)](rows, order, chunk, hop, seed, layout=layout)

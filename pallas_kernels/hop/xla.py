@@ -1,0 +1,27 @@
+"""XLA base of `hop`."""
+
+from jax import Array
+
+from dynamiq_jax.codec.layout import Layout, WidthClass
+from pallas_kernels.compress.xla import encode_chunk, gather
+from pallas_kernels.decompress.xla import decode_block
+
+
+def hop(
+    payload: Array,
+    rows: Array,
+    order: Array,
+    chunk: Array | int,
+    hop_index: Array | int,
+    seed: Array,
+    *,
+    layout: Layout,
+) -> Array:
+    """See `pallas_kernels.hop.api`."""
+    places = order[chunk]
+
+    def partial_sum(width_class: WidthClass, first: Array | int, count: int) -> Array:
+        received = decode_block(payload, width_class, first, count, layout=layout)
+        return received + gather(rows, places, first, count)
+
+    return encode_chunk(partial_sum, chunk, hop_index, seed, layout=layout, like=payload)

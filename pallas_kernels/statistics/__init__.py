@@ -1,0 +1,1 @@
+"""Norm and mean of every super-group in one read of the gradient."""
