@@ -1,0 +1,38 @@
+# `make demo` and `make test` need Python 3.11 or newer and pip, nothing else: they make their own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: help demo test test-fast lint benchmarks clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+demo: $(VENV)/installed  ## fine-tune a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
+	$(RUN) examples/finetune_lm.py $(ARGS)
+
+test: lint  ## run lint, the type checker and all tests
+	$(RUN) -m pytest $(ARGS)
+
+test-fast: $(VENV)/installed  ## run the tests without the slow ones
+	$(RUN) -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/installed  ## check style and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+benchmarks: $(VENV)/installed  ## measure the codec and the error on this machine
+	$(RUN) benchmarks/codec.py
+	$(RUN) benchmarks/error.py
+
+clean:  ## remove the virtual environments and caches
+	rm -rf $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable '.[test]'
+	@touch $@

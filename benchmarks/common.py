@@ -1,0 +1,70 @@
+"""What every benchmark shares: timing, a description of the machine, and where results go."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def median_seconds(function: Callable[..., Any], *args: Any, repeats: int = 15) -> float:
+    """Median wall time of a call, compiled and warm, until its result is ready."""
+    jax.block_until_ready(function(*args))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and date, to be kept with every result."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    ).stdout.strip()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit,
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def save(name: str, config: dict[str, Any], results: Any) -> Path:
+    """Writes a result with its environment and config; returns the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    record = {"environment": environment(), "config": config, "results": results}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

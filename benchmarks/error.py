@@ -1,0 +1,208 @@
+"""Error of the all-reduce on the gradients of the example's model: vNMSE by method, bits, training
+step and number of workers.
+
+The gradients are those that 64 workers meet while fine-tuning with the exact mean. Workers are
+simulated with vmap on one device, which runs the same program as real ones. Beside vNMSE, which
+large super-groups dominate, the table has the mean over super-groups of their relative error.
+"""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import numpy as np
+import tyro
+from jax import Array
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import dynamiq_jax as dq
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+
+import oracle
+from small_lm.data import load_corpora
+from small_lm.gradients import gradient_snapshots
+from small_lm.model import ModelConfig, new_model
+from small_lm.training import pretrain
+
+SUPER_GROUP = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    steps: tuple[int, ...] = (20, 100, 200)  # training steps whose gradients are measured
+    workers: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # numbers of workers, at 5 bits
+    bits: tuple[float, ...] = (3.0, 4.0, 5.0, 6.0, 8.0)  # budgets, with 8 workers
+    pretrain_steps: int = 240  # steps of pre-training before
+    topology: str = "ring"  # how chunks travel
+    seeds: int = 2  # rounding seeds that a figure is averaged over
+    save: bool = True  # write the result to benchmarks/results/error.json and .png
+
+
+def stacked_gradients(config: Config) -> dict[int, np.ndarray]:
+    """Training step to the gradients of all workers, float32 [workers, size]; small leaves left
+    out.
+    """
+    corpora = load_corpora()
+    structure, params = new_model(ModelConfig(corpora.vocabulary))
+    params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    snapshots = gradient_snapshots(
+        structure, params, corpora.reference, workers=max(config.workers), steps=config.steps
+    )
+    result = {}
+    for step, tree in snapshots:
+        large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= 1024]
+        result[step] = np.concatenate(
+            [np.asarray(leaf).reshape(leaf.shape[0], -1) for leaf in large], axis=1
+        )
+    return result
+
+
+@functools.partial(jax.jit, static_argnames=("method", "topology"))
+def simulate(gradients: Array, key: Array, *, method: Any, topology: str) -> Array:
+    """What every worker gets from psum of [workers, size]; that of the first."""
+    reduce = functools.partial(dq.psum, axis_name="data", key=key, method=method, topology=topology)
+    return jax.vmap(reduce, axis_name="data")(gradients)[0]
+
+
+def errors(gradients: np.ndarray, method: Any, config: Config) -> tuple[float, float]:
+    """vNMSE, and the mean over super-groups of the relative squared error."""
+    truth = gradients.astype(np.float64).sum(axis=0)
+    vnmse, relative = [], []
+    for seed in range(config.seeds):
+        estimate = simulate(
+            gradients, jax.random.key(seed), method=method, topology=config.topology
+        )
+        squared = (np.asarray(estimate, np.float64) - truth) ** 2
+        vnmse.append(squared.sum() / (truth**2).sum())
+        relative.append(
+            np.mean(super_group_sums(squared) / np.maximum(super_group_sums(truth**2), 1e-300))
+        )
+    return float(np.mean(vnmse)), float(np.mean(relative))
+
+
+def super_group_sums(flat: np.ndarray) -> np.ndarray:
+    """Sums over super-groups of [size]."""
+    return np.pad(flat, (0, -flat.size % SUPER_GROUP)).reshape(-1, SUPER_GROUP).sum(axis=1)
+
+
+def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> float:
+    """vNMSE of the independent NumPy implementation of the same preset."""
+    workers, size = gradients.shape
+    layout = method.layout(size, workers)
+    truth = gradients.astype(np.float64).sum(axis=0)
+    result = []
+    for seed in range(config.seeds):
+        estimate, _ = oracle.ring_all_reduce(
+            gradients,
+            class_rows=[(c.width, c.rows) for c in layout.classes],
+            group_size=layout.group_size,
+            nonuniformity={c.width: c.nonuniformity for c in layout.classes},
+            rounding=layout.rounding,
+            seed=(seed, seed + 1),
+        )
+        result.append(((estimate - truth) ** 2).sum() / (truth**2).sum())
+    return float(np.mean(result))
+
+
+def main(config: Config) -> None:
+    """Measures every case and prints a table."""
+    console = Console()
+    with console.status("Training the example's model to get its gradients"):
+        gradients = stacked_gradients(config)
+    presets = {"default": dq.DynamiQ, "paper": dq.DynamiQ.paper}
+    cases = [(name, bits, 8) for name in presets for bits in config.bits]
+    cases += [
+        (name, 5.0, n) for name in presets for n in config.workers if (name, 5.0, n) not in cases
+    ]
+    results = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Simulating", total=len(cases) * len(config.steps))
+        for name, bits, workers in cases:
+            method = presets[name](bits=bits)
+            for step, stacked in gradients.items():
+                vnmse, relative = errors(stacked[:workers], method, config)
+                row = {
+                    "preset": name,
+                    "bits": dq.wire_report(stacked[0], workers, method=method).bits,
+                    "workers": workers,
+                    "step": step,
+                    "vnmse": vnmse,
+                    "relative": relative,
+                }
+                if name == "paper" and workers == 8 and bits == 5:
+                    row["oracle_vnmse"] = oracle_vnmse(stacked[:workers], method, config)
+                results.append(row)
+                progress.advance(task)
+    size = next(iter(gradients.values())).shape[1]
+    print_table(console, results, config, size)
+    if config.save:
+        path = common.save("error", dataclasses.asdict(config) | {"size": size}, results)
+        plot(results, config, path.with_suffix(".png"))
+        console.print(f"Written to {path} and {path.with_suffix('.png')}")
+
+
+def print_table(console: Console, results: list[dict[str, Any]], config: Config, size: int) -> None:
+    """One line a case, one column a training step."""
+    table = Table(
+        title=f"vNMSE, {config.topology}, {size:,} coordinates (in brackets: mean relative error of a super-group)"
+    )
+    for heading in ("preset", "bits", "workers", *(f"step {step}" for step in config.steps)):
+        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    for start in range(0, len(results), len(config.steps)):
+        rows = results[start : start + len(config.steps)]
+        cells = [f"{row['vnmse']:.2e} ({row['relative']:.1e})" for row in rows]
+        table.add_row(rows[0]["preset"], f"{rows[0]['bits']:.3f}", str(rows[0]["workers"]), *cells)
+        if "oracle_vnmse" in rows[0]:
+            table.add_row("  NumPy oracle", "", "", *(f"{row['oracle_vnmse']:.2e}" for row in rows))
+    console.print(table)
+
+
+def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
+    """Error against bits and against workers, mean over the training steps."""
+    figure, (by_bits, by_workers) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for preset, colour in (("default", "tab:blue"), ("paper", "tab:orange")):
+        for axes, key, chosen in (
+            (by_bits, "bits", lambda row: row["workers"] == 8),
+            (by_workers, "workers", lambda row: abs(row["bits"] - 5) < 0.1),
+        ):
+            points: dict[float, list[float]] = {}
+            for row in results:
+                if row["preset"] == preset and chosen(row):
+                    points.setdefault(round(row[key], 1), []).append(row["vnmse"])
+            xs = sorted(points)
+            axes.plot(
+                xs,
+                [np.exp(np.mean(np.log(points[x]))) for x in xs],
+                "o-",
+                color=colour,
+                label=preset,
+            )
+    by_bits.set(
+        xlabel="bits per coordinate on the wire", ylabel="vNMSE", yscale="log", title="8 workers"
+    )
+    by_workers.set(xlabel="workers", xscale="log", yscale="log", title="5 bits")
+    by_workers.set_xticks(config.workers, [str(n) for n in config.workers], minor=False)
+    by_workers.minorticks_off()
+    for axes in (by_bits, by_workers):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.suptitle(
+        f"Error of the {config.topology} all-reduce on gradients of the example's model"
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,111 @@
+"""The network: a decoder-only transformer of the kind large language models are built on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Size of a transformer.
+
+    Attributes:
+        vocabulary: Number of token ids.
+        width: Features per token.
+        layers: Number of blocks.
+        heads: Attention heads per block.
+    """
+
+    vocabulary: int
+    width: int = 256
+    layers: int = 2
+    heads: int = 4
+
+    @property
+    def hidden(self) -> int:
+        """Features inside the MLP: three matrices of this size weigh as much as the usual two."""
+        return 3 * self.width
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary position embedding.
+
+    Args:
+        x: Queries or keys, float `[batch, time, heads, features]` with an even last axis.
+
+    Returns:
+        The same shape and dtype; the product of a query and a key now depends on their distance.
+    """
+    _, time, _, features = x.shape
+    frequency = 10_000.0 ** (-jnp.arange(0, features, 2) / features)
+    angle = jnp.arange(time)[:, None, None] * frequency
+    sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
+    left, right = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.heads = config.heads
+        self.into = nnx.Linear(config.width, 3 * config.width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(config.width, config.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Mixes each token with those before it; float `[batch, time, width]` in and out."""
+        batch, time, width = x.shape
+        qkv = self.into(x).reshape(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = jnp.moveaxis(qkv, 2, 0)
+        mixed = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        return self.out(mixed.reshape(batch, time, width))
+
+
+class GatedMLP(nnx.Module):
+    """Two-layer perceptron whose hidden features are gated (SwiGLU)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.gate = nnx.Linear(config.width, config.hidden, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(config.width, config.hidden, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(config.hidden, config.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Transforms each token on its own; float `[..., width]` in and out."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Attention, then the MLP, each beside a residual path."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.mlp = GatedMLP(config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Refines all tokens; float `[batch, time, width]` in and out."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nnx.Module):
+    """Predicts every next token of a sequence."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        # The embedding is also the output layer, so its scale sets that of the first logits.
+        init = nnx.initializers.normal(config.width**-0.5)
+        self.embedding = nnx.Embed(config.vocabulary, config.width, embedding_init=init, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps int32 tokens `[batch, time]` to float logits `[batch, time, vocabulary]`."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embedding.attend(self.norm(x))

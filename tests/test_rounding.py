@@ -1,0 +1,140 @@
+"""Offsets are uniform one by one, and arranged so that the errors of a path cancel."""
+
+import functools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamiq_jax.codec import rounding
+
+ROWS, LANES = 512, 256
+COUNT = ROWS * LANES
+RANDOM = ("correlated", "stratified", "independent")
+words = st.integers(0, 2**32 - 1)
+
+jitted = jax.jit(rounding.offsets, static_argnums=3)
+
+
+def offsets(kind: str, hop: int, seed: tuple[int, int] = (7, 11), first: int = 0) -> np.ndarray:
+    ids = np.arange(first, first + ROWS, dtype=np.uint32)
+    return np.asarray(jitted(ids, np.int32(hop), np.array(seed, np.uint32), kind), np.float64)
+
+
+@functools.cache
+def path(kind: str, hops: int) -> np.ndarray:
+    """Offsets of all compressions on a path of each coordinate, [hops, ROWS * LANES]."""
+    return np.stack([offsets(kind, hop).reshape(-1) for hop in range(hops)])
+
+
+def kolmogorov_smirnov(samples: np.ndarray) -> float:
+    """sqrt(N) times the largest distance to the uniform distribution: 0.4 to 2 for random ones."""
+    ordered = np.sort(samples.reshape(-1))
+    steps = np.arange(ordered.size + 1) / ordered.size
+    distance = max(np.max(steps[1:] - ordered), np.max(ordered - steps[:-1]))
+    return float(distance * np.sqrt(ordered.size))
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """sqrt(N) times the correlation: within 4 for independent samples."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    return float(np.corrcoef(a, b)[0, 1] * np.sqrt(a.size))
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+@given(first=words, hop=st.integers(0, 1000), seed=st.tuples(words, words))
+def test_offsets_are_those_of_the_oracle(kind, first, hop, seed):
+    ids = (first + np.arange(ROWS)).astype(np.uint32)
+    ours = np.asarray(jitted(ids, np.int32(hop), np.array(seed, np.uint32), kind))
+    assert ours.dtype == np.float32
+    np.testing.assert_array_equal(ours, oracle.rounding_offsets(ids, hop, seed, kind))
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+@pytest.mark.parametrize("hop", (0, 1, 7))
+def test_every_offset_is_uniform(kind, hop):
+    u = offsets(kind, hop)
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert 0.2 < kolmogorov_smirnov(u) < 2
+    # Also lane by lane and row by row: no coordinate is special.
+    for axis in (0, 1):
+        spread = (u.mean(axis=axis) - 0.5) * np.sqrt(12 * u.shape[axis])
+        assert 0.8 < spread.std() < 1.2
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_coordinates_and_seeds_are_uncorrelated(kind):
+    u = offsets(kind, 3)
+    assert abs(correlation(u[1:], u[:-1])) < 4
+    assert abs(correlation(u[:, 1:], u[:, :-1])) < 4
+    for seed in ((8, 11), (7, 12), (11, 7)):
+        assert abs(correlation(u, offsets(kind, 3, seed))) < 4
+
+
+def test_nearest_is_the_middle():
+    ids, seed = np.arange(4, dtype=np.uint32), np.zeros(2, np.uint32)
+    assert rounding.offsets(ids, 5, seed, "nearest") == 0.5
+
+
+def test_correlated_hops_step_by_the_golden_ratio():
+    u = path("correlated", 8)
+    golden = (np.sqrt(5) - 1) / 2
+    for hop in range(1, 8):
+        turned = u[hop] - u[0] - hop * golden
+        assert np.max(np.abs(turned - np.rint(turned))) < 2.0**-22
+
+
+@pytest.mark.parametrize("hops", (2, 3, 5, 8, 13, 16))
+def test_correlated_hops_leave_no_large_gap(hops):
+    """No knowledge of n is needed: the offsets of a path cover [0, 1) evenly for any n."""
+    ordered = np.sort(path("correlated", hops), axis=0)
+    gaps = np.diff(np.concatenate([ordered, ordered[:1] + 1]), axis=0)
+    assert np.max(gaps) * hops < 2
+    assert np.min(gaps) * hops > 0.3
+
+
+@pytest.mark.parametrize("hops", (2, 4, 8, 16))
+def test_stratified_hops_visit_every_stratum_once(hops):
+    strata = np.sort(np.floor(path("stratified", hops) * hops), axis=0)
+    np.testing.assert_array_equal(strata, np.tile(np.arange(hops)[:, None], (1, COUNT)))
+
+
+def test_independent_hops_are_uncorrelated():
+    u = path("independent", 4)
+    assert max(abs(correlation(u[i], u[j])) for i in range(4) for j in range(i)) < 4
+    # The others are not: that is their point.
+    assert correlation(*path("stratified", 2)) < -100
+
+
+def variance_of_sum(kind: str, hops: int, p: np.ndarray) -> float:
+    """Variance of a path's summed rounding errors, relative to that of independent rounding."""
+    errors = (path(kind, hops) < p) - p
+    return float(np.mean(errors.sum(axis=0) ** 2) / np.mean(np.sum(p * (1 - p), axis=0)))
+
+
+@pytest.mark.parametrize("hops", (2, 4, 8, 16))
+def test_errors_of_a_path_cancel(hops):
+    """The same fraction at every hop: the errors of `hops` roundings sum to about one's."""
+    p = np.random.default_rng(0).random((1, COUNT)).repeat(hops, axis=0)
+    assert 0.97 < variance_of_sum("independent", hops, p) < 1.03
+    for kind in ("correlated", "stratified"):
+        assert 0.1 / hops < variance_of_sum(kind, hops, p) < 2 / hops
+
+
+@pytest.mark.parametrize("hops", (4, 8, 16))
+def test_errors_cancel_even_where_fractions_have_nothing_to_do_with_each_other(hops):
+    p = np.random.default_rng(1).random((hops, COUNT))
+    assert 0.97 < variance_of_sum("independent", hops, p) < 1.03
+    for kind in ("correlated", "stratified"):
+        assert 0.4 < variance_of_sum(kind, hops, p) < 0.75
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_no_error_of_a_path_has_a_mean(kind):
+    p = np.random.default_rng(2).random((8, COUNT))
+    errors = ((path(kind, 8) < p) - p).sum(axis=0)
+    assert abs(errors.mean()) * np.sqrt(COUNT) < 4 * errors.std()

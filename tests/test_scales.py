@@ -1,0 +1,154 @@
+"""Scales cover every value, waste less than one step, and are those of the wire format."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamiq_jax.codec import scales
+
+ROWS, GROUPS = 8, 8
+TINY = np.finfo(np.float32).tiny
+LARGEST_BFLOAT16 = oracle.bf16_to_f32(np.uint16(0x7F7F))
+
+quantize = jax.jit(scales.quantize_scales)
+reconstruct = jax.jit(scales.reconstruct_scales)
+reciprocal = jax.jit(scales.reciprocal)
+bfloat16_bits = jax.jit(scales.bfloat16_bits)
+bfloat16_value = jax.jit(scales.bfloat16_value)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_maxima(seed: int, low: float = -100, high: float = 120) -> np.ndarray:
+    """[ROWS, GROUPS]: rows anywhere in 2^low .. 2^high, groups up to 2^12 below their row."""
+    rng = np.random.default_rng(seed)
+    rows = np.exp2(rng.uniform(low, high, (ROWS, 1)))
+    return (rows * np.exp2(-12 * rng.random((ROWS, GROUPS)))).astype(np.float32)
+
+
+def group_maxima_of(rows: np.ndarray, group_size: int) -> np.ndarray:
+    return np.asarray(jax.jit(scales.group_maxima, static_argnums=1)(rows, group_size))
+
+
+@pytest.mark.parametrize("group_size", (8, 16, 32, 64))
+def test_group_maxima_are_magnitudes(group_size):
+    rows = np.random.default_rng(0).standard_normal((ROWS, 256)).astype(np.float32)
+    expected = np.abs(rows).reshape(ROWS, -1, group_size).max(axis=2)
+    np.testing.assert_array_equal(group_maxima_of(rows, group_size), expected)
+    rows[3, 77] = np.nan
+    assert np.argwhere(np.isnan(group_maxima_of(rows, group_size))).tolist() == [
+        [3, 77 // group_size]
+    ]
+
+
+@given(seed=seeds)
+def test_bytes_are_those_of_the_oracle(seed):
+    maxima = random_maxima(seed)
+    group_bytes, super_bits = (np.asarray(part) for part in quantize(maxima))
+    expected_bytes, expected_bits = oracle.row_scales(np.repeat(maxima, 256 // GROUPS, axis=1), 32)
+    assert (group_bytes.dtype, super_bits.dtype) == (np.uint8, np.uint16)
+    np.testing.assert_array_equal(super_bits, expected_bits)
+    np.testing.assert_array_equal(group_bytes, expected_bytes)
+    steps = np.asarray(reconstruct(group_bytes, super_bits))
+    np.testing.assert_array_equal(steps, oracle.group_steps(group_bytes, super_bits))
+
+
+@given(seed=seeds)
+def test_super_scale_is_the_next_bfloat16(seed):
+    maxima = random_maxima(seed)
+    _, super_bits = quantize(maxima)
+    super_scale = oracle.bf16_to_f32(np.asarray(super_bits))
+    largest = maxima.max(axis=1)
+    assert np.all(super_scale >= largest)
+    assert np.all(oracle.bf16_to_f32(np.asarray(super_bits) - np.uint16(1)) < largest)
+    again = np.asarray(quantize(np.tile(super_scale[:, None], (1, GROUPS)))[1])
+    np.testing.assert_array_equal(again, np.asarray(super_bits))
+
+
+@given(seed=seeds)
+def test_scales_cover_their_group_and_waste_less_than_one_step(seed):
+    maxima = random_maxima(seed)
+    group_bytes, super_bits = quantize(maxima)
+    steps = np.asarray(reconstruct(group_bytes, super_bits), np.float64)
+    one = oracle.bf16_to_f32(np.asarray(super_bits)).astype(np.float64)[:, None] / 255
+    # Up to the float32 rounding of the ratio, the product and the reconstruction.
+    assert np.all(steps >= maxima * (1 - 2.0**-21))
+    assert np.all(steps < maxima + one * (1 + 2.0**-21))
+    assert np.asarray(group_bytes).max() >= 254  # the super-scale is at most 2^-7 above its row
+
+
+@given(seed=seeds, power=st.integers(-60, 60))
+def test_powers_of_two_move_only_the_exponent(seed, power):
+    maxima = random_maxima(seed, -20, 20)
+    group_bytes, super_bits = quantize(maxima)
+    scaled_bytes, scaled_bits = quantize(np.ldexp(maxima, power))
+    np.testing.assert_array_equal(scaled_bytes, group_bytes)
+    shift = np.asarray(scaled_bits).astype(int) - np.asarray(super_bits).astype(int)
+    assert set(shift) == {power << 7}
+
+
+def test_zeros_have_scale_zero():
+    maxima = np.zeros((ROWS, GROUPS), np.float32)
+    maxima[1:, 2] = 0.7  # the other groups of these rows stay zero
+    group_bytes, super_bits = (np.asarray(part) for part in quantize(maxima))
+    assert (super_bits == 0).tolist() == [True] + [False] * (ROWS - 1)
+    np.testing.assert_array_equal(group_bytes != 0, maxima != 0)
+    steps = np.asarray(reconstruct(group_bytes, super_bits))
+    np.testing.assert_array_equal(steps != 0, maxima != 0)
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+def test_a_row_that_is_not_finite_carries_the_one_nan_and_leaves_others_alone(bad):
+    maxima = random_maxima(0)
+    clean_bytes, clean_bits = quantize(maxima)
+    maxima[3, 1] = bad
+    group_bytes, super_bits = quantize(maxima)
+    assert int(super_bits[3]) == oracle.BF16_NAN
+    assert np.isnan(np.asarray(reconstruct(group_bytes, super_bits))[3]).all()
+    others = np.arange(ROWS) != 3
+    np.testing.assert_array_equal(np.asarray(super_bits)[others], np.asarray(clean_bits)[others])
+    np.testing.assert_array_equal(np.asarray(group_bytes)[others], np.asarray(clean_bytes)[others])
+
+
+def test_a_finite_row_beyond_bfloat16_decodes_to_nan_rather_than_to_something_finite():
+    maxima = np.full((1, GROUPS), np.finfo(np.float32).max)
+    assert maxima[0, 0] > LARGEST_BFLOAT16
+    assert np.isnan(np.asarray(reconstruct(*quantize(maxima)))).all()
+
+
+@given(seed=seeds)
+def test_reciprocal_inverts_normal_scales(seed):
+    scale = random_maxima(seed)
+    product = scale.astype(np.float64) * np.asarray(reciprocal(scale), np.float64)
+    assert np.all(np.abs(product - 1) <= 2.0**-23)
+
+
+def test_reciprocal_of_zero_and_of_subnormals_is_zero():
+    scale = np.array([0, TINY / 2, TINY, 1], np.float32)
+    assert (np.asarray(reciprocal(scale)) != 0).tolist() == [False, False, True, True]
+
+
+@given(seed=seeds)
+def test_bfloat16_bits_round_to_nearest_even(seed):
+    values = random_maxima(seed) * np.float32(-1) ** np.arange(GROUPS, dtype=np.float32)
+    values[0, :2] = np.float32(1) + np.float32(2.0**-8), np.float32(1) + np.float32(3 * 2.0**-8)
+    bits = np.asarray(bfloat16_bits(values))
+    np.testing.assert_array_equal(bits, oracle.bf16_nearest(values))
+    back = np.asarray(bfloat16_value(bits.astype(np.uint32)))
+    np.testing.assert_array_equal(back, oracle.bf16_to_f32(bits))
+    assert np.all(np.abs(back / values - 1) <= 2.0**-8)
+    assert np.any(back != values)
+
+
+def test_all_that_is_not_finite_has_one_bfloat16():
+    values = np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)
+    assert set(np.asarray(bfloat16_bits(values)).tolist()) == {oracle.BF16_NAN}
+
+
+def test_what_rounds_to_the_bfloat16_infinity_travels_as_nan_too():
+    """The wire format has one pattern for all that is not finite."""
+    overflowing = np.array([np.finfo(np.float32).max], np.float32)
+    assert overflowing[0] > LARGEST_BFLOAT16
+    np.testing.assert_array_equal(bfloat16_bits(overflowing), oracle.bf16_nearest(overflowing))
