@@ -33,7 +33,7 @@ from pallas_kernels.statistics.api import statistics
 class Config:
     """Options of the benchmark."""
 
-    size: int = 4 * 2**20  # coordinates of the chunk that the operations work on
+    size: int = 16 * 2**20  # coordinates of the chunk that the operations work on
     bits: tuple[float, ...] = (
         3.0,
         4.0,
@@ -49,7 +49,7 @@ class Config:
 def operations(
     method: dq.DynamiQ, gradient: Array
 ) -> dict[str, tuple[Callable[..., Any], tuple, float]]:
-    """Name to (function, arguments, bytes per coordinate that it has to read and write at least)."""
+    """Name to (function, arguments, bytes per coordinate that it has to move at least)."""
     layout = method.layout(gradient.size, num_workers=1)
     rows = layout.as_rows(gradient)
     order = order_rows(bfloat16_bits(statistics(rows)[0]), layout)
@@ -122,7 +122,8 @@ def main(config: Config) -> None:
         results.append(measure("plain jnp", name, function, args, item_bytes, bandwidth, config))
 
     table = Table(
-        title=f"{config.size / 2**20:g} Mi {config.dtype} coordinates; copy {bandwidth / 1e9:.1f} GB/s (read + written)",
+        title=f"{config.size / 2**20:g} Mi {config.dtype} coordinates; "
+        f"copy {bandwidth / 1e9:.1f} GB/s (read + written)",
     )
     for heading in (
         "method",

@@ -155,7 +155,8 @@ def main(config: Config) -> None:
 def print_table(console: Console, results: list[dict[str, Any]], config: Config, size: int) -> None:
     """One line a case, one column a training step."""
     table = Table(
-        title=f"vNMSE, {config.topology}, {size:,} coordinates (in brackets: mean relative error of a super-group)"
+        title=f"vNMSE, {config.topology}, {size:,} coordinates "
+        "(in brackets: mean relative error of a super-group)"
     )
     for heading in ("preset", "bits", "workers", *(f"step {step}" for step in config.steps)):
         table.add_column(heading, justify="left" if heading == "preset" else "right")

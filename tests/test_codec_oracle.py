@@ -16,12 +16,13 @@ import dynamiq_jax as dq
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.rounding import ROUNDINGS
 from dynamiq_jax.methods.dynamiq import NONUNIFORMITY
+from pallas_kernels import blocks
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
 from pallas_kernels.hop.api import hop
 
 WIDTHS = (16, 14, 12, 10, 8, 6, 4, 2)
-NUM_CHUNKS, ROWS = 3, 64  # rows of a chunk, an eighth at each width
+NUM_CHUNKS, ROWS = 3, 256  # rows of a chunk, an eighth at each width
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 HOPS = 4
 
@@ -96,10 +97,12 @@ def compare_codes(ours: np.ndarray, expected: np.ndarray, decided: np.ndarray, w
     mask = 2 ** (width - 1) - 1
     assert np.max(np.abs((ours & mask).astype(int) - (expected & mask).astype(int))) <= 1
     np.testing.assert_array_equal(ours >> (width - 1), expected >> (width - 1))
+    # A coordinate is undecided with probability 2 margin: 0.02 % at 8 bits, 4 % at 16, where one
+    # level is close to the precision of float32. Five standard deviations on top.
+    expected_share = 2 * oracle.margin(width)
     undecided = 1 - decided.mean()
-    # A coordinate is undecided with probability 2 margin; float32 has no more to say at 16 bits.
-    assert undecided < (1e-3 if width <= 8 else 3 * oracle.margin(width))
-    assert np.ptp(ours) > 0
+    assert undecided < expected_share + 5 * np.sqrt(expected_share / decided.size)
+    assert width > 8 or undecided < 1e-3
 
 
 @codecs
@@ -128,6 +131,20 @@ def test_the_hop_and_the_chunk_change_the_noise(rounding):
         for h in range(HOPS)
     }
     assert len(messages) == NUM_CHUNKS * HOPS
+
+
+@pytest.mark.parametrize("block", (5, 32))
+def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
+    """The XLA backend works in blocks of rows, whose last overlaps the one before."""
+    layout = layout_of(32, "correlated")
+    messages, local, order = path(32, "correlated")
+    monkeypatch.setattr(blocks, "block_rows", lambda width_class: min(width_class.rows, block))
+    blocked = jax.jit(lambda *args: hop(*args, layout=layout))
+    message = blocked(messages[0], local[1], order, np.int32(1), np.int32(1), SEED)
+    np.testing.assert_array_equal(message, messages[1])
+    decode = jax.jit(lambda payloads: decompress(payloads, layout=layout))
+    payloads = np.stack(messages)
+    np.testing.assert_array_equal(decode(payloads), jitted_decompress(payloads, layout=layout))
 
 
 # ------------------------------------------------------------------------------- the whole ring
@@ -205,4 +222,4 @@ def test_the_whole_ring_is_the_one_of_the_page(method, num_workers):
     assert 1e-5 < ours < 1e-1
     # The two agree far more closely with each other than with the truth: same codes, same noise.
     assert vnmse(totals[0], estimate) < 0.1 * ours
-    np.testing.assert_allclose(np.median(np.abs(totals[0] - estimate)), 0, atol=1e-6 * np.abs(truth).max())
+    assert np.median(np.abs(totals[0] - estimate)) < 1e-6 * np.abs(truth).max()

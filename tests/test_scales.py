@@ -37,10 +37,18 @@ def test_group_maxima_are_magnitudes(group_size):
     rows = np.random.default_rng(0).standard_normal((ROWS, 256)).astype(np.float32)
     expected = np.abs(rows).reshape(ROWS, -1, group_size).max(axis=2)
     np.testing.assert_array_equal(group_maxima_of(rows, group_size), expected)
-    rows[3, 77] = np.nan
-    assert np.argwhere(np.isnan(group_maxima_of(rows, group_size))).tolist() == [
-        [3, 77 // group_size]
-    ]
+
+
+@pytest.mark.parametrize("group_size", (8, 16, 32, 64))
+@pytest.mark.parametrize("num_rows", (1, 8, 16, 100))
+def test_group_maxima_show_nan_wherever_it_is(num_rows, group_size):
+    """Backends disagree on max(x, NaN), and one backend with itself from shape to shape."""
+    clean = np.random.default_rng(0).standard_normal((num_rows, 256)).astype(np.float32)
+    for lane in range(0, 256, 11):
+        rows, row = clean.copy(), lane % num_rows
+        rows[row, lane] = np.nan
+        found = np.isnan(group_maxima_of(rows, group_size))
+        assert np.argwhere(found).tolist() == [[row, lane // group_size]]
 
 
 @given(seed=seeds)

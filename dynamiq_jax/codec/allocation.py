@@ -13,10 +13,18 @@ import numpy as np
 from dynamiq_jax.codec.levels import error_coefficient
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 
-# Quantiles 0, 1/16 .. 1 of log2 |super-group| over the gradients of the example model, relative to
-# the median: mean of training steps 20, 100 and 200. Only their spread matters. `DynamiQ.fit`
-# replaces them by those of the caller's gradients.
-REFERENCE_LOG2_NORMS = tuple(np.linspace(-5.0, 5.0, 17))
+# Where the distribution of log2 |super-group| is described: quantiles, closer together at the ends.
+POSITIONS = (
+    *(0.0, 0.002, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5),
+    *(0.6, 0.7, 0.8, 0.9, 0.97, 0.99, 0.998, 1.0),
+)
+
+# The gradients of the example's model, relative to the median: mean of training steps 20, 100 and
+# 200, 8 workers. Only the spread matters. `DynamiQ.fit` replaces it by that of the caller's own.
+REFERENCE_LOG2_NORMS = (
+    *(-10.66, -9.94, -9.33, -7.68, -2.75, -1.15, -0.81, -0.37, 0.0),
+    *(0.24, 0.55, 1.27, 1.68, 2.37, 3.11, 3.94, 5.01),
+)
 
 Fractions = tuple[tuple[int, float], ...]
 
@@ -41,15 +49,14 @@ def solve_fractions(
     Args:
       code_bits: mean width, within [min(widths), max(widths)].
       widths: allowed widths.
-      log2_norms: sorted quantiles of log2 of the super-group norms, evenly spaced; the reference
-        ones if None.
+      log2_norms: log2 of super-group norms at the quantiles `POSITIONS`; the reference's if None.
 
     Returns:
       (width, fraction) for the widths used, widest first; the mean width is `code_bits`.
     """
     quantiles = np.asarray(REFERENCE_LOG2_NORMS if log2_norms is None else log2_norms, np.float64)
     positions = (np.arange(8192) + 0.5) / 8192
-    norms = np.interp(positions, np.linspace(0, 1, len(quantiles)), quantiles)[::-1]
+    norms = np.interp(positions, POSITIONS, quantiles)[::-1]
     ordered = np.array(sorted(widths, reverse=True), np.float64)
     log2_errors = (
         2 * norms[:, None] + np.log2([error_coefficient(int(w)) for w in ordered])[None, :]
@@ -74,9 +81,7 @@ def solve_fractions(
     return tuple((int(w), float(f)) for w, f in zip(ordered, mixed, strict=True) if f > 0)
 
 
-def log2_norm_quantiles(norms: np.ndarray, count: int = 257) -> tuple[float, ...]:
-    """Evenly spaced quantiles of log2 of measured super-group norms [rows]; zero and non-finite
-    ones are left out.
-    """
+def log2_norm_quantiles(norms: np.ndarray) -> tuple[float, ...]:
+    """log2 of super-group norms [rows] at `POSITIONS`; zero and non-finite ones left out."""
     norms = norms[np.isfinite(norms) & (norms > 0)]
-    return tuple(np.quantile(np.log2(norms.astype(np.float64)), np.linspace(0, 1, count)).tolist())
+    return tuple(np.quantile(np.log2(norms.astype(np.float64)), POSITIONS).tolist())

@@ -27,7 +27,7 @@ class ModelConfig:
 
     @property
     def hidden(self) -> int:
-        """Features inside the MLP: three matrices of this size weigh as much as the usual two."""
+        """Features inside the gated MLP."""
         return 3 * self.width
 
 

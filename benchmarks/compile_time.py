@@ -1,0 +1,93 @@
+"""Compile time of `pmean` of a tree of 100 leaves on 8 and 64 virtual CPU devices, exact against
+compressed.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+import common
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import AxisType, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+import dynamiq_jax as dq
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    workers: tuple[int, ...] = (
+        8,
+        64,
+    )  # virtual devices; each number is measured in its own process
+    leaves: int = 100  # leaves of the tree
+    leaf_size: int = 40_960  # coordinates of each
+    save: bool = True  # write the result to benchmarks/results/compile_time.json
+
+
+def compile_seconds(workers: int, leaves: int, leaf_size: int) -> dict[str, float]:
+    """Seconds from a traced function to an executable, for an exact and a compressed mean."""
+    jax.config.update("jax_num_cpu_devices", workers)
+    mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,))
+    tree = {
+        f"leaf{i}": jax.ShapeDtypeStruct((workers, leaf_size), jnp.float32) for i in range(leaves)
+    }
+
+    def exact(tree, key):
+        return jax.lax.pmean(jax.tree.map(lambda leaf: leaf[0], tree), "data")
+
+    def compressed(tree, key):
+        return dq.pmean(jax.tree.map(lambda leaf: leaf[0], tree), "data", key=key)
+
+    result = {}
+    for name, function in (("exact", exact), ("compressed", compressed)):
+        mapped = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(PartitionSpec("data"), PartitionSpec()),
+            out_specs=PartitionSpec(),
+        )
+        start = time.perf_counter()
+        jax.jit(mapped).lower(tree, jax.random.key(0)).compile()
+        result[name] = time.perf_counter() - start
+    return result
+
+
+def main(config: Config) -> None:
+    """Measures each number of workers in a process of its own."""
+    console = Console()
+    results = []
+    for workers in config.workers:
+        call = f"compile_time.compile_seconds({workers}, {config.leaves}, {config.leaf_size})"
+        code = f"import json, compile_time; print(json.dumps({call}))"
+        output = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=common.RESULTS.parent,
+        ).stdout
+        results.append({"workers": workers} | json.loads(output))
+    table = Table(
+        title=f"Trace, lower and compile: pmean of {config.leaves} leaves of {config.leaf_size} f32"
+    )
+    for heading in ("workers", "exact, s", "compressed, s"):
+        table.add_column(heading, justify="right")
+    for row in results:
+        table.add_row(str(row["workers"]), f"{row['exact']:.2f}", f"{row['compressed']:.2f}")
+    console.print(table)
+    if config.save:
+        console.print(
+            f"Written to {common.save('compile_time', dataclasses.asdict(config), results)}"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

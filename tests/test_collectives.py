@@ -1,0 +1,382 @@
+"""psum and pmean: one result on all workers, the same simulated and on a mesh, for any pytree."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import heavy_tailed, of_workers, vnmse
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from workers import TWO_CLASSES, on_mesh, simulated
+
+import dynamiq_jax as dq
+
+WORKERS = (1, 2, 3, 4, 5, 8)
+KEY, OTHER_KEY = jax.random.key(0), jax.random.key(1)
+any_number = pytest.mark.parametrize("num_workers", WORKERS)
+manual = pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+
+
+def local_psum(key, tree):
+    return dq.psum(tree, "data", key=key, method=TWO_CLASSES)
+
+
+def local_pmean(key, tree):
+    return dq.pmean(tree, "data", key=key, method=TWO_CLASSES)
+
+
+psum, pmean = simulated(local_psum), simulated(local_pmean)
+
+
+@functools.cache
+def tree_of(num_workers: int):
+    """Two leaves that share a bucket, one that is too small for it. Nothing divides evenly."""
+    flat = of_workers(num_workers, num_workers, 30_000)
+    return {
+        "kernel": flat[:, :20_480].reshape(-1, 80, 256),
+        "embedding": flat[:, 20_480:].reshape(-1, 28, 340),
+        "bias": of_workers(99, num_workers, 40),
+    }
+
+
+def assert_same_bits(ours, expected):
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_replicated(stacked):
+    """All workers hold the same bits (the first axis counts workers)."""
+    for leaf in jax.tree.leaves(stacked):
+        leaf = np.asarray(leaf)
+        assert {copy.tobytes() for copy in leaf} == {leaf[0].tobytes()}
+
+
+# --------------------------------------------------------------------- replicas, simulation, keys
+
+
+@any_number
+def test_every_replica_holds_the_same_bits_and_the_key_decides_which(num_workers):
+    tree = tree_of(num_workers)
+    result = psum(KEY, tree)
+    assert_replicated(result)
+    assert_same_bits(psum(jax.random.key(0), tree), result)
+    other = psum(OTHER_KEY, tree)
+    # One worker sends nothing and loses nothing, whatever the key.
+    assert np.array_equal(other["kernel"], result["kernel"]) == (num_workers == 1)
+    np.testing.assert_array_equal(other["bias"], result["bias"])
+
+
+@any_number
+@manual
+def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, num_workers, check_vma):
+    tree = tree_of(num_workers)
+    result = on_mesh(local_psum, data_mesh(num_workers), check_vma=check_vma)(KEY, tree)
+    assert_replicated(result)
+    assert_same_bits(result, psum(KEY, tree))
+
+
+def test_the_default_method_on_a_mesh_gives_the_bits_of_the_simulation(data_mesh):
+    def local(key, tree):
+        return dq.pmean(tree, "data", key=key)
+
+    tree = tree_of(4)
+    assert_same_bits(on_mesh(local, data_mesh(4))(KEY, tree), simulated(local)(KEY, tree))
+
+
+@any_number
+def test_the_sum_is_close_but_not_exact_and_small_leaves_are_exact(num_workers):
+    tree = tree_of(num_workers)
+    result = psum(KEY, tree)
+    for name in ("kernel", "embedding"):
+        truth = tree[name].sum(axis=0, dtype=np.float64)
+        error = vnmse(result[name][0], truth)
+        if num_workers == 1:
+            assert error == 0
+        else:
+            assert 1e-6 < error < 2e-3
+    exact = jax.vmap(lambda leaf: lax.psum(leaf, "data"), axis_name="data")(tree["bias"])
+    np.testing.assert_array_equal(result["bias"], exact)
+
+
+@any_number
+def test_the_mean_is_the_sum_divided_by_the_workers(num_workers):
+    tree = tree_of(num_workers)
+    divided = jax.tree.map(lambda leaf: leaf * np.float32(1 / num_workers), psum(KEY, tree))
+    assert_same_bits(pmean(KEY, tree), divided)
+
+
+@functools.cache
+def errors_over_keys(rounding: str) -> tuple[float, float, float]:
+    """vNMSE of one result, of the mean result over 128 keys, and the gain of that mean."""
+    method = dataclasses.replace(TWO_CLASSES, rounding=rounding)
+    gradient = tree_of(3)["kernel"]
+    run = simulated(lambda key, local: dq.psum(local, "data", key=key, method=method))
+    truth = gradient.sum(axis=0, dtype=np.float64)
+    results = [np.asarray(run(jax.random.key(k), gradient)[0], float) for k in range(128)]
+    single, mean = np.mean([vnmse(r, truth) for r in results]), np.mean(results, axis=0)
+    return single, vnmse(mean, truth), float(np.vdot(mean, truth) / np.vdot(truth, truth))
+
+
+def test_independent_rounding_is_unbiased():
+    """The error of the mean over k keys falls as 1 / k, and is not zero to begin with."""
+    single, mean, gain = errors_over_keys("independent")
+    assert single > 1e-6
+    assert single / mean == pytest.approx(128, rel=0.2)
+    assert gain == pytest.approx(1, abs=5e-4)
+
+
+@pytest.mark.parametrize("rounding", ("correlated", "stratified"))
+def test_correlated_hops_trade_a_small_bias_for_a_smaller_error(rounding):
+    """Each rounding is unbiased, their chain is not quite: a hop's input depends on the noise that
+    it shares with the hop before. What remains of the mean is a few per cent of the squared error
+    and has no gain; the error itself is a quarter below that of independent hops.
+    """
+    single, mean, gain = errors_over_keys(rounding)
+    independent, _, _ = errors_over_keys("independent")
+    assert 0.5 < single / independent < 0.85
+    assert 1 / 128 < mean / single < 0.08
+    assert gain == pytest.approx(1, abs=5e-4)
+
+
+def test_nearest_rounding_is_deterministic_and_biased():
+    single, mean, _ = errors_over_keys("nearest")
+    assert 1e-6 < single == pytest.approx(mean, rel=1e-9)
+
+
+def test_gradients_of_a_jit_are_reduced_inside_a_scan():
+    """Under loops and jit like any collective: each step of a scan has its own key."""
+
+    def local(key, gradient):
+        def step(total, index):
+            reduced = dq.psum(
+                gradient, "data", key=jax.random.fold_in(key, index), method=TWO_CLASSES
+            )
+            return total + reduced, None
+
+        return lax.scan(step, jnp.zeros_like(gradient), jnp.arange(4))[0]
+
+    gradient = tree_of(2)["kernel"]
+    expected = sum(
+        np.asarray(psum(jax.random.fold_in(KEY, step), gradient)) for step in range(4)
+    )
+    np.testing.assert_allclose(simulated(local)(KEY, gradient), expected, rtol=1e-5, atol=1e-8)
+
+
+# ---------------------------------------------------------------------------------------- dtypes
+
+
+def mixed_tree(num_workers: int):
+    rng = np.random.default_rng(0)
+
+    def floats(*shape):
+        return heavy_tailed(1, (num_workers, *shape), scale=1.0)
+
+    return {
+        "f32": floats(64, 64),
+        "bf16": jnp.asarray(floats(64, 64)).astype(jnp.bfloat16),
+        "f16": (floats(64, 64) / 64).astype(np.float16),
+        "layers": [floats(3), (floats(), None), {"empty": floats(0, 5)}],
+        "small_bf16": jnp.asarray(floats(9)).astype(jnp.bfloat16),
+        "int32": rng.integers(-(2**20), 2**20, (num_workers, 4000), np.int32),
+        "uint8": rng.integers(0, 60, (num_workers, 5), np.uint8),
+        "bool": rng.random((num_workers, 50)) < 0.3,
+        "complex64": (floats(30) + 1j * floats(30)).astype(np.complex64),
+    }
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    tree = mixed_tree(4)
+    return tree, psum(KEY, tree), pmean(KEY, tree)
+
+
+def test_structure_shapes_and_dtypes_are_kept(mixed):
+    tree, *results = mixed
+    for result in results:
+        assert jax.tree.structure(result) == jax.tree.structure(tree)
+        for ours, given in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True):
+            assert (ours.shape, ours.dtype) == (given.shape, given.dtype)
+        assert_replicated(result)
+
+
+def test_leaves_that_are_not_compressed_are_exact(mixed):
+    tree, total, mean = mixed
+    for name in ("int32", "uint8", "complex64"):
+        expected = tree[name].sum(axis=0, dtype=tree[name].dtype)
+        np.testing.assert_allclose(total[name][0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(mean["int32"][0], tree["int32"].sum(axis=0) // 4)
+    np.testing.assert_array_equal(mean["complex64"], total["complex64"] / np.complex64(4))
+    for result in (total, mean):
+        np.testing.assert_array_equal(result["bool"][0], tree["bool"].any(axis=0))
+    assert total["bool"][0].any()
+    assert not total["bool"][0].all()
+    # Half precision is summed in float32 and rounded once.
+    exact = np.asarray(tree["small_bf16"], np.float32).sum(axis=0)
+    np.testing.assert_array_equal(
+        np.asarray(total["small_bf16"][0]), exact.astype(tree["small_bf16"].dtype)
+    )
+
+
+@pytest.mark.parametrize("name", ("f32", "bf16", "f16"))
+def test_every_float_is_compressed_at_its_own_precision(mixed, name):
+    tree, total, mean = mixed
+    truth = np.asarray(tree[name], np.float64).sum(axis=0)
+    error = vnmse(np.asarray(total[name][0], np.float64), truth)
+    assert 1e-6 < error < 1e-2
+    assert vnmse(np.asarray(mean[name][0], np.float64), truth / 4) == pytest.approx(error, rel=0.01)
+
+
+@manual
+def test_a_mesh_takes_the_same_trees(data_mesh, mixed, check_vma):
+    tree, total, _ = mixed
+    result = on_mesh(local_psum, data_mesh(4), check_vma=check_vma)(KEY, tree)
+    for ours, expected in zip(jax.tree.leaves(result), jax.tree.leaves(total), strict=True):
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+        # Exact sums of floats may be associated differently; compressed ones may not.
+        compressed = ours[0].size >= 1024
+        np.testing.assert_allclose(
+            np.asarray(ours, np.complex128),
+            np.asarray(expected, np.complex128),
+            rtol=0 if compressed else 1e-2,
+        )
+    assert_replicated(result)
+
+
+@pytest.mark.parametrize("where", ("simulated", "vma", "no_vma"))
+def test_python_numbers_and_constants_count_once_per_worker(data_mesh, where):
+    def local(key, gradient):
+        constants = {"int": 3, "bool": True, "numpy": np.int32(5), "array": jnp.arange(3)}
+        return local_psum(key, {"g": gradient, **constants})
+
+    run = (
+        simulated(local)
+        if where == "simulated"
+        else on_mesh(local, data_mesh(4), check_vma=where == "vma")
+    )
+    result = run(KEY, np.ones((4, 8), np.float32))
+    assert result["int"].tolist() == [12] * 4
+    assert result["numpy"].tolist() == [20] * 4
+    assert result["bool"].tolist() == [True] * 4
+    assert result["array"].tolist() == [[0, 4, 8]] * 4
+
+
+def test_python_floats_are_summed_where_types_do_not_say_that_they_are_equal():
+    result = simulated(lambda key, x: local_psum(key, {"lr": 0.5, "z": 2j, "x": x}))(
+        KEY, np.ones((4, 2), np.float32)
+    )
+    assert result["lr"].tolist() == [2.0] * 4
+    assert result["z"].tolist() == [8j] * 4
+
+
+def test_float0_leaves_pass_untouched():
+    """`jax.grad` with `allow_int=True` makes them for integer parameters."""
+
+    def local(key, x):
+        tokens = {"w": x, "ids": jnp.arange(3)}
+        grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2), allow_int=True)(tokens)
+        result = local_psum(key, grads)
+        assert result["ids"].dtype == jax.dtypes.float0
+        assert result["ids"].shape == (3,)
+        return result["w"]
+
+    np.testing.assert_array_equal(simulated(local)(KEY, np.ones((2, 4), np.float32)), 4.0)
+
+
+def test_double_precision_is_kept_where_exact_and_compressed_through_single():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        tree = {"small": 1 + rng.random((4, 10)) * 2.0**-40, "large": rng.random((4, 8192)) - 0.5}
+        result = simulated(local_psum)(jax.random.key(0), tree)
+        assert result["small"].dtype == result["large"].dtype == np.float64
+        np.testing.assert_allclose(result["small"][0], tree["small"].sum(axis=0), rtol=2.0**-50)
+        assert 1e-4 < vnmse(result["large"][0], tree["large"].sum(axis=0)) < 0.1
+
+
+@pytest.mark.parametrize("exact_below", (0, 1 << 20))
+def test_exact_below_moves_the_line(exact_below):
+    """Also past the smallest leaves that there are: a scalar, and one with no element."""
+
+    def local(key, tree):
+        return dq.psum(tree, "data", key=key, method=TWO_CLASSES, exact_below=exact_below)
+
+    tree = tree_of(3) | {"scalar": np.ones(3, np.float32), "none": np.ones((3, 0), np.float32)}
+    tree["empty_f16"] = np.ones((3, 0), np.float16)
+    result = simulated(local)(KEY, tree)
+    exact = tree["kernel"].sum(axis=0)
+    changed = np.any(np.abs(result["kernel"][0] - exact) > 1e-6 * np.abs(exact).max())
+    assert changed == (exact_below == 0)
+    assert result["empty_f16"].shape == (3, 0)
+    assert result["scalar"] == pytest.approx(3.0, rel=1e-2)
+
+
+# ------------------------------------------------------------------- non-finite values, odd meshes
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("worker", (0, 2))
+def test_what_is_not_finite_on_one_worker_surfaces_on_every_replica(bad, worker):
+    gradients = of_workers(0, 3, 3 * 256 * 64)
+    gradients[worker, 10_000] = bad
+    result = np.asarray(psum(KEY, gradients))
+    assert_replicated(result)
+    assert not np.isfinite(result[:, 10_000]).any()
+    # In its own row of 256, and only there.
+    rows = ~np.isfinite(result[0].reshape(-1, 256))
+    assert set(np.flatnonzero(rows.any(axis=1))) == {10_000 // 256}
+
+
+def test_a_row_that_overflows_on_its_way_is_not_finite_in_the_end():
+    gradients = of_workers(0, 3, 3 * 256 * 64)
+    gradients[:, 10_000] = 2e38
+    result = np.asarray(psum(KEY, gradients))
+    assert not np.isfinite(result[:, 10_000]).any()
+    assert np.isfinite(result[:, :9_984]).all()
+
+
+def test_an_axis_beside_one_that_the_compiler_manages():
+    """Data parallel by hand, parameters sharded over "model" by the compiler."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    spec = P("data", None, "model")
+    gradients = of_workers(0, 4, 128 * 512).reshape(4, 128, 512)
+
+    def local(key, stacked):
+        reduced = dq.psum({"w": stacked[0]}, "data", key=key, method=TWO_CLASSES)["w"]
+        assert reduced.shape == (128, 512)  # whole: "model" is none of this function's business
+        return reduced[None]
+
+    mapped = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"}
+        ),
+        in_shardings=(None, jax.NamedSharding(mesh, spec)),
+    )
+    result = np.asarray(mapped(KEY, jax.device_put(gradients, jax.NamedSharding(mesh, spec))))
+    assert_replicated(result)
+    truth = gradients.sum(axis=0, dtype=np.float64)
+    simulation = vnmse(psum(KEY, gradients)[0], truth)
+    assert vnmse(result[0], truth) == pytest.approx(simulation, rel=0.05)
+    assert simulation > 1e-6
+
+
+def test_the_reduction_of_a_manual_axis_leaves_the_other_manual_axis_alone(data_mesh):
+    """Two manual axes: each column of a 2 x 4 mesh sums on its own."""
+    mesh = jax.make_mesh((2, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    shards = of_workers(0, 8, 8192).reshape(2, 4, 8192)
+
+    def local(key, stacked):
+        return local_psum(key, stacked[0, 0])[None]
+
+    mapped = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("model", "data")), out_specs=P("model")
+        )
+    )
+    result = mapped(KEY, shards)
+    for column in range(2):
+        np.testing.assert_array_equal(result[column], psum(KEY, shards[column])[0])

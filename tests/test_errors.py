@@ -1,0 +1,276 @@
+"""Every error names the argument, shows its value, and says what to do."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from workers import TWO_CLASSES, on_mesh, simulated
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import METHODS, resolve_method
+from dynamiq_jax.methods.base import Method
+from dynamiq_jax.topologies import TOPOLOGIES, resolve_topology
+
+KEY = jax.random.key(0)
+GRADIENT = np.ones((2, 2048), np.float32)
+
+
+def raises(kind: type[Exception], *fragments: str):
+    """An error of that kind whose message holds the fragments in this order and ends a sentence."""
+    pattern = ".*".join(re.escape(fragment) for fragment in fragments)
+    return pytest.raises(kind, match=f"(?s){pattern}.*[.]$")
+
+
+# ----------------------------------------------------------------------------------- dq.DynamiQ
+
+
+@pytest.mark.parametrize("bits", (1.0, 2.4, 16.5, float("nan"), "5", None))
+def test_bits_out_of_range(bits):
+    with raises(ValueError, f"bits={bits!r}", "Give 2.5 to 16"):
+        dq.DynamiQ(bits=bits)
+
+
+@pytest.mark.parametrize("widths", ((), (3,), (2, 4, 18), (-2,)))
+def test_impossible_widths(widths):
+    with raises(ValueError, f"widths={widths!r}", "even numbers from 0 to 16"):
+        dq.DynamiQ(widths=widths)
+
+
+@pytest.mark.parametrize("group_size", (0, 24, 128, 256))
+def test_impossible_group_size(group_size):
+    with raises(ValueError, f"group_size={group_size!r}", "Give one of", "16, 32"):
+        dq.DynamiQ(group_size=group_size)
+
+
+def test_unknown_rounding():
+    with raises(ValueError, "rounding='stochastic'", "correlated", "nearest"):
+        dq.DynamiQ(rounding="stochastic")
+
+
+@pytest.mark.parametrize(("bits", "widths"), ((8.0, (2, 4)), (3.0, (4, 8))))
+def test_bits_that_the_widths_cannot_reach(bits, widths):
+    with raises(ValueError, f"bits={bits}", f"widths={widths!r}", "they span", "Give"):
+        dq.DynamiQ(bits=bits, widths=widths)
+
+
+@pytest.mark.parametrize(
+    "fractions",
+    (
+        ((4, 0.5), (8, 0.5)),  # not widest first
+        ((8, 0.5), (8, 0.5)),
+        ((8, 0.6), (4, 0.5)),  # more than one
+        ((8, 1.5), (4, -0.5)),
+        ((5, 1.0),),
+    ),
+)
+def test_impossible_fractions(fractions):
+    with raises(ValueError, f"fractions={fractions!r}", "widest first", "add up to 1"):
+        dq.DynamiQ(fractions=fractions)
+
+
+def test_fractions_of_other_bits():
+    with raises(ValueError, "fractions=((8, 1.0),)", "8.375 bits", "bits=5.0", "Give bits=8.375"):
+        dq.DynamiQ(fractions=((8, 1.0),))
+
+
+@pytest.mark.parametrize("entry", ((5, 0.1), (4, -0.1), (4, 1.5), (4, float("nan"))))
+def test_impossible_nonuniformity(entry):
+    with raises(ValueError, "nonuniformity=", repr(entry), "Give"):
+        dq.DynamiQ(nonuniformity=(entry,))
+
+
+def test_unknown_implementation():
+    with raises(ValueError, "implementation='cuda'", "Use None", "'xla'"):
+        dq.DynamiQ(implementation="cuda")
+
+
+@pytest.mark.parametrize("gradients", ({}, {"w": np.zeros(300, np.float32)}))
+def test_fitting_nothing(gradients):
+    with raises(ValueError, f"gradients={gradients!r:.80}", "Give the gradients"):
+        dq.DynamiQ().fit(gradients)
+
+
+def test_fields_are_keyword_only():
+    """`DynamiQ(4)` could mean bits or a width."""
+    with pytest.raises(TypeError, match="positional"):
+        dq.DynamiQ(4)
+
+
+# -------------------------------------------------------------------- methods, topologies, reports
+
+
+@pytest.mark.parametrize("method", ("dynamic", None, 5.0, dq.DynamiQ))
+def test_unknown_method(method):
+    with raises(ValueError, f"method={method!r}", "dq.DynamiQ(bits=5.0)", *sorted(METHODS)):
+        resolve_method(method)
+
+
+@pytest.mark.parametrize("topology", ("star", None, 2))
+def test_unknown_topology(topology):
+    with raises(ValueError, f"topology={topology!r}", "Give one of", *sorted(TOPOLOGIES)):
+        resolve_topology(topology)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), (("method", "none"), ("topology", "tree")), ids=("method", "topology")
+)
+def test_every_entry_point_checks_method_and_topology(data_mesh, name, value):
+    entries = (
+        lambda **kw: dq.psum(GRADIENT, "data", key=KEY, **kw),
+        lambda **kw: dq.pmean(GRADIENT, "data", key=KEY, **kw),
+        lambda **kw: dq.wire_report(GRADIENT, 2, **kw),
+        lambda **kw: dq.all_reduce_gradients("data", **kw),
+        lambda **kw: dq.value_and_grad(jnp.sum, mesh=data_mesh(2), axis_name="data", **kw),
+    )
+    for entry in entries:
+        with raises(ValueError, f"{name}={value!r}", "Give"):
+            entry(**{name: value})
+
+
+@pytest.mark.parametrize("axis_size", (0, -1, 2.0, None))
+def test_report_for_an_impossible_number_of_workers(axis_size):
+    with raises(ValueError, f"axis_size={axis_size!r}", "Give an integer of at least 1"):
+        dq.wire_report(GRADIENT, axis_size)
+
+
+def test_trees_of_different_structure_have_no_error_between_them():
+    with raises(ValueError, "estimate has structure", "'a'", "truth has", "'b'", "Give"):
+        dq.vnmse({"a": jnp.ones(2)}, {"b": jnp.ones(2)})
+
+
+# --------------------------------------------------------------------------------- axes and keys
+
+
+def test_an_axis_out_of_scope():
+    with raises(ValueError, "axis_name='model'", "jax.shard_map", "vmap", "dq.value_and_grad"):
+        simulated(lambda key, g: dq.psum(g, "model", key=key))(KEY, GRADIENT)
+
+
+def test_no_axis_at_all():
+    with raises(ValueError, "axis_name='data'", "jax.shard_map", "vmap"):
+        dq.pmean(GRADIENT, "data", key=KEY)
+
+
+@pytest.mark.parametrize("axis_name", (("data", "model"), 0, None))
+def test_something_that_is_not_one_axis(axis_name):
+    with raises(ValueError, f"axis_name={axis_name!r}", "a single mesh or vmap axis", "'data'"):
+        dq.psum(GRADIENT, axis_name, key=KEY)
+
+
+@pytest.mark.parametrize("key", (0, None, np.zeros(2, np.uint32)), ids=("int", "none", "raw"))
+def test_a_key_that_is_not_a_typed_key(key):
+    def local(g):
+        return dq.psum(g, "data", key=key)
+
+    with raises(TypeError, f"key={key!r}", "typed PRNG key", "jax.random.key"):
+        jax.vmap(local, axis_name="data")(GRADIENT)
+
+
+def test_several_keys():
+    with raises(ValueError, "key has shape (3,)", "Give a single one"):
+        simulated(lambda key, g: dq.psum(g, "data", key=key))(jax.random.split(KEY, 3), GRADIENT)
+
+
+def test_a_key_per_worker_under_check_vma(data_mesh):
+    def local(key, g):
+        key = jax.random.fold_in(key, lax.axis_index("data"))
+        return dq.psum(g, "data", key=key)
+
+    with raises(ValueError, "key differs", "'data'", "do not fold in", "in_specs=P()"):
+        on_mesh(local, data_mesh(2))(KEY, GRADIENT)
+
+
+# --------------------------------------------------------------------------------------- leaves
+
+
+@pytest.mark.parametrize(
+    "leaf", ("text", object(), jax.random.key(1)), ids=("str", "object", "key")
+)
+def test_a_leaf_that_cannot_be_summed(leaf):
+    def local(g):
+        return dq.psum({"layers": [g, leaf]}, "data", key=KEY)
+
+    with raises(TypeError, "tree['layers'][1]", type(leaf).__name__, "cannot be summed", "Give"):
+        jax.vmap(local, axis_name="data")(GRADIENT)
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def gradient_step(data_mesh, *, check_vma: bool, mark: bool, reduce=dq.pmean):
+    """What a user writes: gradients of replicated parameters, then the compressed mean."""
+    params = {"w": jnp.ones((2048, 2))}
+    batch = np.random.default_rng(0).standard_normal((4, 2048)).astype(np.float32)
+
+    def local(params, batch):
+        if mark:
+            params = jax.tree.map(lambda leaf: lax.pcast(leaf, "data", to="varying"), params)
+        return reduce(jax.grad(loss)(params, batch), "data", key=KEY, method=TWO_CLASSES)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=data_mesh(2),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    return jax.grad(loss)(params, batch)["w"], jax.jit(mapped)(params, batch)["w"]
+
+
+@pytest.mark.parametrize("reduce", (dq.psum, dq.pmean))
+def test_gradients_that_are_already_summed(data_mesh, reduce):
+    """The trap: under check_vma, the gradient of replicated parameters is summed by jax.grad."""
+    with raises(
+        ValueError, "tree['w']", "'data'", "already summed", "jax.lax.pcast(params, 'data'"
+    ):
+        gradient_step(data_mesh, check_vma=True, mark=False, reduce=reduce)
+
+
+def test_the_fix_that_the_message_names_is_one(data_mesh):
+    expected, ours = gradient_step(data_mesh, check_vma=True, mark=True)
+    assert 0 < dq.vnmse(ours, expected) < 0.02
+
+
+# ------------------------------------------------------------------------- stateful methods, autodiff
+
+
+class Remembering(dq.Exact):
+    """Carries a state, which psum has no place for."""
+
+    def init_state(self, size: int, num_workers: int):
+        return jnp.zeros(size)
+
+
+@pytest.mark.parametrize("reduce", (dq.psum, dq.pmean))
+def test_a_stateful_method_in_a_stateless_collective(reduce):
+    assert Remembering.init_state is not Method.init_state
+    method = Remembering()
+    with raises(ValueError, f"method={method!r}", "carries state", "dq.all_reduce_gradients"):
+        simulated(lambda key, g: reduce(g, "data", key=key, method=method))(KEY, GRADIENT)
+
+
+def test_value_and_grad_over_an_axis_that_the_mesh_does_not_have(data_mesh):
+    with raises(ValueError, "axis_name='model'", "Give one of ('data',)"):
+        dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="model")
+
+
+@pytest.mark.parametrize("shape", ((3, 2048), ()), ids=("odd", "scalar"))
+def test_value_and_grad_of_a_batch_that_does_not_split(data_mesh, shape):
+    grad_fn = dq.value_and_grad(
+        lambda params, batch: jnp.sum(batch["x"]), mesh=data_mesh(2), axis_name="data"
+    )
+    with raises(
+        ValueError, "Argument 1['x']", f"shape {shape}", "2 workers", "'data'", "replicated_argnums"
+    ):
+        grad_fn({"w": jnp.ones(2)}, {"x": jnp.ones(shape)}, key=KEY)
+
+
+def test_value_and_grad_checks_its_key(data_mesh):
+    grad_fn = dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="data")
+    with raises(TypeError, "key=", "typed PRNG key"):
+        grad_fn({"w": jnp.ones((8, 2))}, jnp.ones((4, 8)), key=jnp.zeros(2, jnp.uint32))

@@ -1,0 +1,175 @@
+"""The report against the compiled program: every byte of every collective, and what they hold."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import of_workers
+from jax.sharding import PartitionSpec as P
+from workers import TWO_CLASSES
+
+import dynamiq_jax as dq
+
+NUM_WORKERS = 8
+SIZE = 4 << 20
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+ITEM_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8}
+KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce-scatter")
+
+PRESETS = {
+    "default": dq.DynamiQ(),
+    "paper": dq.DynamiQ.paper(),
+    "centred": dq.DynamiQ.paper(centre=True),
+    "exact": dq.Exact(),
+}
+# One leaf that is compressed and, beside it, all that is not.
+TREE = {
+    "w": jax.ShapeDtypeStruct((1024, SIZE // 1024), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((512,), jnp.float32),
+    "norm": jax.ShapeDtypeStruct((64,), jnp.bfloat16),
+    "steps": jax.ShapeDtypeStruct((8,), jnp.int32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program."""
+
+    kind: str
+    dtypes: frozenset[str]
+    result_bytes: int
+    looped: bool  # inside the body of a while
+
+    def sent_bytes(self, n: int) -> float:
+        """Bytes that each of n workers sends, the whole program long."""
+        share = {
+            "collective-permute": 1,
+            "all-to-all": (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "all-reduce": 2 * (n - 1) / n,
+        }[self.kind]
+        return self.result_bytes * share * (n - 1 if self.looped else 1)
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """The collectives of an HLO module, with those of loop bodies marked.
+
+    A ring's loop runs n - 1 times, and nothing else here loops over a collective.
+    """
+    computations, name = {}, None
+    for line in hlo.splitlines():
+        opening = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{", line)
+        if opening:
+            name = opening.group(1)
+        computations.setdefault(name, []).append(line)
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
+    callers = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+    looped, frontier = set(bodies), list(bodies)
+    while frontier:
+        called = set(callers.findall("\n".join(computations.get(frontier.pop(), ())))) - looped
+        looped |= called
+        frontier += called
+    found = []
+    pattern = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+    for name, lines in computations.items():
+        for match in filter(None, map(pattern.search, lines)):
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match.group(1))
+            size = sum(
+                ITEM_BYTES[dtype] * int(np.prod([int(d) for d in dims.split(",") if d]))
+                for dtype, dims in arrays
+            )
+            kind, dtypes = match.group(2), frozenset(dtype for dtype, _ in arrays)
+            found.append(Collective(kind, dtypes, size, name in looped))
+    return found
+
+
+def compiled_collectives(mesh, tree, method: dq.DynamiQ | dq.Exact) -> list[Collective]:
+    def local(key, stacked):
+        return dq.pmean(jax.tree.map(lambda leaf: leaf[0], stacked), "data", key=key, method=method)
+
+    stacked = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((NUM_WORKERS, *leaf.shape), leaf.dtype), tree
+    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    return collectives(jax.jit(mapped).lower(jax.random.key(0), stacked).compile().as_text())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_report_is_the_compiled_program(data_mesh, preset):
+    method = PRESETS[preset]
+    report = dq.wire_report(TREE, NUM_WORKERS, method=method)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, method)
+    assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
+    exact = [c for c in found if c.kind == "all-reduce"]
+    assert sum(c.sent_bytes(NUM_WORKERS) for c in exact) == report.exact_bytes
+    assert report.compressed_bytes == report.bytes_per_worker - report.exact_bytes
+    # The backend may not widen, split or convert what travels compressed.
+    compressed = [c for c in found if c.kind != "all-reduce"]
+    dtypes = frozenset().union(*(c.dtypes for c in compressed))
+    assert dtypes == ({"f32"} if preset == "exact" else {"u8", "u16"})
+    assert frozenset().union(*(c.dtypes for c in exact)) == {"f32", "s32"}
+    # One message for each hop, and one gather of messages.
+    hops = [c for c in compressed if c.looped]
+    assert [c.kind for c in hops] == ["collective-permute"]
+    assert hops[0].result_bytes == method.wire_cost(SIZE, NUM_WORKERS).payload_bytes
+
+
+@pytest.mark.parametrize("preset", ("default", "paper", "centred"))
+def test_the_bits_are_those_asked_for(preset):
+    for bits in (4.0, 5.0, 6.5):
+        method = dataclasses.replace(PRESETS[preset], bits=bits)
+        report = dq.wire_report({"w": TREE["w"]}, NUM_WORKERS, method=method)
+        assert report.bits == pytest.approx(bits, rel=0.01)
+        assert report.compressed_size == SIZE
+        assert report.ratio_f32 == pytest.approx(32 / bits, rel=0.01)
+        assert report.ratio_bf16 == pytest.approx(16 / bits, rel=0.01)
+
+
+def test_no_compression_compresses_nothing():
+    report = dq.wire_report({"w": TREE["w"]}, NUM_WORKERS, method="exact")
+    assert (report.bits, report.ratio_f32, report.ratio_bf16) == (32.0, 1.0, 0.5)
+
+
+def test_one_worker_sends_nothing():
+    report = dq.wire_report(TREE, 1)
+    assert (report.bytes_per_worker, report.compressed_size) == (0, 0)
+    assert np.isnan([report.bits, report.ratio_f32, report.ratio_bf16]).all()
+    assert len(report.exact_leaves) == len(TREE)
+
+
+def test_every_exact_leaf_is_listed_with_its_reason():
+    reasons = dict(dq.wire_report(TREE, NUM_WORKERS).exact_leaves)
+    assert reasons.keys() == {"['bias']", "['norm']", "['steps']"}
+    assert "512 elements" in reasons["['bias']"]
+    assert "int32" in reasons["['steps']"]
+    few = {"w": jax.ShapeDtypeStruct((1500,), jnp.float32)}  # six rows for eight workers
+    (path, reason), *none = dq.wire_report(few, NUM_WORKERS).exact_leaves
+    assert (path, none) == ("['w']", [])
+    assert "1500 coordinates over 8 workers" in reason
+
+
+@pytest.mark.parametrize("size", (1024, 2000, 3000, 5000, 20_000))
+@pytest.mark.parametrize("num_workers", (2, 8))
+def test_compression_never_costs_bytes(size, num_workers):
+    report = dq.wire_report({"w": np.zeros(size, np.float32)}, num_workers)
+    assert report.ratio_f32 >= 1 - 1e-3
+
+
+def test_dtypes_have_buckets_of_their_own(data_mesh):
+    """Two dtypes, two rings; leaves of one dtype share one, whatever their order."""
+    shapes = {"a": (300, 512), "b": (40_000,), "c": (7, 100, 256)}
+    dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float32}
+    tree = {name: jax.ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes}
+    found = compiled_collectives(data_mesh(NUM_WORKERS), tree, TWO_CLASSES)
+    assert sum(c.kind == "collective-permute" for c in found) == 2
+    report = dq.wire_report(tree, NUM_WORKERS, method=TWO_CLASSES)
+    assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
+
+
+def test_a_report_takes_arrays_as_well_as_shapes():
+    arrays = {"w": of_workers(0, 1, 5000)[0], "steps": 3}
+    shapes = {"w": jax.ShapeDtypeStruct((5000,), jnp.float32), "steps": np.int64(3)}
+    assert dq.wire_report(arrays, 4) == dq.wire_report(shapes, 4)
