@@ -30,8 +30,8 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 import oracle
 from small_lm.data import load_corpora
 from small_lm.gradients import gradient_snapshots
-from small_lm.model import ModelConfig, new_model
-from small_lm.training import pretrain
+from small_lm.model import ModelConfig
+from small_lm.training import new_model, pretrain
 
 SUPER_GROUP = 256
 

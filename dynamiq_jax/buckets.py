@@ -57,7 +57,9 @@ def plan(
       compress: False for leaves that the user wants exact.
       exact_below: leaves of fewer elements are summed exactly.
     """
-    exact, untouched, by_dtype = [], [], {}
+    exact: list[tuple[int, str]] = []
+    untouched: list[int] = []
+    by_dtype: dict[jnp.dtype, list[tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
         size = int(np.prod(leaf.shape, dtype=np.int64))
         if leaf.dtype == jax.dtypes.float0:

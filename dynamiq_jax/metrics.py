@@ -18,10 +18,16 @@ def vnmse(estimate: Any, truth: Any) -> Array:
     >>> float(vnmse({"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([1.0, 1.0])}))
     0.5
     """
-    if jax.tree.structure(estimate) != jax.tree.structure(truth):
+    structures = [str(jax.tree.structure(tree)) for tree in (estimate, truth)]
+    if structures[0] != structures[1]:
         raise ValueError(
-            f"estimate has structure {jax.tree.structure(estimate)} and truth has "
-            f"{jax.tree.structure(truth)}. Give two like trees."
+            f"estimate has structure {structures[0]} and truth has {structures[1]}. Give two like "
+            "trees."
+        )
+    shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (estimate, truth)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"estimate has shapes {shapes[0]} and truth has {shapes[1]}. Give like trees."
         )
     pairs = list(zip(jax.tree.leaves(estimate), jax.tree.leaves(truth), strict=True))
     # Scaled by the largest magnitude: squares of 1e-30 would underflow.

@@ -242,7 +242,9 @@ def encode_rows(x: F32, width: int, e: float, group_size: int, u: NDArray) -> En
     return Encoded(codes.astype(np.uint16), group_scales, super_bits, decided)
 
 
-def decode_rows(codes: U16, group_scales: U8, super_scales: U16, width: int, e: float, group_size: int) -> F64:
+def decode_rows(
+    codes: U16, group_scales: U8, super_scales: U16, width: int, e: float, group_size: int
+) -> F64:
     """Values f64[rows, 256] (products of f64 levels and f32 scales); NaN rows stay NaN."""
     steps = group_steps(group_scales, super_scales).astype(np.float64)
     scale = np.repeat(steps, group_size, axis=1)
@@ -260,7 +262,7 @@ def planes(width: int) -> list[tuple[int, int]]:
     """(lowest bit, bits) of the planes of a width, low bits first."""
     found, low = [], 0
     while low < width:
-        bits = next(p for p in (8, 4, 2) if p <= width - low)
+        bits = next(p for p in (8, 4, 2, 1) if p <= width - low)
         found.append((low, bits))
         low += bits
     return found
@@ -336,7 +338,9 @@ def encode_chunk(
     return Encoded(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
-def decode_message(payload: U8, class_rows: ClassRows, group_size: int, nonuniformity: Mapping[int, float]) -> F64:
+def decode_message(
+    payload: U8, class_rows: ClassRows, group_size: int, nonuniformity: Mapping[int, float]
+) -> F64:
     """The values f64[R, 256] of a message."""
     codes, groups, supers = parse_message(payload, class_rows, group_size)
     parts = []

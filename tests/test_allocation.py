@@ -10,12 +10,15 @@ import dynamiq_jax as dq
 from dynamiq_jax.codec import allocation, layout
 from dynamiq_jax.codec.levels import error_coefficient
 
-WIDTHS = (2, 4, 6, 8, 10, 12, 14, 16)
+WIDTHS = dq.DynamiQ().widths
 PAPER_WIDTHS = (2, 4, 8)
 GRID = 8192  # places at which a distribution of norms is sampled
 
 # Sorted log2 norms: flat, spread, skewed.
-quantiles = st.lists(st.floats(-30, 30), min_size=2, max_size=33).map(lambda q: tuple(sorted(q)))
+COUNT = len(allocation.POSITIONS)
+quantiles = st.lists(st.floats(-30, 30), min_size=COUNT, max_size=COUNT).map(
+    lambda q: tuple(sorted(q))
+)
 
 
 def mean_width(fractions: allocation.Fractions) -> float:
@@ -25,11 +28,13 @@ def mean_width(fractions: allocation.Fractions) -> float:
 def expected_error(boundaries: np.ndarray, widths: tuple[int, ...], log2_norms) -> float:
     """Sum of F c_w over ranked super-groups; the i-th width ends at share `boundaries[i]`."""
     at = (np.arange(GRID) + 0.5) / GRID
-    log2_f = 2 * np.interp(at, np.linspace(0, 1, len(log2_norms)), log2_norms)[::-1]
+    log2_f = 2 * np.interp(at, allocation.POSITIONS, log2_norms)[::-1]
     # The error up to a share, so that a boundary may fall between two samples.
     f = np.exp2(log2_f - log2_f.max())
     up_to = np.concatenate([[0], np.cumsum(f)]) / GRID
-    energy = np.diff(np.interp(np.concatenate([[0], boundaries]), np.linspace(0, 1, GRID + 1), up_to))
+    energy = np.diff(
+        np.interp(np.concatenate([[0], boundaries]), np.linspace(0, 1, GRID + 1), up_to)
+    )
     return float(energy @ [error_coefficient(width) for width in widths])
 
 
@@ -52,7 +57,9 @@ def test_the_mean_width_is_the_budget(bits, centre):
     assert mean_width(fractions) == pytest.approx(code_bits, abs=1e-9)
 
 
-@given(share=st.floats(0, 1), widths=st.sets(st.sampled_from((0, *WIDTHS)), min_size=1), q=quantiles)
+@given(
+    share=st.floats(0, 1), widths=st.sets(st.sampled_from((0, *WIDTHS)), min_size=1), q=quantiles
+)
 def test_any_budget_is_met_for_any_widths_and_norms(share, widths, q):
     code_bits = min(widths) + share * (max(widths) - min(widths))
     fractions = allocation.solve_fractions(code_bits, tuple(widths), q)
@@ -90,7 +97,7 @@ def test_no_exchange_between_neighbouring_widths_lowers_the_error(widths, share,
 
 def test_an_exchange_away_from_the_optimum_does_raise_the_error():
     """The test above can tell: equal shares of all widths are far from optimal."""
-    q = tuple(np.linspace(-6, 6, 17))
+    q = tuple(np.linspace(-6, 6, COUNT))
     ordered = tuple(sorted(WIDTHS, reverse=True))
     equal = np.arange(1, len(ordered) + 1) / len(ordered)
     shares = dict(allocation.solve_fractions(float(np.mean(ordered)), WIDTHS, q))
@@ -99,7 +106,7 @@ def test_an_exchange_away_from_the_optimum_does_raise_the_error():
 
 
 def test_the_widths_spread_with_the_norms():
-    shape = np.linspace(-1, 1, 17) ** 3
+    shape = np.linspace(-1, 1, COUNT)
     variances = []
     for spread in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0):
         fractions = allocation.solve_fractions(5.0, WIDTHS, tuple(spread * shape))
@@ -110,7 +117,7 @@ def test_the_widths_spread_with_the_norms():
 
 
 def test_only_the_spread_of_the_norms_matters():
-    q = np.array([-3.0, -1.0, 0.0, 0.5, 4.0])
+    q = np.cumsum(np.random.default_rng(0).integers(0, 16, COUNT) / 16)
     assert allocation.solve_fractions(5.0, WIDTHS, tuple(q)) == allocation.solve_fractions(
         5.0, WIDTHS, tuple(q + 64)
     )
@@ -118,7 +125,8 @@ def test_only_the_spread_of_the_norms_matters():
 
 def test_quantiles_leave_out_what_has_no_logarithm():
     norms = np.array([0.0, 1.0, np.inf, 2.0, np.nan, 4.0], np.float32)
-    assert allocation.log2_norm_quantiles(norms, 3) == (0.0, 1.0, 2.0)
+    found = dict(zip(allocation.POSITIONS, allocation.log2_norm_quantiles(norms), strict=True))
+    assert (found[0.0], found[0.5], found[1.0]) == (0.0, 1.0, 2.0)
 
 
 def test_fitted_fractions_keep_the_budget_and_lower_the_expected_error():
@@ -171,4 +179,6 @@ def test_shares_that_add_up_to_almost_one_still_cover_every_row():
 @pytest.mark.parametrize("preset", (dq.DynamiQ, dq.DynamiQ.paper))
 @given(bits=st.floats(3.0, 8.0), num_workers=st.integers(2, 8))
 def test_large_buckets_cost_the_bits_they_promise(preset, bits, num_workers):
-    assert bits_on_the_wire(preset(bits=bits), 4 << 20, num_workers) == pytest.approx(bits, rel=0.01)
+    assert bits_on_the_wire(preset(bits=bits), 4 << 20, num_workers) == pytest.approx(
+        bits, rel=0.01
+    )

@@ -11,10 +11,10 @@ from gradients import heavy_tailed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec import rounding, rows
+from dynamiq_jax.codec import packing, rounding, rows
 from dynamiq_jax.methods.dynamiq import NONUNIFORMITY
 
-WIDTHS = (2, 4, 6, 8, 10, 12, 14, 16)
+WIDTHS = tuple(width for width in packing.WIDTHS if width)
 ROWS, GROUP_SIZE = 16, 32
 TINY = float(np.finfo(np.float32).tiny)
 seeds = st.integers(0, 2**32 - 1)
@@ -34,7 +34,7 @@ def _quantize_once(values, seed, width, e):
     return _quantize(values, seed, width, e)
 
 
-@functools.partial(jax.jit, static_argnames=("count", "width", "e"))
+@functools.partial(jax.jit, static_argnames=("width", "e"))
 def _mean_and_square(values, first, count, width, e):
     """Mean error and mean squared error of each coordinate over `count` seeds."""
 
@@ -44,7 +44,7 @@ def _mean_and_square(values, first, count, width, e):
 
     zero = jnp.zeros_like(values)
     first_moment, second = jax.lax.fori_loop(0, count, add, (zero, zero))
-    return first_moment / np.float32(count), second / np.float32(count)
+    return first_moment / count.astype(jnp.float32), second / count.astype(jnp.float32)
 
 
 def quantize(values: np.ndarray, width: int, seed: int = 0, e: float | None = None) -> np.ndarray:
@@ -78,11 +78,11 @@ def test_the_estimate_is_unbiased(width):
     values, e = gradient(0), NONUNIFORMITY[width]
     errors = {}
     for count in (16, 1024):
-        mean, _ = _mean_and_square(values, np.uint32(0), count, width, e)
+        mean, _ = _mean_and_square(values, np.uint32(0), np.int32(count), width, e)
         errors[count] = np.sqrt(relative_error(values, values + np.asarray(mean)))
     assert errors[16] > 0
-    # 14 and 16 bits are a few float32 roundings away from exact, which do not average out.
-    assert errors[16] / errors[1024] == pytest.approx(8, rel=0.1 if width < 14 else 0.35)
+    # 13 bits and more are a few float32 roundings away from exact, which do not average out.
+    assert errors[16] / errors[1024] == pytest.approx(8, rel=0.1 if width < 13 else 0.35)
 
 
 @widths
@@ -90,9 +90,9 @@ def test_the_estimate_is_unbiased(width):
 def test_the_error_is_the_one_of_theory(width, tuned):
     """Bounded from both sides: a codec that does nothing fails, and so does one that wastes."""
     values, e = gradient(1), NONUNIFORMITY[width] if tuned else 0.0
-    _, square = _mean_and_square(values, np.uint32(5), 64, width, e)
+    _, square = _mean_and_square(values, np.uint32(5), np.int32(64), width, e)
     _, _, variance = theory(values, width, e)
-    assert np.sum(square) == pytest.approx(np.sum(variance), rel=0.03 if width < 16 else 0.1)
+    assert np.sum(square) == pytest.approx(np.sum(variance), rel=0.03 if width < 15 else 0.1)
 
 
 @widths
@@ -167,7 +167,7 @@ def test_magnitude_does_not_matter(width, scale):
     reference = relative_error(values, quantize(values, width))
     scaled = (values.astype(np.float64) * scale).astype(np.float32)
     error = relative_error(scaled, quantize(scaled, width))
-    assert 0 < error
+    assert error > 0
     assert error == pytest.approx(reference, rel=0.2)
 
 

@@ -13,6 +13,7 @@ import pytest
 from gradients import of_workers, vnmse
 
 import dynamiq_jax as dq
+from dynamiq_jax.codec import packing
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.rounding import ROUNDINGS
 from dynamiq_jax.methods.dynamiq import NONUNIFORMITY
@@ -21,22 +22,32 @@ from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
 from pallas_kernels.hop.api import hop
 
-WIDTHS = (16, 14, 12, 10, 8, 6, 4, 2)
-NUM_CHUNKS, ROWS = 3, 256  # rows of a chunk, an eighth at each width
+ALL_WIDTHS = tuple(width for width in reversed(packing.WIDTHS) if width)
+FEW_WIDTHS = (8, 5, 2)
+NUM_CHUNKS, ROWS_PER_WIDTH = 3, 32
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 HOPS = 4
 
+# Widths do not interact with how offsets are made: every width with two kinds of rounding and both
+# group sizes, and a few widths with everything.
+CODECS = [
+    (16, "correlated", ALL_WIDTHS),
+    (32, "independent", ALL_WIDTHS),
+    *((group_size, rounding, FEW_WIDTHS) for group_size in (16, 32) for rounding in ROUNDINGS),
+]
 codecs = pytest.mark.parametrize(
-    ("group_size", "rounding"), [(g, r) for g in (16, 32) for r in ROUNDINGS]
+    "codec", CODECS, ids=lambda codec: f"{codec[0]}-{codec[1]}-{len(codec[2])}"
 )
+Codec = tuple[int, str, tuple[int, ...]]
 
 
 @functools.cache
-def layout_of(group_size: int, rounding: str) -> Layout:
+def layout_of(codec: Codec) -> Layout:
+    group_size, rounding, widths = codec
     return make_layout(
-        256 * NUM_CHUNKS * ROWS,
+        256 * NUM_CHUNKS * ROWS_PER_WIDTH * len(widths),
         NUM_CHUNKS,
-        fractions=tuple((width, 1 / len(WIDTHS)) for width in WIDTHS),
+        fractions=tuple((width, 1 / len(widths)) for width in widths),
         nonuniformity=NONUNIFORMITY,
         group_size=group_size,
         rounding=rounding,
@@ -49,11 +60,11 @@ jitted_decompress = jax.jit(decompress, static_argnames="layout")
 
 
 @functools.cache
-def path(group_size: int, rounding: str) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+def path(codec: Codec) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     """Messages of chunk 1 after each of `HOPS` compressions, the rows added at each, the table."""
-    layout = layout_of(group_size, rounding)
+    layout = layout_of(codec)
     rng = np.random.default_rng(3)
-    order = rng.permutation(layout.num_rows).astype(np.int32).reshape(NUM_CHUNKS, ROWS)
+    order = rng.permutation(layout.num_rows).astype(np.int32).reshape(NUM_CHUNKS, -1)
     local = of_workers(0, HOPS, layout.size).reshape(HOPS, -1, 256)
     args = order, np.int32(1)
     messages = [jitted_compress(local[0], *args, np.int32(0), SEED, layout=layout)]
@@ -69,13 +80,14 @@ def class_rows(layout: Layout) -> list[tuple[int, int]]:
 
 
 @codecs
-def test_every_message_of_a_path_is_the_one_of_the_page(group_size, rounding):
-    layout = layout_of(group_size, rounding)
-    messages, local, order = path(group_size, rounding)
+def test_every_message_of_a_path_is_the_one_of_the_page(codec):
+    group_size, rounding, widths = codec
+    layout = layout_of(codec)
+    messages, local, order = path(codec)
     mix = class_rows(layout)
-    assert [width for width, _ in mix] == list(WIDTHS)
-    received = np.zeros((ROWS, 256), np.float32)
-    ids = ROWS + np.arange(ROWS)
+    assert mix == [(width, ROWS_PER_WIDTH) for width in widths]
+    received = np.zeros((layout.rows_per_chunk, 256), np.float32)
+    ids = layout.rows_per_chunk + np.arange(layout.rows_per_chunk)
     for index, message in enumerate(messages):
         assert message.shape == (oracle.payload_bytes(mix, group_size),)
         u = oracle.rounding_offsets(ids, index, tuple(SEED.tolist()), rounding)
@@ -98,20 +110,21 @@ def compare_codes(ours: np.ndarray, expected: np.ndarray, decided: np.ndarray, w
     assert np.max(np.abs((ours & mask).astype(int) - (expected & mask).astype(int))) <= 1
     np.testing.assert_array_equal(ours >> (width - 1), expected >> (width - 1))
     # A coordinate is undecided with probability 2 margin: 0.02 % at 8 bits, 4 % at 16, where one
-    # level is close to the precision of float32. Five standard deviations on top.
+    # level is close to the precision of float32. On top: five standard deviations, or three.
     expected_share = 2 * oracle.margin(width)
     undecided = 1 - decided.mean()
-    assert undecided < expected_share + 5 * np.sqrt(expected_share / decided.size)
+    slack = max(5 * np.sqrt(expected_share / decided.size), 3.5 / decided.size)
+    assert undecided < expected_share + slack
     assert width > 8 or undecided < 1e-3
 
 
 @codecs
-def test_messages_decode_to_the_values_of_the_page(group_size, rounding):
-    layout = layout_of(group_size, rounding)
-    messages = np.stack(path(group_size, rounding)[0])
-    decoded = np.asarray(jitted_decompress(messages, layout=layout)).reshape(HOPS, ROWS, 256)
+def test_messages_decode_to_the_values_of_the_page(codec):
+    layout = layout_of(codec)
+    messages = np.stack(path(codec)[0])
+    decoded = np.asarray(jitted_decompress(messages, layout=layout)).reshape(HOPS, -1, 256)
     for message, values in zip(messages, decoded, strict=True):
-        expected = oracle.decode_message(message, class_rows(layout), group_size, NONUNIFORMITY)
+        expected = oracle.decode_message(message, class_rows(layout), codec[0], NONUNIFORMITY)
         # Levels to 2^-21, and one float32 product.
         np.testing.assert_allclose(values, expected, rtol=2.0**-20, atol=0)
         assert np.any(values)
@@ -120,8 +133,8 @@ def test_messages_decode_to_the_values_of_the_page(group_size, rounding):
 @pytest.mark.parametrize("rounding", ("correlated", "independent"))
 def test_the_hop_and_the_chunk_change_the_noise(rounding):
     """Equality with the oracle would not notice two hops that share offsets by mistake there."""
-    layout = layout_of(32, rounding)
-    _, local, order = path(32, rounding)
+    codec = (32, rounding, FEW_WIDTHS)
+    layout, (_, local, order) = layout_of(codec), path(codec)
     same = np.tile(order[:1], (NUM_CHUNKS, 1))  # every chunk holds the same rows
     messages = {
         np.asarray(
@@ -133,11 +146,11 @@ def test_the_hop_and_the_chunk_change_the_noise(rounding):
     assert len(messages) == NUM_CHUNKS * HOPS
 
 
-@pytest.mark.parametrize("block", (5, 32))
+@pytest.mark.parametrize("block", (5, 24))
 def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
     """The XLA backend works in blocks of rows, whose last overlaps the one before."""
-    layout = layout_of(32, "correlated")
-    messages, local, order = path(32, "correlated")
+    codec = (32, "correlated", FEW_WIDTHS)
+    layout, (messages, local, order) = layout_of(codec), path(codec)
     monkeypatch.setattr(blocks, "block_rows", lambda width_class: min(width_class.rows, block))
     blocked = jax.jit(lambda *args: hop(*args, layout=layout))
     message = blocked(messages[0], local[1], order, np.int32(1), np.int32(1), SEED)

@@ -162,9 +162,7 @@ def test_gradients_of_a_jit_are_reduced_inside_a_scan():
         return lax.scan(step, jnp.zeros_like(gradient), jnp.arange(4))[0]
 
     gradient = tree_of(2)["kernel"]
-    expected = sum(
-        np.asarray(psum(jax.random.fold_in(KEY, step), gradient)) for step in range(4)
-    )
+    expected = sum(np.asarray(psum(jax.random.fold_in(KEY, step), gradient)) for step in range(4))
     np.testing.assert_allclose(simulated(local)(KEY, gradient), expected, rtol=1e-5, atol=1e-8)
 
 
@@ -373,9 +371,7 @@ def test_the_reduction_of_a_manual_axis_leaves_the_other_manual_axis_alone(data_
         return local_psum(key, stacked[0, 0])[None]
 
     mapped = jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=(P(), P("model", "data")), out_specs=P("model")
-        )
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), P("model", "data")), out_specs=P("model"))
     )
     result = mapped(KEY, shards)
     for column in range(2):

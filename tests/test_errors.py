@@ -34,13 +34,13 @@ def test_bits_out_of_range(bits):
         dq.DynamiQ(bits=bits)
 
 
-@pytest.mark.parametrize("widths", ((), (3,), (2, 4, 18), (-2,)))
+@pytest.mark.parametrize("widths", ((), (1,), (2, 4, 17), (-2,)))
 def test_impossible_widths(widths):
-    with raises(ValueError, f"widths={widths!r}", "even numbers from 0 to 16"):
+    with raises(ValueError, f"widths={widths!r}", "Give", "2 to 16"):
         dq.DynamiQ(widths=widths)
 
 
-@pytest.mark.parametrize("group_size", (0, 24, 128, 256))
+@pytest.mark.parametrize("group_size", (0, 24, 128))
 def test_impossible_group_size(group_size):
     with raises(ValueError, f"group_size={group_size!r}", "Give one of", "16, 32"):
         dq.DynamiQ(group_size=group_size)
@@ -64,7 +64,7 @@ def test_bits_that_the_widths_cannot_reach(bits, widths):
         ((8, 0.5), (8, 0.5)),
         ((8, 0.6), (4, 0.5)),  # more than one
         ((8, 1.5), (4, -0.5)),
-        ((5, 1.0),),
+        ((1, 1.0),),
     ),
 )
 def test_impossible_fractions(fractions):
@@ -77,7 +77,7 @@ def test_fractions_of_other_bits():
         dq.DynamiQ(fractions=((8, 1.0),))
 
 
-@pytest.mark.parametrize("entry", ((5, 0.1), (4, -0.1), (4, 1.5), (4, float("nan"))))
+@pytest.mark.parametrize("entry", ((1, 0.1), (4, -0.1), (4, 1.5), (4, float("nan"))))
 def test_impossible_nonuniformity(entry):
     with raises(ValueError, "nonuniformity=", repr(entry), "Give"):
         dq.DynamiQ(nonuniformity=(entry,))

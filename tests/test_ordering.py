@@ -74,7 +74,9 @@ def test_restoring_inverts_the_order(num_workers, rows, fractions, seed):
     values = np.random.default_rng(seed).standard_normal((shape.num_rows, 256)).astype(np.float32)
     np.testing.assert_array_equal(restore_rows(values[order.reshape(-1)], order), values)
     # Also the other way, so that neither is the identity by accident.
-    np.testing.assert_array_equal(np.asarray(restore_rows(values, order))[order.reshape(-1)], values)
+    np.testing.assert_array_equal(
+        np.asarray(restore_rows(values, order))[order.reshape(-1)], values
+    )
 
 
 @layouts

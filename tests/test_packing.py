@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynamiq_jax.codec import packing
 
 ROWS = 3
-EVEN_WIDTHS = [width for width in packing.WIDTHS if width]
+CODE_WIDTHS = [width for width in packing.WIDTHS if width]
 seeds = st.integers(0, 2**32 - 1)
 
 pack = jax.jit(packing.pack, static_argnums=1)
@@ -49,7 +49,7 @@ def test_planes_are_those_of_the_page(width):
     assert packing.row_bytes(width) == 32 * width
 
 
-@pytest.mark.parametrize("width", EVEN_WIDTHS)
+@pytest.mark.parametrize("width", CODE_WIDTHS)
 @given(seed=seeds)
 def test_bytes_are_those_of_the_oracle(width, seed):
     codes = random_codes(seed, width)
@@ -58,14 +58,14 @@ def test_bytes_are_those_of_the_oracle(width, seed):
     np.testing.assert_array_equal(packed, oracle.pack_codes(codes.astype(np.uint16), width))
 
 
-@pytest.mark.parametrize("width", EVEN_WIDTHS)
+@pytest.mark.parametrize("width", CODE_WIDTHS)
 @given(seed=seeds)
 def test_codes_come_back(width, seed):
     codes = random_codes(seed, width)
     np.testing.assert_array_equal(unpack(pack(codes, width), width), codes)
 
 
-@pytest.mark.parametrize("width", EVEN_WIDTHS)
+@pytest.mark.parametrize("width", CODE_WIDTHS)
 @given(seed=seeds)
 def test_every_byte_string_is_the_packing_of_some_codes(width, seed):
     """With the test above: a bijection, so no bit on the wire is wasted."""
@@ -73,7 +73,7 @@ def test_every_byte_string_is_the_packing_of_some_codes(width, seed):
     np.testing.assert_array_equal(np.asarray(pack(unpack(wire, width), width)), wire)
 
 
-@pytest.mark.parametrize("width", EVEN_WIDTHS)
+@pytest.mark.parametrize("width", CODE_WIDTHS)
 @given(seed=seeds, other=seeds)
 def test_packing_moves_bits_and_changes_none(width, seed, other):
     a, b = random_codes(seed, width), random_codes(other, width)
@@ -82,7 +82,7 @@ def test_packing_moves_bits_and_changes_none(width, seed, other):
     assert ones(packed_a) == ones(a)
 
 
-@pytest.mark.parametrize("width", EVEN_WIDTHS)
+@pytest.mark.parametrize("width", CODE_WIDTHS)
 def test_every_bit_of_every_lane_has_its_own_place_in_its_own_row(width):
     places = []
     for bit in range(width):

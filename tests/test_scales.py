@@ -32,14 +32,14 @@ def group_maxima_of(rows: np.ndarray, group_size: int) -> np.ndarray:
     return np.asarray(jax.jit(scales.group_maxima, static_argnums=1)(rows, group_size))
 
 
-@pytest.mark.parametrize("group_size", (8, 16, 32, 64))
+@pytest.mark.parametrize("group_size", (8, 16, 32))
 def test_group_maxima_are_magnitudes(group_size):
     rows = np.random.default_rng(0).standard_normal((ROWS, 256)).astype(np.float32)
     expected = np.abs(rows).reshape(ROWS, -1, group_size).max(axis=2)
     np.testing.assert_array_equal(group_maxima_of(rows, group_size), expected)
 
 
-@pytest.mark.parametrize("group_size", (8, 16, 32, 64))
+@pytest.mark.parametrize("group_size", (8, 16, 32))
 @pytest.mark.parametrize("num_rows", (1, 8, 16, 100))
 def test_group_maxima_show_nan_wherever_it_is(num_rows, group_size):
     """Backends disagree on max(x, NaN), and one backend with itself from shape to shape."""

@@ -28,7 +28,7 @@ def level(magnitude: Array, width: int, nonuniformity: float) -> Array:
     2^-21.
     """
     coefficients = _coefficients(width, nonuniformity)
-    value = np.float32(coefficients[-1])
+    value = jnp.full_like(magnitude, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         value = value * magnitude + np.float32(coefficient)
     return value * magnitude

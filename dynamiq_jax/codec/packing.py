@@ -1,4 +1,4 @@
-"""Codes to bytes: planar packing of any even width from planes of 8, 4 and 2 bits.
+"""Codes to bytes: planar packing of any width from planes of 8, 4, 2 and 1 bits.
 
 Planar means that a byte holds lanes that lie far apart (`j`, `j + 128` in a 4-bit plane), so
 neither direction interleaves neighbours: it is shifts of whole contiguous slices, which vectorise
@@ -10,13 +10,13 @@ import numpy as np
 from jax import Array, lax
 
 SUPER_GROUP_SIZE = 256  # coordinates that share one width and one super-scale (paper, section 3)
-WIDTHS = tuple(range(0, 17, 2))  # widths that planes can make
+WIDTHS = (0, *range(2, 17))  # bits of a code: a sign and at least one bit of magnitude, or nothing
 
 
 def planes(width: int) -> tuple[int, ...]:
-    """Bits of each plane of a `width`-bit code, low bits first: 6 -> (4, 2), 14 -> (8, 4, 2)."""
+    """Bits of each plane of a `width`-bit code, low bits first: 6 -> (4, 2), 13 -> (8, 4, 1)."""
     result = []
-    for bits in (8, 8, 4, 2):
+    for bits in (8, 8, 4, 2, 1):
         if width >= bits:
             result.append(bits)
             width -= bits
@@ -31,10 +31,10 @@ def row_bytes(width: int) -> int:
 def pack(codes: Array, width: int) -> Array:
     """Packs uint32 `codes` [rows, 256] below 2**width into uint8 [rows, 32 * width]."""
     # Each plane is an OR-reduction over the lanes that share a byte. XLA:CPU vectorises a reduction
-    # over a middle axis; the same thing spelled as slices and ORs of one fused value runs at a
-    # fifth of the speed.
-    if width <= 8 and len(planes(width)) == 1:
-        return _merge_lanes(codes, width)
+    # over a middle axis; spelled as slices and ORs of one fused value it runs at a fifth of the
+    # speed.
+    if len(planes(width)) == 1:
+        return _merge_lanes(codes.astype(jnp.uint8), width)
     halves = _or_reduce(codes.reshape(-1, 2, SUPER_GROUP_SIZE // 2), shift=16)
     packed, low = [], 0
     for bits in planes(width):
@@ -43,47 +43,47 @@ def pack(codes: Array, width: int) -> Array:
         second = (halves >> np.uint32(16 + low)) & mask
         if bits == 8:
             packed += [first.astype(jnp.uint8), second.astype(jnp.uint8)]
-        elif bits == 4:
-            packed.append((first | second << np.uint32(4)).astype(jnp.uint8))
         else:
-            quarters = (first | second << np.uint32(4)).reshape(-1, 2, SUPER_GROUP_SIZE // 4)
-            packed.append(_or_reduce(quarters, shift=2).astype(jnp.uint8))
+            packed.append(_merge_lanes((first | second << np.uint32(4)).astype(jnp.uint8), bits))
         low += bits
     return jnp.concatenate(packed, axis=1)
 
 
-def unpack(packed: Array, width: int) -> list[Array]:
-    """Inverse of `pack`: uint8 [rows, 32 * width] to four uint32 arrays [rows, 64], the quarters of
-    each row.
+def pieces(width: int) -> int:
+    """Pieces that a row is unpacked in: quarters, or eighths where there is a 1-bit plane."""
+    return 8 if width % 2 else 4
 
-    Quarters, because in every plane the lanes of a quarter are one contiguous slice at one constant
-    shift.
+
+def unpack(packed: Array, width: int) -> list[Array]:
+    """Inverse of `pack`: uint8 [rows, 32 * width] to `pieces(width)` consecutive uint32 pieces of
+    each row, [rows, 256 / pieces].
+
+    Pieces, because in every plane the lanes of a piece are one contiguous slice at one shift.
     """
-    quarter_size = SUPER_GROUP_SIZE // 4
-    quarters = []
-    for quarter in range(4):
-        code, low, start = None, 0, 0
+    piece_size = SUPER_GROUP_SIZE // pieces(width)
+    result = []
+    for piece in range(pieces(width)):
+        code = jnp.zeros((packed.shape[0], piece_size), jnp.uint32)
+        low, start = 0, 0
         for bits in planes(width):
-            slices = bits // 2  # contiguous quarter-sized byte slices in this plane
-            first = start + (quarter % slices) * quarter_size
-            piece = packed[:, first : first + quarter_size]
+            slices = row_bytes(bits) // piece_size
+            first = start + (piece % slices) * piece_size
+            part = packed[:, first : first + piece_size]
             if bits < 8:
-                piece = (piece >> np.uint8(bits * (quarter // slices))) & np.uint8(2**bits - 1)
-            piece = piece.astype(jnp.uint32) << np.uint32(low)
-            code = piece if code is None else code | piece
+                part = (part >> np.uint8(bits * (piece // slices))) & np.uint8(2**bits - 1)
+            code = code | part.astype(jnp.uint32) << np.uint32(low)
             low += bits
             start += row_bytes(bits)
-        quarters.append(code)
-    return quarters
+        result.append(code)
+    return result
 
 
-def _merge_lanes(codes: Array, bits: int) -> Array:
-    lanes = 8 // bits
-    if lanes == 1:
-        return codes.astype(jnp.uint8)
-    return _or_reduce(
-        codes.astype(jnp.uint8).reshape(-1, lanes, SUPER_GROUP_SIZE // lanes), shift=bits
-    )
+def _merge_lanes(values: Array, bits: int) -> Array:
+    """Merges uint8 [rows, m] whose bytes use every `8 / (m / (32 * bits))`-th field of `bits` bits
+    into full bytes [rows, 32 * bits].
+    """
+    lanes = values.shape[1] // row_bytes(bits)
+    return _or_reduce(values.reshape(-1, lanes, row_bytes(bits)), shift=bits)
 
 
 def _or_reduce(values: Array, shift: int) -> Array:

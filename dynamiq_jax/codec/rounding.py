@@ -60,7 +60,7 @@ def mix(word: Array) -> Array:
 
 
 def _bit_reverse(word: Array) -> Array:
-    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
-        mask, shift = np.uint32(mask), np.uint32(shift)
+    swaps = ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF))
+    for shift, mask in [(np.uint32(shift), np.uint32(mask)) for shift, mask in swaps]:
         word = ((word >> shift) & mask) | ((word & mask) << shift)
     return lax.shift_right_logical(word, np.uint32(16)) | (word << np.uint32(16))

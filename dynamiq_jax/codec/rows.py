@@ -19,7 +19,7 @@ def encode_rows(
     Args:
       rows: float32 [rows, 256].
       offset: rounding offsets, float32 [rows, 256] or a scalar.
-      width: bits of a code, even, 0 to 16.
+      width: bits of a code, 0 or 2 to 16.
       nonuniformity: e of the level spacing.
       group_size: coordinates that share a group scale.
 
@@ -59,16 +59,16 @@ def decode_rows(
     if width == 0:
         zeros = jnp.zeros((num_rows, SUPER_GROUP_SIZE), jnp.float32)
         return zeros * scale[:, :1]  # 0 * NaN is NaN: a dropped row still shows a non-finite input
-    groups = scale.shape[1] // 4
-    quarters = []
-    for quarter, codes in enumerate(packing.unpack(packed, width)):
+    groups = scale.shape[1] // packing.pieces(width)
+    values = []
+    for piece, codes in enumerate(packing.unpack(packed, width)):
         magnitude = (codes & np.uint32(num_levels(width))).astype(jnp.int32).astype(jnp.float32)
         value = level(magnitude, width, nonuniformity)
         sign = (codes >> np.uint32(width - 1)) << np.uint32(31)
         signed = lax.bitcast_convert_type(
             lax.bitcast_convert_type(value, jnp.uint32) | sign, jnp.float32
         )
-        quarter_scale = scale[:, quarter * groups : (quarter + 1) * groups, None]
-        scaled = signed.reshape(num_rows, groups, group_size) * quarter_scale
-        quarters.append(scaled.reshape(num_rows, -1))
-    return jnp.concatenate(quarters, axis=1)
+        piece_scale = scale[:, piece * groups : (piece + 1) * groups, None]
+        scaled = signed.reshape(num_rows, groups, group_size) * piece_scale
+        values.append(scaled.reshape(num_rows, -1))
+    return jnp.concatenate(values, axis=1)

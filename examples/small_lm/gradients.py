@@ -48,6 +48,7 @@ def gradient_snapshots(
     corpus: np.ndarray,
     *,
     workers: int,
+    training_workers: int = 8,
     steps: Sequence[int] = (20, 100, 200),
     batch: int = 2,
     context: int = 128,
@@ -60,7 +61,9 @@ def gradient_snapshots(
         structure: Structure of a pre-trained model.
         params: Its parameters.
         corpus: Text to fine-tune on, int32 `[length]`.
-        workers: Number of workers to play.
+        workers: Number of workers whose gradients are yielded.
+        training_workers: Number of workers that train, so that the model does not depend on how
+            many are measured; the first of the measured ones see their batches.
         steps: Steps to stop at, counted from 0; training ends after the last.
         batch: Windows per worker and step.
         context: Tokens per window.
@@ -80,14 +83,17 @@ def gradient_snapshots(
         updates, opt_state = optimizer.update(mean, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    for step in range(last + 1):
+    def gradients_at(params, step, workers):
         windows = random_windows(
             corpus, count=workers * batch, context=context, seed=seed, step=step
         )
         batches = jnp.asarray(windows.reshape(workers, batch, context + 1))
-        stacked = worker_gradients(structure, params, batches)
+        return worker_gradients(structure, params, batches)
+
+    for step in range(last + 1):
         if step in steps:
-            yield step, jax.device_get(stacked)
+            yield step, jax.device_get(gradients_at(params, step, workers))
+        stacked = gradients_at(params, step, training_workers)
         params, opt_state = update(params, opt_state, stacked)
 
 

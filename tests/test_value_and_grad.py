@@ -1,0 +1,227 @@
+"""dq.value_and_grad against jax.value_and_grad of the whole batch on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from workers import TWO_CLASSES
+
+import dynamiq_jax as dq
+
+NUM_WORKERS, BATCH, IN, HIDDEN, OUT = 4, 32, 48, 96, 16
+KEY = jax.random.key(0)
+
+
+def batch(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((BATCH, IN)).astype(np.float32)
+    return x, np.sin(x @ rng.standard_normal((IN, OUT))).astype(np.float32)
+
+
+def plain_params():
+    rng = np.random.default_rng(1)
+
+    def matrix(rows, columns):
+        return jnp.asarray(rng.standard_normal((rows, columns)).astype(np.float32) * 0.1)
+
+    return {"in": matrix(IN, HIDDEN), "bias": jnp.zeros(HIDDEN), "out": matrix(HIDDEN, OUT)}
+
+
+def plain_loss(params, x, y):
+    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    return jnp.mean((hidden @ params["out"] - y) ** 2)
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(OUT)(jnp.tanh(linen.Dense(HIDDEN)(x)))
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(IN, HIDDEN, rngs=rngs)
+        self.second = nnx.Linear(HIDDEN, OUT, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def linen_model():
+    model = Dense()
+    params = model.init(jax.random.key(2), jnp.zeros((1, IN)))
+    return params, lambda params, x, y: jnp.mean((model.apply(params, x) - y) ** 2)
+
+
+def nnx_model():
+    graph, state = nnx.split(Layers(nnx.Rngs(0)))
+    return state, lambda state, x, y: jnp.mean((nnx.merge(graph, state)(x) - y) ** 2)
+
+
+MODELS = {
+    "plain": lambda: (plain_params(), plain_loss),
+    "linen": linen_model,
+    "nnx": nnx_model,
+}
+
+
+@functools.cache
+def model(name: str):
+    return MODELS[name]()
+
+
+def close(ours, expected, *, error: float = 0.0):
+    """Equal up to float32, or with a vNMSE between a hundredth of `error` and `error`."""
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    distance = float(dq.vnmse(ours, expected))
+    assert error / 100 <= distance <= (error or 1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_compression_it_is_the_gradient_of_the_whole_batch(data_mesh, name):
+    params, loss_fn = model(name)
+    grad_fn = dq.value_and_grad(
+        loss_fn, mesh=data_mesh(NUM_WORKERS), axis_name="data", method="exact"
+    )
+    loss, grads = jax.jit(grad_fn)(params, *batch(), key=KEY)
+    expected_loss, expected = jax.value_and_grad(loss_fn)(params, *batch())
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    close(grads, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_compression_only_the_gradients_differ(data_mesh, name):
+    params, loss_fn = model(name)
+    grad_fn = dq.value_and_grad(
+        loss_fn, mesh=data_mesh(NUM_WORKERS), axis_name="data", method=TWO_CLASSES
+    )
+    loss, grads = jax.jit(grad_fn)(params, *batch(), key=KEY)
+    expected_loss, expected = jax.value_and_grad(loss_fn)(params, *batch())
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    close(grads, expected, error=2e-2)
+
+
+def test_the_key_fixes_the_noise_and_every_device_gets_the_result(data_mesh):
+    grad_fn = jax.jit(
+        dq.value_and_grad(
+            plain_loss, mesh=data_mesh(NUM_WORKERS), axis_name="data", method=TWO_CLASSES
+        )
+    )
+    first, again, other = (
+        grad_fn(plain_params(), *batch(), key=jax.random.key(seed))[1]["in"] for seed in (0, 0, 1)
+    )
+    assert first.sharding.is_fully_replicated
+    assert len({np.asarray(shard.data).tobytes() for shard in first.addressable_shards}) == 1
+    assert len(first.addressable_shards) == NUM_WORKERS
+    np.testing.assert_array_equal(first, again)
+    assert np.any(np.asarray(first) != np.asarray(other))
+
+
+def test_the_default_method_compresses(data_mesh):
+    grad_fn = dq.value_and_grad(plain_loss, mesh=data_mesh(2), axis_name="data")
+    _, grads = jax.jit(grad_fn)(plain_params(), *batch(), key=KEY)
+    close(grads, jax.grad(plain_loss)(plain_params(), *batch()), error=5e-2)
+
+
+def test_aux_is_averaged_exactly(data_mesh):
+    def loss_fn(params, x, y):
+        loss = plain_loss(params, x, y)
+        return loss, {"copy": loss, "inputs": jnp.mean(x, axis=0), "constant": jnp.float32(7)}
+
+    grad_fn = dq.value_and_grad(
+        loss_fn, mesh=data_mesh(NUM_WORKERS), axis_name="data", method="exact", has_aux=True
+    )
+    x, y = batch()
+    (loss, aux), grads = jax.jit(grad_fn)(plain_params(), x, y, key=KEY)
+    np.testing.assert_allclose(loss, plain_loss(plain_params(), x, y), rtol=1e-6)
+    np.testing.assert_array_equal(aux["copy"], loss)
+    np.testing.assert_allclose(aux["inputs"], x.mean(axis=0), rtol=1e-4, atol=1e-6)
+    assert float(aux["constant"]) == 7
+    close(grads, jax.grad(plain_loss)(plain_params(), x, y))
+
+
+def test_replicated_arguments_are_seen_whole(data_mesh):
+    """A key for dropout and a table of weights, beside a batch that is split."""
+
+    def loss_fn(params, x, dropout_key, y, weights):
+        assert x.shape == (BATCH // NUM_WORKERS, IN)
+        assert weights.shape == (OUT,)
+        keep = jax.random.bernoulli(dropout_key, 0.5, (HIDDEN,)).astype(jnp.float32)
+        hidden = jnp.tanh(x @ params["in"] + params["bias"]) * keep
+        return jnp.mean(weights * (hidden @ params["out"] - y) ** 2)
+
+    def whole(params, x, dropout_key, y, weights):
+        keep = jax.random.bernoulli(dropout_key, 0.5, (HIDDEN,)).astype(jnp.float32)
+        hidden = jnp.tanh(x @ params["in"] + params["bias"]) * keep
+        return jnp.mean(weights * (hidden @ params["out"] - y) ** 2)
+
+    (x, y), weights = batch(), jnp.linspace(0.0, 1.0, OUT)
+    args = plain_params(), x, jax.random.key(9), y, weights
+    grad_fn = dq.value_and_grad(
+        loss_fn,
+        mesh=data_mesh(NUM_WORKERS),
+        axis_name="data",
+        method="exact",
+        replicated_argnums=(2, 4),
+    )
+    loss, grads = jax.jit(grad_fn)(*args, key=KEY)
+    expected_loss, expected = jax.value_and_grad(whole)(*args)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    close(grads, expected)
+
+
+def test_a_batch_may_be_any_pytree(data_mesh):
+    def loss_fn(params, data):
+        return plain_loss(params, data["x"], data["y"])
+
+    x, y = batch()
+    grad_fn = dq.value_and_grad(
+        loss_fn, mesh=data_mesh(NUM_WORKERS), axis_name="data", method="exact"
+    )
+    _, grads = jax.jit(grad_fn)(plain_params(), {"x": x, "y": y}, key=KEY)
+    close(grads, jax.grad(plain_loss)(plain_params(), x, y))
+
+
+@pytest.mark.parametrize("method", ("exact", TWO_CLASSES), ids=("exact", "compressed"))
+def test_another_axis_is_left_to_the_compiler(method):
+    """Parameters sharded over "model" stay so, and the gradient is the same."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"in": P(None, "model"), "bias": P("model"), "out": P("model", None)}
+    params = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec)),
+        plain_params(),
+        specs,
+    )
+
+    def loss_fn(params, x, y):
+        assert "model" not in jax.typeof(lax.axis_index("data")).sharding.spec
+        return plain_loss(params, x, y)
+
+    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=method)
+    loss, grads = jax.jit(grad_fn)(params, *batch(), key=KEY)
+    expected_loss, expected = jax.value_and_grad(plain_loss)(plain_params(), *batch())
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    close(grads, expected, error=0.0 if method == "exact" else 2e-2)
+
+
+def test_a_step_of_training_lowers_the_loss(data_mesh):
+    """The sign, the scale and the structure are those that an update needs."""
+    grad_fn = jax.jit(
+        dq.value_and_grad(
+            plain_loss, mesh=data_mesh(NUM_WORKERS), axis_name="data", method=TWO_CLASSES
+        )
+    )
+    params, losses = plain_params(), []
+    for step in range(10):
+        loss, grads = grad_fn(params, *batch(), key=jax.random.key(step))
+        params = jax.tree.map(lambda p, g: p - np.float32(0.5) * g, params, grads)
+        losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0]
