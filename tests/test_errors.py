@@ -34,9 +34,15 @@ def test_bits_out_of_range(bits):
         dq.DynamiQ(bits=bits)
 
 
-@pytest.mark.parametrize("widths", ((), (1,), (2, 4, 17), (-2,)))
+@pytest.mark.parametrize("widths", ((1,), (2, 4, 17), (-2,)))
 def test_impossible_widths(widths):
     with raises(ValueError, f"widths={widths!r}", "Give", "2 to 16"):
+        dq.DynamiQ(widths=widths)
+
+
+@pytest.mark.parametrize("widths", ((), (4, 4, 8), [4, 8]))
+def test_widths_that_are_not_a_tuple_of_different_ones(widths):
+    with raises(ValueError, f"widths={widths!r}", "a tuple of different widths", "Give one"):
         dq.DynamiQ(widths=widths)
 
 
@@ -236,7 +242,7 @@ def test_the_fix_that_the_message_names_is_one(data_mesh):
     assert 0 < dq.vnmse(ours, expected) < 0.02
 
 
-# ------------------------------------------------------------------------- stateful methods, autodiff
+# ------------------------------------------------------------------- stateful methods, autodiff
 
 
 class Remembering(dq.Exact):

@@ -175,7 +175,7 @@ def test_a_homomorphic_method_runs_on_a_mesh(data_mesh):
     np.testing.assert_array_equal(result, psum_with("integer_sum", "ring")(KEY, gradient()))
 
 
-# --------------------------------------------------------------------- a stateful method, over steps
+# ------------------------------------------------------------------ a stateful method, over steps
 
 FEEDBACK = ErrorFeedback(inner=dq.Exact())
 STEPS, FEEDBACK_SIZE = 6, 20_000

@@ -212,5 +212,5 @@ def test_one_flag_masks_all_or_nothing(flag):
 
 
 def test_a_mask_of_another_structure_is_refused():
-    with pytest.raises(ValueError, match="structure|prefix|mismatch|key"):
+    with pytest.raises(ValueError, match="prefix"):
         Reducer(mask={"kernel": True})(gradients(0))

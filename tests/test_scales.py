@@ -63,6 +63,17 @@ def test_bytes_are_those_of_the_oracle(seed):
     np.testing.assert_array_equal(steps, oracle.group_steps(group_bytes, super_bits))
 
 
+@pytest.mark.parametrize("exponent", range(-126, -114))
+def test_the_smallest_normal_rows_have_the_scale_of_the_page(exponent):
+    """A backend that flushes subnormals must not lose rows that are normal: 1/255 of their
+    super-scale is not.
+    """
+    maxima = np.full((ROWS, GROUPS), 2.0**exponent, np.float32)
+    group_bytes, super_bits = (np.asarray(part) for part in quantize(maxima))
+    steps = np.asarray(reconstruct(group_bytes, super_bits))
+    np.testing.assert_array_equal(steps, oracle.group_steps(group_bytes, super_bits))
+
+
 @given(seed=seeds)
 def test_super_scale_is_the_next_bfloat16(seed):
     maxima = random_maxima(seed)

@@ -26,6 +26,9 @@ REFERENCE_LOG2_NORMS = (
     *(0.24, 0.55, 1.27, 1.68, 2.37, 3.11, 3.94, 5.01),
 )
 
+# Widths with a smaller share are not worth their code: each class is compiled on its own.
+_MIN_SHARE = 0.005
+
 Fractions = tuple[tuple[int, float], ...]
 
 
@@ -78,6 +81,9 @@ def solve_fractions(
     gap = (over - under) @ ordered
     share = float(np.clip((code_bits - under @ ordered) / gap, 0, 1)) if gap > 0 else 0.0
     mixed = share * over + (1 - share) * under
+    kept = tuple(int(w) for w, share in zip(ordered, mixed, strict=True) if share >= _MIN_SHARE)
+    if 0 < len(kept) < np.count_nonzero(mixed) and kept[-1] <= code_bits <= kept[0]:
+        return solve_fractions(code_bits, kept, log2_norms)
     return tuple((int(w), float(f)) for w, f in zip(ordered, mixed, strict=True) if f > 0)
 
 

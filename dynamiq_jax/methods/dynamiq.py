@@ -14,6 +14,7 @@ from dynamiq_jax.codec import allocation, scales
 from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.levels import num_levels
+from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.ordering import order_rows, restore_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 from dynamiq_jax.codec.rounding import ROUNDINGS, Rounding
@@ -68,7 +69,11 @@ class DynamiQ(Method):
             raise ValueError(
                 f"bits={self.bits!r} is out of range. Give {_MIN_BITS} to {_MAX_BITS:g}."
             )
-        if not self.widths or any(width not in WIDTHS for width in self.widths):
+        if not isinstance(self.widths, tuple) or not 0 < len(set(self.widths)) == len(self.widths):
+            raise ValueError(
+                f"widths={self.widths!r} is not a tuple of different widths. Give one."
+            )
+        if any(width not in WIDTHS for width in self.widths):
             raise ValueError(
                 f"widths={self.widths!r} is not possible. Give integers from 2 to 16, or 0."
             )
@@ -234,9 +239,7 @@ def _combine_statistics(local: Array, axis_name: str, num_workers: int) -> Array
     words = scales.bfloat16_bits(local).reshape(local.shape[0], num_workers, -1)
     received = lax.all_to_all(words, axis_name, split_axis=1, concat_axis=1)
     values = scales.bfloat16_value(received.astype(jnp.uint32))
-    largest = jnp.max(values[0], axis=0)
-    scaled = values[0] * jnp.where(largest > np.finfo(np.float32).tiny, 1 / largest, np.float32(1))
-    combined = [largest * jnp.sqrt(jnp.sum(scaled * scaled, axis=0))]
+    combined = [l2_norm(values[0], axis=0)]
     if local.shape[0] == 2:
         combined.append(jnp.mean(values[1], axis=0))
     gathered = compat.all_gather(scales.bfloat16_bits(jnp.stack(combined)), axis_name)

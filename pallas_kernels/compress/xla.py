@@ -12,6 +12,8 @@ from dynamiq_jax.codec.rows import encode_rows
 from dynamiq_jax.compat import match_varying
 from pallas_kernels.blocks import for_each_block
 
+_Parts = tuple[tuple[Array, ...], Array, Array]  # codes of each class, group scales, super-scales
+
 
 def compress(
     rows: Array, order: Array, chunk: Array | int, hop: Array | int, seed: Array, *, layout: Layout
@@ -74,6 +76,3 @@ def encode_chunk(
     )
     codes, group_bytes, super_bits = for_each_block(layout, step, match_varying(empty, like))
     return layout.message(list(codes), group_bytes, super_bits)
-
-
-_Parts = tuple[tuple[Array, ...], Array, Array]

@@ -1,0 +1,49 @@
+"""vNMSE: relative, additive over leaves, and defined at every magnitude."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import heavy_tailed, vnmse
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dynamiq_jax as dq
+
+TRUTH = {"w": heavy_tailed(0, (512,)), "b": heavy_tailed(1, (40,))}
+
+
+def perturbed(size: float):
+    return {
+        name: leaf + np.float32(size) * heavy_tailed(7, leaf.shape) for name, leaf in TRUTH.items()
+    }
+
+
+@pytest.mark.parametrize("size", (1e-2, 1.0, 100.0))
+def test_it_is_the_error_of_all_leaves_together(size):
+    flat = [np.concatenate([tree["w"], tree["b"]]) for tree in (perturbed(size), TRUTH)]
+    assert float(dq.vnmse(perturbed(size), TRUTH)) == pytest.approx(vnmse(*flat), rel=1e-4)
+
+
+@given(power=st.integers(-90, 120))
+def test_scale_does_not_matter(power):
+    estimate, truth = ({"w": np.ldexp(tree["w"], power)} for tree in (perturbed(0.1), TRUTH))
+    expected = float(dq.vnmse({"w": perturbed(0.1)["w"]}, {"w": TRUTH["w"]}))
+    assert float(dq.vnmse(estimate, truth)) == pytest.approx(expected, rel=1e-5)
+    assert expected > 0
+
+
+def test_the_ends_of_the_scale():
+    zero, one = jnp.zeros(3), jnp.ones(3)
+    assert float(dq.vnmse(one, one)) == 0
+    assert float(dq.vnmse(zero, one)) == 1
+    assert float(dq.vnmse(zero, zero)) == 0
+    assert float(dq.vnmse(one, zero)) == np.inf
+    assert np.isnan(float(dq.vnmse(jnp.array([1.0, jnp.nan]), jnp.ones(2))))
+
+
+def test_low_precision_is_measured_in_single():
+    exact = heavy_tailed(0, (4096,))
+    rounded = jnp.asarray(exact).astype(jnp.bfloat16)
+    error = float(dq.vnmse(rounded, jnp.asarray(exact)))
+    # Rounding to 8 bits of mantissa: uniform in half a unit in the last place.
+    assert 1e-7 < error < 2.0**-16
