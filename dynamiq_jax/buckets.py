@@ -70,7 +70,7 @@ def plan(
             exact.append((index, "one worker has nothing to send"))
         elif compress is not None and not compress[index]:
             exact.append((index, "masked"))
-        elif size < exact_below:
+        elif size < max(exact_below, 1):
             exact.append((index, f"{size} elements are fewer than exact_below={exact_below}"))
         else:
             by_dtype.setdefault(jnp.dtype(leaf.dtype), []).append((index, size))
@@ -78,7 +78,7 @@ def plan(
     for dtype, members in by_dtype.items():
         size = sum(size for _, size in members)
         cost = method.wire_cost(size, num_workers)
-        if bytes_sent(cost, topology, num_workers) <= exact_bytes_sent(4 * size, num_workers):
+        if bytes_sent(cost, topology, num_workers) <= exact_bytes_sent(size, num_workers):
             buckets.append(Bucket(tuple(index for index, _ in members), dtype, size, cost))
         else:
             exact += [
@@ -93,9 +93,9 @@ def bytes_sent(cost: WireCost, topology: Topology, num_workers: int) -> int:
     return cost.statistics_bytes + topology.payloads_sent(num_workers) * cost.payload_bytes
 
 
-def exact_bytes_sent(num_bytes: int, num_workers: int) -> int:
-    """Bytes that each worker sends in a bandwidth-optimal all-reduce of `num_bytes`."""
-    return 2 * (num_workers - 1) * -(-num_bytes // num_workers)
+def exact_bytes_sent(size: int, num_workers: int) -> int:
+    """Bytes that each worker sends in a float32 all-reduce of `size` coordinates."""
+    return 2 * (num_workers - 1) * 4 * -(-size // num_workers)
 
 
 def flatten(bucket: Bucket, leaves: Sequence[Array]) -> Array:

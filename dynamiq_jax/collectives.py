@@ -203,12 +203,14 @@ def _reduce_exact(
         elif leaf.dtype == jnp.bool_:
             result[index] = lax.pmax(leaf.astype(jnp.uint8), axis_name).astype(jnp.bool_)
         else:
-            total = lax.psum(leaf, axis_name)
+            integral = jnp.issubdtype(leaf.dtype, jnp.integer)
+            # The sum of small integers may not fit where their mean does.
+            wide = leaf.astype(jnp.int32) if mean and integral and leaf.dtype.itemsize < 4 else leaf
+            total = lax.psum(wide, axis_name)
             if mean:
-                integral = jnp.issubdtype(leaf.dtype, jnp.integer)
-                divisor = np.array(num_workers, leaf.dtype)
+                divisor = np.array(num_workers, wide.dtype)
                 total = total // divisor if integral else total / divisor
-            result[index] = total
+            result[index] = total.astype(leaf.dtype)
     if floats:
         flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in floats.values()])
         total = lax.psum(flat, axis_name)

@@ -61,7 +61,14 @@ def all_reduce_gradients(
         if mask is None:
             return None
         prefix = mask(tree) if callable(mask) else mask
-        return [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(prefix, tree))]
+        try:
+            flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+        except ValueError as error:
+            raise ValueError(
+                f"mask={prefix!r:.200} does not fit the gradients: {error}. Give a tree of bools "
+                "with their structure, or a prefix of it."
+            ) from None
+        return [bool(flag) for flag in flags]
 
     def init(params: Any) -> AllReduceState:
         states = ()

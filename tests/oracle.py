@@ -197,9 +197,9 @@ def row_scales(x: F32, group_size: int) -> tuple[U8, U16]:
 def group_steps(group_scales: U8, super_bits: U16) -> F32:
     """Reconstructed scale s of each group, f32[rows, G]; NaN if the super-scale is not finite."""
     with np.errstate(invalid="ignore", under="ignore"):
-        unit = bf16_to_f32(super_bits) * ONE_255TH
-        steps = unit[:, None] * group_scales.astype(np.float32)
-    return np.where(np.isfinite(unit)[:, None], steps, np.float32(np.nan))
+        supers = bf16_to_f32(super_bits)[:, None]
+        steps = (group_scales.astype(np.float32) * ONE_255TH) * supers
+    return np.where(np.isfinite(supers), steps, np.float32(np.nan))
 
 
 class Encoded(NamedTuple):
@@ -303,7 +303,10 @@ def payload_bytes(class_rows: ClassRows, group_size: int) -> int:
 
 def pack_message(codes: U16, group_scales: U8, super_scales: U16, class_rows: ClassRows) -> U8:
     """The message u8[payload_bytes] of a chunk: u16[R, 256], u8[R, G] and u16[R]."""
-    parts = [pack_codes(codes[rows], width).reshape(-1) for width, rows in class_slices(class_rows)]
+    parts = []
+    for width, rows in class_slices(class_rows):
+        packed = pack_codes(codes[rows], width)
+        parts += [packed[:, 32 * low : 32 * (low + b)].reshape(-1) for low, b in planes(width)]
     parts += [group_scales.reshape(-1), super_scales.astype("<u2").view(np.uint8)]
     return np.concatenate(parts)
 
@@ -316,9 +319,13 @@ def parse_message(payload: U8, class_rows: ClassRows, group_size: int) -> tuple[
     codes, at = np.zeros((total, LANES), np.uint16), 0
     for width, rows in class_slices(class_rows):
         count = rows.stop - rows.start
-        end = at + count * 32 * width
-        codes[rows] = unpack_codes(payload[at:end].reshape(count, 32 * width), width)
-        at = end
+        packed = []
+        for _, bits in planes(width):
+            end = at + count * 32 * bits
+            packed.append(payload[at:end].reshape(count, 32 * bits))
+            at = end
+        if packed:
+            codes[rows] = unpack_codes(np.concatenate(packed, axis=1), width)
     split = at + total * (LANES // group_size)
     group_scales = payload[at:split].reshape(total, LANES // group_size)
     return codes, group_scales, payload[split:].copy().view("<u2").astype(np.uint16)

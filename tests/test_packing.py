@@ -1,5 +1,7 @@
 """Packing is a permutation of bits: dense, invertible, and the one of the wire format."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,16 +16,19 @@ ROWS = 3
 CODE_WIDTHS = [width for width in packing.WIDTHS if width]
 seeds = st.integers(0, 2**32 - 1)
 
-pack = jax.jit(packing.pack, static_argnums=1)
+
+@functools.partial(jax.jit, static_argnums=1)
+def pack(codes, width):
+    """Planes of `packing.pack`, one beside the other."""
+    return jnp.concatenate(packing.pack(codes, width), axis=1)
 
 
-@jax.jit
-def _join(quarters):
-    return jnp.concatenate(quarters, axis=1)
-
-
+@functools.partial(jax.jit, static_argnums=1)
 def unpack(packed, width):
-    return np.asarray(_join(jax.jit(packing.unpack, static_argnums=1)(packed, width)))
+    """Codes of planes that lie one beside the other."""
+    sizes = [packing.row_bytes(bits) for bits in packing.planes(width)]
+    planes = jnp.split(packed, np.cumsum(sizes)[:-1], axis=1)
+    return jnp.concatenate(packing.unpack(tuple(planes), width), axis=1)
 
 
 def random_codes(seed: int, width: int) -> np.ndarray:

@@ -57,7 +57,8 @@ def test_example_help_names_the_options_that_the_readme_and_docs_use():
 
 @pytest.mark.slow
 def test_example_runs_end_to_end_at_small_size(tmp_path):
-    options = "--workers 2 --pretrain-steps 2 --steps 3 --width 64 --layers 1 --heads 2 --context 32 --batch 1"
+    options = "--workers 2 --pretrain-steps 2 --steps 3 --width 64 --layers 1 --heads 2"
+    options += " --context 32 --batch 1"
     command = [sys.executable, str(ROOT / "examples" / "finetune_lm.py"), *options.split()]
     finished = subprocess.run(
         [*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, check=True

@@ -13,7 +13,13 @@ ROWS, GROUPS = 8, 8
 TINY = np.finfo(np.float32).tiny
 LARGEST_BFLOAT16 = oracle.bf16_to_f32(np.uint16(0x7F7F))
 
-quantize = jax.jit(scales.quantize_scales)
+
+@jax.jit
+def quantize(maxima):
+    """`scales.quantize_scales` of float32 maxima."""
+    return scales.quantize_scales(jax.lax.bitcast_convert_type(maxima, np.int32))
+
+
 reconstruct = jax.jit(scales.reconstruct_scales)
 reciprocal = jax.jit(scales.reciprocal)
 bfloat16_bits = jax.jit(scales.bfloat16_bits)
@@ -29,7 +35,8 @@ def random_maxima(seed: int, low: float = -100, high: float = 120) -> np.ndarray
 
 
 def group_maxima_of(rows: np.ndarray, group_size: int) -> np.ndarray:
-    return np.asarray(jax.jit(scales.group_maxima, static_argnums=1)(rows, group_size))
+    bits = jax.jit(scales.group_maxima, static_argnums=1)(rows, group_size)
+    return np.asarray(bits).view(np.float32)
 
 
 @pytest.mark.parametrize("group_size", (8, 16, 32))

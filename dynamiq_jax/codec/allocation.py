@@ -26,8 +26,8 @@ REFERENCE_LOG2_NORMS = (
     *(0.24, 0.55, 1.27, 1.68, 2.37, 3.11, 3.94, 5.01),
 )
 
-# Widths with a smaller share are not worth their code: each class is compiled on its own.
-_MIN_SHARE = 0.005
+_SMALL_SHARE = 0.02  # a width that fewer super-groups would take may be left out ...
+_WORTH = 0.01  # ... if the expected error rises by no more than this in all
 
 Fractions = tuple[tuple[int, float], ...]
 
@@ -47,7 +47,8 @@ def solve_fractions(
     coordinate.
 
     The error of a super-group at width w is F * c_w; the optimum gives every super-group the width
-    that minimises F * c_w + price * w, with the price that exhausts the budget.
+    that minimises F * c_w + price * w, with the price that exhausts the budget. Widths that hardly
+    lower the error are left out: each one is compiled on its own.
 
     Args:
       code_bits: mean width, within [min(widths), max(widths)].
@@ -58,33 +59,49 @@ def solve_fractions(
       (width, fraction) for the widths used, widest first; the mean width is `code_bits`.
     """
     quantiles = np.asarray(REFERENCE_LOG2_NORMS if log2_norms is None else log2_norms, np.float64)
-    positions = (np.arange(8192) + 0.5) / 8192
-    norms = np.interp(positions, POSITIONS, quantiles)[::-1]
-    ordered = np.array(sorted(widths, reverse=True), np.float64)
-    log2_errors = (
-        2 * norms[:, None] + np.log2([error_coefficient(int(w)) for w in ordered])[None, :]
-    )
-    errors = np.exp2(log2_errors - log2_errors.max())
+    norms = np.interp((np.arange(4096) + 0.5) / 4096, POSITIONS, quantiles)[::-1]
+    energies = np.exp2(2 * (norms - norms.max()))
+    best, error = _optimum(code_bits, tuple(sorted(widths, reverse=True)), energies)
+    allowed = error * (1 + _WORTH)
+    for width, share in sorted(best, key=lambda item: item[1]):
+        kept = tuple(w for w, _ in best if w != width)
+        if share > _SMALL_SHARE or not kept or not kept[-1] <= code_bits <= kept[0]:
+            continue
+        fewer, error = _optimum(code_bits, kept, energies)
+        best = fewer if error <= allowed else best
+    return best
+
+
+def _optimum(
+    code_bits: float, widths: tuple[int, ...], energies: np.ndarray
+) -> tuple[Fractions, float]:
+    """Best fractions for sorted energies, and their expected error."""
+    ordered = np.array(widths, np.float64)
+    errors = energies[:, None] * np.array([error_coefficient(width) for width in widths])
 
     def choice(log_price: float) -> np.ndarray:
-        return np.argmin(errors + np.exp(log_price) * ordered[None, :], axis=1)
+        return np.argmin(errors + np.exp(log_price) * ordered, axis=1)
 
     # Mean width falls as the price rises. The two sides of the last step bracket the budget; mixing
     # them meets it exactly.
-    low, high = -1000.0, 50.0
-    for _ in range(100):
+    low, high = -200.0, 50.0
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if ordered[choice(middle)].mean() > code_bits else (low, middle)
     over, under = (
-        np.bincount(choice(price), minlength=len(ordered)) / len(norms) for price in (low, high)
+        np.bincount(choice(price), minlength=len(ordered)) / len(energies) for price in (low, high)
     )
     gap = (over - under) @ ordered
-    share = float(np.clip((code_bits - under @ ordered) / gap, 0, 1)) if gap > 0 else 0.0
-    mixed = share * over + (1 - share) * under
-    kept = tuple(int(w) for w, share in zip(ordered, mixed, strict=True) if share >= _MIN_SHARE)
-    if 0 < len(kept) < np.count_nonzero(mixed) and kept[-1] <= code_bits <= kept[0]:
-        return solve_fractions(code_bits, kept, log2_norms)
-    return tuple((int(w), float(f)) for w, f in zip(ordered, mixed, strict=True) if f > 0)
+    mix = float(np.clip((code_bits - under @ ordered) / gap, 0, 1)) if gap > 0 else 0.0
+    shares = mix * over + (1 - mix) * under
+    fractions = tuple(
+        (width, float(share)) for width, share in zip(widths, shares, strict=True) if share > 0
+    )
+    error = sum(
+        weight * np.take_along_axis(errors, choice(price)[:, None], axis=1).mean()
+        for weight, price in ((mix, low), (1 - mix, high))
+    )
+    return fractions, float(error)
 
 
 def log2_norm_quantiles(norms: np.ndarray) -> tuple[float, ...]:

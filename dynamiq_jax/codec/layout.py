@@ -7,7 +7,7 @@ import dataclasses
 from jax import Array, lax
 from jax import numpy as jnp
 
-from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, row_bytes
+from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, planes, row_bytes
 from dynamiq_jax.codec.rounding import Rounding
 
 
@@ -76,11 +76,14 @@ class Layout:
         """Inverse of `as_rows`."""
         return rows.reshape(-1)[: self.size]
 
-    def codes(self, payload: Array, width_class: WidthClass) -> Array:
-        """Packed codes of a class: view of a uint8 message as [rows, 32 * width]."""
-        width_bytes = row_bytes(width_class.width)
-        stop = width_class.codes_start + width_class.rows * width_bytes
-        return payload[width_class.codes_start : stop].reshape(width_class.rows, width_bytes)
+    def planes(self, payload: Array, width_class: WidthClass) -> tuple[Array, ...]:
+        """Planes of a class: views of a uint8 message as [rows, 32 * bits] each."""
+        views, start = [], width_class.codes_start
+        for bits in planes(width_class.width):
+            stop = start + width_class.rows * row_bytes(bits)
+            views.append(payload[start:stop].reshape(width_class.rows, row_bytes(bits)))
+            start = stop
+        return tuple(views)
 
     def scales(self, payload: Array) -> tuple[Array, Array]:
         """Group scales uint8 [R, groups] and super-scales uint16 [R] of a message."""
@@ -90,8 +93,8 @@ class Layout:
             supers, jnp.uint16
         )
 
-    def message(self, codes: list[Array], group_bytes: Array, super_bits: Array) -> Array:
-        """Joins packed codes of every class and the scales of all rows into one uint8 message."""
+    def message(self, codes: tuple[Array, ...], group_bytes: Array, super_bits: Array) -> Array:
+        """Joins the planes of every class and the scales of all rows into one uint8 message."""
         supers = lax.bitcast_convert_type(super_bits, jnp.uint8)
         return jnp.concatenate([part.reshape(-1) for part in (*codes, group_bytes, supers)])
 
@@ -120,7 +123,8 @@ def make_layout(
     classes, first_row, codes_start, cumulative = [], 0, 0, 0.0
     for width, fraction in fractions:
         cumulative += fraction
-        rows = min(round(cumulative * rows_per_chunk), rows_per_chunk) - first_row
+        is_last = width == fractions[-1][0]
+        rows = (rows_per_chunk if is_last else round(cumulative * rows_per_chunk)) - first_row
         if rows > 0:
             classes.append(WidthClass(width, nonuniformity[width], rows, first_row, codes_start))
             first_row += rows

@@ -16,6 +16,7 @@ from jax import Array
 # float32. A polynomial rather than `exp`: it vectorises everywhere and is the same on every backend
 # up to the contraction of multiply-adds.
 _DEGREE = 6
+MAX_GAP_RATIO = 7.0  # (1 + 2 e^2)^L up to which the polynomial is exact to float32
 
 
 def num_levels(width: int) -> int:

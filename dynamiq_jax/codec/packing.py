@@ -28,25 +28,24 @@ def row_bytes(width: int) -> int:
     return SUPER_GROUP_SIZE * width // 8
 
 
-def pack(codes: Array, width: int) -> Array:
-    """Packs uint32 `codes` [rows, 256] below 2**width into uint8 [rows, 32 * width]."""
+def pack(codes: Array, width: int) -> tuple[Array, ...]:
+    """Packs uint32 `codes` [rows, 256] below 2**width into planes, uint8 [rows, 32 * bits] each."""
     # Each plane is an OR-reduction over the lanes that share a byte. XLA:CPU vectorises a reduction
     # over a middle axis; spelled as slices and ORs of one fused value it runs at a fifth of the
     # speed.
-    if len(planes(width)) == 1:
-        return _merge_lanes(codes.astype(jnp.uint8), width)
+    if planes(width) == (width,):
+        return (_merge_lanes(codes.astype(jnp.uint8), width),)
     halves = _or_reduce(codes.reshape(-1, 2, SUPER_GROUP_SIZE // 2), shift=16)
     packed, low = [], 0
     for bits in planes(width):
-        mask = np.uint32(2**bits - 1)
-        first = (halves >> np.uint32(low)) & mask
-        second = (halves >> np.uint32(16 + low)) & mask
+        first = (halves >> np.uint32(low)) & np.uint32(2**bits - 1)
+        second = (halves >> np.uint32(16 + low)) & np.uint32(2**bits - 1)
         if bits == 8:
-            packed += [first.astype(jnp.uint8), second.astype(jnp.uint8)]
+            packed.append(jnp.concatenate([first, second], axis=1).astype(jnp.uint8))
         else:
             packed.append(_merge_lanes((first | second << np.uint32(4)).astype(jnp.uint8), bits))
         low += bits
-    return jnp.concatenate(packed, axis=1)
+    return tuple(packed)
 
 
 def pieces(width: int) -> int:
@@ -54,34 +53,32 @@ def pieces(width: int) -> int:
     return 8 if width % 2 else 4
 
 
-def unpack(packed: Array, width: int) -> list[Array]:
-    """Inverse of `pack`: uint8 [rows, 32 * width] to `pieces(width)` consecutive uint32 pieces of
-    each row, [rows, 256 / pieces].
+def unpack(packed: tuple[Array, ...], width: int) -> list[Array]:
+    """Inverse of `pack`: planes to `pieces(width)` consecutive pieces of each row, uint32
+    [rows, 256 / pieces].
 
     Pieces, because in every plane the lanes of a piece are one contiguous slice at one shift.
     """
     piece_size = SUPER_GROUP_SIZE // pieces(width)
     result = []
     for piece in range(pieces(width)):
-        code = jnp.zeros((packed.shape[0], piece_size), jnp.uint32)
-        low, start = 0, 0
-        for bits in planes(width):
+        code, low = None, 0
+        for bits, plane in zip(planes(width), packed, strict=True):
             slices = row_bytes(bits) // piece_size
-            first = start + (piece % slices) * piece_size
-            part = packed[:, first : first + piece_size]
+            first = (piece % slices) * piece_size
+            part = plane[:, first : first + piece_size]
             if bits < 8:
                 part = (part >> np.uint8(bits * (piece // slices))) & np.uint8(2**bits - 1)
-            code = code | part.astype(jnp.uint32) << np.uint32(low)
+            part = part.astype(jnp.uint32) << np.uint32(low)
+            code = part if code is None else code | part
             low += bits
-            start += row_bytes(bits)
+        assert code is not None, "width 0 has no codes"
         result.append(code)
     return result
 
 
 def _merge_lanes(values: Array, bits: int) -> Array:
-    """Merges uint8 [rows, m] whose bytes use every `8 / (m / (32 * bits))`-th field of `bits` bits
-    into full bytes [rows, 32 * bits].
-    """
+    """Merges fields of `bits` bits: uint8 [rows, m] into full bytes [rows, 32 * bits]."""
     lanes = values.shape[1] // row_bytes(bits)
     return _or_reduce(values.reshape(-1, lanes, row_bytes(bits)), shift=bits)
 

@@ -13,7 +13,7 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 
 def encode_rows(
     rows: Array, offset: Array | np.float32, *, width: int, nonuniformity: float, group_size: int
-) -> tuple[Array, Array, Array]:
+) -> tuple[tuple[Array, ...], Array, Array]:
     """Quantizes and packs a block of rows.
 
     Args:
@@ -24,12 +24,12 @@ def encode_rows(
       group_size: coordinates that share a group scale.
 
     Returns:
-      Packed codes uint8 [rows, 32 * width], group scales uint8 [rows, 256 / group_size],
+      Planes of the codes (see `packing.pack`), group scales uint8 [rows, 256 / group_size],
       super-scales uint16 [rows].
     """
     group_bytes, super_bits = scales.quantize_scales(scales.group_maxima(rows, group_size))
     if width == 0:
-        return jnp.zeros((rows.shape[0], 0), jnp.uint8), group_bytes, super_bits
+        return (), group_bytes, super_bits
     inverse = scales.reciprocal(scales.reconstruct_scales(group_bytes, super_bits))
     magnitudes = jnp.abs(rows).reshape(*inverse.shape, group_size) * inverse[:, :, None]
     t = jnp.minimum(magnitudes.reshape(rows.shape), np.float32(1))
@@ -43,7 +43,7 @@ def encode_rows(
 
 
 def decode_rows(
-    packed: Array,
+    planes: tuple[Array, ...],
     group_bytes: Array,
     super_bits: Array,
     *,
@@ -61,7 +61,7 @@ def decode_rows(
         return zeros * scale[:, :1]  # 0 * NaN is NaN: a dropped row still shows a non-finite input
     groups = scale.shape[1] // packing.pieces(width)
     values = []
-    for piece, codes in enumerate(packing.unpack(packed, width)):
+    for piece, codes in enumerate(packing.unpack(planes, width)):
         magnitude = (codes & np.uint32(num_levels(width))).astype(jnp.int32).astype(jnp.float32)
         value = level(magnitude, width, nonuniformity)
         sign = (codes >> np.uint32(width - 1)) << np.uint32(31)

@@ -14,33 +14,36 @@ _INF_BITS = np.uint32(0x7F800000)
 
 
 def group_maxima(rows: Array, group_size: int) -> Array:
-    """max |x| of each group: float32 [rows, 256] to [rows, 256 / group_size]. NaN wins, as in
-    `jnp.max`.
+    """max |x| of each group: float32 [rows, 256] to its bits, int32 [rows, 256 / group_size].
+
+    Compared as integers, whose order is that of the magnitudes with NaN on top: XLA:CPU's float
+    reductions, and Triton's, drop NaN.
     """
-    window = (1, group_size)
-    return lax.reduce_window(jnp.abs(rows), np.float32(-np.inf), lax.max, window, window, "VALID")
+    bits = lax.bitcast_convert_type(jnp.abs(rows), jnp.int32)
+    return jnp.max(bits.reshape(rows.shape[0], -1, group_size), axis=-1)
 
 
 def quantize_scales(maxima: Array) -> tuple[Array, Array]:
-    """Group maxima float32 [rows, groups] to (group scales uint8 [rows, groups], super-scales
-    uint16 [rows]).
+    """Group maxima (bits, int32 [rows, groups]) to group scales uint8 [rows, groups] and
+    super-scales uint16 [rows].
 
     The super-scales are bfloat16 bits. A row that holds NaN or Inf gets a NaN, which every
     coordinate of it will decode to: an integer code cannot carry it.
     """
-    bits = lax.bitcast_convert_type(jnp.max(maxima, axis=-1), jnp.uint32)
+    bits = jnp.max(maxima, axis=-1).astype(jnp.uint32)
     rounded_up = (bits + np.uint32(0xFFFF)) >> np.uint32(16)
     super_bits = jnp.where(bits < _INF_BITS, rounded_up, _NAN_BITS)
     super_scale = bfloat16_value(super_bits)[:, None]
-    share = jnp.where(super_scale > 0, maxima / super_scale, np.float32(0))
+    largest = lax.bitcast_convert_type(maxima, jnp.float32)
+    share = jnp.where(super_scale > 0, largest / super_scale, np.float32(0))
     group_bytes = jnp.ceil(share * np.float32(255)).astype(jnp.int32).astype(jnp.uint8)
     return group_bytes, super_bits.astype(jnp.uint16)
 
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
     """Scales of both ends: (uint8 [rows, groups], uint16 [rows]) to float32 [rows, groups]."""
-    super_scale = bfloat16_value(super_bits.astype(jnp.uint32)) * np.float32(1 / 255)
-    return group_bytes.astype(jnp.int32).astype(jnp.float32) * super_scale[:, None]
+    share = group_bytes.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / 255)
+    return share * bfloat16_value(super_bits.astype(jnp.uint32))[:, None]
 
 
 def reciprocal(scale: Array) -> Array:
@@ -57,5 +60,6 @@ def bfloat16_bits(values: Array) -> Array:
     """float32 to the bits (uint16) of the nearest bfloat16; any NaN or Inf becomes the one pattern
     0x7fc0.
     """
-    bits = lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
-    return jnp.where(jnp.isfinite(values), bits, np.uint16(_NAN_BITS))
+    rounded = values.astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(rounded, jnp.uint16)
+    return jnp.where(jnp.isfinite(rounded), bits, np.uint16(_NAN_BITS))

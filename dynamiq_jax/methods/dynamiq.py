@@ -13,7 +13,7 @@ from dynamiq_jax import compat
 from dynamiq_jax.codec import allocation, scales
 from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
-from dynamiq_jax.codec.levels import num_levels
+from dynamiq_jax.codec.levels import MAX_GAP_RATIO, num_levels
 from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.ordering import order_rows, restore_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
@@ -94,10 +94,12 @@ class DynamiQ(Method):
                     f"{low:g} to {high:g} bits. Give other widths, or bits in that range."
                 )
         for width, e in self.nonuniformity or ():
-            if width not in WIDTHS or not 0 <= e <= 1:
+            log_gap_ratio = math.log1p(2 * e * e) * num_levels(width) if width in WIDTHS else 0
+            if width not in WIDTHS or not 0 <= log_gap_ratio <= math.log(MAX_GAP_RATIO):
                 raise ValueError(
                     f"nonuniformity={self.nonuniformity!r} has an impossible entry {(width, e)!r}. "
-                    "Give (width, e from 0 to 1) pairs."
+                    "Give (width, e) pairs with (1 + 2 e^2)^L at most "
+                    f"{MAX_GAP_RATIO:g}, L = 2^(width - 1) - 1."
                 )
 
     @classmethod

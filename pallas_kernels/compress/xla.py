@@ -6,13 +6,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.codec.layout import Layout, WidthClass
-from dynamiq_jax.codec.packing import row_bytes
+from dynamiq_jax.codec.packing import planes, row_bytes
 from dynamiq_jax.codec.rounding import offsets
 from dynamiq_jax.codec.rows import encode_rows
 from dynamiq_jax.compat import match_varying
 from pallas_kernels.blocks import for_each_block
 
-_Parts = tuple[tuple[Array, ...], Array, Array]  # codes of each class, group scales, super-scales
+# Planes of each class, group scales, super-scales.
+_Parts = tuple[tuple[tuple[Array, ...], ...], Array, Array]
 
 
 def compress(
@@ -62,7 +63,10 @@ def encode_chunk(
         )
         codes, group_bytes, super_bits = message
         index = layout.classes.index(width_class)
-        updated = lax.dynamic_update_slice_in_dim(codes[index], encoded[0], start, axis=0)
+        updated = tuple(
+            lax.dynamic_update_slice_in_dim(plane, block, start, axis=0)
+            for plane, block in zip(codes[index], encoded[0], strict=True)
+        )
         return (
             (*codes[:index], updated, *codes[index + 1 :]),
             lax.dynamic_update_slice_in_dim(group_bytes, encoded[1], first, axis=0),
@@ -70,9 +74,12 @@ def encode_chunk(
         )
 
     empty = (
-        tuple(jnp.zeros((c.rows, row_bytes(c.width)), jnp.uint8) for c in layout.classes),
+        tuple(
+            tuple(jnp.zeros((c.rows, row_bytes(bits)), jnp.uint8) for bits in planes(c.width))
+            for c in layout.classes
+        ),
         jnp.zeros((places, layout.groups), jnp.uint8),
         jnp.zeros((places,), jnp.uint16),
     )
     codes, group_bytes, super_bits = for_each_block(layout, step, match_varying(empty, like))
-    return layout.message(list(codes), group_bytes, super_bits)
+    return layout.message(sum(codes, ()), group_bytes, super_bits)

@@ -33,13 +33,13 @@ def decompress(payloads: Array, *, layout: Layout) -> Array:
 def decode_block(
     payload: Array, width_class: WidthClass, first: Array | int, count: int, *, layout: Layout
 ) -> Array:
-    """Rows at places `first .. first + count` of a message, all of one class, as float32 [count,
-    256].
-    """
+    """Rows at places `first .. first + count` of a message, of one class: float32 [count, 256]."""
     group_bytes, super_bits = layout.scales(payload)
+    start = first - width_class.first_row
     return decode_rows(
-        lax.dynamic_slice_in_dim(
-            layout.codes(payload, width_class), first - width_class.first_row, count
+        tuple(
+            lax.dynamic_slice_in_dim(plane, start, count)
+            for plane in layout.planes(payload, width_class)
         ),
         lax.dynamic_slice_in_dim(group_bytes, first, count),
         lax.dynamic_slice_in_dim(super_bits, first, count),
