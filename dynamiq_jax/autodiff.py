@@ -73,6 +73,7 @@ def value_and_grad(
         )
         return value, grads
 
+    @jax.jit
     @functools.wraps(loss_fn)
     def value_and_grad_fn(params: Any, *args: Any, key: Array) -> Any:
         specs = []

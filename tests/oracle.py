@@ -27,7 +27,6 @@ ClassRows = Sequence[tuple[int, int]]
 LANES = 256
 BF16_NAN = 0x7FC0
 SMALLEST_NORMAL = np.float32(2.0**-126)
-ONE_255TH = np.float32(1) / np.float32(255)
 MASK32 = 0xFFFFFFFF
 
 
@@ -186,7 +185,9 @@ def row_scales(x: F32, group_size: int) -> tuple[U8, U16]:
     Where the super-scale is not finite, group scales are 0 here (the page leaves them open).
     """
     group_max = np.abs(x).reshape(len(x), -1, group_size).max(axis=2)  # max() keeps a NaN
-    super_bits = bf16_up(group_max.max(axis=1))
+    row_max = group_max.max(axis=1)
+    in_range = row_max <= np.float32(2.0**126)  # False for NaN
+    super_bits = np.where(in_range, bf16_up(row_max), np.uint16(BF16_NAN))
     super_scale = bf16_to_f32(super_bits)[:, None]
     usable = np.isfinite(super_scale) & (super_scale > 0)
     super_scale = np.where(usable, super_scale, np.float32(1))
@@ -197,9 +198,9 @@ def row_scales(x: F32, group_size: int) -> tuple[U8, U16]:
 def group_steps(group_scales: U8, super_bits: U16) -> F32:
     """Reconstructed scale s of each group, f32[rows, G]; NaN if the super-scale is not finite."""
     with np.errstate(invalid="ignore", under="ignore"):
-        supers = bf16_to_f32(super_bits)[:, None]
-        steps = (group_scales.astype(np.float32) * ONE_255TH) * supers
-    return np.where(np.isfinite(supers), steps, np.float32(np.nan))
+        unit = bf16_to_f32(super_bits) * np.float32(1 / 255)
+        steps = unit[:, None] * group_scales.astype(np.float32)
+    return np.where(np.isfinite(unit)[:, None], steps, np.float32(np.nan))
 
 
 class Encoded(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 _NAN_BITS = np.uint32(0x7FC0)
-_INF_BITS = np.uint32(0x7F800000)
+_LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more is subnormal
 
 
 def group_maxima(rows: Array, group_size: int) -> Array:
@@ -27,12 +27,12 @@ def quantize_scales(maxima: Array) -> tuple[Array, Array]:
     """Group maxima (bits, int32 [rows, groups]) to group scales uint8 [rows, groups] and
     super-scales uint16 [rows].
 
-    The super-scales are bfloat16 bits. A row that holds NaN or Inf gets a NaN, which every
-    coordinate of it will decode to: an integer code cannot carry it.
+    The super-scales are bfloat16 bits. A row that holds NaN, Inf or more than 2^126 gets a NaN,
+    which every coordinate of it will decode to: an integer code cannot carry it.
     """
     bits = jnp.max(maxima, axis=-1).astype(jnp.uint32)
     rounded_up = (bits + np.uint32(0xFFFF)) >> np.uint32(16)
-    super_bits = jnp.where(bits < _INF_BITS, rounded_up, _NAN_BITS)
+    super_bits = jnp.where(bits <= _LARGEST_BITS, rounded_up, _NAN_BITS)
     super_scale = bfloat16_value(super_bits)[:, None]
     largest = lax.bitcast_convert_type(maxima, jnp.float32)
     share = jnp.where(super_scale > 0, largest / super_scale, np.float32(0))
@@ -42,8 +42,10 @@ def quantize_scales(maxima: Array) -> tuple[Array, Array]:
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
     """Scales of both ends: (uint8 [rows, groups], uint16 [rows]) to float32 [rows, groups]."""
-    share = group_bytes.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / 255)
-    return share * bfloat16_value(super_bits.astype(jnp.uint32))[:, None]
+    # In this order, which XLA would choose anyway: a step below the smallest normal is flushed, so
+    # rows whose largest magnitude is below 2^-118 decode to zeros.
+    step = bfloat16_value(super_bits.astype(jnp.uint32)) * np.float32(1 / 255)
+    return group_bytes.astype(jnp.int32).astype(jnp.float32) * step[:, None]
 
 
 def reciprocal(scale: Array) -> Array:

@@ -95,7 +95,7 @@ class DynamiQ(Method):
                 )
         for width, e in self.nonuniformity or ():
             log_gap_ratio = math.log1p(2 * e * e) * num_levels(width) if width in WIDTHS else 0
-            if width not in WIDTHS or not 0 <= log_gap_ratio <= math.log(MAX_GAP_RATIO):
+            if width not in WIDTHS or not (e >= 0 and log_gap_ratio <= math.log(MAX_GAP_RATIO)):
                 raise ValueError(
                     f"nonuniformity={self.nonuniformity!r} has an impossible entry {(width, e)!r}. "
                     "Give (width, e) pairs with (1 + 2 e^2)^L at most "
