@@ -18,8 +18,15 @@ MAY_IMPORT = {
     "dynamiq_jax.compat": (),
     "dynamiq_jax.metrics": (),
     "dynamiq_jax.checks": ("dynamiq_jax.compat",),
-    "dynamiq_jax.methods": ("dynamiq_jax.codec", "dynamiq_jax.compat", "pallas_kernels"),
-    "dynamiq_jax.topologies": ("dynamiq_jax.methods.base", "dynamiq_jax.compat"),
+    "dynamiq_jax.chunks": (),
+    "dynamiq_jax.topologies": ("dynamiq_jax.chunks", "dynamiq_jax.compat"),
+    "dynamiq_jax.methods": (
+        "dynamiq_jax.chunks",
+        "dynamiq_jax.codec",
+        "dynamiq_jax.compat",
+        "dynamiq_jax.topologies.base",
+        "pallas_kernels",
+    ),
     "dynamiq_jax.buckets": ("dynamiq_jax.methods.base", "dynamiq_jax.topologies.base"),
     "pallas_kernels": ("dynamiq_jax.codec", "dynamiq_jax.compat"),
 }
@@ -40,19 +47,13 @@ def tree_of(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def imports(node: ast.AST, *, typing_too: bool = False) -> set[str]:
+def imports(node: ast.AST) -> set[str]:
     """Modules of this project that are imported anywhere below a node.
 
     `from a import b` counts as a.b where that is a module or a package, else as a.
     """
     found = set()
     for child in ast.iter_child_nodes(node):
-        if is_type_checking(child) and not typing_too:
-            continue
         if isinstance(child, ast.Import):
             found |= {alias.name for alias in child.names}
         elif isinstance(child, ast.ImportFrom):
@@ -61,7 +62,7 @@ def imports(node: ast.AST, *, typing_too: bool = False) -> set[str]:
                 inner = ROOT / child.module.replace(".", "/") / alias.name
                 is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
                 found.add(f"{child.module}.{alias.name}" if is_module else child.module)
-        found |= imports(child, typing_too=typing_too)
+        found |= imports(child)
     return {name for name in found if name.split(".")[0] in PACKAGES}
 
 
@@ -86,16 +87,12 @@ def test_nothing_imports_what_is_above_it(path):
         own = max(rules, key=len)
         allowed = (own, *MAY_IMPORT[own])
         assert [x for x in found if not any(inside(x, folder) for folder in allowed)] == []
-    # Only for types, and only there, does a method know that there are topologies.
-    hidden = imports(tree_of(path), typing_too=True) - found
-    assert hidden <= {"dynamiq_jax.topologies.base"}
-    assert not hidden or inside(name, "dynamiq_jax.methods")
 
 
 @every_file
 def test_no_lower_layer_knows_the_public_api(path):
     if any(inside(module_name(path), folder) for folder in LOWER):
-        assert "dynamiq_jax" not in imports(tree_of(path), typing_too=True)
+        assert "dynamiq_jax" not in imports(tree_of(path))
 
 
 def test_imports_make_no_circle():

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax.methods.base import Method, SummedChunks, WireCost
+from dynamiq_jax.chunks import SummedChunks
+from dynamiq_jax.methods.base import Method, WireCost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 The rounding events on a coordinate's path share the hash and differ by the hop, so that their
 errors cancel (paper, section 5, in a cheaper form): no table in memory, no knowledge of the number
-of workers. The marginal of each offset is uniform, which keeps every single rounding unbiased.
+of workers. The marginal of each offset is uniform, which keeps every single rounding unbiased. The
+chain of hops is not quite: a hop's input depends on the noise that it shares. `independent` is.
 """
 
 from typing import Literal, get_args

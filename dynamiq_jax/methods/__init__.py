@@ -1,6 +1,6 @@
 """Methods: how numbers become bytes. A new one is a file here and a line in `METHODS`."""
 
-from dynamiq_jax.methods.base import ChunkCodec, Method, SummedChunks, WireCost
+from dynamiq_jax.methods.base import Method, WireCost
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.exact import Exact
 
@@ -11,11 +11,9 @@ METHODS: dict[str, type[Method]] = {
 
 __all__ = [
     "METHODS",
-    "ChunkCodec",
     "DynamiQ",
     "Exact",
     "Method",
-    "SummedChunks",
     "WireCost",
     "resolve_method",
 ]

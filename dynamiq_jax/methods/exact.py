@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax.methods.base import Method, SummedChunks, WireCost
+from dynamiq_jax.chunks import SummedChunks
+from dynamiq_jax.methods.base import Method, WireCost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

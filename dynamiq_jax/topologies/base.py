@@ -5,7 +5,7 @@ import dataclasses
 
 from jax import Array
 
-from dynamiq_jax.methods.base import ChunkCodec
+from dynamiq_jax.chunks import ChunkCodec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

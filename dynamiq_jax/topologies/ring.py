@@ -6,7 +6,7 @@ import jax
 from jax import Array, lax
 
 from dynamiq_jax import compat
-from dynamiq_jax.methods.base import ChunkCodec, Payload
+from dynamiq_jax.chunks import ChunkCodec, Payload
 from dynamiq_jax.topologies.base import Topology
 
 

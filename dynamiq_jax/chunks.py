@@ -1,0 +1,54 @@
+"""What passes between a method and a topology: a bucket in chunks, one for each worker.
+
+Two families of methods, one interface. A topology moves opaque payloads and asks a `ChunkCodec` for
+three things: the first payload of a chunk, the payload after one more worker has been added, and
+the values of the final payloads. Methods that decode and re-encode at each hop do so in `hop`; for
+methods whose encoded form can be summed directly `hop` is a sum of payloads (`SummedChunks`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from jax import Array
+
+Payload = Any  # pytree of arrays: what one chunk puts on the wire in one hop
+
+
+class ChunkCodec(Protocol):
+    """One bucket of one all-reduce on one worker: `num_chunks` chunks, one for each worker."""
+
+    def compress(self, chunk: Array, hop: Array | int) -> Payload:
+        """Payload of the local values of a chunk."""
+
+    def hop(self, payload: Payload, chunk: Array, hop: Array | int) -> Payload:
+        """Payload of the received partial sum of a chunk plus the local values."""
+
+    def decompress(self, payloads: Payload) -> Array:
+        """Payloads of all chunks, stacked on a leading axis, to the sum: float32 [size]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedChunks:
+    """Codec of methods whose encoded form can be summed: a hop adds the local payload to the
+    received one.
+
+    `encoded` is a pytree of arrays whose leading axis counts chunks; `decode` maps the summed tree
+    of all chunks to float32 [size].
+    """
+
+    encoded: Payload
+    decode: Callable[[Payload], Array]
+
+    def compress(self, chunk: Array, hop: Array | int) -> Payload:
+        """See `ChunkCodec`."""
+        return jax.tree.map(lambda leaf: leaf[chunk], self.encoded)
+
+    def hop(self, payload: Payload, chunk: Array, hop: Array | int) -> Payload:
+        """See `ChunkCodec`."""
+        return jax.tree.map(lambda received, leaf: received + leaf[chunk], payload, self.encoded)
+
+    def decompress(self, payloads: Payload) -> Array:
+        """See `ChunkCodec`."""
+        return self.decode(payloads)
