@@ -72,7 +72,7 @@ def operations(
         ),
         "hop": (
             jax.jit(lambda *a: hop(*a, layout=layout)),
-            (payload, rows, order, 0, 1, seed),
+            (payload[None], rows, order, 0, 1, seed),
             local + 2 * wire,
         ),
         "decompress": (jax.jit(lambda p: decompress(p, layout=layout)), (payload[None],), wire + 4),

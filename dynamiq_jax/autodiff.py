@@ -1,12 +1,11 @@
 """`value_and_grad` for people who never wrote a shard_map."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from dynamiq_jax import buckets, collectives
 from dynamiq_jax.methods import DynamiQ, Method, resolve_method
@@ -21,7 +20,7 @@ def value_and_grad(
     method: Method | str = DynamiQ(),
     topology: Topology | str = "ring",
     has_aux: bool = False,
-    replicated_argnums: Sequence[int] = (),
+    replicated_argnums: int | Sequence[int] = (),
     exact_below: int = buckets.EXACT_BELOW,
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, data-parallel over one axis of a mesh, with gradients averaged
@@ -42,9 +41,9 @@ def value_and_grad(
       method: how numbers become bytes.
       topology: how chunks travel.
       has_aux: whether `loss_fn` returns `(loss, aux)`; aux is a pytree of arrays, averaged exactly
-        over the workers.
-      replicated_argnums: positions (from 1) of further arguments that every worker sees whole, such
-        as a key for dropout.
+        over the workers (metrics, not outputs per example).
+      replicated_argnums: positions (from 1) of further arguments that every worker sees whole. A
+        key for dropout is one; fold in `jax.lax.axis_index(axis_name)`, or all drop the same.
       exact_below: leaves of fewer elements are averaged exactly.
 
     Returns:
@@ -62,6 +61,9 @@ def value_and_grad(
         )
     method, topology = resolve_method(method), resolve_topology(topology)
     num_workers = mesh.shape[axis_name]
+    whole = {replicated_argnums} if isinstance(replicated_argnums, int) else set(replicated_argnums)
+    # The same mesh with axes that the compiler manages: shardings are its business here.
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     replicated, split = PartitionSpec(), PartitionSpec(axis_name)
 
     def local(key: Array, params: Any, *args: Any) -> Any:
@@ -74,11 +76,16 @@ def value_and_grad(
         return value, grads
 
     @jax.jit
-    @functools.wraps(loss_fn)
     def value_and_grad_fn(params: Any, *args: Any, key: Array) -> Any:
+        unknown = [position for position in whole if not 1 <= position <= len(args)]
+        if unknown:
+            raise ValueError(
+                f"replicated_argnums={replicated_argnums!r} names argument {unknown[0]}, but there "
+                f"are {len(args)} after the parameters. Give positions from 1 to {len(args)}."
+            )
         specs = []
         for position, arg in enumerate(args, start=1):
-            is_replicated = position in replicated_argnums
+            is_replicated = position in whole
             specs.append(replicated if is_replicated else split)
             if not is_replicated:
                 _check_divides(arg, position, num_workers, axis_name)

@@ -3,7 +3,7 @@ why.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ def plan(
     topology: Topology,
     compress: Sequence[bool] | None = None,
     exact_below: int = EXACT_BELOW,
+    kinds: Sequence[Hashable] | None = None,
 ) -> Plan:
     """Sorts leaves into buckets.
 
@@ -56,10 +57,11 @@ def plan(
       topology: what carries it.
       compress: False for leaves that the user wants exact.
       exact_below: leaves of fewer elements are summed exactly.
+      kinds: leaves of different kinds never share a bucket.
     """
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
-    by_dtype: dict[jnp.dtype, list[tuple[int, int]]] = {}
+    by_kind: dict[tuple[jnp.dtype, Hashable], list[tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
         size = int(np.prod(leaf.shape, dtype=np.int64))
         if leaf.dtype == jax.dtypes.float0:
@@ -73,9 +75,10 @@ def plan(
         elif size < max(exact_below, 1):
             exact.append((index, f"{size} elements are fewer than exact_below={exact_below}"))
         else:
-            by_dtype.setdefault(jnp.dtype(leaf.dtype), []).append((index, size))
+            kind = (jnp.dtype(leaf.dtype), kinds[index] if kinds is not None else None)
+            by_kind.setdefault(kind, []).append((index, size))
     buckets = []
-    for dtype, members in by_dtype.items():
+    for (dtype, _), members in by_kind.items():
         size = sum(size for _, size in members)
         cost = method.wire_cost(size, num_workers)
         if bytes_sent(cost, topology, num_workers) <= exact_bytes_sent(size, num_workers):
@@ -86,6 +89,29 @@ def plan(
                 for index, _ in members
             ]
     return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
+
+
+def mask_flags(mask: Any | Callable[[Any], Any] | None, tree: Any) -> list[bool] | None:
+    """A mask as one flag for every leaf of a tree, in flattened order; None if there is no mask.
+
+    Args:
+      mask: pytree of bools like the tree (a prefix will do), or a function from the tree to one.
+      tree: what it is for.
+
+    Raises:
+      ValueError: the mask does not fit the tree.
+    """
+    if mask is None:
+        return None
+    prefix = mask(tree) if callable(mask) else mask
+    try:
+        flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+    except ValueError as error:
+        raise ValueError(
+            f"mask={prefix!r:.200} does not fit the gradients: {error}. Give a tree of bools "
+            "with their structure, or a prefix of it."
+        ) from None
+    return [bool(flag) for flag in flags]
 
 
 def bytes_sent(cost: WireCost, topology: Topology, num_workers: int) -> int:

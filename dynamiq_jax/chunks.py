@@ -1,9 +1,10 @@
 """What passes between a method and a topology: a bucket in chunks, one for each worker.
 
 Two families of methods, one interface. A topology moves opaque payloads and asks a `ChunkCodec` for
-three things: the first payload of a chunk, the payload after one more worker has been added, and
-the values of the final payloads. Methods that decode and re-encode at each hop do so in `hop`; for
-methods whose encoded form can be summed directly `hop` is a sum of payloads (`SummedChunks`).
+three things: the first payload of a chunk, the payload after received partial sums have been added
+(one in a ring, several in a butterfly or an all-to-all), and the values of the final payloads.
+Methods that decode and re-encode at each hop do so in `hop`; for methods whose encoded form can be
+summed directly `hop` is a sum of payloads (`SummedChunks`).
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ class ChunkCodec(Protocol):
     def compress(self, chunk: Array, hop: Array | int) -> Payload:
         """Payload of the local values of a chunk."""
 
-    def hop(self, payload: Payload, chunk: Array, hop: Array | int) -> Payload:
-        """Payload of the received partial sum of a chunk plus the local values."""
+    def hop(self, payloads: tuple[Payload, ...], chunk: Array, hop: Array | int) -> Payload:
+        """Payload of one or more received partial sums of a chunk plus the local values."""
 
     def decompress(self, payloads: Payload) -> Array:
         """Payloads of all chunks, stacked on a leading axis, to the sum: float32 [size]."""
@@ -45,9 +46,10 @@ class SummedChunks:
         """See `ChunkCodec`."""
         return jax.tree.map(lambda leaf: leaf[chunk], self.encoded)
 
-    def hop(self, payload: Payload, chunk: Array, hop: Array | int) -> Payload:
+    def hop(self, payloads: tuple[Payload, ...], chunk: Array, hop: Array | int) -> Payload:
         """See `ChunkCodec`."""
-        return jax.tree.map(lambda received, leaf: received + leaf[chunk], payload, self.encoded)
+        local = self.compress(chunk, hop)
+        return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), local, *payloads)
 
     def decompress(self, payloads: Payload) -> Array:
         """See `ChunkCodec`."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax import buckets, checks
+from dynamiq_jax import buckets, checks, compat
 from dynamiq_jax.methods import DynamiQ, Method, resolve_method
 from dynamiq_jax.methods.base import State
 from dynamiq_jax.topologies import Topology, resolve_topology
@@ -106,13 +106,23 @@ def is_stateful(method: Method) -> bool:
 
 
 def init_states(
-    tree: Any, num_workers: int, *, method: Method, topology: Topology, **options: Any
+    tree: Any, axis_name: str, *, method: Method, topology: Topology, **options: Any
 ) -> tuple[State, ...]:
     """States of a method for every bucket of a tree, before the first step."""
+    num_workers = checks.check_axis(axis_name)
+    leaves = jax.tree.leaves(tree)
+    kinds = _other_axes(leaves, axis_name)
     plan = buckets.plan(
-        jax.tree.leaves(tree), num_workers, method=method, topology=topology, **options
+        leaves, num_workers, method=method, topology=topology, kinds=kinds, **options
     )
     return tuple(method.init_state(bucket.size, num_workers) for bucket in plan.buckets)
+
+
+def _other_axes(leaves: Sequence[Any], axis_name: str) -> list[frozenset[str]]:
+    """Other axes that each leaf varies over. A leaf that is replicated over such an axis must not
+    share a bucket, and so the order of its rows, with one that differs along it.
+    """
+    return [compat.varying_axes(leaf) - {axis_name} for leaf in leaves]
 
 
 def reduce_tree(
@@ -160,6 +170,7 @@ def reduce_tree(
         topology=topology,
         compress=compress,
         exact_below=exact_below,
+        kinds=_other_axes(leaves, axis_name),
     )
     result = dict(
         _reduce_exact(
@@ -171,7 +182,7 @@ def reduce_tree(
     for number, bucket in enumerate(plan.buckets):
         state = method.init_state(bucket.size, num_workers) if states is None else states[number]
         total, state = method.all_reduce(
-            buckets.flatten(bucket, leaves).astype(_wire_input_dtype(bucket.dtype)),
+            _refuse_gradient(buckets.flatten(bucket, leaves)).astype(_bucket_dtype(bucket.dtype)),
             axis_name,
             num_workers,
             topology=topology,
@@ -186,36 +197,53 @@ def reduce_tree(
     )
 
 
-def _wire_input_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def _bucket_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if dtype == jnp.float64 else dtype
+
+
+@jax.custom_vjp
+def _refuse_gradient(flat: Array) -> Array:
+    """Identity without a gradient: that of a rounded value is zero, which would pass unnoticed."""
+    return flat
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError(
+        "dq.psum and dq.pmean cannot be differentiated: rounding has no useful gradient. Take the "
+        "gradient first and reduce it afterwards, or differentiate through jax.lax.psum."
+    )
+
+
+_refuse_gradient.defvjp(_refuse, _refuse)
 
 
 def _reduce_exact(
     leaves: dict[int, Array], axis_name: str, num_workers: int, mean: bool
 ) -> dict[int, Array]:
-    """Sums leaves exactly: floating ones in one float32 message (f64 and complex in their own),
-    others as they are.
+    """Sums leaves exactly: floating ones in one float32 message for each set of axes that they vary
+    over (f64 and complex in their own), others as they are.
     """
-    result, floats = {}, {}
+    result: dict[int, Array] = {}
+    floats: dict[frozenset[str], dict[int, Array]] = {}
     for index, leaf in leaves.items():
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float64:
-            floats[index] = leaf
+            floats.setdefault(compat.varying_axes(leaf), {})[index] = leaf
         elif leaf.dtype == jnp.bool_:
             result[index] = lax.pmax(leaf.astype(jnp.uint8), axis_name).astype(jnp.bool_)
         else:
             integral = jnp.issubdtype(leaf.dtype, jnp.integer)
             # The sum of small integers may not fit where their mean does.
-            wide = leaf.astype(jnp.int32) if mean and integral and leaf.dtype.itemsize < 4 else leaf
+            wide = leaf.astype(jnp.int32) if integral and leaf.dtype.itemsize < 4 else leaf
             total = lax.psum(wide, axis_name)
             if mean:
                 divisor = np.array(num_workers, wide.dtype)
                 total = total // divisor if integral else total / divisor
             result[index] = total.astype(leaf.dtype)
-    if floats:
-        flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in floats.values()])
+    for group in floats.values():
+        flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in group.values()])
         total = lax.psum(flat, axis_name)
         total = total * np.float32(1 / num_workers) if mean else total
-        offsets = np.cumsum([leaf.size for leaf in floats.values()])[:-1]
-        for (index, leaf), part in zip(floats.items(), jnp.split(total, offsets), strict=True):
+        offsets = np.cumsum([leaf.size for leaf in group.values()])[:-1]
+        for (index, leaf), part in zip(group.items(), jnp.split(total, offsets), strict=True):
             result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
     return result

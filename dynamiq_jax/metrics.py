@@ -11,8 +11,15 @@ def vnmse(estimate: Any, truth: Any) -> Array:
     """Vector-normalised mean squared error ||estimate - truth||^2 / ||truth||^2 over all leaves of
     two like pytrees.
 
+    Args:
+      estimate: pytree of real or complex arrays, taken as float32 or complex64.
+      truth: the same structure and shapes.
+
     Returns:
       float32 scalar; 0 if both are zero, inf if only the truth is.
+
+    Raises:
+      ValueError: structures or shapes differ.
 
     >>> import jax.numpy as jnp
     >>> float(vnmse({"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([1.0, 1.0])}))
@@ -32,15 +39,18 @@ def vnmse(estimate: Any, truth: Any) -> Array:
     pairs = list(zip(jax.tree.leaves(estimate), jax.tree.leaves(truth), strict=True))
     # Scaled by the largest magnitude: squares of 1e-30 would underflow.
     scale = jnp.max(
-        jnp.stack([jnp.float32(0), *(jnp.max(jnp.abs(_float(t)), initial=0) for _, t in pairs)])
+        jnp.stack([jnp.float32(0), *(jnp.max(jnp.abs(_number(t)), initial=0) for _, t in pairs)])
     )
     inverse = jnp.where(scale > 0, 1 / scale, jnp.float32(1))
-    error = sum(
-        (jnp.sum(((_float(e) - _float(t)) * inverse) ** 2) for e, t in pairs), jnp.float32(0)
-    )
-    norm = sum((jnp.sum((_float(t) * inverse) ** 2) for _, t in pairs), jnp.float32(0))
+    zero = jnp.float32(0)
+    errors = [jnp.abs(_number(e) - _number(t)) * inverse for e, t in pairs]
+    error = sum((jnp.sum(e**2) for e in errors), zero)
+    norm = sum((jnp.sum((jnp.abs(_number(t)) * inverse) ** 2) for _, t in pairs), zero)
     return jnp.where(error == 0, jnp.float32(0), error / norm)
 
 
-def _float(leaf: Any) -> Array:
-    return jnp.asarray(leaf).astype(jnp.float32)
+def _number(leaf: Any) -> Array:
+    """float32, or complex64."""
+    leaf = jnp.asarray(leaf)
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    return leaf.astype(jnp.complex64 if is_complex else jnp.float32)

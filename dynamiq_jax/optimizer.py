@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from dynamiq_jax import buckets, checks, collectives
+from dynamiq_jax import buckets, collectives
 from dynamiq_jax.methods import DynamiQ, Method, resolve_method
 from dynamiq_jax.methods.base import State
 from dynamiq_jax.topologies import Topology, resolve_topology
@@ -57,28 +57,15 @@ def all_reduce_gradients(
     """
     method, topology = resolve_method(method), resolve_topology(topology)
 
-    def compress_flags(tree: Any) -> list[bool] | None:
-        if mask is None:
-            return None
-        prefix = mask(tree) if callable(mask) else mask
-        try:
-            flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
-        except ValueError as error:
-            raise ValueError(
-                f"mask={prefix!r:.200} does not fit the gradients: {error}. Give a tree of bools "
-                "with their structure, or a prefix of it."
-            ) from None
-        return [bool(flag) for flag in flags]
-
     def init(params: Any) -> AllReduceState:
         states = ()
         if collectives.is_stateful(method):
             states = collectives.init_states(
                 params,
-                checks.check_axis(axis_name),
+                axis_name,
                 method=method,
                 topology=topology,
-                compress=compress_flags(params),
+                compress=buckets.mask_flags(mask, params),
                 exact_below=exact_below,
             )
         return AllReduceState(step=jnp.asarray(start_step, jnp.int32), method=states)
@@ -94,7 +81,7 @@ def all_reduce_gradients(
             method=method,
             topology=topology,
             exact_below=exact_below,
-            compress=compress_flags(updates),
+            compress=buckets.mask_flags(mask, updates),
             mean=True,
             states=state.method if collectives.is_stateful(method) else None,
         )

@@ -1,12 +1,14 @@
 """What an all-reduce costs on the wire, without running it."""
 
 import dataclasses
+import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from dynamiq_jax import buckets
+from dynamiq_jax import buckets, checks
 from dynamiq_jax.methods import DynamiQ, Method, resolve_method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
@@ -32,6 +34,7 @@ def wire_report(
     method: Method | str = DynamiQ(),
     topology: Topology | str = "ring",
     exact_below: int = buckets.EXACT_BELOW,
+    mask: Any | Callable[[Any], Any] | None = None,
 ) -> WireReport:
     """Bytes that `psum` or `pmean` of a tree puts on the wire. Runs nothing; equals the collectives
     of the compiled program.
@@ -42,13 +45,14 @@ def wire_report(
       method: as for `psum`.
       topology: as for `psum`.
       exact_below: as for `psum`.
+      mask: as for `all_reduce_gradients`.
 
     >>> import jax, jax.numpy as jnp
     >>> report = wire_report({"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}, 8)
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    if not isinstance(axis_size, int) or axis_size < 1:
+    if not isinstance(axis_size, numbers.Integral) or axis_size < 1:
         raise ValueError(
             f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1."
         )
@@ -56,8 +60,15 @@ def wire_report(
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for _, leaf in paths_and_leaves]
+    for name, leaf in zip(names, leaves, strict=True):
+        checks.check_leaf(name, leaf)
     plan = buckets.plan(
-        leaves, axis_size, method=method, topology=topology, exact_below=exact_below
+        leaves,
+        int(axis_size),
+        method=method,
+        topology=topology,
+        compress=buckets.mask_flags(mask, tree),
+        exact_below=exact_below,
     )
 
     compressed = sum(
@@ -65,11 +76,8 @@ def wire_report(
     )
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [int(np.prod(leaf.shape, dtype=np.int64)) for leaf in leaves]
-    # Half and single precision travel as float32, booleans as bytes.
-    item_bytes = [
-        max(leaf.dtype.itemsize, 4) if leaf.dtype.kind in "fV" else leaf.dtype.itemsize
-        for leaf in leaves
-    ]
+    # Booleans travel as bytes, numbers of less than 32 bits as 32.
+    item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
     passes = 2 * (axis_size - 1) / axis_size
     exact = round(passes * sum(sizes[index] * item_bytes[index] for index, _ in plan.exact))
     total = compressed + exact

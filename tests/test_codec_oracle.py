@@ -7,6 +7,7 @@ bits of float32 ("decided"): those have to be equal, the others within one level
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -70,7 +71,9 @@ def path(codec: Codec) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     messages = [jitted_compress(local[0], *args, np.int32(0), SEED, layout=layout)]
     for index in range(1, HOPS):
         messages.append(
-            jitted_hop(messages[-1], local[index], *args, np.int32(index), SEED, layout=layout)
+            jitted_hop(
+                messages[-1][None], local[index], *args, np.int32(index), SEED, layout=layout
+            )
         )
     return [np.asarray(message) for message in messages], list(local), order
 
@@ -153,7 +156,7 @@ def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
     layout, (messages, local, order) = layout_of(codec), path(codec)
     monkeypatch.setattr(blocks, "block_rows", lambda width_class: min(width_class.rows, block))
     blocked = jax.jit(lambda *args: hop(*args, layout=layout))
-    message = blocked(messages[0], local[1], order, np.int32(1), np.int32(1), SEED)
+    message = blocked(messages[0][None], local[1], order, np.int32(1), np.int32(1), SEED)
     np.testing.assert_array_equal(message, messages[1])
     decode = jax.jit(lambda payloads: decompress(payloads, layout=layout))
     payloads = np.stack(messages)
@@ -236,3 +239,15 @@ def test_the_whole_ring_is_the_one_of_the_page(method, num_workers):
     # The two agree far more closely with each other than with the truth: same codes, same noise.
     assert vnmse(totals[0], estimate) < 0.1 * ours
     assert np.median(np.abs(totals[0] - estimate)) < 1e-6 * np.abs(truth).max()
+
+
+def test_a_hop_adds_any_number_of_messages():
+    """What a butterfly and an all-to-all need: several partial sums, decoded, summed, encoded."""
+    layout = dq.DynamiQ(widths=(8,), bits=8.375).layout(2 * 256 * 16, 2)
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(4, layout.num_rows, 256)), jnp.float32)
+    order = jnp.arange(layout.num_rows, dtype=jnp.int32).reshape(2, -1)
+    seed = jnp.asarray(SEED, jnp.uint32)
+    sent = [compress(part, order, 1, 0, seed, layout=layout) for part in rows[1:]]
+    total = hop(jnp.stack(sent), rows[0], order, 1, 1, seed, layout=layout)
+    decoded = decompress(total[None], layout=layout)
+    assert 1e-7 < dq.vnmse(decoded, rows.sum(axis=0)[order[1]]) < 1e-3

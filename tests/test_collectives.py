@@ -376,3 +376,31 @@ def test_the_reduction_of_a_manual_axis_leaves_the_other_manual_axis_alone(data_
     result = mapped(KEY, shards)
     for column in range(2):
         np.testing.assert_array_equal(result[column], psum(KEY, shards[column])[0])
+
+
+def test_leaves_that_differ_along_another_axis_keep_to_themselves():
+    """One bucket for both would order the rows of `same` by the norms of `other`, and so round it
+    differently on each side of the other axis.
+    """
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    tree = {"same": of_workers(0, 2, 8192), "other": of_workers(1, 4, 8192).reshape(2, 2, 8192)}
+
+    def reduce(tree):
+        local = {"same": tree["same"][0], "other": tree["other"][0, 0]}
+        return dq.psum(local, "data", key=jax.random.key(0))
+
+    specs = {"same": P("data"), "other": P("data", "model")}
+    results = {"same": P(), "other": P("model")}  # refused by check_vma, were `same` not replicated
+    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=(specs,), out_specs=results)
+    result = jax.jit(mapped)(tree)
+    assert 0 < dq.vnmse(result["same"], tree["same"].sum(axis=0)) < 0.2
+    assert result["other"].shape == (2 * 8192,)
+
+
+def test_a_gradient_through_it_is_refused():
+    def total(local):
+        reduced = jax.vmap(lambda g: dq.psum(g, "data", key=jax.random.key(0)), axis_name="data")
+        return reduced(local).sum()
+
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        jax.grad(total)(jnp.ones((2, 4096)))

@@ -225,3 +225,28 @@ def test_a_step_of_training_lowers_the_loss(data_mesh):
         params = jax.tree.map(lambda p, g: p - np.float32(0.5) * g, params, grads)
         losses.append(float(loss))
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_mesh_of_the_default_axis_types():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    grad_fn = dq.value_and_grad(
+        lambda params, x: jnp.mean((x @ params) ** 2), mesh=mesh, axis_name="data", method="exact"
+    )
+    params, x = jnp.ones((8, 2)), jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    loss, grads = grad_fn(params, x, key=jax.random.key(0))
+    expected = jax.value_and_grad(lambda params: jnp.mean((x @ params) ** 2))(params)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(grads, expected[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("positions", (0, 3, (1, -1)))
+def test_replicated_positions_that_do_not_exist(positions):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    grad_fn = dq.value_and_grad(
+        lambda params, x, y: params.sum(),
+        mesh=mesh,
+        axis_name="data",
+        replicated_argnums=positions,
+    )
+    with pytest.raises(ValueError, match=r"replicated_argnums=.* Give positions from 1 to 2"):
+        grad_fn(jnp.ones(4), jnp.ones(2), jnp.ones(2), key=jax.random.key(0))

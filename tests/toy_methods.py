@@ -1,7 +1,6 @@
 """Two methods that the library does not have, to show that its interface has room for them."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,11 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.chunks import SummedChunks
-from dynamiq_jax.methods.base import Method, WireCost
+from dynamiq_jax.methods.base import ChunkedMethod, Method, WireCost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IntegerSum(Method):
+class IntegerSum(ChunkedMethod):
     """Homomorphic: all workers share one scale, so that their integers can be summed as they are.
 
     A hop is an addition and nothing is ever rounded twice.
@@ -45,9 +44,6 @@ class ErrorFeedback(Method):
 
     def wire_cost(self, size: int, num_workers: int) -> WireCost:
         return self.inner.wire_cost(size, num_workers)
-
-    def bind(self, flat: Array, axis_name: str, num_workers: int, key: Array) -> Any:
-        return self.inner.bind(flat, axis_name, num_workers, key)
 
     def init_state(self, size: int, num_workers: int) -> Array:
         return jnp.zeros(size, jnp.float32)

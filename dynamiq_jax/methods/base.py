@@ -30,21 +30,46 @@ class Method(abc.ABC):
     def wire_cost(self, size: int, num_workers: int) -> WireCost:
         """Bytes for a bucket of `size` coordinates over `num_workers` workers."""
 
-    @abc.abstractmethod
-    def bind(self, flat: Array, axis_name: str, num_workers: int, key: Array) -> ChunkCodec:
-        """Does the method's statistics pre-pass, if it has one, and returns the codec of this
-        bucket.
-
-        Args:
-          flat: local bucket, float [size].
-          axis_name: axis to sum over, for the pre-pass.
-          num_workers: size of the axis.
-          key: typed PRNG key, the same on all workers.
-        """
-
     def init_state(self, size: int, num_workers: int) -> State:
         """State before the first step, for a bucket of `size` coordinates."""
         return ()
+
+    @abc.abstractmethod
+    def all_reduce(
+        self,
+        flat: Array,
+        axis_name: str,
+        num_workers: int,
+        *,
+        topology: Topology,
+        key: Array,
+        state: State,
+    ) -> tuple[Array, State]:
+        """Sum of a local bucket over the axis, and the next state.
+
+        Args:
+          flat: float [size].
+          axis_name: axis to sum over.
+          num_workers: size of the axis.
+          topology: what carries payloads.
+          key: typed PRNG key, the same on all workers.
+          state: as from `init_state` or the step before.
+
+        Returns:
+          float32 [size], the same bits on all workers, and the state for the next step.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedMethod(Method):
+    """A method that takes one round and no state: a codec of chunks, handed to the topology."""
+
+    @abc.abstractmethod
+    def bind(self, flat: Array, axis_name: str, num_workers: int, key: Array) -> ChunkCodec:
+        """Does the statistics pre-pass, if there is one, and returns the codec of this bucket.
+
+        Args are those of `all_reduce`.
+        """
 
     def all_reduce(
         self,
@@ -56,11 +81,6 @@ class Method(abc.ABC):
         key: Array,
         state: State,
     ) -> tuple[Array, State]:
-        """Sum of `flat` [size] over the axis as float32 [size], the same bits on all workers, and
-        the next state.
-
-        Methods that take several rounds or carry state override this.
-        """
-        return topology.all_reduce(
-            self.bind(flat, axis_name, num_workers, key), axis_name, num_workers
-        ), state
+        """See `Method`."""
+        codec = self.bind(flat, axis_name, num_workers, key)
+        return topology.all_reduce(codec, axis_name, num_workers), state

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.ordering import order_rows, restore_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 from dynamiq_jax.codec.rounding import ROUNDINGS, Rounding
-from dynamiq_jax.methods.base import Method, WireCost
+from dynamiq_jax.methods.base import ChunkedMethod, WireCost
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
 from pallas_kernels.hop.api import hop
@@ -37,14 +38,15 @@ _MIN_BITS, _MAX_BITS = 2.5, 16.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamiQ(Method):
+class DynamiQ(ChunkedMethod):
     """DynamiQ, by default the preset tuned here; `DynamiQ.paper()` is the paper's.
 
     `bits` counts everything that a coordinate costs on the wire in one pass: codes, group scales,
     super-scales and statistics. Every single rounding is unbiased; correlated over the hops, as by
     default, a bias of 2 to 4 % of the squared error is left (`independent` has none, and a third
-    more error). The fractions suit language-model gradients: `fit` adapts them to others, which can
-    matter a lot. Differences from the paper: fixed
+    more error). The fractions suit language-model gradients, whose super-groups differ widely in
+    norm; on white noise, where all are alike, the error is 12 times that after `fit`. A magnitude
+    above 2^126 (8.5e37) counts as not finite. Differences from the paper: fixed
     fractions of the super-groups get each width, instead of thresholds solved every step (XLA wants
     static shapes); every width from 2 to 16 instead of 2, 4 and 8; groups of 32; golden-ratio
     rounding instead of a permutation.
@@ -68,7 +70,7 @@ class DynamiQ(Method):
 
     def __post_init__(self):
         resolve(self.implementation)
-        if not (isinstance(self.bits, int | float) and _MIN_BITS <= self.bits <= _MAX_BITS):
+        if not (isinstance(self.bits, numbers.Real) and _MIN_BITS <= self.bits <= _MAX_BITS):
             raise ValueError(
                 f"bits={self.bits!r} is out of range. Give {_MIN_BITS} to {_MAX_BITS:g}."
             )
@@ -76,7 +78,7 @@ class DynamiQ(Method):
             raise ValueError(
                 f"widths={self.widths!r} is not a tuple of different widths. Give one."
             )
-        if any(width not in WIDTHS for width in self.widths):
+        if any(type(width) is not int or width not in WIDTHS for width in self.widths):
             raise ValueError(
                 f"widths={self.widths!r} is not possible. Give integers from 2 to 16, or 0."
             )
@@ -86,6 +88,12 @@ class DynamiQ(Method):
             )
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r} is not known. Give one of {ROUNDINGS}.")
+        for name in ("fractions", "nonuniformity"):
+            value = getattr(self, name)
+            if value is not None and not (
+                isinstance(value, tuple) and all(isinstance(pair, tuple) for pair in value)
+            ):
+                raise ValueError(f"{name}={value!r} is not a tuple of (width, number) tuples.")
         if self.fractions is not None:
             self._check_fractions(self.fractions)
         else:
@@ -217,9 +225,9 @@ class _DynamiQChunks:
             implementation=self.implementation,
         )
 
-    def hop(self, payload: Array, chunk: Array, hop_index: Array | int) -> Array:
+    def hop(self, payloads: tuple[Array, ...], chunk: Array, hop_index: Array | int) -> Array:
         return hop(
-            payload,
+            jnp.stack(payloads),
             self.rows,
             self.order,
             chunk,

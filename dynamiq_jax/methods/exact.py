@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax.chunks import SummedChunks
-from dynamiq_jax.methods.base import Method, WireCost
+from dynamiq_jax.methods.base import ChunkedMethod, WireCost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exact(Method):
+class Exact(ChunkedMethod):
     """Sums in float32 without loss. The baseline that takes every step that a compressed method
     takes.
     """

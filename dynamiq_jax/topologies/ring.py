@@ -26,7 +26,7 @@ class Ring(Topology):
 
         def step(hop: Array, payload: Payload) -> Payload:
             received = lax.ppermute(payload, axis_name, to_next)
-            return codec.hop(received, (worker - hop - 1) % num_workers, hop)
+            return codec.hop((received,), (worker - hop - 1) % num_workers, hop)
 
         first = codec.compress((worker - 1) % num_workers, 0)
         final = lax.fori_loop(1, num_workers, step, first)

@@ -10,7 +10,7 @@ _BACKENDS = {"xla": xla.hop}
 
 
 def hop(
-    payload: Array,
+    payloads: Array,
     rows: Array,
     order: Array,
     chunk: Array | int,
@@ -20,13 +20,13 @@ def hop(
     layout: Layout,
     implementation: str | None = None,
 ) -> Array:
-    """Decodes a received message, adds the local rows of its chunk in float32, and encodes the sum.
+    """Decodes received messages of a chunk, adds the local rows in float32, and encodes the sum.
 
     Args:
-      payload: received message, uint8 [layout.payload_bytes].
+      payloads: received partial sums, uint8 [received, layout.payload_bytes]; one in a ring.
       rows: local bucket in its original order, float [num_rows, 256].
       order: original row of every place, int32 [num_chunks, rows_per_chunk].
-      chunk: which chunk the message is of.
+      chunk: which chunk the messages are of.
       hop_index: compressions that the chunk has gone through.
       seed: uint32 [2].
       layout: static layout of the message.
@@ -36,5 +36,5 @@ def hop(
       The message of the new partial sum, uint8 [layout.payload_bytes].
     """
     return _BACKENDS[resolve(implementation)](
-        payload, rows, order, chunk, hop_index, seed, layout=layout
+        payloads, rows, order, chunk, hop_index, seed, layout=layout
     )

@@ -8,7 +8,7 @@ from pallas_kernels.decompress.xla import decode_block
 
 
 def hop(
-    payload: Array,
+    payloads: Array,
     rows: Array,
     order: Array,
     chunk: Array | int,
@@ -21,7 +21,9 @@ def hop(
     places = order[chunk]
 
     def partial_sum(width_class: WidthClass, first: Array | int, count: int) -> Array:
-        received = decode_block(payload, width_class, first, count, layout=layout)
-        return received + gather(rows, places, first, count)
+        total = gather(rows, places, first, count)
+        for payload in payloads:
+            total = total + decode_block(payload, width_class, first, count, layout=layout)
+        return total
 
-    return encode_chunk(partial_sum, chunk, hop_index, seed, layout=layout, like=payload)
+    return encode_chunk(partial_sum, chunk, hop_index, seed, layout=layout, like=payloads)
