@@ -26,6 +26,7 @@ lint: $(VENV)/installed  ## check style and types
 benchmarks: $(VENV)/installed  ## measure the codec and the error on this machine
 	$(RUN) benchmarks/codec.py
 	$(RUN) benchmarks/error.py
+	$(RUN) benchmarks/compile_time.py
 
 clean:  ## remove the virtual environments and caches
 	rm -rf $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
