@@ -3,6 +3,7 @@ why.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def plan(
     untouched: list[int] = []
     by_kind: dict[tuple[jnp.dtype, Hashable], list[tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
-        size = int(np.prod(leaf.shape, dtype=np.int64))
+        size = math.prod(leaf.shape)
         if leaf.dtype == jax.dtypes.float0:
             untouched.append(index)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):

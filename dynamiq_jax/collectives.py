@@ -84,8 +84,7 @@ def _reduce(tree, axis_name, key, method, topology, exact_below, mean):
     if is_stateful(method):
         raise ValueError(
             f"method={method!r} carries state from step to step, which psum and pmean cannot keep. "
-            "Use dq.all_reduce_gradients, whose "
-            "optimizer state holds it."
+            "Use dq.all_reduce_gradients, whose optimizer state holds it."
         )
     result, _ = reduce_tree(
         tree,
@@ -172,11 +171,8 @@ def reduce_tree(
         exact_below=exact_below,
         kinds=_other_axes(leaves, axis_name),
     )
-    result = dict(
-        _reduce_exact(
-            {index: leaves[index] for index, _ in plan.exact}, axis_name, num_workers, mean
-        )
-    )
+    exact = {index: leaves[index] for index, _ in plan.exact}
+    result = _reduce_exact(exact, axis_name, num_workers, mean)
     result |= {index: leaves[index] for index in plan.untouched}
     next_states = []
     for number, bucket in enumerate(plan.buckets):

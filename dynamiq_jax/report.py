@@ -1,6 +1,7 @@
 """What an all-reduce costs on the wire, without running it."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +76,7 @@ def wire_report(
         buckets.bytes_sent(bucket.cost, topology, axis_size) for bucket in plan.buckets
     )
     compressed_size = sum(bucket.size for bucket in plan.buckets)
-    sizes = [int(np.prod(leaf.shape, dtype=np.int64)) for leaf in leaves]
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
     # Booleans travel as bytes, numbers of less than 32 bits as 32.
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
     passes = 2 * (axis_size - 1) / axis_size
