@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamiq_jax.codec import packing, rounding, rows
+from dynamiq_jax.codec.levels import make_levels
 from dynamiq_jax.methods.dynamiq import NONUNIFORMITY
 
 WIDTHS = tuple(width for width in packing.WIDTHS if width)
@@ -25,8 +26,9 @@ def _quantize(values, seed, width: int, e: float):
     """Encoded and decoded again, f32[ROWS, 256]."""
     ids = jnp.arange(ROWS, dtype=jnp.uint32)
     offset = rounding.offsets(ids, 0, jnp.stack([seed, seed ^ np.uint32(77)]), "correlated")
-    kind = {"width": width, "nonuniformity": e, "group_size": GROUP_SIZE}
-    return rows.decode_rows(*rows.encode_rows(values, offset, **kind), **kind)
+    levels = make_levels(width, e)
+    encoded = rows.encode_rows(values, offset, levels, group_size=GROUP_SIZE)
+    return rows.decode_rows(*encoded, levels, group_size=GROUP_SIZE)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "e"))

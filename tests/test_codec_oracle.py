@@ -149,12 +149,12 @@ def test_the_hop_and_the_chunk_change_the_noise(rounding):
     assert len(messages) == NUM_CHUNKS * HOPS
 
 
-@pytest.mark.parametrize("block", (5, 24))
+@pytest.mark.parametrize("block", (5, 24, 64))
 def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
     """The XLA backend works in blocks of rows, whose last overlaps the one before."""
     codec = (32, "correlated", FEW_WIDTHS)
     layout, (messages, local, order) = layout_of(codec), path(codec)
-    monkeypatch.setattr(blocks, "block_rows", lambda width_class: min(width_class.rows, block))
+    monkeypatch.setattr(blocks, "_CPU_BLOCK_ROWS", block)
     blocked = jax.jit(lambda *args: hop(*args, layout=layout))
     message = blocked(messages[0][None], local[1], order, np.int32(1), np.int32(1), SEED)
     np.testing.assert_array_equal(message, messages[1])

@@ -17,7 +17,7 @@ LARGEST_BFLOAT16 = oracle.bf16_to_f32(np.uint16(0x7F7F))
 @jax.jit
 def quantize(maxima):
     """`scales.quantize_scales` of float32 maxima."""
-    return scales.quantize_scales(jax.lax.bitcast_convert_type(maxima, np.int32))
+    return scales.quantize_scales(jax.lax.bitcast_convert_type(maxima, np.uint32))
 
 
 reconstruct = jax.jit(scales.reconstruct_scales)

@@ -4,10 +4,13 @@ lie in its message.
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax import numpy as jnp
 
-from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, planes, row_bytes
+from dynamiq_jax.codec import packing
+from dynamiq_jax.codec.levels import Levels, levels_of_rows, make_levels
+from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, row_bytes
 from dynamiq_jax.codec.rounding import Rounding
 
 
@@ -76,27 +79,43 @@ class Layout:
         """Inverse of `as_rows`."""
         return rows.reshape(-1)[: self.size]
 
-    def planes(self, payload: Array, width_class: WidthClass) -> tuple[Array, ...]:
-        """Planes of a class: views of a uint8 message as [rows, 32 * bits] each."""
-        views, start = [], width_class.codes_start
-        for bits in planes(width_class.width):
-            stop = start + width_class.rows * row_bytes(bits)
-            views.append(payload[start:stop].reshape(width_class.rows, row_bytes(bits)))
-            start = stop
-        return tuple(views)
+    def levels(self, first: Array | int, count: int) -> Levels:
+        """Levels of the rows at places `first .. first + count` of a chunk, as columns
+        [count, 1].
+        """
+        places = first + jnp.arange(count, dtype=jnp.int32)
+        later_classes = np.array([c.first_row for c in self.classes[1:]], np.int32)
+        class_of_row = jnp.sum((places[:, None] >= later_classes).astype(jnp.int32), axis=1)
+        levels = [make_levels(c.width, c.nonuniformity) for c in self.classes]
+        return levels_of_rows(levels, class_of_row)
 
-    def scales(self, payload: Array) -> tuple[Array, Array]:
-        """Group scales uint8 [R, groups] and super-scales uint16 [R] of a message."""
+    def pack(self, codes: Array, group_bytes: Array, super_bits: Array) -> Array:
+        """Joins codes uint16 [R, 256], group scales uint8 [R, groups] and super-scales uint16 [R]
+        into one uint8 message.
+        """
+        parts: list[Array] = []
+        for c in self.classes:
+            parts += packing.pack(codes[c.first_row : c.first_row + c.rows], c.width)
+        supers = lax.bitcast_convert_type(super_bits, jnp.uint8)
+        return jnp.concatenate([part.reshape(-1) for part in (*parts, group_bytes, supers)])
+
+    def unpack(self, payload: Array) -> tuple[Array, Array, Array]:
+        """Inverse of `pack`."""
+        codes = []
+        for c in self.classes:
+            planes, start = [], c.codes_start
+            for bits in packing.planes(c.width):
+                stop = start + c.rows * row_bytes(bits)
+                planes.append(payload[start:stop].reshape(c.rows, row_bytes(bits)))
+                start = stop
+            codes.append(packing.unpack(tuple(planes), c.width))
         groups = payload[self.group_scales_start : self.super_scales_start]
         supers = payload[self.super_scales_start :].reshape(self.rows_per_chunk, 2)
-        return groups.reshape(self.rows_per_chunk, self.groups), lax.bitcast_convert_type(
-            supers, jnp.uint16
+        return (
+            jnp.concatenate(codes).reshape(self.rows_per_chunk, SUPER_GROUP_SIZE),
+            groups.reshape(self.rows_per_chunk, self.groups),
+            lax.bitcast_convert_type(supers, jnp.uint16),
         )
-
-    def message(self, codes: tuple[Array, ...], group_bytes: Array, super_bits: Array) -> Array:
-        """Joins the planes of every class and the scales of all rows into one uint8 message."""
-        supers = lax.bitcast_convert_type(super_bits, jnp.uint8)
-        return jnp.concatenate([part.reshape(-1) for part in (*codes, group_bytes, supers)])
 
 
 def make_layout(

@@ -4,10 +4,16 @@
 
 (paper, section 4): geometric spacing, e = 0 is uniform. Rounding between neighbours is LINEAR in
 the value: rounding in the log domain is biased (+1.3 % gain a hop at 2 bits).
+
+One formula serves all widths and any e; what differs is numbers, so that rows of different widths
+can go through one loop.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,7 +22,23 @@ from jax import Array
 # float32. A polynomial rather than `exp`: it vectorises everywhere and is the same on every backend
 # up to the contraction of multiply-adds.
 _DEGREE = 6
-MAX_GAP_RATIO = 7.0  # (1 + 2 e^2)^L up to which the polynomial is exact to float32
+# (1 + 2 e^2)^L: up to the larger the polynomial is exact to float32, and from the smaller on the
+# logarithm finds the right level (to 1/50 of a gap at 16 bits, less below).
+MIN_GAP_RATIO, MAX_GAP_RATIO = 1.1, 7.0
+
+
+class Levels(NamedTuple):
+    """The numbers that describe one width's levels: float32 scalars, or columns [rows, 1] where
+    every row has its own width.
+    """
+
+    top: Array | np.float32  # L, the largest magnitude code
+    slope: Array | np.float32  # codes below t: floor(slope * t + log(1 + span * t) / log_base)
+    span: Array | np.float32
+    inverse_log_base: Array | np.float32
+    growth: Array | np.float32  # f(r + 1) - f(r) = first_gap + growth * f(r)
+    first_gap: Array | np.float32
+    coefficients: tuple[Array | np.float32, ...]  # f(r) = r * sum_i c[i] r^i
 
 
 def num_levels(width: int) -> int:
@@ -24,38 +46,51 @@ def num_levels(width: int) -> int:
     return 2 ** (width - 1) - 1 if width else 0
 
 
-def level(magnitude: Array, width: int, nonuniformity: float) -> Array:
+def make_levels(width: int, nonuniformity: float) -> Levels:
+    """Levels of a width with the given e; of width 0, a single level at zero."""
+    top = num_levels(width)
+    growth = 2 * nonuniformity**2
+    span = math.expm1(math.log1p(growth) * top)
+    if top <= 1 or span == 0:
+        numbers = [top, top, 0, 0, 0, 1 / max(top, 1)]
+    else:
+        numbers = [top, 0, span, 1 / math.log1p(growth), growth, growth / span]
+    coefficients = tuple(map(np.float32, _coefficients(top, span)))
+    return Levels(*map(np.float32, numbers), coefficients)
+
+
+def levels_of_rows(classes: Sequence[Levels], class_of_row: Array) -> Levels:
+    """Levels of every row as columns [rows, 1]: those of `classes[class_of_row]`, int32 [rows]."""
+    table = np.array([jax.tree.leaves(levels) for levels in classes])
+    numbers = jnp.asarray(table).at[class_of_row].get(mode="promise_in_bounds")
+    columns = jnp.split(numbers, table.shape[1], axis=1)
+    return jax.tree.unflatten(jax.tree.structure(classes[0]), columns)
+
+
+def level(magnitude: Array, levels: Levels) -> Array:
     """f(magnitude): float32 codes in [0, L] to float32 positions in [0, 1], relative error under
     2^-21.
     """
-    coefficients = _coefficients(width, nonuniformity)
-    value = jnp.full_like(magnitude, coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
-        value = value * magnitude + np.float32(coefficient)
+    *lower, value = levels.coefficients
+    for coefficient in reversed(lower):
+        value = value * magnitude + coefficient
     return value * magnitude
 
 
-def round_to_level(t: Array, offset: Array | np.float32, width: int, nonuniformity: float) -> Array:
+def round_to_level(t: Array, offset: Array | np.float32, levels: Levels) -> Array:
     """Rounds float32 positions `t` in [0, 1] to float32 codes in [0, L].
 
     Rounds up with the probability that makes the result unbiased when `offset` is uniform in [0,
     1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)).
     """
-    top = num_levels(width)
-    log_base = math.log1p(2 * nonuniformity**2)
-    if top == 1 or log_base == 0:
-        position = t * np.float32(top)
-        code = jnp.minimum(jnp.floor(position), np.float32(top - 1))
-        return code + (offset < position - code).astype(jnp.float32)
-    span = math.expm1(log_base * top)
     # An estimate that lands one level off at a boundary is harmless: t - f(r) is then ~0 or ~1
-    # spacing and rounds to the same level.
-    code = jnp.floor(jnp.log(np.float32(1) + t * np.float32(span)) * np.float32(1 / log_base))
-    code = jnp.minimum(code, np.float32(top - 1))
-    below = level(code, width, nonuniformity)
-    base_minus_1 = 2 * nonuniformity**2
-    spacing = below * np.float32(base_minus_1) + np.float32(base_minus_1 / span)
-    return code + (offset * spacing < t - below).astype(jnp.float32)
+    # gap and rounds to the same level.
+    logarithm = jnp.log(np.float32(1) + t * levels.span)
+    code = jnp.floor(t * levels.slope + logarithm * levels.inverse_log_base)
+    code = jnp.minimum(code, levels.top - np.float32(1))
+    below = level(code, levels)
+    gap = below * levels.growth + levels.first_gap
+    return code + (offset * gap < t - below).astype(jnp.float32)
 
 
 def error_coefficient(width: int) -> float:
@@ -65,16 +100,14 @@ def error_coefficient(width: int) -> float:
     return 1.0 / num_levels(width) ** 2 if width else 4.0
 
 
-def _coefficients(width: int, nonuniformity: float) -> list[float]:
+def _coefficients(top: int, span: float) -> list[float]:
     """Coefficients c of f(r) = r * sum_i c[i] r^i, fitted at Chebyshev points."""
-    top = num_levels(width)
-    log_range = math.log1p(2 * nonuniformity**2) * top
-    if top == 1 or log_range == 0:
-        return [1 / top]
+    if top <= 1 or span == 0:
+        return [1 / max(top, 1)] + [0.0] * _DEGREE
     points = 0.5 + 0.5 * np.cos(np.pi * (np.arange(64) + 0.5) / 64)
     fitted = np.polynomial.Polynomial.fit(
         points,
-        np.expm1(log_range * points) / (math.expm1(log_range) * points),
+        np.expm1(math.log1p(span) * points) / (span * points),
         _DEGREE,
         domain=[0, 1],
         window=[0, 1],

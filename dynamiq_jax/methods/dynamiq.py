@@ -14,7 +14,7 @@ from dynamiq_jax import compat
 from dynamiq_jax.codec import allocation, scales
 from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
-from dynamiq_jax.codec.levels import MAX_GAP_RATIO, num_levels
+from dynamiq_jax.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, num_levels
 from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.ordering import order_rows, restore_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
@@ -106,11 +106,14 @@ class DynamiQ(ChunkedMethod):
                 )
         for width, e in self.nonuniformity or ():
             log_gap_ratio = math.log1p(2 * e * e) * num_levels(width) if width in WIDTHS else 0
-            if width not in WIDTHS or not (e >= 0 and log_gap_ratio <= math.log(MAX_GAP_RATIO)):
+            # e = 0 is uniform, and a single level has no gaps to differ.
+            lowest = 0 if e == 0 or width in (0, 2) else math.log(MIN_GAP_RATIO)
+            in_range = lowest <= log_gap_ratio <= math.log(MAX_GAP_RATIO)
+            if width not in WIDTHS or not (e >= 0 and in_range):
                 raise ValueError(
                     f"nonuniformity={self.nonuniformity!r} has an impossible entry {(width, e)!r}. "
-                    "Give (width, e) pairs with (1 + 2 e^2)^L at most "
-                    f"{MAX_GAP_RATIO:g}, L = 2^(width - 1) - 1."
+                    "Give (width, e) pairs, e = 0 for uniform levels or else (1 + 2 e^2)^L from "
+                    f"{MIN_GAP_RATIO:g} to {MAX_GAP_RATIO:g}, L = 2^(width - 1) - 1."
                 )
 
     @classmethod

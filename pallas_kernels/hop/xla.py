@@ -2,7 +2,7 @@
 
 from jax import Array
 
-from dynamiq_jax.codec.layout import Layout, WidthClass
+from dynamiq_jax.codec.layout import Layout
 from pallas_kernels.compress.xla import encode_chunk, gather
 from pallas_kernels.decompress.xla import decode_block
 
@@ -19,11 +19,12 @@ def hop(
 ) -> Array:
     """See `pallas_kernels.hop.api`."""
     places = order[chunk]
+    received = [layout.unpack(payload) for payload in payloads]
 
-    def partial_sum(width_class: WidthClass, first: Array | int, count: int) -> Array:
+    def partial_sum(first: Array | int, count: int) -> Array:
         total = gather(rows, places, first, count)
-        for payload in payloads:
-            total = total + decode_block(payload, width_class, first, count, layout=layout)
+        for parts in received:
+            total = total + decode_block(parts, first, count, layout=layout)
         return total
 
     return encode_chunk(partial_sum, chunk, hop_index, seed, layout=layout, like=payloads)
