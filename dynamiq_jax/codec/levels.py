@@ -51,12 +51,16 @@ def make_levels(width: int, nonuniformity: float) -> Levels:
     top = num_levels(width)
     growth = 2 * nonuniformity**2
     span = math.expm1(math.log1p(growth) * top)
-    if top <= 1 or span == 0:
-        numbers = [top, top, 0, 0, 0, 1 / max(top, 1)]
-    else:
-        numbers = [top, 0, span, 1 / math.log1p(growth), growth, growth / span]
-    coefficients = tuple(map(np.float32, _coefficients(top, span)))
-    return Levels(*map(np.float32, numbers), coefficients)
+    uniform = top <= 1 or span == 0
+    return Levels(
+        top=np.float32(top),
+        slope=np.float32(top if uniform else 0),
+        span=np.float32(0 if uniform else span),
+        inverse_log_base=np.float32(0 if uniform else 1 / math.log1p(growth)),
+        growth=np.float32(0 if uniform else growth),
+        first_gap=np.float32(1 / max(top, 1) if uniform else growth / span),
+        coefficients=tuple(map(np.float32, _coefficients(top, span))),
+    )
 
 
 def levels_of_rows(classes: Sequence[Levels], class_of_row: Array) -> Levels:
