@@ -107,7 +107,7 @@ def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> f
             gradients,
             class_rows=[(c.width, c.rows) for c in layout.classes],
             group_size=layout.group_size,
-            nonuniformity={c.width: c.nonuniformity for c in layout.classes},
+            spacing=oracle.Spacing(layout.spacing, layout.gap_ratio),
             rounding=layout.rounding,
             seed=(seed, seed + 1),
         )

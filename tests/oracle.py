@@ -9,7 +9,7 @@ Shapes: a bucket of `size` values on `n` workers is n * R rows of 256 lanes; a r
 G = 256 / group_size groups; a chunk is R rows, and `class_rows` ((width, rows), ...) adds up to R.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -132,16 +132,16 @@ def mix(h: U32) -> U32:
     return h ^ (h >> np.uint32(16))
 
 
-def bit_reverse_32(value: int) -> int:
-    """The 32 bits of `value` in the opposite order."""
-    return int(f"{value & MASK32:032b}"[::-1], 2)
+def bit_reverse_16(value: int) -> int:
+    """The low 16 bits of `value` in the opposite order."""
+    return int(f"{value & 0xFFFF:016b}"[::-1], 2)
 
 
 def rounding_words(ids: NDArray, hop: int, seed: tuple[int, int], rounding: str) -> U32:
-    """Hash words u32[rows, 256] of rows with permuted ids [rows] at compression number `hop`."""
+    """Hash words u32[rows, 128] of rows with permuted ids [rows] at compression number `hop`."""
     ids = np.atleast_1d(np.asarray(ids)).astype(np.uint32)
-    lanes = np.arange(LANES, dtype=np.uint32) * np.uint32(0x9E3779B1)
-    shift = np.uint32((hop * 0x9E3779B9) & MASK32)
+    lanes = np.arange(LANES // 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    shift = np.uint32((hop * 0x9E379E37) & MASK32)
     row = mix(mix(ids ^ np.uint32(seed[0])) + np.uint32(seed[1]))
     if rounding == "independent":
         return mix(mix(row + shift)[:, None] ^ lanes)
@@ -149,29 +149,39 @@ def rounding_words(ids: NDArray, hop: int, seed: tuple[int, int], rounding: str)
     if rounding == "correlated":
         return word + shift
     if rounding == "stratified":
-        return word ^ np.uint32(bit_reverse_32(hop))
+        return word ^ np.uint32(bit_reverse_16(hop) * 0x10001)
     raise ValueError(f"no words for rounding {rounding!r}")
 
 
 def rounding_offsets(ids: NDArray, hop: int, seed: tuple[int, int], rounding: str) -> F64:
-    """u in [0, 1), f64[rows, 256] (every value is exact in float32)."""
+    """u in (0, 1), f64[rows, 256] (every value is exact in float32)."""
     if rounding == "nearest":
         return np.full((np.size(ids), LANES), 0.5)
-    return (rounding_words(ids, hop, seed, rounding) >> np.uint32(8)) * 2.0**-24
+    words = rounding_words(ids, hop, seed, rounding)
+    halves = np.concatenate([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=1)
+    return (halves + 0.5) * 2.0**-16
 
 
 # ------------------------------------------------------------------------------ 2, 3. scales, codes
 
 
-def levels(width: int, e: float) -> F64:
-    """f(0) = 0 .. f(L) = 1, f64[L + 1], L = 2^(width - 1) - 1."""
+class Spacing(NamedTuple):
+    """How the levels lie."""
+
+    kind: str  # quadratic or geometric
+    gap_ratio: float
+
+
+def levels(width: int, spacing: Spacing) -> F64:
+    """f(0) = 0 .. f(L) = 1, f64[L + 1], L = 2^(width - 1) - 1: sums of gaps that grow."""
     top = 2 ** (width - 1) - 1
-    r = np.arange(top + 1, dtype=np.float64)
-    if e == 0:
-        return r / top
-    log_base = np.log1p(2.0 * e * e)
-    # (b^r - 1) / (b^L - 1) with both sides divided by b^L, which could overflow.
-    return np.exp((r - top) * log_base) * np.expm1(-r * log_base) / np.expm1(-top * log_base)
+    share = np.arange(top) / max(top - 1, 1)
+    if spacing.kind == "quadratic":
+        gaps = 1 + (spacing.gap_ratio - 1) * share
+    else:
+        gaps = spacing.gap_ratio**share
+    ends = np.concatenate([[0.0], np.cumsum(gaps)])
+    return ends / ends[-1]
 
 
 def margin(width: int) -> float:
@@ -212,7 +222,7 @@ class Encoded(NamedTuple):
     decided: Bools  # [rows, 256]: a float32 implementation has to give this very code
 
 
-def encode_rows(x: F32, width: int, e: float, group_size: int, u: NDArray) -> Encoded:
+def encode_rows(x: F32, width: int, spacing: Spacing, group_size: int, u: NDArray) -> Encoded:
     """Encode f32[rows, 256] with rounding offsets u [rows, 256].
 
     With p = (t - f(r)) / (f(r + 1) - f(r)), the outcome is ceil(r + p - u): undecided where
@@ -230,7 +240,7 @@ def encode_rows(x: F32, width: int, e: float, group_size: int, u: NDArray) -> En
     ratio = np.abs(np.where(usable, x, np.float32(0))).astype(np.float64)
     t = np.minimum(ratio / np.where(usable, scale, np.float32(1)), 1.0)
 
-    f = levels(width, e)
+    f = levels(width, spacing)
     r = np.clip(np.searchsorted(f, t, side="right") - 1, 0, f.size - 2)
     gap, above = f[r + 1] - f[r], t - f[r]
     magnitude = r + (u * gap < above)
@@ -244,7 +254,7 @@ def encode_rows(x: F32, width: int, e: float, group_size: int, u: NDArray) -> En
 
 
 def decode_rows(
-    codes: U16, group_scales: U8, super_scales: U16, width: int, e: float, group_size: int
+    codes: U16, group_scales: U8, super_scales: U16, width: int, spacing: Spacing, group_size: int
 ) -> F64:
     """Values f64[rows, 256] (products of f64 levels and f32 scales); NaN rows stay NaN."""
     steps = group_steps(group_scales, super_scales).astype(np.float64)
@@ -253,7 +263,7 @@ def decode_rows(
         return np.where(np.isnan(scale), np.nan, 0.0)
     magnitude = codes & np.uint16(2 ** (width - 1) - 1)
     sign = 1.0 - 2.0 * (codes >> np.uint16(width - 1))
-    return sign * levels(width, e)[magnitude] * scale
+    return sign * levels(width, spacing)[magnitude] * scale
 
 
 # -------------------------------------------------------------------------- 5, 6. packing, messages
@@ -299,7 +309,8 @@ def class_slices(class_rows: ClassRows) -> list[tuple[int, slice]]:
 
 def payload_bytes(class_rows: ClassRows, group_size: int) -> int:
     """Length of the message of one chunk."""
-    return sum(count * (32 * width + LANES // group_size + 2) for width, count in class_rows)
+    used = sum(count * (32 * width + LANES // group_size + 2) for width, count in class_rows)
+    return -(-used // 16) * 16
 
 
 def pack_message(codes: U16, group_scales: U8, super_scales: U16, class_rows: ClassRows) -> U8:
@@ -308,8 +319,11 @@ def pack_message(codes: U16, group_scales: U8, super_scales: U16, class_rows: Cl
     for width, rows in class_slices(class_rows):
         packed = pack_codes(codes[rows], width)
         parts += [packed[:, 32 * low : 32 * (low + b)].reshape(-1) for low, b in planes(width)]
-    parts += [group_scales.reshape(-1), super_scales.astype("<u2").view(np.uint8)]
-    return np.concatenate(parts)
+    parts += [group_scales.T.reshape(-1), super_scales & 0xFF, super_scales >> 8]
+    message = np.zeros(payload_bytes(class_rows, LANES // group_scales.shape[1]), np.uint8)
+    joined = np.concatenate(parts).astype(np.uint8)
+    message[: joined.size] = joined
+    return message
 
 
 def parse_message(payload: U8, class_rows: ClassRows, group_size: int) -> tuple[U16, U8, U16]:
@@ -327,34 +341,33 @@ def parse_message(payload: U8, class_rows: ClassRows, group_size: int) -> tuple[
             at = end
         if packed:
             codes[rows] = unpack_codes(np.concatenate(packed, axis=1), width)
-    split = at + total * (LANES // group_size)
-    group_scales = payload[at:split].reshape(total, LANES // group_size)
-    return codes, group_scales, payload[split:].copy().view("<u2").astype(np.uint16)
+    groups = LANES // group_size
+    scales = payload[at : at + total * (groups + 2)].reshape(groups + 2, total)
+    super_scales = scales[groups].astype(np.uint16) | scales[groups + 1].astype(np.uint16) << 8
+    return codes, scales[:groups].T, super_scales
 
 
 # ------------------------------------------------------------------------------ chunks and the ring
 
 
 def encode_chunk(
-    x: F32, class_rows: ClassRows, group_size: int, nonuniformity: Mapping[int, float], u: NDArray
+    x: F32, class_rows: ClassRows, group_size: int, spacing: Spacing, u: NDArray
 ) -> Encoded:
-    """Encode the R rows of a chunk, f32[R, 256], each class at its width (missing e: uniform)."""
+    """Encode the R rows of a chunk, f32[R, 256], each class at its width."""
     parts = [
-        encode_rows(x[rows], width, nonuniformity.get(width, 0.0), group_size, u[rows])
+        encode_rows(x[rows], width, spacing, group_size, u[rows])
         for width, rows in class_slices(class_rows)
     ]
     return Encoded(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
-def decode_message(
-    payload: U8, class_rows: ClassRows, group_size: int, nonuniformity: Mapping[int, float]
-) -> F64:
+def decode_message(payload: U8, class_rows: ClassRows, group_size: int, spacing: Spacing) -> F64:
     """The values f64[R, 256] of a message."""
     codes, groups, supers = parse_message(payload, class_rows, group_size)
     parts = []
     for width, rows in class_slices(class_rows):
-        e = nonuniformity.get(width, 0.0)
-        parts.append(decode_rows(codes[rows], groups[rows], supers[rows], width, e, group_size))
+        kind = width, spacing, group_size
+        parts.append(decode_rows(codes[rows], groups[rows], supers[rows], *kind))
     return np.concatenate(parts)
 
 
@@ -362,7 +375,7 @@ def ring_all_reduce(
     grads: F32,
     class_rows: ClassRows,
     group_size: int,
-    nonuniformity: Mapping[int, float],
+    spacing: Spacing,
     rounding: str,
     seed: tuple[int, int],
     centre: bool = False,
@@ -397,9 +410,9 @@ def ring_all_reduce(
             with np.errstate(over="ignore", invalid="ignore"):
                 partial = own if hop == 0 else partial + own
             u = rounding_offsets(ids, hop, seed, rounding)
-            sent = encode_chunk(partial, class_rows, group_size, nonuniformity, u)
+            sent = encode_chunk(partial, class_rows, group_size, spacing, u)
             payload = pack_message(sent.codes, sent.group_scales, sent.super_scales, class_rows)
-            decoded = decode_message(payload, class_rows, group_size, nonuniformity)
+            decoded = decode_message(payload, class_rows, group_size, spacing)
             partial = decoded.astype(np.float32)
         payloads.append(payload)
         total[rows] = partial

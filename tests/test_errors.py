@@ -83,10 +83,15 @@ def test_fractions_of_other_bits():
         dq.DynamiQ(fractions=((8, 1.0),))
 
 
-@pytest.mark.parametrize("entry", ((1, 0.1), (4, -0.1), (4, 1.5), (4, float("nan"))))
-def test_impossible_nonuniformity(entry):
-    with raises(ValueError, "nonuniformity=", repr(entry), "Give"):
-        dq.DynamiQ(nonuniformity=(entry,))
+@pytest.mark.parametrize("gap_ratio", (0.9, 1.05, 7.0, float("nan"), "wide", None))
+def test_impossible_gap_ratio(gap_ratio):
+    with raises(ValueError, f"gap_ratio={gap_ratio!r}", "Give 1 for uniform levels, or 1.1 to 6"):
+        dq.DynamiQ(gap_ratio=gap_ratio)
+
+
+def test_unknown_spacing():
+    with raises(ValueError, "spacing='cubic'", "quadratic", "geometric"):
+        dq.DynamiQ(spacing="cubic")
 
 
 def test_unknown_implementation():

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from dynamiq_jax.codec import layout, ordering
 
-NONUNIFORMITY = dict.fromkeys(range(0, 17, 2), 0.0)
-
 order_rows = jax.jit(ordering.order_rows, static_argnums=1)
 restore_rows = jax.jit(ordering.restore_rows)
 seeds = st.integers(0, 2**32 - 1)
@@ -32,8 +30,9 @@ def layout_of(num_workers, rows, fractions) -> layout.Layout:
         256 * num_workers * rows,
         num_workers,
         fractions=fractions,
-        nonuniformity=NONUNIFORMITY,
         group_size=32,
+        spacing="quadratic",
+        gap_ratio=2.7,
         rounding="correlated",
     )
 

@@ -57,7 +57,7 @@ def test_offsets_are_those_of_the_oracle(kind, first, hop, seed):
 @pytest.mark.parametrize("hop", (0, 1, 7))
 def test_every_offset_is_uniform(kind, hop):
     u = offsets(kind, hop)
-    assert u.min() >= 0
+    assert u.min() > 0
     assert u.max() < 1
     assert 0.2 < kolmogorov_smirnov(u) < 2
     # Also lane by lane and row by row: no coordinate is special.
@@ -85,7 +85,7 @@ def test_correlated_hops_step_by_the_golden_ratio():
     golden = (np.sqrt(5) - 1) / 2
     for hop in range(1, 8):
         turned = u[hop] - u[0] - hop * golden
-        assert np.max(np.abs(turned - np.rint(turned))) < 2.0**-22
+        assert np.max(np.abs(turned - np.rint(turned))) < 2.0**-13  # of 16 bits, with a carry
 
 
 @pytest.mark.parametrize("hops", (2, 3, 5, 8, 13, 16))

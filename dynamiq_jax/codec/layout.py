@@ -6,12 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from dynamiq_jax.codec import packing
-from dynamiq_jax.codec.levels import Levels, levels_of_rows, make_levels
+from dynamiq_jax.codec.levels import Levels, Spacing, levels_of_rows, make_levels
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, row_bytes
 from dynamiq_jax.codec.rounding import Rounding
+
+ALIGNMENT = 16  # bytes: the widest load of a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,6 @@ class WidthClass:
     """Rows of one width inside a chunk. Offsets in rows; `codes_start` in bytes of the message."""
 
     width: int
-    nonuniformity: float
     rows: int
     first_row: int
     codes_start: int
@@ -36,6 +37,8 @@ class Layout:
     size: int  # coordinates of the bucket, before padding
     num_chunks: int  # one per worker
     group_size: int  # coordinates that share a group scale
+    spacing: Spacing
+    gap_ratio: float
     rounding: Rounding
     classes: tuple[WidthClass, ...]  # widest first, none empty
 
@@ -67,8 +70,11 @@ class Layout:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one message."""
-        return self.super_scales_start + 2 * self.rows_per_chunk
+        """Bytes of one message, padded so that messages that lie one after the other are all
+        aligned.
+        """
+        used = self.super_scales_start + 2 * self.rows_per_chunk
+        return -(-used // ALIGNMENT) * ALIGNMENT
 
     def as_rows(self, flat: Array) -> Array:
         """Pads a bucket [size] with zeros to a matrix [num_rows, 256]."""
@@ -86,7 +92,7 @@ class Layout:
         places = first + jnp.arange(count, dtype=jnp.int32)
         later_classes = np.array([c.first_row for c in self.classes[1:]], np.int32)
         class_of_row = jnp.sum((places[:, None] >= later_classes).astype(jnp.int32), axis=1)
-        levels = [make_levels(c.width, c.nonuniformity) for c in self.classes]
+        levels = [make_levels(c.width, self.spacing, self.gap_ratio) for c in self.classes]
         return levels_of_rows(levels, class_of_row)
 
     def pack(self, codes: Array, group_bytes: Array, super_bits: Array) -> Array:
@@ -96,8 +102,10 @@ class Layout:
         parts: list[Array] = []
         for c in self.classes:
             parts += packing.pack(codes[c.first_row : c.first_row + c.rows], c.width)
-        supers = lax.bitcast_convert_type(super_bits, jnp.uint8)
-        return jnp.concatenate([part.reshape(-1) for part in (*parts, group_bytes, supers)])
+        low, high = super_bits.astype(jnp.uint8), (super_bits >> np.uint16(8)).astype(jnp.uint8)
+        parts += [group_bytes.T, low, high]
+        message = jnp.concatenate([part.reshape(-1) for part in parts])
+        return jnp.pad(message, (0, self.payload_bytes - message.size))
 
     def unpack(self, payload: Array) -> tuple[Array, Array, Array]:
         """Inverse of `pack`."""
@@ -109,12 +117,13 @@ class Layout:
                 planes.append(payload[start:stop].reshape(c.rows, row_bytes(bits)))
                 start = stop
             codes.append(packing.unpack(tuple(planes), c.width))
-        groups = payload[self.group_scales_start : self.super_scales_start]
-        supers = payload[self.super_scales_start :].reshape(self.rows_per_chunk, 2)
+        rows = self.rows_per_chunk
+        group_bytes = payload[self.group_scales_start : self.super_scales_start]
+        supers = payload[self.super_scales_start :].astype(jnp.uint16)
         return (
-            jnp.concatenate(codes).reshape(self.rows_per_chunk, SUPER_GROUP_SIZE),
-            groups.reshape(self.rows_per_chunk, self.groups),
-            lax.bitcast_convert_type(supers, jnp.uint16),
+            jnp.concatenate(codes).reshape(rows, SUPER_GROUP_SIZE),
+            group_bytes.reshape(self.groups, rows).T,
+            supers[:rows] | (supers[rows : 2 * rows] << np.uint16(8)),
         )
 
 
@@ -123,8 +132,9 @@ def make_layout(
     num_chunks: int,
     *,
     fractions: tuple[tuple[int, float], ...],
-    nonuniformity: dict[int, float],
     group_size: int,
+    spacing: Spacing,
+    gap_ratio: float,
     rounding: Rounding,
 ) -> Layout:
     """Layout of a bucket of `size` coordinates whose rows take widths in the given fractions.
@@ -133,8 +143,9 @@ def make_layout(
       size: coordinates, at least 1.
       num_chunks: workers.
       fractions: (width, share of the rows), widest first, shares adding up to 1.
-      nonuniformity: e of each width.
       group_size: coordinates that share a group scale.
+      spacing: how the gaps between levels widen.
+      gap_ratio: the widest gap over the narrowest.
       rounding: kind of rounding offsets.
     """
     num_rows = -(-size // SUPER_GROUP_SIZE)
@@ -145,13 +156,15 @@ def make_layout(
         is_last = width == fractions[-1][0]
         rows = (rows_per_chunk if is_last else round(cumulative * rows_per_chunk)) - first_row
         if rows > 0:
-            classes.append(WidthClass(width, nonuniformity[width], rows, first_row, codes_start))
+            classes.append(WidthClass(width, rows, first_row, codes_start))
             first_row += rows
             codes_start += rows * row_bytes(width)
     return Layout(
         size=size,
         num_chunks=num_chunks,
         group_size=group_size,
+        spacing=spacing,
+        gap_ratio=gap_ratio,
         rounding=rounding,
         classes=tuple(classes),
     )

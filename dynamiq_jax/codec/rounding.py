@@ -1,4 +1,4 @@
-"""Rounding offsets u in [0, 1): one counter-based hash per coordinate for the whole all-reduce.
+"""Rounding offsets u in (0, 1): half a counter-based hash per coordinate for the whole all-reduce.
 
 The rounding events on a coordinate's path share the hash and differ by the hop, so that their
 errors cancel (paper, section 5, in a cheaper form): no table in memory, no knowledge of the number
@@ -17,9 +17,10 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 Rounding = Literal["correlated", "stratified", "independent", "nearest"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
-_GOLDEN = np.uint32(
-    0x9E3779B9
-)  # 2^32 / golden ratio: multiples of it fill [0, 1) evenly for any number of hops
+_HALF = SUPER_GROUP_SIZE // 2
+# Multiples of the golden ratio fill [0, 1) evenly for any number of hops. Both halves of this word
+# are 2^16 / golden ratio.
+_GOLDEN = np.uint32(0x9E379E37)
 _LANE = np.uint32(0x9E3779B1)  # odd, so that lanes map to distinct words
 
 
@@ -35,20 +36,40 @@ def offsets(
       rounding: see the module; `nearest` is deterministic and biased.
 
     Returns:
-      float32 [rows, 256] in [0, 1), or the scalar 0.5 for `nearest`.
+      float32 [rows, 256] in (0, 1), or the scalar 0.5 for `nearest`.
     """
     if rounding == "nearest":
         return np.float32(0.5)
-    hop = jnp.asarray(hop).astype(jnp.uint32)
-    rows = mix(mix(row_ids ^ seed[0]) + seed[1])
-    if rounding == "independent":
-        rows = mix(rows + hop * _GOLDEN)
-    words = mix(rows[:, None] ^ (np.arange(SUPER_GROUP_SIZE, dtype=np.uint32) * _LANE)[None, :])
+    lanes = jnp.arange(_HALF, dtype=jnp.uint32)
+    words = offset_words(row_words(row_ids, hop, seed, rounding), lanes, hop, rounding)
+    halves = words[:, None, :] >> jnp.array([0, 16], jnp.uint32)[:, None]
+    return half_to_offset(halves).reshape(-1, SUPER_GROUP_SIZE)
+
+
+def row_words(row_ids: Array, hop: Array | int, seed: Array, rounding: Rounding) -> Array:
+    """The share of the hash that all lanes of a row have in common: uint32 [rows]."""
+    words = mix(mix(row_ids ^ seed[0]) + seed[1])
+    return mix(words + _uint32(hop) * _GOLDEN) if rounding == "independent" else words
+
+
+def offset_words(rows: Array, lanes: Array, hop: Array | int, rounding: Rounding) -> Array:
+    """Words uint32 [rows, lanes] whose low halves are the offsets of `lanes`, uint32 below 128, and
+    whose high halves those of `lanes + 128`.
+    """
+    words = mix(rows[:, None] ^ (lanes * _LANE)[None, :])
     if rounding == "correlated":
-        words = words + hop * _GOLDEN
+        words = words + _uint32(hop) * _GOLDEN
     elif rounding == "stratified":
-        words = words ^ _bit_reverse(hop)
-    return (words >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2**-24)
+        words = words ^ (_bit_reverse_16(_uint32(hop)) * np.uint32(0x10001))
+    return words
+
+
+def half_to_offset(words: Array) -> Array:
+    """The low half h of uint32 words to (h + 1/2) / 2^16, float32: by its bits, which is cheaper
+    than a conversion.
+    """
+    bits = ((words & np.uint32(0xFFFF)) << np.uint32(7)) | np.uint32(0x3F800000)  # 1 + h / 2^16
+    return lax.bitcast_convert_type(bits, jnp.float32) - np.float32(1 - 2**-17)
 
 
 def mix(word: Array) -> Array:
@@ -60,8 +81,12 @@ def mix(word: Array) -> Array:
     return word ^ (word >> np.uint32(16))
 
 
-def _bit_reverse(word: Array) -> Array:
-    swaps = ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF))
+def _bit_reverse_16(word: Array) -> Array:
+    swaps = ((1, 0x5555), (2, 0x3333), (4, 0x0F0F), (8, 0x00FF))
     for shift, mask in [(np.uint32(shift), np.uint32(mask)) for shift, mask in swaps]:
         word = ((word >> shift) & mask) | ((word & mask) << shift)
-    return lax.shift_right_logical(word, np.uint32(16)) | (word << np.uint32(16))
+    return word
+
+
+def _uint32(value: Array | int) -> Array:
+    return jnp.asarray(value).astype(jnp.uint32)

@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.codec import scales
-from dynamiq_jax.codec.levels import Levels, level, round_to_level
+from dynamiq_jax.codec.levels import Levels, round_to_level
 
 
 def encode_rows(
@@ -29,7 +29,7 @@ def encode_rows(
     t = jnp.minimum(magnitudes.reshape(rows.shape), np.float32(1))
     # NaN becomes an arbitrary code here, within range after the mask; its row decodes to NaN by its
     # super-scale.
-    top = levels.top.astype(jnp.int32)
+    top = jnp.asarray(levels.top).astype(jnp.int32)
     magnitude = round_to_level(t, offset, levels).astype(jnp.int32) & top
     negative = lax.bitcast_convert_type(rows, jnp.int32) < 0
     codes = jnp.where(negative, magnitude + (top + 1), magnitude)
@@ -43,8 +43,8 @@ def decode_rows(
     finite row, even of width 0: 0 * NaN is NaN.
     """
     scale = scales.reconstruct_scales(group_bytes, super_bits)
-    top = levels.top.astype(jnp.int32)
+    top = jnp.asarray(levels.top).astype(jnp.int32)
     words = codes.astype(jnp.int32)
-    value = level((words & top).astype(jnp.float32), levels)
+    value = levels.position((words & top).astype(jnp.float32))
     signed = jnp.where(words > top, -value, value)
     return (signed.reshape(*scale.shape, group_size) * scale[:, :, None]).reshape(codes.shape)

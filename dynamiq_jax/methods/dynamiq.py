@@ -1,7 +1,6 @@
 """DynamiQ: variable-width quantization made for multi-hop all-reduce (arXiv 2602.08923)."""
 
 import dataclasses
-import math
 import numbers
 from typing import Any
 
@@ -14,7 +13,7 @@ from dynamiq_jax import compat
 from dynamiq_jax.codec import allocation, scales
 from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
-from dynamiq_jax.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, num_levels
+from dynamiq_jax.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.ordering import order_rows, restore_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
@@ -26,13 +25,6 @@ from pallas_kernels.hop.api import hop
 from pallas_kernels.implementation import resolve
 from pallas_kernels.statistics.api import statistics
 
-# Ratio of the widest to the narrowest gap between levels, the same at every width: measured best on
-# LM gradients within 2 % from 3 bits to 14 (uniform levels cost 20 to 30 % more error).
-_GAP_RATIO = 2.7
-NONUNIFORMITY = {
-    width: math.sqrt(math.expm1(math.log(_GAP_RATIO) / num_levels(width)) / 2)
-    for width in WIDTHS[1:]
-} | {0: 0.0}
 _GROUP_SIZES = (8, 16, 32)
 _MIN_BITS, _MAX_BITS = 2.5, 16.0
 
@@ -46,10 +38,10 @@ class DynamiQ(ChunkedMethod):
     default, a bias of 2 to 4 % of the squared error is left (`independent` has none, and a third
     more error). The fractions suit language-model gradients, whose super-groups differ widely in
     norm; on white noise, where all are alike, the error is 12 times that after `fit`. A magnitude
-    above 2^126 (8.5e37) counts as not finite. Differences from the paper: fixed
-    fractions of the super-groups get each width, instead of thresholds solved every step (XLA wants
-    static shapes); every width from 2 to 16 instead of 2, 4 and 8; groups of 32; golden-ratio
-    rounding instead of a permutation.
+    above 2^126 (8.5e37) counts as not finite. Differences from the paper: fixed fractions of the
+    super-groups get each width, instead of thresholds solved every step (XLA wants static shapes);
+    every width from 2 to 16 instead of 2, 4 and 8; groups of 32; quadratic instead of geometric
+    levels; golden-ratio rounding instead of a permutation.
 
     >>> DynamiQ(bits=4.0).bits
     4.0
@@ -64,7 +56,8 @@ class DynamiQ(ChunkedMethod):
     group_size: int = 32  # coordinates under a one-byte scale; smaller costs bits, lowers the error
     rounding: Rounding = "correlated"  # errors of hops cancel; `nearest` is biased
     fractions: Fractions | None = None  # (width, share of super-groups); solved from `bits` if None
-    nonuniformity: tuple[tuple[int, float], ...] | None = None  # (width, e); measured best if None
+    spacing: Spacing = "quadratic"  # of the levels; `geometric` is the paper's, 2 % better, slower
+    gap_ratio: float = 2.7  # widest gap between levels over the narrowest; 1 is uniform, 20 % worse
     centre: bool = False  # subtract super-group means first; 1/16 bit, no help on LM gradients
     implementation: str | None = None  # backend of the codec; None picks the fastest that there is
 
@@ -88,12 +81,16 @@ class DynamiQ(ChunkedMethod):
             )
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r} is not known. Give one of {ROUNDINGS}.")
-        for name in ("fractions", "nonuniformity"):
-            value = getattr(self, name)
-            if value is not None and not (
-                isinstance(value, tuple) and all(isinstance(pair, tuple) for pair in value)
-            ):
-                raise ValueError(f"{name}={value!r} is not a tuple of (width, number) tuples.")
+        if self.spacing not in SPACINGS:
+            raise ValueError(f"spacing={self.spacing!r} is not known. Give one of {SPACINGS}.")
+        if not (
+            isinstance(self.gap_ratio, numbers.Real)
+            and (self.gap_ratio == 1 or MIN_GAP_RATIO <= self.gap_ratio <= MAX_GAP_RATIO)
+        ):
+            raise ValueError(
+                f"gap_ratio={self.gap_ratio!r} is not possible. Give 1 for uniform levels, or "
+                f"{MIN_GAP_RATIO:g} to {MAX_GAP_RATIO:g}."
+            )
         if self.fractions is not None:
             self._check_fractions(self.fractions)
         else:
@@ -104,22 +101,12 @@ class DynamiQ(ChunkedMethod):
                     f"group_size={self.group_size}: they span "
                     f"{low:g} to {high:g} bits. Give other widths, or bits in that range."
                 )
-        for width, e in self.nonuniformity or ():
-            log_gap_ratio = math.log1p(2 * e * e) * num_levels(width) if width in WIDTHS else 0
-            # e = 0 is uniform, and a single level has no gaps to differ.
-            lowest = 0 if e == 0 or width in (0, 2) else math.log(MIN_GAP_RATIO)
-            in_range = lowest <= log_gap_ratio <= math.log(MAX_GAP_RATIO)
-            if width not in WIDTHS or not (e >= 0 and in_range):
-                raise ValueError(
-                    f"nonuniformity={self.nonuniformity!r} has an impossible entry {(width, e)!r}. "
-                    "Give (width, e) pairs, e = 0 for uniform levels or else (1 + 2 e^2)^L from "
-                    f"{MIN_GAP_RATIO:g} to {MAX_GAP_RATIO:g}, L = 2^(width - 1) - 1."
-                )
 
     @classmethod
     def paper(cls, bits: float = 5.0, **changes: Any) -> "DynamiQ":
-        """The paper's preset: widths 2, 4 and 8, groups of 16."""
-        return cls(**{"bits": bits, "widths": (2, 4, 8), "group_size": 16, **changes})
+        """The paper's preset: widths 2, 4 and 8, groups of 16, geometric levels."""
+        preset = {"widths": (2, 4, 8), "group_size": 16, "spacing": "geometric"}
+        return cls(**{"bits": bits, **preset, **changes})
 
     def fit(self, gradients: Any) -> "DynamiQ":
         """This method with fractions that suit the super-group norms of measured gradients, at the
@@ -152,8 +139,9 @@ class DynamiQ(ChunkedMethod):
             size,
             num_workers,
             fractions=fractions,
-            nonuniformity=NONUNIFORMITY | dict(self.nonuniformity or ()),
             group_size=self.group_size,
+            spacing=self.spacing,
+            gap_ratio=self.gap_ratio,
             rounding=self.rounding,
         )
 
@@ -188,6 +176,10 @@ class DynamiQ(ChunkedMethod):
         return allocation.overhead_bits(self.group_size, statistics=2 if self.centre else 1)
 
     def _check_fractions(self, fractions: Fractions) -> None:
+        if not (
+            isinstance(fractions, tuple) and all(isinstance(pair, tuple) for pair in fractions)
+        ):
+            raise ValueError(f"fractions={fractions!r} is not a tuple of (width, share) tuples.")
         widths = [width for width, _ in fractions]
         if (
             widths != sorted(set(widths), reverse=True)
