@@ -17,7 +17,7 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 Rounding = Literal["correlated", "stratified", "independent", "nearest"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
-_HALF = SUPER_GROUP_SIZE // 2
+_HALF = np.uint32(SUPER_GROUP_SIZE // 2)
 # Multiples of the golden ratio fill [0, 1) evenly for any number of hops. Both halves of this word
 # are 2^16 / golden ratio.
 _GOLDEN = np.uint32(0x9E379E37)
@@ -40,10 +40,11 @@ def offsets(
     """
     if rounding == "nearest":
         return np.float32(0.5)
-    lanes = jnp.arange(_HALF, dtype=jnp.uint32)
-    words = offset_words(row_words(row_ids, hop, seed, rounding), lanes, hop, rounding)
-    halves = words[:, None, :] >> jnp.array([0, 16], jnp.uint32)[:, None]
-    return half_to_offset(halves).reshape(-1, SUPER_GROUP_SIZE)
+    # Both lanes of a pair make the word again: XLA:CPU vectorises that, and does not vectorise one
+    # word that is spread over two lanes.
+    lanes = jnp.arange(SUPER_GROUP_SIZE, dtype=jnp.uint32)
+    words = offset_words(row_words(row_ids, hop, seed, rounding), lanes % _HALF, hop, rounding)
+    return half_to_offset(words >> (lanes // _HALF * np.uint32(16))[None, :])
 
 
 def row_words(row_ids: Array, hop: Array | int, seed: Array, rounding: Rounding) -> Array:
