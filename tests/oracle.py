@@ -199,10 +199,10 @@ def row_scales(x: F32, group_size: int) -> tuple[U8, U16]:
     in_range = row_max <= np.float32(2.0**126)  # False for NaN
     super_bits = np.where(in_range, bf16_up(row_max), np.uint16(BF16_NAN))
     super_scale = bf16_to_f32(super_bits)[:, None]
-    usable = np.isfinite(super_scale) & (super_scale > 0)
+    usable = np.isfinite(super_scale) & (super_scale >= SMALLEST_NORMAL)
     super_scale = np.where(usable, super_scale, np.float32(1))
-    ratio = np.where(usable, group_max, np.float32(0)) / super_scale
-    return np.ceil(np.float32(255) * ratio).astype(np.uint8), super_bits
+    ratio = np.where(usable, group_max, np.float32(0)) * (np.float32(1) / super_scale)
+    return np.minimum(np.ceil(np.float32(255) * ratio), 255).astype(np.uint8), super_bits
 
 
 def group_steps(group_scales: U8, super_bits: U16) -> F32:
@@ -319,9 +319,9 @@ def pack_message(codes: U16, group_scales: U8, super_scales: U16, class_rows: Cl
     for width, rows in class_slices(class_rows):
         packed = pack_codes(codes[rows], width)
         parts += [packed[:, 32 * low : 32 * (low + b)].reshape(-1) for low, b in planes(width)]
-    parts += [group_scales.T.reshape(-1), super_scales & 0xFF, super_scales >> 8]
+    parts += [group_scales.reshape(-1), super_scales.astype("<u2").view(np.uint8)]
     message = np.zeros(payload_bytes(class_rows, LANES // group_scales.shape[1]), np.uint8)
-    joined = np.concatenate(parts).astype(np.uint8)
+    joined = np.concatenate(parts)
     message[: joined.size] = joined
     return message
 
@@ -341,10 +341,10 @@ def parse_message(payload: U8, class_rows: ClassRows, group_size: int) -> tuple[
             at = end
         if packed:
             codes[rows] = unpack_codes(np.concatenate(packed, axis=1), width)
-    groups = LANES // group_size
-    scales = payload[at : at + total * (groups + 2)].reshape(groups + 2, total)
-    super_scales = scales[groups].astype(np.uint16) | scales[groups + 1].astype(np.uint16) << 8
-    return codes, scales[:groups].T, super_scales
+    split = at + total * (LANES // group_size)
+    group_scales = payload[at:split].reshape(total, LANES // group_size)
+    super_scales = payload[split : split + 2 * total].copy().view("<u2").astype(np.uint16)
+    return codes, group_scales, super_scales
 
 
 # ------------------------------------------------------------------------------ chunks and the ring

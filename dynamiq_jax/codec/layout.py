@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from dynamiq_jax.codec import packing
 from dynamiq_jax.codec.levels import Levels, Spacing, levels_of_rows, make_levels
@@ -102,8 +102,7 @@ class Layout:
         parts: list[Array] = []
         for c in self.classes:
             parts += packing.pack(codes[c.first_row : c.first_row + c.rows], c.width)
-        low, high = super_bits.astype(jnp.uint8), (super_bits >> np.uint16(8)).astype(jnp.uint8)
-        parts += [group_bytes.T, low, high]
+        parts += [group_bytes, lax.bitcast_convert_type(super_bits, jnp.uint8)]
         message = jnp.concatenate([part.reshape(-1) for part in parts])
         return jnp.pad(message, (0, self.payload_bytes - message.size))
 
@@ -119,11 +118,11 @@ class Layout:
             codes.append(packing.unpack(tuple(planes), c.width))
         rows = self.rows_per_chunk
         group_bytes = payload[self.group_scales_start : self.super_scales_start]
-        supers = payload[self.super_scales_start :].astype(jnp.uint16)
+        super_bytes = payload[self.super_scales_start : self.super_scales_start + 2 * rows]
         return (
             jnp.concatenate(codes).reshape(rows, SUPER_GROUP_SIZE),
-            group_bytes.reshape(self.groups, rows).T,
-            supers[:rows] | (supers[rows : 2 * rows] << np.uint16(8)),
+            group_bytes.reshape(rows, self.groups),
+            lax.bitcast_convert_type(super_bytes.reshape(rows, 2), jnp.uint16),
         )
 
 

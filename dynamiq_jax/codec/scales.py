@@ -26,21 +26,31 @@ def group_maxima(rows: Array, group_size: int) -> Array:
     return jnp.max(quarters.astype(jnp.uint32), axis=-1)
 
 
+def quantize_super_scales(maxima: Array) -> Array:
+    """Bits of row maxima to super-scales: uint32, any shape, to bfloat16 bits in uint32.
+
+    A row that holds NaN, Inf or more than 2^126 gets a NaN, which every coordinate of it will
+    decode to: an integer code cannot carry it.
+    """
+    rounded_up = (maxima + np.uint32(0xFFFF)) >> np.uint32(16)
+    return jnp.where(maxima <= _LARGEST_BITS, rounded_up, _NAN_BITS)
+
+
+def quantize_group_scales(maxima: Array, super_bits: Array) -> Array:
+    """Bits of group maxima, uint32, and super-scales, bfloat16 bits in uint32 of a shape that
+    broadcasts, to group scales: float32 integers 0 .. 255.
+    """
+    share = lax.bitcast_convert_type(maxima, jnp.float32) * reciprocal(bfloat16_value(super_bits))
+    return jnp.minimum(jnp.ceil(share * np.float32(255)), np.float32(255))
+
+
 def quantize_scales(maxima: Array) -> tuple[Array, Array]:
     """Group maxima (bits, uint32 [rows, groups]) to group scales uint8 [rows, groups] and
-    super-scales uint16 [rows].
-
-    The super-scales are bfloat16 bits. A row that holds NaN, Inf or more than 2^126 gets a NaN,
-    which every coordinate of it will decode to: an integer code cannot carry it.
+    super-scales (bfloat16 bits) uint16 [rows].
     """
-    bits = jnp.max(maxima, axis=-1)
-    rounded_up = (bits + np.uint32(0xFFFF)) >> np.uint32(16)
-    super_bits = jnp.where(bits <= _LARGEST_BITS, rounded_up, _NAN_BITS)
-    super_scale = bfloat16_value(super_bits)[:, None]
-    largest = lax.bitcast_convert_type(maxima, jnp.float32)
-    share = jnp.where(super_scale > 0, largest / super_scale, np.float32(0))
-    group_bytes = jnp.ceil(share * np.float32(255)).astype(jnp.int32).astype(jnp.uint8)
-    return group_bytes, super_bits.astype(jnp.uint16)
+    super_bits = quantize_super_scales(jnp.max(maxima, axis=-1))
+    group_scales = quantize_group_scales(maxima, super_bits[:, None])
+    return group_scales.astype(jnp.int32).astype(jnp.uint8), super_bits.astype(jnp.uint16)
 
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
