@@ -77,7 +77,7 @@ def operations(
             (payload[None], rows, order, 0, 1, seed),
             local + 2 * wire,
         ),
-        "decompress": (jax.jit(lambda p: decompress(p, layout=layout)), (payload[None],), wire + 4),
+        "decompress": (jax.jit(lambda p: decompress(p, order, layout=layout)), (payload[None],), wire + 4),
     }
 
 

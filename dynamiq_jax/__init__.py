@@ -4,14 +4,32 @@
 + grads = dq.pmean(grads, "data", key=key)
 """
 
-from dynamiq_jax.autodiff import value_and_grad
-from dynamiq_jax.collectives import pmean, psum
-from dynamiq_jax.methods import DynamiQ, Exact
-from dynamiq_jax.metrics import vnmse
-from dynamiq_jax.optimizer import all_reduce_gradients
-from dynamiq_jax.report import WireReport, wire_report
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamiq_jax.autodiff import value_and_grad
+    from dynamiq_jax.collectives import pmean, psum
+    from dynamiq_jax.methods import DynamiQ, Exact
+    from dynamiq_jax.metrics import vnmse
+    from dynamiq_jax.optimizer import all_reduce_gradients
+    from dynamiq_jax.report import WireReport, wire_report
 
 __version__ = "0.1.0"
+
+# Loaded when asked for: the codec and the kernels, which lie below, need neither optax nor each
+# other's callers.
+_MODULES = {
+    "DynamiQ": "methods",
+    "Exact": "methods",
+    "WireReport": "report",
+    "all_reduce_gradients": "optimizer",
+    "pmean": "collectives",
+    "psum": "collectives",
+    "value_and_grad": "autodiff",
+    "vnmse": "metrics",
+    "wire_report": "report",
+}
 
 __all__ = [
     "DynamiQ",
@@ -24,3 +42,15 @@ __all__ = [
     "vnmse",
     "wire_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

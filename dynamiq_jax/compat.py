@@ -2,7 +2,8 @@
 else. Nowhere else.
 """
 
-from typing import TypeVar
+import importlib.util
+from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
@@ -32,6 +33,20 @@ def match_varying(values: Tree, reference: Array) -> Tree:
     if not axes:
         return values
     return jax.tree.map(lambda value: lax.pcast(value, axes, to="varying"), values)
+
+
+def shape_like(shape: tuple[int, ...], dtype: Any, reference: Array) -> jax.ShapeDtypeStruct:
+    """Result of a kernel: a shape that varies over the axes of `reference`."""
+    aval = jax.typeof(reference)
+    kind: dict[str, Any] = {"vma": varying_axes(reference)}
+    if hasattr(aval, "manual_axis_type"):
+        kind = {"manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(shape, dtype, **kind)
+
+
+def has_triton() -> bool:
+    """Whether Pallas can still lower to Triton: deprecated since JAX 0.11."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def all_gather(value: Array, axis_name: str) -> Array:

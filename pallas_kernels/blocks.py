@@ -1,10 +1,14 @@
-"""Loops over blocks of rows for the XLA backend."""
+"""Blocks of rows for the XLA backend: loops over them, and what the operations do with one."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
+
+from dynamiq_jax.codec.layout import Layout
+from dynamiq_jax.codec.rows import decode_rows
 
 # Rows per step on a CPU. A step's float32 values (512 KiB) stay in a core's cache from the decode
 # to the code; as one fused pass over a large array XLA:CPU decodes twice and spills every
@@ -31,3 +35,20 @@ def for_each_block(
         return step(lax.min(index * count, num_rows - count), count, carry)
 
     return lax.fori_loop(0, steps, body, carry)
+
+
+def gather(rows: Array, places: Array, first: Array | int, count: int) -> Array:
+    """Rows at places `first .. first + count` of a chunk, as float32 [count, 256]."""
+    indices = lax.dynamic_slice_in_dim(places, first, count)
+    return rows.at[indices].get(mode="promise_in_bounds", unique_indices=True).astype(jnp.float32)
+
+
+def decode_block(
+    parts: tuple[Array, Array, Array], first: Array | int, count: int, *, layout: Layout
+) -> Array:
+    """Rows at places `first .. first + count` of an unpacked message: float32 [count, 256]."""
+    codes, group_bytes, super_bits = (
+        lax.dynamic_slice_in_dim(part, first, count) for part in parts
+    )
+    levels = layout.levels(first, count)
+    return decode_rows(codes, group_bytes, super_bits, levels, group_size=layout.group_size)

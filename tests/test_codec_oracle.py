@@ -4,6 +4,7 @@ The oracle computes levels and probabilities in float64 and says which codes do 
 bits of float32 ("decided"): those have to be equal, the others within one level.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -22,7 +23,7 @@ from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
 from pallas_kernels.hop.api import hop
 
-ALL_WIDTHS = tuple(width for width in reversed(packing.WIDTHS) if width)
+ALL_WIDTHS = tuple(reversed(packing.WIDTHS))
 FEW_WIDTHS = (8, 5, 2)
 NUM_CHUNKS, ROWS_PER_WIDTH = 3, 32
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
@@ -62,7 +63,14 @@ def layout_of(codec: Codec) -> Layout:
 
 jitted_compress = jax.jit(compress, static_argnames="layout")
 jitted_hop = jax.jit(hop, static_argnames="layout")
-jitted_decompress = jax.jit(decompress, static_argnames="layout")
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def jitted_decompress(messages, layout):
+    """Messages one by one, rows in the order of the message: float32 [rows, 256]."""
+    one = dataclasses.replace(layout, num_chunks=len(messages))
+    order = jnp.arange(one.num_rows, dtype=jnp.int32).reshape(len(messages), -1)
+    return decompress(messages, order, layout=one)
 
 
 @functools.cache
@@ -127,6 +135,8 @@ def compare_codes(
     ours: np.ndarray, expected: np.ndarray, decided: np.ndarray, same: np.ndarray, width: int
 ) -> None:
     """`same` marks coordinates whose scale is the same."""
+    if width == 0:
+        return
     np.testing.assert_array_equal(ours[decided & same], expected[decided & same])
     mask = 2 ** (width - 1) - 1
     assert np.max(np.abs((ours & mask).astype(int) - (expected & mask).astype(int))[same]) <= 1
@@ -179,9 +189,11 @@ def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
     blocked = jax.jit(lambda *args: hop(*args, layout=layout))
     message = blocked(messages[0][None], local[1], order, np.int32(1), np.int32(1), SEED)
     np.testing.assert_array_equal(message, messages[1])
-    decode = jax.jit(lambda payloads: decompress(payloads, layout=layout))
-    payloads = np.stack(messages)
-    np.testing.assert_array_equal(decode(payloads), jitted_decompress(payloads, layout=layout))
+    payloads = np.stack(messages[:NUM_CHUNKS])
+    decode = jax.jit(lambda payloads: decompress(payloads, order, layout=layout))
+    expected = np.zeros((layout.num_rows, 256), np.float32)
+    expected[order.reshape(-1)] = jitted_decompress(payloads, layout=layout)
+    np.testing.assert_array_equal(decode(payloads), expected)
 
 
 # ------------------------------------------------------------------------------- the whole ring
@@ -270,5 +282,5 @@ def test_a_hop_adds_any_number_of_messages():
     seed = jnp.asarray(SEED, jnp.uint32)
     sent = [compress(part, order, 1, 0, seed, layout=layout) for part in rows[1:]]
     total = hop(jnp.stack(sent), rows[0], order, 1, 1, seed, layout=layout)
-    decoded = decompress(total[None], layout=layout)
+    decoded = jitted_decompress(total[None], layout=layout)
     assert 1e-7 < dq.vnmse(decoded, rows.sum(axis=0)[order[1]]) < 1e-3

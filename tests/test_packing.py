@@ -28,7 +28,7 @@ def unpack(packed, width):
     """Codes of planes that lie one beside the other."""
     sizes = [packing.row_bytes(bits) for bits in packing.planes(width)]
     planes = jnp.split(packed, np.cumsum(sizes)[:-1], axis=1)
-    return packing.unpack(tuple(planes), width).reshape(-1, packing.SUPER_GROUP_SIZE)
+    return packing.unpack(tuple(planes), len(packed), width).reshape(-1, packing.SUPER_GROUP_SIZE)
 
 
 def random_codes(seed: int, width: int) -> np.ndarray:

@@ -115,7 +115,7 @@ class Layout:
                 stop = start + c.rows * row_bytes(bits)
                 planes.append(payload[start:stop].reshape(c.rows, row_bytes(bits)))
                 start = stop
-            codes.append(packing.unpack(tuple(planes), c.width))
+            codes.append(packing.unpack(tuple(planes), c.rows, c.width))
         rows = self.rows_per_chunk
         group_bytes = payload[self.group_scales_start : self.super_scales_start]
         super_bytes = payload[self.super_scales_start : self.super_scales_start + 2 * rows]

@@ -16,47 +16,75 @@ one loop: they are float32 scalars, or columns [rows, 1] where every row has its
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 Spacing = Literal["quadratic", "geometric"]
 SPACINGS: tuple[str, ...] = get_args(Spacing)
 Number = Array | np.float32 | float  # float only before `make_levels` rounds it
 
-# Below the smaller ratio a float32 logarithm or root no longer finds the right level of 16 bits (at
-# it, to 1/50 of a gap); above the larger one the polynomial is not exact to float32.
+# Below the smaller ratio a float32 logarithm or root no longer finds the right level of 16 bits;
+# above the larger one the polynomial is not exact to float32.
 MIN_GAP_RATIO, MAX_GAP_RATIO = 1.1, 6.0
+
+# Relative error of `inverse`, with room. Subtracted from it, so that t = 1 never rounds to the code
+# L, which has no gap above it.
+_INVERSE_ERROR = 2.0**-21
+
+# A float32 between 2^23 and 2^24 is a whole number that its low bits spell out: adding this makes
+# an integer, without the conversions that cost a GPU more than arithmetic.
+WHOLE = np.float32(1.5 * 2**23)
+
+
+class UniformLevels(NamedTuple):
+    """f(r) = r / L."""
+
+    top: Number  # L, the largest magnitude code
+    step: Number
+    shift: Number  # 1/2 and a margin
+
+    def position(self, code: Array) -> Array:
+        """f(code), float32."""
+        return code * self.step
+
+    def inverse(self, t: Array) -> Array:
+        """f^-1(t) - 1/2: rounded to a whole number, the largest code whose position is at most `t`
+        (or one less, where `t` is a position but for float32 precision).
+        """
+        return t * self.top - self.shift
+
+    def gap(self, code: Array, position: Array) -> Array:
+        """f(code + 1) - f(code)."""
+        return jnp.asarray(self.step)
 
 
 class QuadraticLevels(NamedTuple):
     """f(r) = r (linear + quadratic r)."""
 
-    top: Number  # L, the largest magnitude code
+    top: Number
     linear: Number
     quadratic: Number
     first_gap: Number  # f(r + 1) - f(r) = first_gap + growth r
     growth: Number
-    slope: Number  # inverse: slope t + sqrt(square + span t) - shift
-    span: Number
+    span: Number  # f^-1(t) - 1/2 = sqrt(square + span t) - shift
     square: Number
     shift: Number
 
     def position(self, code: Array) -> Array:
-        """f(code), float32."""
+        """See `UniformLevels`."""
         return code * (self.linear + code * self.quadratic)
 
-    def below(self, t: Array) -> Array:
-        """The largest code whose position is at most `t`, up to float32 precision."""
-        root = jnp.sqrt(t * self.span + self.square)
-        return jnp.floor(t * self.slope + (root - self.shift))
+    def inverse(self, t: Array) -> Array:
+        """See `UniformLevels`."""
+        return jnp.sqrt(t * self.span + self.square) - self.shift
 
     def gap(self, code: Array, position: Array) -> Array:
-        """f(code + 1) - f(code)."""
+        """See `UniformLevels`."""
         return code * self.growth + self.first_gap
 
 
@@ -65,46 +93,70 @@ class GeometricLevels(NamedTuple):
     is the same on every backend up to the contraction of multiply-adds.
     """
 
-    top: Number  # L, the largest magnitude code
+    top: Number
     first_gap: Number  # f(r + 1) - f(r) = first_gap + growth f(r)
     growth: Number
-    slope: Number  # inverse: slope t + log(1 + span t) / log(b)
-    span: Number
+    span: Number  # f^-1(t) = log(1 + span t) / log(b)
     inverse_log_base: Number
+    shift: Number  # 1/2 and a margin
     coefficients: tuple[Number, ...]  # f(r) = r * sum_i c[i] r^i
 
     def position(self, code: Array) -> Array:
-        """f(code), float32."""
+        """See `UniformLevels`."""
         *lower, value = self.coefficients
         for coefficient in reversed(lower):
             value = value * code + coefficient
         return value * code
 
-    def below(self, t: Array) -> Array:
-        """The largest code whose position is at most `t`, up to float32 precision."""
+    def inverse(self, t: Array) -> Array:
+        """See `UniformLevels`."""
         logarithm = jnp.log(np.float32(1) + t * self.span)
-        return jnp.floor(t * self.slope + logarithm * self.inverse_log_base)
+        return logarithm * self.inverse_log_base - self.shift
 
     def gap(self, code: Array, position: Array) -> Array:
-        """f(code + 1) - f(code)."""
+        """See `UniformLevels`."""
         return position * self.growth + self.first_gap
 
 
-Levels = QuadraticLevels | GeometricLevels
+Levels = UniformLevels | QuadraticLevels | GeometricLevels
 
 
-def round_to_level(t: Array, offset: Array | np.float32, levels: Levels) -> Array:
-    """Rounds float32 positions `t` in [0, 1] to float32 codes in [0, L].
+def round_to_level(
+    t: Array,
+    offset: Array | np.float32,
+    levels: Levels,
+    nearest_whole: Callable[[Array], Array] = jnp.round,
+) -> Array:
+    """Rounds float32 positions `t` in [0, 1] to codes in [0, L], uint32; NaN to any of them.
 
     Rounds up with the probability that makes the result unbiased when `offset` is uniform in [0,
-    1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)).
+    1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)). `nearest_whole` rounds a float32 to the
+    nearest whole number, ties to even; backends differ in how they do so best.
     """
-    # A code one off at a boundary is harmless: t - f(r) is then ~0 or ~1 gap and rounds to the same
-    # level.
-    code = jnp.minimum(levels.below(t), levels.top - np.float32(1))
+    # An r one off where t is a position is harmless: t - f(r) is then ~0 or ~1 gap, and rounds to
+    # the same level.
+    code = nearest_whole(levels.inverse(t))
     position = levels.position(code)
-    up = offset * levels.gap(code, position) < t - position
-    return jnp.where(up, code + np.float32(1), code)
+    short = offset * levels.gap(code, position) - (t - position)
+    up = lax.bitcast_convert_type(short, jnp.uint32) >> np.uint32(31)
+    return (lax.bitcast_convert_type(code + WHOLE, jnp.uint32) + up) & top_code(levels)
+
+
+def top_code(levels: Levels) -> Array:
+    """L as uint32: also the mask of a magnitude."""
+    return float_to_code(jnp.asarray(levels.top))
+
+
+def code_to_float(code: Array) -> Array:
+    """Codes, uint32 below 2^22, to float32."""
+    bits = code | np.uint32(WHOLE.view(np.uint32))
+    return lax.bitcast_convert_type(bits, jnp.float32) - WHOLE
+
+
+def float_to_code(value: Array) -> Array:
+    """Inverse of `code_to_float`, of float32 whole numbers below 2^22."""
+    bits = lax.bitcast_convert_type(value + WHOLE, jnp.uint32)
+    return bits & np.uint32(2**22 - 1)
 
 
 def num_levels(width: int) -> int:
@@ -113,10 +165,16 @@ def num_levels(width: int) -> int:
 
 
 def make_levels(width: int, spacing: Spacing, gap_ratio: float) -> Levels:
-    """Levels of a width; of width 0, a single one at zero. `gap_ratio` 1 is uniform."""
-    top = num_levels(width)
-    levels = _quadratic if spacing == "quadratic" else _geometric
-    return jax.tree.map(np.float32, levels(top, gap_ratio if top > 1 else 1.0))
+    """Levels of a width; of width 0, with a single code. `gap_ratio` 1 is uniform."""
+    top = max(num_levels(width), 1)
+    levels: Levels
+    if gap_ratio == 1:
+        levels = UniformLevels(top=top, step=1 / top, shift=0.5 + top * _INVERSE_ERROR)
+    elif spacing == "quadratic":
+        levels = _quadratic(top, gap_ratio)
+    else:
+        levels = _geometric(top, gap_ratio)
+    return jax.tree.map(np.float32, levels._replace(top=num_levels(width)))
 
 
 def levels_of_rows(classes: Sequence[Levels], class_of_row: Array) -> Levels:
@@ -135,37 +193,37 @@ def error_coefficient(width: int) -> float:
 
 
 def _quadratic(top: int, gap_ratio: float) -> QuadraticLevels:
-    growth = (gap_ratio - 1) / max(top - 1, 1)  # in first gaps
-    quadratic = growth / 2
-    linear = 1 - quadratic
-    total = max(top, 1) * (linear + max(top, 1) * quadratic)
-    uniform = gap_ratio == 1
-    shift = 0 if uniform else linear / growth
+    if top == 1:  # a single gap: whatever `t` is, the code below is 0
+        return QuadraticLevels(1, 1, 0, first_gap=1, growth=0, span=0, square=0, shift=0.5)
+    growth = (gap_ratio - 1) / (top - 1)  # in first gaps
+    linear, quadratic = 1 - growth / 2, growth / 2
+    total = top * (linear + top * quadratic)
     return QuadraticLevels(
         top=top,
         linear=linear / total,
         quadratic=quadratic / total,
         first_gap=1 / total,
         growth=growth / total,
-        slope=top if uniform else 0,
-        span=0 if uniform else total / quadratic,
-        square=shift**2,
-        shift=shift,
+        span=total / quadratic,
+        square=(linear / growth) ** 2,
+        shift=linear / growth + 0.5 + (linear / growth + top) * _INVERSE_ERROR,
     )
 
 
 def _geometric(top: int, gap_ratio: float) -> GeometricLevels:
-    log_base = math.log(gap_ratio) / max(top - 1, 1)
+    if top == 1:
+        polynomial = _geometric_coefficients(1, 0.0)
+        return GeometricLevels(1, 1, 0, 0, 0, shift=0.5, coefficients=polynomial)
+    log_base = math.log(gap_ratio) / (top - 1)
     span = math.expm1(log_base * top)
-    uniform = gap_ratio == 1
     return GeometricLevels(
         top=top,
-        first_gap=1 / max(top, 1) if uniform else math.expm1(log_base) / span,
+        first_gap=math.expm1(log_base) / span,
         growth=math.expm1(log_base),
-        slope=top if uniform else 0,
         span=span,
-        inverse_log_base=0 if uniform else 1 / log_base,
-        coefficients=_geometric_coefficients(max(top, 1), log_base * top),
+        inverse_log_base=1 / log_base,
+        shift=0.5 + top * _INVERSE_ERROR,
+        coefficients=_geometric_coefficients(top, log_base * top),
     )
 
 

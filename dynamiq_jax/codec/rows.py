@@ -5,7 +5,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.codec import scales
-from dynamiq_jax.codec.levels import Levels, round_to_level
+from dynamiq_jax.codec.levels import Levels, code_to_float, round_to_level, top_code
 
 
 def encode_rows(
@@ -16,7 +16,7 @@ def encode_rows(
     Args:
       rows: float32 [rows, 256].
       offset: rounding offsets, float32 [rows, 256] or a scalar.
-      levels: levels of the width of all rows, or of every row.
+      levels: levels of every row.
       group_size: coordinates that share a group scale.
 
     Returns:
@@ -27,12 +27,10 @@ def encode_rows(
     inverse = scales.reciprocal(scales.reconstruct_scales(group_bytes, super_bits))
     magnitudes = jnp.abs(rows).reshape(*inverse.shape, group_size) * inverse[:, :, None]
     t = jnp.minimum(magnitudes.reshape(rows.shape), np.float32(1))
-    # NaN becomes an arbitrary code here, within range after the mask; its row decodes to NaN by its
-    # super-scale.
-    top = jnp.asarray(levels.top).astype(jnp.int32)
-    magnitude = round_to_level(t, offset, levels).astype(jnp.int32) & top
+    # NaN becomes an arbitrary code here; its row decodes to NaN by its super-scale.
+    magnitude, top = round_to_level(t, offset, levels), top_code(levels)
     negative = lax.bitcast_convert_type(rows, jnp.int32) < 0
-    codes = jnp.where(negative, magnitude + (top + 1), magnitude)
+    codes = jnp.where(negative, magnitude + (top + np.uint32(1)), magnitude)
     return codes.astype(jnp.uint16), group_bytes, super_bits
 
 
@@ -43,8 +41,7 @@ def decode_rows(
     finite row, even of width 0: 0 * NaN is NaN.
     """
     scale = scales.reconstruct_scales(group_bytes, super_bits)
-    top = jnp.asarray(levels.top).astype(jnp.int32)
-    words = codes.astype(jnp.int32)
-    value = levels.position((words & top).astype(jnp.float32))
+    words, top = codes.astype(jnp.uint32), top_code(levels)
+    value = levels.position(code_to_float(words & top))
     signed = jnp.where(words > top, -value, value)
     return (signed.reshape(*scale.shape, group_size) * scale[:, :, None]).reshape(codes.shape)

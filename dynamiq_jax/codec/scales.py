@@ -54,11 +54,18 @@ def quantize_scales(maxima: Array) -> tuple[Array, Array]:
 
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
-    """Scales of both ends: (uint8 [rows, groups], uint16 [rows]) to float32 [rows, groups]."""
+    """Scales of both ends: integers below 256 [rows, groups] and bfloat16 bits, unsigned integers
+    [rows], to float32 [rows, groups].
+    """
+    return scale_of_groups(group_bytes.astype(jnp.int32).astype(jnp.float32), super_bits)
+
+
+def scale_of_groups(group_scales: Array, super_bits: Array) -> Array:
+    """`reconstruct_scales` of group scales that are float32 integers already."""
     # In this order, which XLA would choose anyway: a step below the smallest normal is flushed, so
     # rows whose largest magnitude is below 2^-118 decode to zeros.
     step = bfloat16_value(super_bits.astype(jnp.uint32)) * np.float32(1 / 255)
-    return group_bytes.astype(jnp.int32).astype(jnp.float32) * step[:, None]
+    return group_scales * step[:, None]
 
 
 def reciprocal(scale: Array) -> Array:

@@ -15,14 +15,14 @@ from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from dynamiq_jax.codec.norms import l2_norm
-from dynamiq_jax.codec.ordering import order_rows, restore_rows
+from dynamiq_jax.codec.ordering import order_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 from dynamiq_jax.codec.rounding import ROUNDINGS, Rounding
 from dynamiq_jax.methods.base import ChunkedMethod, WireCost
+from pallas_kernels import implementation as backends
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
 from pallas_kernels.hop.api import hop
-from pallas_kernels.implementation import resolve
 from pallas_kernels.statistics.api import statistics
 
 _GROUP_SIZES = (8, 16, 32)
@@ -62,7 +62,7 @@ class DynamiQ(ChunkedMethod):
     implementation: str | None = None  # backend of the codec; None picks the fastest that there is
 
     def __post_init__(self):
-        resolve(self.implementation)
+        backends.check(self.implementation)
         if not (isinstance(self.bits, numbers.Real) and _MIN_BITS <= self.bits <= _MAX_BITS):
             raise ValueError(
                 f"bits={self.bits!r} is out of range. Give {_MIN_BITS} to {_MAX_BITS:g}."
@@ -233,8 +233,9 @@ class _DynamiQChunks:
         )
 
     def decompress(self, payloads: Array) -> Array:
-        decoded = decompress(payloads, layout=self.layout, implementation=self.implementation)
-        rows = restore_rows(decoded, self.order)
+        rows = decompress(
+            payloads, self.order, layout=self.layout, implementation=self.implementation
+        )
         return self.layout.as_flat(rows if self.shift is None else rows + self.shift[:, None])
 
 

@@ -3,10 +3,10 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.compress import xla
-from pallas_kernels.implementation import resolve
+from pallas_kernels.compress import triton, xla
+from pallas_kernels.implementation import Backends, run
 
-_BACKENDS = {"xla": xla.compress}
+_BACKENDS: Backends = {"xla": xla.compress, "triton": triton.compress}
 
 
 def compress(
@@ -28,9 +28,9 @@ def compress(
       hop: compressions that the chunk has gone through.
       seed: uint32 [2].
       layout: static layout of the message.
-      implementation: backend, see `pallas_kernels.implementation.resolve`.
+      implementation: backend, see `pallas_kernels.implementation.run`.
 
     Returns:
       The message, uint8 [layout.payload_bytes].
     """
-    return _BACKENDS[resolve(implementation)](rows, order, chunk, hop, seed, layout=layout)
+    return run(implementation, _BACKENDS, rows, order, chunk, hop, seed, layout=layout)

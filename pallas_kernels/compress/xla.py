@@ -10,7 +10,7 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.codec.rounding import offsets
 from dynamiq_jax.codec.rows import encode_rows
 from dynamiq_jax.compat import match_varying
-from pallas_kernels.blocks import for_each_block
+from pallas_kernels.blocks import for_each_block, gather
 
 _Parts = tuple[Array, Array, Array]  # codes, group scales, super-scales
 
@@ -25,12 +25,6 @@ def compress(
         return gather(rows, places, first, count)
 
     return encode_chunk(values, chunk, hop, seed, layout=layout, like=places)
-
-
-def gather(rows: Array, places: Array, first: Array | int, count: int) -> Array:
-    """Rows at places `first .. first + count` of a chunk, as float32 [count, 256]."""
-    indices = lax.dynamic_slice_in_dim(places, first, count)
-    return rows.at[indices].get(mode="promise_in_bounds", unique_indices=True).astype(jnp.float32)
 
 
 def encode_chunk(

@@ -3,21 +3,24 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.decompress import xla
-from pallas_kernels.implementation import resolve
+from pallas_kernels.decompress import triton, xla
+from pallas_kernels.implementation import Backends, run
 
-_BACKENDS = {"xla": xla.decompress}
+_BACKENDS: Backends = {"xla": xla.decompress, "triton": triton.decompress}
 
 
-def decompress(payloads: Array, *, layout: Layout, implementation: str | None = None) -> Array:
-    """Decodes messages.
+def decompress(
+    payloads: Array, order: Array, *, layout: Layout, implementation: str | None = None
+) -> Array:
+    """Decodes the messages of all chunks, and puts the rows back where they came from.
 
     Args:
-      payloads: uint8 [chunks, layout.payload_bytes], any number of chunks.
+      payloads: uint8 [num_chunks, layout.payload_bytes].
+      order: original row of every place, int32 [num_chunks, rows_per_chunk].
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.resolve`.
+      implementation: backend, see `pallas_kernels.implementation.run`.
 
     Returns:
-      float32 [chunks * rows_per_chunk, 256], rows in the order of the messages.
+      float32 [num_rows, 256] in the original order.
     """
-    return _BACKENDS[resolve(implementation)](payloads, layout=layout)
+    return run(implementation, _BACKENDS, payloads, order, layout=layout)

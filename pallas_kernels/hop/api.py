@@ -3,10 +3,10 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.hop import xla
-from pallas_kernels.implementation import resolve
+from pallas_kernels.hop import triton, xla
+from pallas_kernels.implementation import Backends, run
 
-_BACKENDS = {"xla": xla.hop}
+_BACKENDS: Backends = {"xla": xla.hop, "triton": triton.hop}
 
 
 def hop(
@@ -30,11 +30,11 @@ def hop(
       hop_index: compressions that the chunk has gone through.
       seed: uint32 [2].
       layout: static layout of the message.
-      implementation: backend, see `pallas_kernels.implementation.resolve`.
+      implementation: backend, see `pallas_kernels.implementation.run`.
 
     Returns:
       The message of the new partial sum, uint8 [layout.payload_bytes].
     """
-    return _BACKENDS[resolve(implementation)](
-        payloads, rows, order, chunk, hop_index, seed, layout=layout
+    return run(
+        implementation, _BACKENDS, payloads, rows, order, chunk, hop_index, seed, layout=layout
     )

@@ -3,8 +3,8 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.compress.xla import encode_chunk, gather
-from pallas_kernels.decompress.xla import decode_block
+from pallas_kernels.blocks import decode_block, gather
+from pallas_kernels.compress.xla import encode_chunk
 
 
 def hop(

@@ -2,10 +2,10 @@
 
 from jax import Array
 
-from pallas_kernels.implementation import resolve
-from pallas_kernels.statistics import xla
+from pallas_kernels.implementation import Backends, run
+from pallas_kernels.statistics import triton, xla
 
-_BACKENDS = {"xla": xla.statistics}
+_BACKENDS: Backends = {"xla": xla.statistics, "triton": triton.statistics}
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> tuple[Array, Array]:
@@ -13,9 +13,9 @@ def statistics(rows: Array, *, implementation: str | None = None) -> tuple[Array
 
     Args:
       rows: float32, bfloat16 or float16 [rows, 256].
-      implementation: backend, see `pallas_kernels.implementation.resolve`.
+      implementation: backend, see `pallas_kernels.implementation.run`.
 
     Returns:
       Norms and means, both float32 [rows]; the norm of a row that holds NaN or Inf is not finite.
     """
-    return _BACKENDS[resolve(implementation)](rows)
+    return run(implementation, _BACKENDS, rows)

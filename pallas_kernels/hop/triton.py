@@ -1,0 +1,44 @@
+"""Triton kernel of `hop`, and of `compress`, which is a hop that receives nothing."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from dynamiq_jax.codec.layout import Layout
+from dynamiq_jax.compat import shape_like
+from pallas_kernels import triton_blocks as blocks
+from pallas_kernels.triton_launch import Config
+
+
+def hop(
+    payloads: Array,
+    rows: Array,
+    order: Array,
+    chunk: Array | int,
+    hop_index: Array | int,
+    seed: Array,
+    *,
+    layout: Layout,
+    config: Config | None = None,
+) -> Array:
+    """See `pallas_kernels.hop.api`."""
+    received = payloads.shape[0]
+
+    def kernel(block, chunk_ref, hop_ref, seed_ref, order_ref, rows_ref, *messages):
+        *received_ref, sent_ref = messages
+        chunk = chunk_ref[0]
+        pieces = blocks.gather(rows_ref, order_ref[chunk, block.place])
+        for index in range(received):
+            decoded = blocks.decode(block, received_ref[0], index * (layout.payload_bytes // 2))
+            pieces = [a + b for a, b in zip(pieces, decoded, strict=True)]
+        blocks.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
+
+    scalars = [jnp.asarray(value).astype(jnp.int32).reshape(1) for value in (chunk, hop_index)]
+    operands = [*scalars, seed, order, rows, *([blocks.halves(payloads)] if received else [])]
+    sent = blocks.for_each_block(
+        kernel,
+        layout,
+        config or Config(),
+        operands,
+        shape_like((layout.payload_bytes // 2,), jnp.uint16, rows),
+    )
+    return blocks.as_bytes(sent)
