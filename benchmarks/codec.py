@@ -54,7 +54,7 @@ def operations(
     method: dq.DynamiQ, gradient: Array
 ) -> dict[str, tuple[Callable[..., Any], tuple, float]]:
     """Name to (function, arguments, bytes per coordinate that it has to move at least)."""
-    layout = method.layout(gradient.size, num_workers=1)
+    layout = method.layout(gradient.size, num_chunks=1)
     rows = layout.as_rows(gradient)
     order = order_rows(bfloat16_bits(statistics(rows)[0]), layout)
     seed = jnp.array([1, 2], jnp.uint32)
@@ -77,7 +77,11 @@ def operations(
             (payload[None], rows, order, 0, 1, seed),
             local + 2 * wire,
         ),
-        "decompress": (jax.jit(lambda p: decompress(p, order, layout=layout)), (payload[None],), wire + 4),
+        "decompress": (
+            jax.jit(lambda p: decompress(p, order, layout=layout)),
+            (payload[None],),
+            wire + 4,
+        ),
     }
 
 

@@ -81,8 +81,8 @@ def plan(
     buckets = []
     for (dtype, _), members in by_kind.items():
         size = sum(size for _, size in members)
-        cost = method.wire_cost(size, num_workers)
-        if bytes_sent(cost, topology, num_workers) <= exact_bytes_sent(size, num_workers):
+        cost = method.wire_cost(size, num_workers, topology.num_chunks(num_workers))
+        if bytes_sent(cost, topology, num_workers) <= exact_bytes_sent(size, topology, num_workers):
             buckets.append(Bucket(tuple(index for index, _ in members), dtype, size, cost))
         else:
             exact += [
@@ -120,9 +120,10 @@ def bytes_sent(cost: WireCost, topology: Topology, num_workers: int) -> int:
     return cost.statistics_bytes + topology.payloads_sent(num_workers) * cost.payload_bytes
 
 
-def exact_bytes_sent(size: int, num_workers: int) -> int:
-    """Bytes that each worker sends in a float32 all-reduce of `size` coordinates."""
-    return 2 * (num_workers - 1) * 4 * -(-size // num_workers)
+def exact_bytes_sent(size: int, topology: Topology, num_workers: int) -> int:
+    """Bytes that each worker sends where `size` coordinates travel as float32."""
+    chunk_size = -(-size // topology.num_chunks(num_workers))
+    return topology.payloads_sent(num_workers) * 4 * chunk_size
 
 
 def flatten(bucket: Bucket, leaves: Sequence[Array]) -> Array:

@@ -44,7 +44,7 @@ def layout_of(method: dq.DynamiQ, size: int, num_workers: int) -> layout.Layout:
 
 def bits_on_the_wire(method: dq.DynamiQ, size: int, num_workers: int) -> float:
     """All bytes of one pass over the link, per coordinate."""
-    cost = method.wire_cost(size, num_workers)
+    cost = method.wire_cost(size, num_workers, num_workers)
     statistics = cost.statistics_bytes / (2 * (num_workers - 1)) * num_workers
     return 8 * (cost.payload_bytes * num_workers + statistics) / size
 

@@ -213,7 +213,7 @@ def whole_ring(method: dq.DynamiQ, num_workers: int):
     key = jax.random.key(17)
 
     def local(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        bound = method.bind(gradient, "data", num_workers, jax.random.fold_in(key, 0))
+        bound = method.bind(gradient, "data", num_workers, num_workers, jax.random.fold_in(key, 0))
         return dq.psum(gradient, "data", key=key, method=method), bound.order
 
     total, order = jax.jit(jax.vmap(local, axis_name="data"))(grads)
@@ -264,7 +264,9 @@ def test_the_whole_ring_is_the_one_of_the_page(method, num_workers):
         norm_bits=bits_that_give(order, mix),
     )
     assert len(payloads) == num_workers
-    assert {len(p) for p in payloads} == {method.wire_cost(SIZE, num_workers).payload_bytes}
+    assert {len(p) for p in payloads} == {
+        method.wire_cost(SIZE, num_workers, num_workers).payload_bytes
+    }
     truth = grads.sum(axis=0, dtype=np.float64)
     ours, theirs = vnmse(totals[0], truth), vnmse(estimate, truth)
     assert ours == pytest.approx(theirs, rel=0.15)

@@ -14,7 +14,7 @@ from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, Method, resolve_method
-from dynamiq_jax.topologies import TOPOLOGIES, Topology, resolve_topology
+from dynamiq_jax.topologies import TOPOLOGIES, Ring, Topology, resolve_topology
 
 NUM_WORKERS, SIZE = 4, 20_001  # divides by nothing
 KEY = jax.random.key(0)
@@ -26,7 +26,9 @@ STATELESS = {
 EXACT = {"exact"}  # up to the order of float32 additions
 
 methods = pytest.mark.parametrize("name", STATELESS)
-topologies = pytest.mark.parametrize("topology", TOPOLOGIES)
+EVERY_TOPOLOGY = {name: resolve_topology(name) for name in TOPOLOGIES}
+EVERY_TOPOLOGY["bidirectional ring"] = Ring(bidirectional=True)
+topologies = pytest.mark.parametrize("topology", EVERY_TOPOLOGY.values(), ids=EVERY_TOPOLOGY)
 
 
 @functools.cache
@@ -109,25 +111,25 @@ def test_shape_and_dtype_are_kept(name, topology, dtype):
 
 
 @methods
+@topologies
 @pytest.mark.parametrize("num_workers", (2, 3, 8))
 @pytest.mark.parametrize("size", (8192, SIZE))
-def test_the_report_counts_the_payloads_that_there_are(name, num_workers, size):
-    method = STATELESS[name]
+def test_the_report_counts_the_payloads_that_there_are(name, topology, num_workers, size):
+    method, num_chunks = STATELESS[name], topology.num_chunks(num_workers)
 
     def first_message(flat):
-        codec = method.bind(flat, "data", num_workers, KEY)
+        codec = method.bind(flat, "data", num_workers, num_chunks, KEY)
         return codec.compress(jnp.int32(0), 0)
 
     stacked = jax.ShapeDtypeStruct((num_workers, size), jnp.float32)
     payload = jax.eval_shape(jax.vmap(first_message, axis_name="data"), stacked)
-    cost = method.wire_cost(size, num_workers)
+    cost = method.wire_cost(size, num_workers, num_chunks)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
     assert total == num_workers * cost.payload_bytes
     tree = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
-    for name, kind in TOPOLOGIES.items():
-        report = dq.wire_report(tree, num_workers, method=method, topology=name)
-        messages = kind().payloads_sent(num_workers) * cost.payload_bytes
-        assert report.compressed_bytes == messages + cost.statistics_bytes
+    report = dq.wire_report(tree, num_workers, method=method, topology=topology)
+    messages = topology.payloads_sent(num_workers) * cost.payload_bytes
+    assert report.compressed_bytes == messages + cost.statistics_bytes
 
 
 @pytest.mark.parametrize("size", (2048, 2049, 20_001))

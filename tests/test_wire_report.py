@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
+from dynamiq_jax.topologies import Ring, Topology
 
 NUM_WORKERS = 8
 SIZE = 4 << 20
@@ -88,9 +89,12 @@ def collectives(hlo: str) -> list[Collective]:
     return found
 
 
-def compiled_collectives(mesh, tree, method: dq.DynamiQ | dq.Exact) -> list[Collective]:
+def compiled_collectives(
+    mesh, tree, method: dq.DynamiQ | dq.Exact, topology: Topology | str = "ring"
+) -> list[Collective]:
     def local(key, stacked):
-        return dq.pmean(jax.tree.map(lambda leaf: leaf[0], stacked), "data", key=key, method=method)
+        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
+        return dq.pmean(mine, "data", key=key, method=method, topology=topology)
 
     stacked = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((NUM_WORKERS, *leaf.shape), leaf.dtype), tree
@@ -116,7 +120,27 @@ def test_the_report_is_the_compiled_program(data_mesh, preset):
     # One message for each hop, and one gather of messages.
     hops = [c for c in compressed if c.looped]
     assert [c.kind for c in hops] == ["collective-permute"]
-    assert hops[0].result_bytes == method.wire_cost(SIZE, NUM_WORKERS).payload_bytes
+    assert hops[0].result_bytes == method.wire_cost(SIZE, NUM_WORKERS, NUM_WORKERS).payload_bytes
+
+
+def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
+    topology = Ring(bidirectional=True)
+    report = dq.wire_report(TREE, NUM_WORKERS, topology=topology)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.DynamiQ(), topology)
+    hops = [c for c in found if c.kind == "collective-permute"]
+    payload = dq.DynamiQ().wire_cost(SIZE, NUM_WORKERS, 2 * NUM_WORKERS).payload_bytes
+    assert {c.result_bytes for c in hops} == {payload}
+    # Two in the loop, which runs n - 2 times, and one of each direction outside.
+    assert sorted(c.looped for c in hops) == [False, False, True, True]
+    sent = 2 * (NUM_WORKERS - 1) * payload
+    assert report.compressed_bytes == 2 * sent + report_statistics(topology)
+    one_way = dq.wire_report(TREE, NUM_WORKERS).compressed_bytes
+    assert report.compressed_bytes == pytest.approx(one_way, rel=1e-3)
+
+
+def report_statistics(topology: Ring) -> int:
+    chunks = topology.num_chunks(NUM_WORKERS)
+    return dq.DynamiQ().wire_cost(SIZE, NUM_WORKERS, chunks).statistics_bytes
 
 
 @pytest.mark.parametrize("preset", ("default", "paper", "centred"))

@@ -20,18 +20,20 @@ class IntegerSum(ChunkedMethod):
 
     total: int = 2**15 - 1  # largest sum that a 16-bit word holds
 
-    def wire_cost(self, size: int, num_workers: int) -> WireCost:
+    def wire_cost(self, size: int, num_workers: int, num_chunks: int) -> WireCost:
         one_scalar = 4 * 2 * (num_workers - 1) // num_workers
-        return WireCost(payload_bytes=2 * -(-size // num_workers), statistics_bytes=one_scalar)
+        return WireCost(payload_bytes=2 * -(-size // num_chunks), statistics_bytes=one_scalar)
 
-    def bind(self, flat: Array, axis_name: str, num_workers: int, key: Array) -> SummedChunks:
+    def bind(
+        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
+    ) -> SummedChunks:
         flat, size = flat.astype(jnp.float32), flat.size
         levels = np.float32(self.total // num_workers - 1)
         step = lax.pmax(jnp.max(jnp.abs(flat)), axis_name) / levels
         own_key = jax.random.fold_in(key, lax.axis_index(axis_name))
         noise = jax.random.uniform(own_key, flat.shape)
         codes = jnp.floor(flat / jnp.where(step > 0, step, 1) + noise).astype(jnp.int16)
-        padded = jnp.pad(codes, (0, -size % num_workers)).reshape(num_workers, -1)
+        padded = jnp.pad(codes, (0, -size % num_chunks)).reshape(num_chunks, -1)
         return SummedChunks(padded, lambda sums: sums.reshape(-1)[:size].astype(jnp.float32) * step)
 
 
@@ -42,8 +44,8 @@ class ErrorFeedback(Method):
     inner: Method
     keep: float = 0.1  # values below this share of the worker's largest wait for their turn
 
-    def wire_cost(self, size: int, num_workers: int) -> WireCost:
-        return self.inner.wire_cost(size, num_workers)
+    def wire_cost(self, size: int, num_workers: int, num_chunks: int) -> WireCost:
+        return self.inner.wire_cost(size, num_workers, num_chunks)
 
     def init_state(self, size: int, num_workers: int) -> Array:
         return jnp.zeros(size, jnp.float32)

@@ -27,8 +27,10 @@ class Method(abc.ABC):
     """
 
     @abc.abstractmethod
-    def wire_cost(self, size: int, num_workers: int) -> WireCost:
-        """Bytes for a bucket of `size` coordinates over `num_workers` workers."""
+    def wire_cost(self, size: int, num_workers: int, num_chunks: int) -> WireCost:
+        """Bytes for a bucket of `size` coordinates over `num_workers` workers, in `num_chunks`
+        chunks: a multiple of the workers that the topology names.
+        """
 
     def init_state(self, size: int, num_workers: int) -> State:
         """State before the first step, for a bucket of `size` coordinates."""
@@ -65,10 +67,12 @@ class ChunkedMethod(Method):
     """A method that takes one round and no state: a codec of chunks, handed to the topology."""
 
     @abc.abstractmethod
-    def bind(self, flat: Array, axis_name: str, num_workers: int, key: Array) -> ChunkCodec:
+    def bind(
+        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
+    ) -> ChunkCodec:
         """Does the statistics pre-pass, if there is one, and returns the codec of this bucket.
 
-        Args are those of `all_reduce`.
+        Args are those of `all_reduce` and `wire_cost`.
         """
 
     def all_reduce(
@@ -82,5 +86,5 @@ class ChunkedMethod(Method):
         state: State,
     ) -> tuple[Array, State]:
         """See `Method`."""
-        codec = self.bind(flat, axis_name, num_workers, key)
+        codec = self.bind(flat, axis_name, num_workers, topology.num_chunks(num_workers), key)
         return topology.all_reduce(codec, axis_name, num_workers), state

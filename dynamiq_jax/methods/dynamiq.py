@@ -130,14 +130,14 @@ class DynamiQ(ChunkedMethod):
         )
         return dataclasses.replace(self, fractions=fractions)
 
-    def layout(self, size: int, num_workers: int) -> Layout:
+    def layout(self, size: int, num_chunks: int) -> Layout:
         """Static layout of a bucket of `size` coordinates."""
         fractions = self.fractions or allocation.solve_fractions(
             self.bits - self._overhead_bits, self.widths
         )
         return make_layout(
             size,
-            num_workers,
+            num_chunks,
             fractions=fractions,
             group_size=self.group_size,
             spacing=self.spacing,
@@ -145,19 +145,21 @@ class DynamiQ(ChunkedMethod):
             rounding=self.rounding,
         )
 
-    def wire_cost(self, size: int, num_workers: int) -> WireCost:
+    def wire_cost(self, size: int, num_workers: int, num_chunks: int) -> WireCost:
         """See `Method`. The statistics, two bytes a row, are reduced and gathered: twice (n - 1)/n
         of them.
         """
-        layout = self.layout(size, num_workers)
-        words = layout.rows_per_chunk * (2 if self.centre else 1)
+        layout = self.layout(size, num_chunks)
+        words = layout.num_rows // num_workers * (2 if self.centre else 1)
         return WireCost(
             payload_bytes=layout.payload_bytes, statistics_bytes=2 * (num_workers - 1) * 2 * words
         )
 
-    def bind(self, flat: Array, axis_name: str, num_workers: int, key: Array) -> "_DynamiQChunks":
+    def bind(
+        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
+    ) -> "_DynamiQChunks":
         """See `Method`."""
-        layout = self.layout(flat.size, num_workers)
+        layout = self.layout(flat.size, num_chunks)
         rows = layout.as_rows(flat)
         norms, means = statistics(rows, implementation=self.implementation)
         local = jnp.stack([norms, means]) if self.centre else norms[None]

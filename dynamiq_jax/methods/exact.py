@@ -15,14 +15,16 @@ class Exact(ChunkedMethod):
     takes.
     """
 
-    def wire_cost(self, size: int, num_workers: int) -> WireCost:
+    def wire_cost(self, size: int, num_workers: int, num_chunks: int) -> WireCost:
         """See `Method`."""
-        return WireCost(payload_bytes=4 * -(-size // num_workers), statistics_bytes=0)
+        return WireCost(payload_bytes=4 * -(-size // num_chunks), statistics_bytes=0)
 
-    def bind(self, flat: Array, axis_name: str, num_workers: int, key: Array) -> SummedChunks:
+    def bind(
+        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
+    ) -> SummedChunks:
         """See `Method`."""
         size = flat.size
-        padded = jnp.pad(flat.astype(jnp.float32), (0, -size % num_workers))
+        padded = jnp.pad(flat.astype(jnp.float32), (0, -size % num_chunks))
         return SummedChunks(
-            padded.reshape(num_workers, -1), lambda chunks: chunks.reshape(-1)[:size]
+            padded.reshape(num_chunks, -1), lambda chunks: chunks.reshape(-1)[:size]
         )

@@ -19,3 +19,7 @@ class Topology(abc.ABC):
     @abc.abstractmethod
     def payloads_sent(self, num_workers: int) -> int:
         """Payloads of one chunk that each worker sends in one all-reduce."""
+
+    def num_chunks(self, num_workers: int) -> int:
+        """Chunks that a bucket is cut into: as many for each worker."""
+        return num_workers
