@@ -1,9 +1,16 @@
 """The codec's operations, one folder each, with one file per backend.
 
-    api.py   the public function: picks a backend by `implementation`
-    xla.py   pure JAX, always there, always right: the base that other backends reproduce
+    api.py     the public function: picks a backend by `implementation`
+    xla.py     pure JAX, always there, always right: the base that other backends reproduce
+    triton.py  fused kernels for NVIDIA GPUs from Ampere on
+
+    statistics              norm and mean of every super-group
+    compress                local rows to a message: the first hop
+    hop                     messages decoded, local rows added, the sum encoded again
+    decompress_accumulate   messages decoded, local rows added
+    decompress              the messages of all chunks to rows in their original places
 
 Operations work on whole messages: they take the local array as it lies in memory, the table of rows
-  and the chunk's index, so that
-a fused kernel can gather, decode, add, encode and pack in one pass.
+and the chunk's index, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
+Above the folders lies what backends share: `blocks` (XLA), `triton_blocks`, `triton_launch`.
 """

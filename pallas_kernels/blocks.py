@@ -37,6 +37,23 @@ def for_each_block(
     return lax.fori_loop(0, steps, body, carry)
 
 
+def partial_sum(
+    payloads: Array, rows: Array, places: Array, *, layout: Layout
+) -> Callable[[Array | int, int], Array]:
+    """Function `(first, count)` to the float32 rows [count, 256] at places `first .. first + count`
+    of the local chunk plus those of the received messages, uint8 [received, bytes].
+    """
+    received = [layout.unpack(payload) for payload in payloads]
+
+    def total(first: Array | int, count: int) -> Array:
+        values = gather(rows, places, first, count)
+        for parts in received:
+            values = values + decode_block(parts, first, count, layout=layout)
+        return values
+
+    return total
+
+
 def gather(rows: Array, places: Array, first: Array | int, count: int) -> Array:
     """Rows at places `first .. first + count` of a chunk, as float32 [count, 256]."""
     indices = lax.dynamic_slice_in_dim(places, first, count)

@@ -108,6 +108,15 @@ def as_bytes(message: Array) -> Array:
     return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
 
 
+def partial_sum(block: Block, rows_ref, row: Array, messages_ref, received: int) -> list[Array]:
+    """Local rows plus those of the received messages, which lie one after the other."""
+    pieces = gather(rows_ref, row)
+    for index in range(received):
+        decoded = decode(block, messages_ref, index * (block.layout.payload_bytes // 2))
+        pieces = [ours + theirs for ours, theirs in zip(pieces, decoded, strict=True)]
+    return pieces
+
+
 def gather(rows_ref, row: Array) -> list[Array]:
     """Rows of the local array, float32 pieces. `row` is int32 [rows], original indices."""
     return [

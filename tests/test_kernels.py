@@ -19,6 +19,7 @@ from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
+from pallas_kernels.decompress_accumulate.api import decompress_accumulate
 from pallas_kernels.hop.api import hop
 from pallas_kernels.implementation import without_gpu
 from pallas_kernels.statistics.api import statistics
@@ -113,6 +114,24 @@ def test_rows_come_back_where_they_were(kernel, name):
     np.testing.assert_array_equal(ours, expected)
     assert np.isnan(ours).any()
     assert np.isfinite(ours).mean() > 0.8
+
+
+@kernels
+@pytest.mark.parametrize("name", ("paper", "two classes"))
+def test_messages_are_added_to_the_local_rows(kernel, name):
+    layout = layout_of(name)
+    rows, order = inputs(layout.rows_per_chunk)
+    both = np.stack(path("xla", name)[:2])
+    ours, expected = (
+        run(k, decompress_accumulate, both, rows, order, np.int32(1), layout=layout)
+        for k in (kernel, "xla")
+    )
+    np.testing.assert_array_equal(ours, expected)
+    # What a hop would have encoded: with 5 bits, within a few percent.
+    finite = np.isfinite(ours)
+    decoded = sum(run("xla", decompress, np.stack([m] * 3), order, layout=layout) for m in both)
+    total = (decoded.astype(np.float64) + rows)[order[1]]
+    np.testing.assert_allclose(ours[finite], total[finite], rtol=1e-5, atol=1e-30)
 
 
 @kernels

@@ -24,12 +24,10 @@ def hop(
     received = payloads.shape[0]
 
     def kernel(block, chunk_ref, hop_ref, seed_ref, order_ref, rows_ref, *messages):
-        *received_ref, sent_ref = messages
+        received_ref, sent_ref = messages[0], messages[-1]
         chunk = chunk_ref[0]
-        pieces = blocks.gather(rows_ref, order_ref[chunk, block.place])
-        for index in range(received):
-            decoded = blocks.decode(block, received_ref[0], index * (layout.payload_bytes // 2))
-            pieces = [a + b for a, b in zip(pieces, decoded, strict=True)]
+        row = order_ref[chunk, block.place]
+        pieces = blocks.partial_sum(block, rows_ref, row, received_ref, received)
         blocks.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
 
     scalars = [jnp.asarray(value).astype(jnp.int32).reshape(1) for value in (chunk, hop_index)]
