@@ -22,19 +22,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from dynamiq_jax.codec import scales
+from dynamiq_jax.codec.arithmetic import code_to_float, float_to_code
 from dynamiq_jax.codec.layout import Layout
-from dynamiq_jax.codec.levels import (
-    WHOLE,
-    Levels,
-    code_to_float,
-    float_to_code,
-    make_levels,
-    round_to_level,
-    top_code,
-)
+from dynamiq_jax.codec.levels import Levels, make_levels, round_to_level, top_code
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, planes
 from dynamiq_jax.codec.rounding import half_to_offset, offset_words, row_words
-from pallas_kernels import implementation
+from pallas_kernels.triton_arithmetic import arithmetic, bytes_to_float
 from pallas_kernels.triton_launch import Config, launch
 
 PIECES, LANES = 8, 32  # of a row, of a piece
@@ -112,8 +105,7 @@ def partial_sum(block: Block, rows_ref, row: Array, messages_ref, received: int)
     """Local rows plus those of the received messages, which lie one after the other."""
     pieces = gather(rows_ref, row)
     for index in range(received):
-        decoded = decode(block, messages_ref, index * (block.layout.payload_bytes // 2))
-        pieces = [ours + theirs for ours, theirs in zip(pieces, decoded, strict=True)]
+        pieces = decode(block, messages_ref, index * (block.layout.payload_bytes // 2), pieces)
     return pieces
 
 
@@ -131,8 +123,10 @@ def scatter(pieces: Pieces, rows_ref, row: Array) -> None:
         rows_ref[row[:, None], (_iota(LANES) + LANES * piece)[None, :]] = values
 
 
-def decode(block: Block, message_ref, start: Array | int) -> list[Array]:
-    """The block's values in the message that starts at `start` (16-bit units)."""
+def decode(
+    block: Block, message_ref, start: Array | int, onto: Pieces | None = None
+) -> list[Array]:
+    """The block's values in the message that starts at `start` (16-bit units), added to `onto`."""
     low, high = _unpack(block, message_ref, start)
     super_bits = message_ref[start + block.layout.super_scales_start // 2 + block.place]
     pieces = []
@@ -141,21 +135,20 @@ def decode(block: Block, message_ref, start: Array | int) -> list[Array]:
             _load_group_bytes(block, message_ref, start, piece), super_bits
         )
         value, sign = _magnitude_and_sign(block, low[piece], high[piece] if high else None)
-        position = lax.bitcast_convert_type(block.levels.position(value), _U32)
+        position = lax.bitcast_convert_type(block.levels.position(value, arithmetic()), _U32)
         signed = lax.bitcast_convert_type(position ^ sign, jnp.float32)
-        pieces.append(_by_group(signed, scale))
+        pieces.append(_by_group(signed, scale, onto[piece] if onto is not None else None))
     return pieces
 
 
 def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, message_ref) -> None:
     """Writes the block's part of a message."""
-    layout = block.layout
-    size = layout.group_size
-    maxima = []
+    layout, ops = block.layout, arithmetic()
+    maxima, row_maxima = [], []
     for values in pieces:
         bits = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
-        maxima.append(jnp.max(bits.reshape(-1, LANES // size, size), axis=2).astype(_U32))
-    row_maxima = [jnp.max(m.astype(jnp.int32), axis=1) for m in maxima]
+        row_maxima.append(jnp.max(bits, axis=1))
+        maxima.append(_group_maxima(bits, row_maxima[-1], layout.group_size).astype(_U32))
     super_bits = scales.quantize_super_scales(
         functools.reduce(jnp.maximum, row_maxima).astype(_U32)
     )
@@ -168,15 +161,15 @@ def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, mes
     )
     low, high, group_scales = [], [], []
     for piece, (values, maximum) in enumerate(zip(pieces, maxima, strict=True)):
-        group_scale = scales.quantize_group_scales(maximum, super_bits[:, None])
-        inverse = scales.reciprocal(scales.scale_of_groups(group_scale, super_bits))
+        group_scale = scales.quantize_group_scales(maximum, super_bits[:, None], ops)
+        inverse = scales.reciprocal(scales.scale_of_groups(group_scale, super_bits), ops)
         t = jnp.minimum(_by_group(jnp.abs(values), inverse), np.float32(1))
         offset: Array | np.float32 = np.float32(0.5)
         if words is not None:
             offset = half_to_offset(words[piece % 4] >> np.uint32(16 * (piece // 4)))
-        magnitude = round_to_level(t, offset, block.levels, _nearest_whole)
+        magnitude = round_to_level(t, offset, block.levels, ops)
         sign = lax.bitcast_convert_type(values, _U32) >> (np.uint32(32) - block.width.astype(_U32))
-        code = magnitude | (sign & (block.top + np.uint32(1)))
+        code = magnitude | (sign & ~block.top)  # one instruction, with the mask of the magnitude
         if max(block.widths) > 8:
             low.append(_merge_lanes(code & np.uint32(0xFF), 4))
             high.append(_merge_lanes(code >> np.uint32(8), 4))
@@ -300,16 +293,24 @@ def _magnitude_and_sign(block: Block, low: Array, high: Array | None) -> tuple[A
     """Magnitude codes float32 [rows, 32], and words uint32 [rows, 32] of the sign bit alone."""
     top, width = block.top, block.width.astype(_U32)
     if high is None:
-        magnitude = _split_lanes(low & (top * np.uint32(0x01010101)), 4) & np.uint32(0xFF)
+        magnitudes = low & (top * np.uint32(0x01010101))
+        value = bytes_to_float(magnitudes[:, :, None], _iota(4)[None, None, :]).reshape(-1, LANES)
         signs = (low << (np.uint32(8) - width)) & _in_every_byte(0x80)
         lane = (np.uint32(24) - np.uint32(8) * _iota(4).astype(_U32))[None, None, :]
         sign = (signs[:, :, None] << lane).reshape(-1, LANES) & np.uint32(0x80000000)
     else:
         code = _split_lanes(low, 4) & np.uint32(0xFF)
         code = code | ((_split_lanes(high, 4) & np.uint32(0xFF)) << np.uint32(8))
-        magnitude = code & top
+        value = code_to_float(code & top)
         sign = (code >> (width - np.uint32(1))) << np.uint32(31)
-    return code_to_float(magnitude), sign
+    return value, sign
+
+
+def _group_maxima(bits: Array, row_maxima: Array, group_size: int) -> Array:
+    """Maxima of the groups of a piece, int32 [rows, 32 / group_size]."""
+    if group_size == LANES:  # without the reshape, which Triton would move through shared memory
+        return row_maxima[:, None]
+    return jnp.max(bits.reshape(-1, LANES // group_size, group_size), axis=2)
 
 
 def _piece_words(rows: Array, hop: Array, layout: Layout) -> list[Array]:
@@ -367,12 +368,13 @@ def _pad(layout: Layout, message_ref) -> None:
             message_ref[at] = jnp.zeros((8,), jnp.uint16)
 
 
-def _by_group(values: Array, factor: Array) -> Array:
-    """[rows, 32] times a factor for every group, [rows, 32 / group_size]."""
+def _by_group(values: Array, factor: Array, onto: Array | None = None) -> Array:
+    """[rows, 32] times a factor for every group, [rows, 32 / group_size], added to `onto`."""
     groups = factor.shape[1]
-    if groups == 1:
-        return values * factor
-    return (values.reshape(-1, groups, LANES // groups) * factor[:, :, None]).reshape(-1, LANES)
+    if groups > 1:
+        factor = jnp.broadcast_to(factor[:, :, None], (*factor.shape, LANES // groups))
+        factor = factor.reshape(-1, LANES)
+    return values * factor if onto is None else arithmetic().multiply_add(values, factor, onto)
 
 
 def _merge_lanes(values: Array, count: int, bits: int | None = None) -> Array:
@@ -386,13 +388,6 @@ def _split_lanes(words: Array, count: int, bits: int | None = None) -> Array:
     """Inverse of `_merge_lanes`, but for the bits above: uint32 [rows, m * count]."""
     shifts = (_iota(count) * (bits or 32 // count)).astype(_U32)
     return (words[:, :, None] >> shifts[None, None, :]).reshape(words.shape[0], -1)
-
-
-def _nearest_whole(values: Array) -> Array:
-    """Nearest whole number of small float32 values, ties to even."""
-    if implementation.interpreting():  # XLA cancels the other form
-        return jnp.round(values)
-    return (values + WHOLE) - WHOLE
 
 
 def _in_every_byte(value: int) -> np.uint32:

@@ -125,7 +125,11 @@ def row_table(norm_bits: U16, class_rows: ClassRows, n: int) -> Ints:
 def mix(h: U32) -> U32:
     """The 32-bit mixing function, elementwise on an array."""
     h = np.asarray(h, np.uint32)
-    h = h ^ (h >> np.uint32(16))
+    return mix_mixed(h ^ (h >> np.uint32(16)))
+
+
+def mix_mixed(h: U32) -> U32:
+    """`mix` without its first step."""
     h = h * np.uint32(0x7FEB352D)
     h = h ^ (h >> np.uint32(15))
     h = h * np.uint32(0x846CA68B)
@@ -144,8 +148,8 @@ def rounding_words(ids: NDArray, hop: int, seed: tuple[int, int], rounding: str)
     shift = np.uint32((hop * 0x9E379E37) & MASK32)
     row = mix(mix(ids ^ np.uint32(seed[0])) + np.uint32(seed[1]))
     if rounding == "independent":
-        return mix(mix(row + shift)[:, None] ^ lanes)
-    word = mix(row[:, None] ^ lanes)
+        return mix_mixed(mix(row + shift)[:, None] ^ lanes)
+    word = mix_mixed(row[:, None] ^ lanes)
     if rounding == "correlated":
         return word + shift
     if rounding == "stratified":

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec import levels, packing
+from dynamiq_jax.codec import arithmetic, levels, packing
 
 WIDTHS = tuple(width for width in packing.WIDTHS if width)
 PRECISION = 2.0**-21  # of f, promised by the wire format
@@ -175,7 +175,7 @@ def test_rows_of_different_widths_go_through_one_formula(spacing):
     def by_rows(t, offsets):
         columns = levels.levels_of_rows(classes, jnp.arange(len(WIDTHS)))
         codes = levels.round_to_level(t, offsets, columns)
-        return levels.code_to_float(codes), columns.position(levels.code_to_float(codes))
+        return arithmetic.code_to_float(codes), columns.position(arithmetic.code_to_float(codes))
 
     codes, values = map(np.asarray, by_rows(t, offsets))
     for row, (width, scalars) in enumerate(zip(WIDTHS, classes, strict=True)):

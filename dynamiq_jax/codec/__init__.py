@@ -1,8 +1,8 @@
 """The DynamiQ codec in pure JAX: the specification (`docs/wire_format.md`) that every kernel
 reproduces.
 
-Bottom-up: `packing` (codes to bytes), `levels` (magnitudes to reals), `rounding` (shared
-randomness), `scales`, `rows` (a block of rows to codes and back), `layout` (static shape of a
-chunk), `allocation` (bits to widths), `ordering` (rows to width classes). Nothing here
+Bottom-up: `arithmetic`, `packing` (codes to bytes), `levels` (magnitudes to reals), `rounding`
+(shared randomness), `scales`, `rows` (a block of rows to codes and back), `layout` (static shape of
+a chunk), `allocation` (bits to widths), `ordering` (rows to width classes). Nothing here
 communicates.
 """

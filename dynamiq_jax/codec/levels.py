@@ -16,7 +16,7 @@ one loop: they are float32 scalars, or columns [rows, 1] where every row has its
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax.codec.arithmetic import PLAIN, Arithmetic, Number, float_to_code
+
 Spacing = Literal["quadratic", "geometric"]
 SPACINGS: tuple[str, ...] = get_args(Spacing)
-Number = Array | np.float32 | float  # float only before `make_levels` rounds it
 
 # Below the smaller ratio a float32 logarithm or root no longer finds the right level of 16 bits;
 # above the larger one the polynomial is not exact to float32.
@@ -36,10 +37,6 @@ MIN_GAP_RATIO, MAX_GAP_RATIO = 1.1, 6.0
 # L, which has no gap above it.
 _INVERSE_ERROR = 2.0**-21
 
-# A float32 between 2^23 and 2^24 is a whole number that its low bits spell out: adding this makes
-# an integer, without the conversions that cost a GPU more than arithmetic.
-WHOLE = np.float32(1.5 * 2**23)
-
 
 class UniformLevels(NamedTuple):
     """f(r) = r / L."""
@@ -48,17 +45,17 @@ class UniformLevels(NamedTuple):
     step: Number
     shift: Number  # 1/2 and a margin
 
-    def position(self, code: Array) -> Array:
+    def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """f(code), float32."""
         return code * self.step
 
-    def inverse(self, t: Array) -> Array:
+    def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
         """f^-1(t) - 1/2: rounded to a whole number, the largest code whose position is at most `t`
         (or one less, where `t` is a position but for float32 precision).
         """
-        return t * self.top - self.shift
+        return ops.multiply_add(t, self.top, -self.shift)
 
-    def gap(self, code: Array, position: Array) -> Array:
+    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
         """f(code + 1) - f(code)."""
         return jnp.asarray(self.step)
 
@@ -75,17 +72,17 @@ class QuadraticLevels(NamedTuple):
     square: Number
     shift: Number
 
-    def position(self, code: Array) -> Array:
+    def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """See `UniformLevels`."""
-        return code * (self.linear + code * self.quadratic)
+        return code * ops.multiply_add(code, self.quadratic, self.linear)
 
-    def inverse(self, t: Array) -> Array:
+    def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
         """See `UniformLevels`."""
-        return jnp.sqrt(t * self.span + self.square) - self.shift
+        return ops.sqrt(ops.multiply_add(t, self.span, self.square)) - self.shift
 
-    def gap(self, code: Array, position: Array) -> Array:
+    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
         """See `UniformLevels`."""
-        return code * self.growth + self.first_gap
+        return ops.multiply_add(code, self.growth, self.first_gap)
 
 
 class GeometricLevels(NamedTuple):
@@ -101,62 +98,46 @@ class GeometricLevels(NamedTuple):
     shift: Number  # 1/2 and a margin
     coefficients: tuple[Number, ...]  # f(r) = r * sum_i c[i] r^i
 
-    def position(self, code: Array) -> Array:
+    def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """See `UniformLevels`."""
         *lower, value = self.coefficients
         for coefficient in reversed(lower):
-            value = value * code + coefficient
+            value = ops.multiply_add(code, value, coefficient)
         return value * code
 
-    def inverse(self, t: Array) -> Array:
+    def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
         """See `UniformLevels`."""
-        logarithm = jnp.log(np.float32(1) + t * self.span)
-        return logarithm * self.inverse_log_base - self.shift
+        logarithm = jnp.log(ops.multiply_add(t, self.span, np.float32(1)))
+        return ops.multiply_add(logarithm, self.inverse_log_base, -self.shift)
 
-    def gap(self, code: Array, position: Array) -> Array:
+    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
         """See `UniformLevels`."""
-        return position * self.growth + self.first_gap
+        return ops.multiply_add(position, self.growth, self.first_gap)
 
 
 Levels = UniformLevels | QuadraticLevels | GeometricLevels
 
 
 def round_to_level(
-    t: Array,
-    offset: Array | np.float32,
-    levels: Levels,
-    nearest_whole: Callable[[Array], Array] = jnp.round,
+    t: Array, offset: Array | np.float32, levels: Levels, ops: Arithmetic = PLAIN
 ) -> Array:
     """Rounds float32 positions `t` in [0, 1] to codes in [0, L], uint32; NaN to any of them.
 
     Rounds up with the probability that makes the result unbiased when `offset` is uniform in [0,
-    1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)). `nearest_whole` rounds a float32 to the
-    nearest whole number, ties to even; backends differ in how they do so best.
+    1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)).
     """
     # An r one off where t is a position is harmless: t - f(r) is then ~0 or ~1 gap, and rounds to
     # the same level.
-    code = nearest_whole(levels.inverse(t))
-    position = levels.position(code)
-    short = offset * levels.gap(code, position) - (t - position)
+    code, bits = ops.nearest_whole(levels.inverse(t, ops))
+    position = levels.position(code, ops)
+    short = ops.multiply_add(levels.gap(code, position, ops), offset, position - t)
     up = lax.bitcast_convert_type(short, jnp.uint32) >> np.uint32(31)
-    return (lax.bitcast_convert_type(code + WHOLE, jnp.uint32) + up) & top_code(levels)
+    return (bits + up) & top_code(levels)
 
 
 def top_code(levels: Levels) -> Array:
     """L as uint32: also the mask of a magnitude."""
     return float_to_code(jnp.asarray(levels.top))
-
-
-def code_to_float(code: Array) -> Array:
-    """Codes, uint32 below 2^22, to float32."""
-    bits = code | np.uint32(WHOLE.view(np.uint32))
-    return lax.bitcast_convert_type(bits, jnp.float32) - WHOLE
-
-
-def float_to_code(value: Array) -> Array:
-    """Inverse of `code_to_float`, of float32 whole numbers below 2^22."""
-    bits = lax.bitcast_convert_type(value + WHOLE, jnp.uint32)
-    return bits & np.uint32(2**22 - 1)
 
 
 def num_levels(width: int) -> int:

@@ -57,7 +57,8 @@ def offset_words(rows: Array, lanes: Array, hop: Array | int, rounding: Rounding
     """Words uint32 [rows, lanes] whose low halves are the offsets of `lanes`, uint32 below 128, and
     whose high halves those of `lanes + 128`.
     """
-    words = mix(rows[:, None] ^ (lanes * _LANE)[None, :])
+    # The row's words are mixed already: `mix` without its first step does for the lanes.
+    words = _mix_mixed(rows[:, None] ^ (lanes * _LANE)[None, :])
     if rounding == "correlated":
         words = words + _uint32(hop) * _GOLDEN
     elif rounding == "stratified":
@@ -77,7 +78,11 @@ def mix(word: Array) -> Array:
     """A full-avalanche permutation of 32-bit words with two multiplications (constants of C.
     Wellons, `lowbias32`).
     """
-    word = (word ^ (word >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    return _mix_mixed(word ^ (word >> np.uint32(16)))
+
+
+def _mix_mixed(word: Array) -> Array:
+    word = word * np.uint32(0x7FEB352D)
     word = (word ^ (word >> np.uint32(15))) * np.uint32(0x846CA68B)
     return word ^ (word >> np.uint32(16))
 

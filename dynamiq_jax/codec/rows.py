@@ -5,7 +5,8 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.codec import scales
-from dynamiq_jax.codec.levels import Levels, code_to_float, round_to_level, top_code
+from dynamiq_jax.codec.arithmetic import code_to_float
+from dynamiq_jax.codec.levels import Levels, round_to_level, top_code
 
 
 def encode_rows(

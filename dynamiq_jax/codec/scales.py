@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax.codec.arithmetic import PLAIN, Arithmetic
+
 _NAN_BITS = np.uint32(0x7FC0)
 _LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more is subnormal
 
@@ -36,11 +38,12 @@ def quantize_super_scales(maxima: Array) -> Array:
     return jnp.where(maxima <= _LARGEST_BITS, rounded_up, _NAN_BITS)
 
 
-def quantize_group_scales(maxima: Array, super_bits: Array) -> Array:
+def quantize_group_scales(maxima: Array, super_bits: Array, ops: Arithmetic = PLAIN) -> Array:
     """Bits of group maxima, uint32, and super-scales, bfloat16 bits in uint32 of a shape that
     broadcasts, to group scales: float32 integers 0 .. 255.
     """
-    share = lax.bitcast_convert_type(maxima, jnp.float32) * reciprocal(bfloat16_value(super_bits))
+    inverse = reciprocal(bfloat16_value(super_bits), ops)
+    share = lax.bitcast_convert_type(maxima, jnp.float32) * inverse
     return jnp.minimum(jnp.ceil(share * np.float32(255)), np.float32(255))
 
 
@@ -68,9 +71,9 @@ def scale_of_groups(group_scales: Array, super_bits: Array) -> Array:
     return group_scales * step[:, None]
 
 
-def reciprocal(scale: Array) -> Array:
+def reciprocal(scale: Array, ops: Arithmetic = PLAIN) -> Array:
     """1 / scale, and 0 where the scale is zero or subnormal: the group then decodes to zeros."""
-    return jnp.where(scale < np.finfo(np.float32).tiny, np.float32(0), np.float32(1) / scale)
+    return jnp.where(scale < np.finfo(np.float32).tiny, np.float32(0), ops.reciprocal(scale))
 
 
 def bfloat16_value(bits: Array) -> Array:

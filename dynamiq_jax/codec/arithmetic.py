@@ -1,0 +1,53 @@
+"""Elementary operations that a backend may do better than by their plain spelling.
+
+The codec's formulas take them as an argument, so that there is one set of formulas. Another set of
+operations may differ from this one in the last bit of a float32.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+# A float32 between 2^23 and 2^24 is a whole number that its low bits spell out: adding this makes
+# an integer, without the conversions that cost a GPU more than arithmetic.
+WHOLE = np.float32(1.5 * 2**23)
+
+
+Number = Array | np.float32 | float  # float only of constants that are rounded before use
+
+
+class Arithmetic(NamedTuple):
+    """Float32 operations."""
+
+    multiply_add: Callable[[Array, Number, Number], Array]  # a b + c
+    sqrt: Callable[[Array], Array]  # of normal numbers
+    reciprocal: Callable[[Array], Array]  # of normal numbers up to 2^126
+    nearest_whole: Callable[[Array], tuple[Array, Array]]  # rounded, and as bits of it + WHOLE
+
+
+def code_to_float(code: Array) -> Array:
+    """Whole numbers, uint32 below 2^22, to float32."""
+    bits = code | np.uint32(WHOLE.view(np.uint32))
+    return lax.bitcast_convert_type(bits, jnp.float32) - WHOLE
+
+
+def float_to_code(value: Array) -> Array:
+    """Inverse of `code_to_float`, of float32 whole numbers below 2^22."""
+    bits = lax.bitcast_convert_type(value + WHOLE, jnp.uint32)
+    return bits & np.uint32(2**22 - 1)
+
+
+def _nearest_whole(value: Array) -> tuple[Array, Array]:
+    whole = jnp.round(value)
+    return whole, lax.bitcast_convert_type(whole + WHOLE, jnp.uint32)
+
+
+PLAIN = Arithmetic(
+    multiply_add=lambda a, b, c: a * b + c,
+    sqrt=jnp.sqrt,
+    reciprocal=lambda value: np.float32(1) / value,
+    nearest_whole=_nearest_whole,
+)
