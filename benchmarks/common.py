@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -31,16 +32,9 @@ def median_seconds(function: Callable[..., Any], *args: Any, repeats: int = 15) 
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and date, to be kept with every result."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit,
+        "commit": _commit(),
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "cpu": _cpu_name(),
@@ -59,6 +53,18 @@ def save(name: str, config: dict[str, Any], results: Any) -> Path:
     record = {"environment": environment(), "config": config, "results": results}
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def _commit() -> str:
+    if shutil.which("git") is None:  # as in many images
+        return ""
+    return subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    ).stdout.strip()
 
 
 def _cpu_name() -> str:
