@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     add("--workers", type=int, default=8, help="of the simulated all-reduce")
     add("--minutes", type=float, default=7.5, help="what does not fit is left out")
     add("--batches", type=int, default=7, help="of calls; the median batch counts")
-    add("--instructions-per-coordinate", type=float, default=60, help="of a hop, to predict with")
+    add("--instructions-per-coordinate", type=float, default=53, help="of a hop, to predict with")
     add("--clock-mhz", type=float, help="of the multiprocessors; else nvidia-smi's largest")
     add("--small", action="store_true", help="tiny sizes, to try the script")
     add("--interpret", action="store_true", help="without a GPU: slowly, and no time means much")
@@ -599,7 +599,7 @@ def case_keys(
 
 
 def measure_case(bench: Bench, size: int, dtype: str, bits: float) -> list[Row]:
-    layout = bench.method(bits).layout(size, num_workers=1)
+    layout = bench.method(bits).layout(size, num_chunks=1)
     jobs, keys = case_keys(layout, dtype, bits)
     shapes = input_shapes(layout, dtype)
     bench.compile_all(
@@ -724,7 +724,7 @@ def check_kernels(bench: Bench, results: dict[str, Any]) -> None:
 
 def check_case(bench: Bench, dtype: str, bits: float) -> dict[str, Any]:
     size, chunks = bench.options.check_size, 3
-    layout = bench.method(bits).layout(size, num_workers=chunks)
+    layout = bench.method(bits).layout(size, num_chunks=chunks)
     row_key = key_of(3, round(100 * bits))
     flat = [
         make_gradient(row_key, key_of(4, worker, round(100 * bits)), size=size, dtype=dtype)
@@ -837,7 +837,7 @@ def sweep(bench: Bench, results: dict[str, Any]) -> None:
 
 def sweep_dtype(bench: Bench, size: int, dtype: str, bits: float) -> list[Row]:
     options = bench.options
-    layout = bench.method(bits).layout(size, num_workers=1)
+    layout = bench.method(bits).layout(size, num_chunks=1)
     jobs, keys = case_keys(layout, dtype, bits)
     shapes = input_shapes(layout, dtype)
     names = jobs["hop", "triton"][1]
@@ -942,7 +942,7 @@ def predict(bench: Bench, results: dict[str, Any]) -> None:
     """Paper first: what bytes and instructions would take, beside what was measured."""
     options = bench.options
     size, bits = options.sizes[0], options.bits[0]
-    layout = bench.method(bits).layout(size, num_workers=1)
+    layout = bench.method(bits).layout(size, num_chunks=1)
     device = jax.devices()[0]
     multiprocessors = getattr(device, "core_count", None) or 132
     clock = options.clock_mhz or bench._environment.get("clock_max_mhz") or 1980.0
@@ -998,7 +998,7 @@ def profile(bench: Bench, results: dict[str, Any]) -> None:
     bits = options.bits[0]
     for size in options.sizes[:2]:
         for dtype in options.dtypes:
-            layout = bench.method(bits).layout(size, num_workers=1)
+            layout = bench.method(bits).layout(size, num_chunks=1)
             jobs, keys = case_keys(layout, dtype, bits)
             label = f"{dtype} {size / MEBI:g} Mi {bits:g} bits"
             if keys["hop", "triton"] not in bench.executables or not bench.may_start(label):
