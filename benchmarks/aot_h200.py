@@ -1,0 +1,357 @@
+"""Checks with the compiler for H200, but no GPU: registers, spills, bytes and instructions of every
+kernel, and what a program on several GPUs runs while bytes travel.
+
+Compiles the Triton kernels for one H200, and a compressed `pmean` for several, on a machine that
+needs no GPU. Exits with 1 where a figure is off, and says which:
+
+- a kernel spills registers, or an operation takes more than one kernel;
+- it touches over 10 % more memory than it must: gradient, message received, message sent;
+- it does not read or write four neighbouring coordinates of a gradient at once (f32: 128 bits);
+- a hop on several GPUs takes more than one kernel, or, in a bidirectional ring, nothing runs while
+  a transfer is under way.
+
+Instructions are counted in the machine code, with the branches for widths that a block does not
+have; rows "N bits alone" have rows of one width only, so that all that is counted runs. The budget
+is how many instructions can be issued while memory moves the bytes of a coordinate.
+
+It needs the CUDA plugin of the same version as JAX and the CUDA compiler, but neither a driver nor
+the CUDA libraries: pip install -e '.[bench,cuda13-aot]'.
+"""
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import h200
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import dynamiq_jax as dq
+from dynamiq_jax.codec.layout import Layout, make_layout
+from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
+from dynamiq_jax.topologies import TOPOLOGIES, Topology
+from pallas_kernels import implementation, triton_launch
+from pallas_kernels.compress.api import compress
+from pallas_kernels.decompress.api import decompress
+from pallas_kernels.hop.api import hop
+from pallas_kernels.statistics.api import statistics
+
+_EXCESS = 1.10  # memory that a kernel may touch, over what it has to
+_SHAPE = jax.ShapeDtypeStruct
+
+
+def _topologies() -> tuple[str, ...]:
+    """Those of this version, with the choices that matter here."""
+    both = [
+        f"{name}:bidirectional"
+        for name, topology in TOPOLOGIES.items()
+        if "bidirectional" in {field.name for field in dataclasses.fields(topology)}
+    ]
+    return (*TOPOLOGIES, *both)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the checks."""
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # of the gradient
+    alone: tuple[int, ...] = (8, 5, 4)  # widths for which a hop is compiled alone
+    size: int = 2**27  # coordinates of the bucket that the kernels work on
+    workers: int = 8  # GPUs; also chunks of that bucket
+    # of the pmean: names, with options that are to be True after colons, as in ring:bidirectional
+    topologies: tuple[str, ...] = dataclasses.field(default_factory=_topologies)
+    leaf_sizes: tuple[int, ...] = (2**24, 2**22, 1000)  # coordinates of the leaves of the pmean
+    save: bool = True  # write the result to benchmarks/results/aot_h200.json
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel: an operation on a gradient of some type, by some method."""
+
+    operation: str
+    method: str
+    dtype: str
+    layout: Layout
+
+
+def cases(config: Config) -> list[Case]:
+    """All kernels to compile."""
+    default = dq.DynamiQ()
+    layout = default.layout(config.size, config.workers)
+    label = f"{default.bits:g} bits"
+    result = []
+    for dtype in config.dtypes:
+        result += [Case(name, label, dtype, layout) for name in ("statistics", "compress", "hop")]
+        for name, method in (("paper", dq.DynamiQ.paper()), ("8 bits", dq.DynamiQ(bits=8.0))):
+            result.append(Case("hop", name, dtype, method.layout(config.size, config.workers)))
+        for width in config.alone:
+            alone = make_layout(
+                config.size,
+                config.workers,
+                fractions=((width, 1.0),),
+                group_size=default.group_size,
+                spacing=default.spacing,
+                gap_ratio=default.gap_ratio,
+                rounding=default.rounding,
+            )
+            result.append(Case("hop", f"{width} bits alone", dtype, alone))
+    result.append(Case("decompress", label, "float32", layout))  # whatever was compressed
+    return result
+
+
+def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
+    """Compiles one kernel: a row of the table."""
+    layout = case.layout
+    options: dict[str, Any] = {"layout": layout, "implementation": "triton"}
+    rows = _SHAPE((layout.num_rows, SUPER_GROUP_SIZE), case.dtype)
+    order = _SHAPE((layout.num_chunks, layout.rows_per_chunk), "int32")
+    number, seed = _SHAPE((), "int32"), _SHAPE((2,), "uint32")
+    payload = layout.payload_bytes
+    of_chunk = layout.rows_per_chunk * SUPER_GROUP_SIZE
+    item, wire = jnp.dtype(case.dtype).itemsize, payload / of_chunk
+    # function, arguments, bytes per coordinate that it has to move
+    operations: dict[str, tuple[Callable, tuple, float]] = {
+        "statistics": (lambda *a: statistics(*a, implementation="triton"), (rows,), item),
+        "compress": (
+            lambda *a: compress(*a, **options),
+            (rows, order, number, number, seed),
+            item + wire,
+        ),
+        "hop": (
+            lambda *a: hop(*a, **options),
+            (_SHAPE((1, payload), "uint8"), rows, order, number, number, seed),
+            item + 2 * wire,
+        ),
+        "decompress": (
+            lambda *a: decompress(*a, **options),
+            (_SHAPE((layout.num_chunks, payload), "uint8"), order),
+            wire + item,
+        ),
+    }
+    function, args, floor = operations[case.operation]
+    program = h200.compile_for(h200.mesh(1, "data"), function, args, dump=dump)
+    one_chunk = case.operation in ("compress", "hop")
+    touched = _touched_bytes(program, layout, one_chunk) / (
+        of_chunk if one_chunk else of_chunk * layout.num_chunks
+    )
+    (kernel,) = program.kernels
+    coordinates = triton_launch.Config().rows * SUPER_GROUP_SIZE // kernel.threads  # of a thread
+    kind = "st" if case.operation == "decompress" else "ld"
+    pipes = kernel.pipes()
+    row: dict[str, Any] = {
+        "operation": case.operation,
+        "method": case.method,
+        "dtype": case.dtype,
+        "kernels": sum(instruction.runs for instruction in program.computations[program.entry]),
+        "registers": kernel.registers,
+        "spill_bytes": kernel.spill_bytes,
+        "shared_bytes": kernel.shared_bytes,
+        "warps": kernel.warps,
+        "barriers": kernel.barriers,
+        "vector_share": kernel.vector_bytes(kind, 4 * item) / (coordinates * item),
+        "floor_bytes": floor,
+        "touched_bytes": touched,
+        "budget": floor * h200.instructions_per_byte(),
+        "instructions": pipes and {k: n / coordinates for k, n in pipes.items()},
+        "opcodes": kernel.opcodes,
+    }
+    problems = {
+        f"spills {kernel.spill_bytes} bytes": kernel.spill_bytes > 0,
+        f"takes {row['kernels']} kernels, not 1": row["kernels"] != 1,
+        f"touches {touched:.2f} bytes a coordinate where it must {floor:.2f}": (
+            not floor <= touched <= _EXCESS * floor
+        ),
+        f"moves the gradient by less than {32 * item} bits": row["vector_share"] < 1,
+    }
+    return row | {"problems": [text for text, wrong in problems.items() if wrong]}
+
+
+def _touched_bytes(program: h200.Program, layout: Layout, one_chunk: bool) -> float:
+    """Bytes that the instructions of a program read and write, by the shapes of what goes in and
+    out. A kernel for one chunk reads its part of the rows and of the order.
+    """
+    entry = program.computations[program.entry]
+    shapes = {instruction.name: instruction.shape for instruction in entry}
+    of_all_chunks = (
+        f"[{layout.num_rows},{SUPER_GROUP_SIZE}]",
+        f"[{layout.num_chunks},{layout.rows_per_chunk}]",
+    )
+    total = 0.0
+    for instruction in filter(lambda instruction: instruction.runs, entry):
+        total += h200.size_of(instruction.shape)
+        for operand in instruction.operands:
+            parted = any(shape in shapes[operand] for shape in of_all_chunks)
+            part = layout.num_chunks if one_chunk and instruction.triton and parted else 1
+            total += h200.size_of(shapes[operand]) / part
+    return total
+
+
+def examine_pmean(name: str, config: Config, dump: Path) -> dict[str, Any]:
+    """Compiles `pmean` by one topology for several GPUs: a row of the table."""
+    topology, method = _topology(name), dq.DynamiQ(implementation="triton")
+
+    def mean(tree, key_data):
+        tree, key = [leaf[0] for leaf in tree], jax.random.wrap_key_data(key_data)
+        return dq.pmean(tree, "data", key=key, method=method, topology=topology)
+
+    split, whole = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(mean, in_specs=(split, whole), out_specs=whole)
+    leaves = [_SHAPE((config.workers, size), "float32") for size in config.leaf_sizes]
+    program = h200.compile_for(
+        h200.mesh(config.workers, "data"),
+        lambda *args: mapped(args[:-1], args[-1]),
+        [*leaves, _SHAPE((2,), "uint32")],
+        [split] * len(leaves) + [whole],
+        dump=dump,
+    )
+    entry = program.computations[program.entry]
+    around = [instruction for instruction in entry if instruction.runs]
+    transfers, hop_kernels, meanwhile = 0, 0, []
+    for computation, instructions in program.computations.items():
+        starts = [i for i in instructions if i.opcode == "collective-permute-start"]
+        transfers += len(starts)
+        if starts and computation != program.entry:
+            hop_kernels += sum(instruction.triton for instruction in instructions)
+        meanwhile += [_while_under_way(start, instructions) for start in starts]
+    looped = program.entry not in {
+        computation
+        for computation, instructions in program.computations.items()
+        if any(i.opcode == "collective-permute-start" for i in instructions)
+    }
+    row: dict[str, Any] = {
+        "topology": name,
+        "transfers": transfers,
+        "hop_kernels": hop_kernels,
+        "meanwhile": meanwhile,
+        "triton_around": sum(instruction.triton for instruction in around),
+        "xla_around": sum(i.opcode in ("fusion", "copy", "sort", "custom-call") for i in around)
+        - sum(instruction.triton for instruction in around),
+    }
+    idle = [number for number, ops in enumerate(meanwhile) if "triton kernel" not in ops]
+    problems = {
+        "has no transfers from neighbour to neighbour": not transfers,
+        f"takes {hop_kernels} kernels for {transfers} hops": looped and hop_kernels != transfers,
+        f"runs no kernel during {len(idle)} of {transfers} transfers": (
+            getattr(topology, "bidirectional", False) and bool(idle)
+        ),
+    }
+    return row | {"problems": [text for text, wrong in problems.items() if wrong]}
+
+
+def _while_under_way(start: h200.Instruction, instructions: list[h200.Instruction]) -> list[str]:
+    """What runs between the start of a transfer and its end."""
+    first = instructions.index(start)
+    last = next(
+        index
+        for index, instruction in enumerate(instructions)
+        if instruction.opcode == "collective-permute-done" and start.name in instruction.operands
+    )
+    return [
+        "triton kernel" if instruction.triton else instruction.opcode
+        for instruction in instructions[first + 1 : last]
+        if instruction.runs
+    ]
+
+
+def _topology(name: str) -> Topology:
+    kind, *options = name.split(":")
+    if kind not in TOPOLOGIES:
+        raise SystemExit(f"topology {kind!r} is not known. Give one of {sorted(TOPOLOGIES)}.")
+    return TOPOLOGIES[kind](**dict.fromkeys(options, True))
+
+
+def kernel_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Two tables of the kernels: what they hold and touch, and what they run."""
+    resources = _table(
+        "Kernels for an H200; bytes a coordinate",
+        "registers,spills,shared,warps,barriers,vectors,kernels,bytes,floor",
+    )
+    work = _table(
+        "Instructions a coordinate, by the pipe that runs them", "budget,all,FMA,ALU,XU,LSU,other"
+    )
+    for row in rows:
+        style = "red" if row["problems"] else None
+        head = f"{row['operation']}, {row['method']}, {row['dtype']}"
+        resources.add_row(
+            head,
+            *(str(row[key]) for key in ("registers", "spill_bytes", "shared_bytes", "warps")),
+            "-" if row["barriers"] is None else str(row["barriers"]),
+            f"{row['vector_share']:.0%}",
+            str(row["kernels"]),
+            f"{row['touched_bytes']:.2f}",
+            f"{row['floor_bytes']:.2f}",
+            style=style,
+        )
+        counts = row["instructions"]
+        if counts:
+            numbers = [row["budget"], sum(counts.values()), *counts.values()]
+            work.add_row(head, *(f"{number:.1f}" for number in numbers), style=style)
+    return [resources, work] if work.rows else [resources]
+
+
+def pmean_table(rows: list[dict[str, Any]], config: Config) -> Table:
+    """What runs while bytes travel."""
+    table = _table(
+        f"pmean on {config.workers} H200, in the loop over hops and outside it",
+        "transfers,hop kernels,during each transfer,Triton outside,XLA outside",
+    )
+    for row in rows:
+        table.add_row(
+            row["topology"],
+            str(row["transfers"]),
+            str(row["hop_kernels"]),
+            "; ".join(", ".join(ops) or "nothing" for ops in row["meanwhile"]),
+            str(row["triton_around"]),
+            str(row["xla_around"]),
+            style="red" if row["problems"] else None,
+        )
+    return table
+
+
+def _table(title: str, headings: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in headings.split(","):
+        table.add_column(heading, justify="right")
+    return table
+
+
+def main(config: Config) -> int:
+    """Compiles, prints two tables and all problems; 1 where there are some."""
+    console = Console()
+    console.width = max(console.width, 120)  # of the first table
+    progress = functools.partial(track, console=console, transient=True)
+    with tempfile.TemporaryDirectory() as folder, implementation.without_gpu("compile"):
+        dump = Path(folder)
+        h200.prepare(dump)
+        kernels = [examine(case, config, dump) for case in progress(cases(config), "kernels")]
+        console.print(*kernel_tables(kernels))
+        means = [examine_pmean(name, config, dump) for name in progress(config.topologies, "pmean")]
+        console.print(pmean_table(means, config))
+    problems = [
+        f"{row['operation']} ({row['method']}, {row['dtype']}): {problem}"
+        for row in kernels
+        for problem in row["problems"]
+    ]
+    problems += [f"{row['topology']}: {problem}" for row in means for problem in row["problems"]]
+    for problem in problems:
+        console.print(f"[red]Off: {problem}")
+    if config.save:
+        results = {"target": "NVIDIA H200", "kernels": kernels, "pmean": means}
+        path = common.save("aot_h200", dataclasses.asdict(config), results)
+        console.print(f"Written to {path}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(tyro.cli(Config, description=__doc__)))
