@@ -12,7 +12,8 @@ needs no GPU. Exits with 1 where a figure is off, and says which:
 
 Instructions are counted in the machine code, with the branches for widths that a block does not
 have; rows "N bits alone" have rows of one width only, so that all that is counted runs. The budget
-is how many instructions can be issued while memory moves the bytes of a coordinate.
+is how many instructions can be issued while memory moves the bytes of a coordinate, at best clock
+and bandwidth; slots are how many it takes, as the busiest pipe may need longer than to issue all.
 
 It needs the CUDA plugin of the same version as JAX and the CUDA compiler, but neither a driver nor
 the CUDA libraries: pip install -e '.[bench,cuda13-aot]'.
@@ -39,7 +40,7 @@ from rich.table import Table
 import dynamiq_jax as dq
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
-from dynamiq_jax.topologies import TOPOLOGIES, Topology
+from dynamiq_jax.topologies import TOPOLOGIES, Ring, Topology
 from pallas_kernels import implementation, triton_launch
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
@@ -148,6 +149,9 @@ def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
     coordinates = triton_launch.Config().rows * SUPER_GROUP_SIZE // kernel.threads  # of a thread
     kind = "st" if case.operation == "decompress" else "ld"
     pipes = kernel.pipes()
+    counts = None
+    if pipes is not None:
+        counts = {pipe: count / coordinates for pipe, count in pipes.items()}
     row: dict[str, Any] = {
         "operation": case.operation,
         "method": case.method,
@@ -162,7 +166,8 @@ def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
         "floor_bytes": floor,
         "touched_bytes": touched,
         "budget": floor * h200.instructions_per_byte(),
-        "instructions": pipes and {k: n / coordinates for k, n in pipes.items()},
+        "instructions": counts,
+        "slots": counts and h200.busiest(counts),
         "opcodes": kernel.opcodes,
     }
     problems = {
@@ -239,7 +244,9 @@ def examine_pmean(name: str, config: Config, dump: Path) -> dict[str, Any]:
     }
     idle = [number for number, ops in enumerate(meanwhile) if "triton kernel" not in ops]
     problems = {
-        "has no transfers from neighbour to neighbour": not transfers,
+        "has no transfers from neighbour to neighbour": (
+            isinstance(topology, Ring) and not transfers
+        ),
         f"takes {hop_kernels} kernels for {transfers} hops": looped and hop_kernels != transfers,
         f"runs no kernel during {len(idle)} of {transfers} transfers": (
             getattr(topology, "bidirectional", False) and bool(idle)
@@ -267,6 +274,9 @@ def _topology(name: str) -> Topology:
     kind, *options = name.split(":")
     if kind not in TOPOLOGIES:
         raise SystemExit(f"topology {kind!r} is not known. Give one of {sorted(TOPOLOGIES)}.")
+    known = [field.name for field in dataclasses.fields(TOPOLOGIES[kind])]
+    if unknown := set(options) - set(known):
+        raise SystemExit(f"topology {kind!r} has no option {unknown.pop()!r}. It has {known}.")
     return TOPOLOGIES[kind](**dict.fromkeys(options, True))
 
 
@@ -277,7 +287,8 @@ def kernel_tables(rows: list[dict[str, Any]]) -> list[Table]:
         "registers,spills,shared,warps,barriers,vectors,kernels,bytes,floor",
     )
     work = _table(
-        "Instructions a coordinate, by the pipe that runs them", "budget,all,FMA,ALU,XU,LSU,other"
+        "Instructions a coordinate, by the pipe that runs them",
+        "budget,slots,all,FMA,ALU,XU,LSU,other",
     )
     for row in rows:
         style = "red" if row["problems"] else None
@@ -294,7 +305,7 @@ def kernel_tables(rows: list[dict[str, Any]]) -> list[Table]:
         )
         counts = row["instructions"]
         if counts:
-            numbers = [row["budget"], sum(counts.values()), *counts.values()]
+            numbers = [row["budget"], row["slots"], sum(counts.values()), *counts.values()]
             work.add_row(head, *(f"{number:.1f}" for number in numbers), style=style)
     return [resources, work] if work.rows else [resources]
 

@@ -64,6 +64,9 @@ _PIPES = {
     "LSU": "LDG STG LDS STS LDSM STSM SHFL ATOM RED LDL STL",
 }
 
+# Issue slots that an instruction keeps its pipe busy for: 32 lanes over those of the pipe.
+_SLOTS = {"FMA": 1, "ALU": 2, "XU": 8, "LSU": 4}
+
 # HLO that runs nothing: other names for what is in memory already.
 _NAMES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "partition-id"}
 
@@ -209,6 +212,11 @@ def pipe_of(opcode: str) -> str:
         if any(name.startswith(start) for start in names.split()):
             return pipe
     return "other"
+
+
+def busiest(pipes: dict[str, float]) -> float:
+    """Issue slots that instructions take at least: all of them, or those of the busiest pipe."""
+    return max(sum(pipes.values()), *(_SLOTS.get(pipe, 1) * n for pipe, n in pipes.items()))
 
 
 def instructions_per_byte() -> float:
