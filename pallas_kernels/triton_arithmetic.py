@@ -59,6 +59,7 @@ def _nearest_whole(value: Array) -> tuple[Array, Array]:
 # of which there are none here.
 _PTX = Arithmetic(
     multiply_add=_instruction("fma.rn.f32"),
+    multiply_to_one=_instruction("mul.rn.sat.f32"),
     sqrt=_instruction("sqrt.approx.ftz.f32"),
     reciprocal=_instruction("rcp.approx.ftz.f32"),
     nearest_whole=_nearest_whole,

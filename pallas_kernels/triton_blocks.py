@@ -127,6 +127,7 @@ def decode(
     block: Block, message_ref, start: Array | int, onto: Pieces | None = None
 ) -> list[Array]:
     """The block's values in the message that starts at `start` (16-bit units), added to `onto`."""
+    ops = arithmetic()
     low, high = _unpack(block, message_ref, start)
     super_bits = message_ref[start + block.layout.super_scales_start // 2 + block.place]
     pieces = []
@@ -135,9 +136,12 @@ def decode(
             _load_group_bytes(block, message_ref, start, piece), super_bits
         )
         value, sign = _magnitude_and_sign(block, low[piece], high[piece] if high else None)
-        position = lax.bitcast_convert_type(block.levels.position(value, arithmetic()), _U32)
+        position = lax.bitcast_convert_type(block.levels.position(value, ops), _U32)
         signed = lax.bitcast_convert_type(position ^ sign, jnp.float32)
-        pieces.append(_by_group(signed, scale, onto[piece] if onto is not None else None))
+        scale = _to_lanes(scale)
+        pieces.append(
+            signed * scale if onto is None else ops.multiply_add(signed, scale, onto[piece])
+        )
     return pieces
 
 
@@ -163,7 +167,7 @@ def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, mes
     for piece, (values, maximum) in enumerate(zip(pieces, maxima, strict=True)):
         group_scale = scales.quantize_group_scales(maximum, super_bits[:, None], ops)
         inverse = scales.reciprocal(scales.scale_of_groups(group_scale, super_bits), ops)
-        t = jnp.minimum(_by_group(jnp.abs(values), inverse), np.float32(1))
+        t = ops.multiply_to_one(jnp.abs(values), _to_lanes(inverse))
         offset: Array | np.float32 = np.float32(0.5)
         if words is not None:
             offset = half_to_offset(words[piece % 4] >> np.uint32(16 * (piece // 4)))
@@ -368,13 +372,13 @@ def _pad(layout: Layout, message_ref) -> None:
             message_ref[at] = jnp.zeros((8,), jnp.uint16)
 
 
-def _by_group(values: Array, factor: Array, onto: Array | None = None) -> Array:
-    """[rows, 32] times a factor for every group, [rows, 32 / group_size], added to `onto`."""
-    groups = factor.shape[1]
-    if groups > 1:
-        factor = jnp.broadcast_to(factor[:, :, None], (*factor.shape, LANES // groups))
-        factor = factor.reshape(-1, LANES)
-    return values * factor if onto is None else arithmetic().multiply_add(values, factor, onto)
+def _to_lanes(by_group: Array) -> Array:
+    """Numbers of groups, [rows, 32 / group_size], to something that broadcasts to [rows, 32]."""
+    groups = by_group.shape[1]
+    if groups == 1:
+        return by_group
+    spread = jnp.broadcast_to(by_group[:, :, None], (*by_group.shape, LANES // groups))
+    return spread.reshape(-1, LANES)
 
 
 def _merge_lanes(values: Array, count: int, bits: int | None = None) -> Array:

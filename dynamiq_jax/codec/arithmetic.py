@@ -23,6 +23,7 @@ class Arithmetic(NamedTuple):
     """Float32 operations."""
 
     multiply_add: Callable[[Array, Number, Number], Array]  # a b + c
+    multiply_to_one: Callable[[Array, Array], Array]  # min(a b, 1) of a b >= 0; NaN to anything
     sqrt: Callable[[Array], Array]  # of normal numbers
     reciprocal: Callable[[Array], Array]  # of normal numbers up to 2^126
     nearest_whole: Callable[[Array], tuple[Array, Array]]  # rounded, and as bits of it + WHOLE
@@ -47,6 +48,7 @@ def _nearest_whole(value: Array) -> tuple[Array, Array]:
 
 PLAIN = Arithmetic(
     multiply_add=lambda a, b, c: a * b + c,
+    multiply_to_one=lambda a, b: jnp.minimum(a * b, np.float32(1)),
     sqrt=jnp.sqrt,
     reciprocal=lambda value: np.float32(1) / value,
     nearest_whole=_nearest_whole,

@@ -70,8 +70,8 @@ def half_to_offset(words: Array) -> Array:
     """The low half h of uint32 words to (h + 1/2) / 2^16, float32: by its bits, which is cheaper
     than a conversion.
     """
-    bits = ((words & np.uint32(0xFFFF)) << np.uint32(7)) | np.uint32(0x3F800000)  # 1 + h / 2^16
-    return lax.bitcast_convert_type(bits, jnp.float32) - np.float32(1 - 2**-17)
+    bits = (words & np.uint32(0xFFFF)) | np.uint32(0x43000000)  # 128 + h / 2^16
+    return lax.bitcast_convert_type(bits, jnp.float32) - np.float32(128 - 2**-17)
 
 
 def mix(word: Array) -> Array:

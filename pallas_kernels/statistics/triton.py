@@ -1,14 +1,20 @@
 """Triton kernel of `statistics`."""
 
+import functools
+import operator
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from dynamiq_jax.codec.norms import l2_norm
+from dynamiq_jax.codec.norms import scale_of
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
+from pallas_kernels.triton_blocks import gather
 from pallas_kernels.triton_launch import Config, launch
+
+_SHARE = np.float32(1 / SUPER_GROUP_SIZE)
 
 
 def statistics(rows: Array, *, config: Config | None = None) -> tuple[Array, Array]:
@@ -19,11 +25,13 @@ def statistics(rows: Array, *, config: Config | None = None) -> tuple[Array, Arr
     def kernel(rows_ref, norms_ref, means_ref):
         first = pl.program_id(0) * config.rows
         row = lax.min(first + lax.iota(jnp.int32, config.rows), jnp.int32(num_rows - 1))
-        lanes = lax.iota(jnp.int32, SUPER_GROUP_SIZE)
-        values = rows_ref[row[:, None], lanes[None, :]].astype(jnp.float32)
+        pieces = gather(rows_ref, row)
         # Where the maximum drops a NaN, as Triton's does, the sum of squares still shows it.
-        norms_ref[row] = l2_norm(values, axis=1)
-        means_ref[row] = jnp.sum(values, axis=1) * np.float32(1 / SUPER_GROUP_SIZE)
+        largest = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, pieces)), axis=1)
+        scaled = [piece * scale_of(largest)[:, None] for piece in pieces]
+        squares = jnp.sum(functools.reduce(operator.add, (s * s for s in scaled)), axis=1)
+        norms_ref[row] = largest * jnp.sqrt(squares)
+        means_ref[row] = jnp.sum(functools.reduce(operator.add, pieces), axis=1) * _SHARE
 
     shape = shape_like((num_rows,), jnp.float32, rows)
     return launch(kernel, (config.programs(num_rows),), config, [rows], (shape, shape))
