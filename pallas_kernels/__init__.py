@@ -12,5 +12,6 @@
 
 Operations work on whole messages: they take the local array as it lies in memory, the table of rows
 and the chunk's index, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
-Above the folders lies what backends share: `blocks` (XLA), `triton_blocks`, `triton_launch`.
+Beside the folders lies what their backends share: `blocks` for XLA, and for Triton from the bottom
+up `triton_launch`, `triton_arithmetic`, `triton_blocks`, `triton_message` and `triton_rows`.
 """

@@ -7,7 +7,9 @@ from jax.experimental import pallas as pl
 from dynamiq_jax.codec.layout import Layout
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
-from pallas_kernels import triton_blocks as blocks
+from pallas_kernels import triton_message as message
+from pallas_kernels import triton_rows
+from pallas_kernels.triton_blocks import for_each_block
 from pallas_kernels.triton_launch import Config
 
 
@@ -18,14 +20,14 @@ def decompress(
 
     def kernel(block, order_ref, messages_ref, rows_ref):
         chunk = pl.program_id(1)
-        pieces = blocks.decode(block, messages_ref, chunk * (layout.payload_bytes // 2))
-        blocks.scatter(pieces, rows_ref, order_ref[chunk, block.place])
+        pieces = triton_rows.decode(block, messages_ref, chunk * (layout.payload_bytes // 2))
+        triton_rows.scatter(pieces, rows_ref, order_ref[chunk, block.place])
 
-    return blocks.for_each_block(
+    return for_each_block(
         kernel,
         layout,
         config or Config(),
-        [order, blocks.halves(payloads)],
+        [order, message.halves(payloads)],
         shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
         chunks=layout.num_chunks,
     )

@@ -6,7 +6,9 @@ from jax import Array
 from dynamiq_jax.codec.layout import Layout
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
-from pallas_kernels import triton_blocks as blocks
+from pallas_kernels import triton_message as message
+from pallas_kernels import triton_rows
+from pallas_kernels.triton_blocks import for_each_block
 from pallas_kernels.triton_launch import Config
 
 
@@ -24,13 +26,13 @@ def decompress_accumulate(
 
     def kernel(block, chunk_ref, order_ref, rows_ref, messages_ref, sums_ref):
         row = order_ref[chunk_ref[0], block.place]
-        pieces = blocks.partial_sum(block, rows_ref, row, messages_ref, received)
-        blocks.scatter(pieces, sums_ref, block.place)
+        pieces = triton_rows.partial_sum(block, rows_ref, row, messages_ref, received)
+        triton_rows.scatter(pieces, sums_ref, block.place)
 
-    return blocks.for_each_block(
+    return for_each_block(
         kernel,
         layout,
         config or Config(),
-        [jnp.asarray(chunk).astype(jnp.int32).reshape(1), order, rows, blocks.halves(payloads)],
+        [jnp.asarray(chunk).astype(jnp.int32).reshape(1), order, rows, message.halves(payloads)],
         shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, rows),
     )

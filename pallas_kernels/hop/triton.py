@@ -5,7 +5,9 @@ from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
 from dynamiq_jax.compat import shape_like
-from pallas_kernels import triton_blocks as blocks
+from pallas_kernels import triton_message as message
+from pallas_kernels import triton_rows
+from pallas_kernels.triton_blocks import for_each_block
 from pallas_kernels.triton_launch import Config
 
 
@@ -27,16 +29,16 @@ def hop(
         received_ref, sent_ref = messages[0], messages[-1]
         chunk = chunk_ref[0]
         row = order_ref[chunk, block.place]
-        pieces = blocks.partial_sum(block, rows_ref, row, received_ref, received)
-        blocks.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
+        pieces = triton_rows.partial_sum(block, rows_ref, row, received_ref, received)
+        triton_rows.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
 
     scalars = [jnp.asarray(value).astype(jnp.int32).reshape(1) for value in (chunk, hop_index)]
-    operands = [*scalars, seed, order, rows, *([blocks.halves(payloads)] if received else [])]
-    sent = blocks.for_each_block(
+    operands = [*scalars, seed, order, rows, *([message.halves(payloads)] if received else [])]
+    sent = for_each_block(
         kernel,
         layout,
         config or Config(),
         operands,
         shape_like((layout.payload_bytes // 2,), jnp.uint16, rows),
     )
-    return blocks.as_bytes(sent)
+    return message.as_bytes(sent)

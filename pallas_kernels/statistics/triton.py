@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from dynamiq_jax.codec.norms import scale_of
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
-from pallas_kernels.triton_blocks import gather
 from pallas_kernels.triton_launch import Config, launch
+from pallas_kernels.triton_rows import gather
 
 _SHARE = np.float32(1 / SUPER_GROUP_SIZE)
 
