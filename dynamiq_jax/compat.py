@@ -2,6 +2,7 @@
 else. Nowhere else.
 """
 
+import importlib
 import importlib.util
 from typing import Any, TypeVar
 
@@ -53,3 +54,26 @@ def all_gather(value: Array, axis_name: str) -> Array:
     """`lax.all_gather` with a result that may be returned with `out_specs=P()`."""
     to = "invarying" if tracks_varying(axis_name) else "varying"
     return lax.all_gather(value, axis_name, to=to)
+
+
+def has_mosaic_gpu() -> bool:
+    """Whether Pallas can lower our kernels to Mosaic GPU, and interpret them: since JAX 0.11. JAX
+    0.10 has neither square roots nor an interpreter there.
+    """
+    if jax.__version_info__ < (0, 11):
+        return False
+    try:
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError:  # it needs absl, which JAX does not install
+        return False
+    return True
+
+
+def mosaic_gpu_store(ref: Any, value: Array) -> None:
+    """Stores to memory in pieces of any size, which JAX 0.12 wants said."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -10,12 +10,13 @@ from jax import lax
 
 from dynamiq_jax import compat
 
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "triton", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 Backends = Mapping[str, Callable[..., Any]]
 
-_AMPERE = 8.0  # compute capability
+# Compute capability that a backend needs; the fastest first.
+_CAPABILITIES = {"triton": 8.0, "mosaic_gpu": 9.0}
 _without_gpu: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode", default=None)
 
 
@@ -32,8 +33,8 @@ def check(implementation: str | None) -> None:
             f"implementation={implementation!r} is not a backend of this version. Use None (the "
             f"fastest that there is) or one of {IMPLEMENTATIONS}."
         )
-    reason = _why_no_triton()
-    if reason and not _without_gpu.get():
+    reason = _why_not(implementation)
+    if reason:
         raise ValueError(
             f"implementation={implementation!r} cannot run here: {reason}. Use None (the fastest "
             "that there is) or 'xla'."
@@ -46,10 +47,17 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
     """
     check(implementation)
     if implementation is not None:
+        if implementation not in backends:
+            raise ValueError(
+                f"implementation={implementation!r} does not have this operation. Use None (the "
+                f"fastest that there is) or one of {tuple(backends)}."
+            )
         return backends[implementation](*args, **kwargs)
     fastest = {"default": lambda *args: backends["xla"](*args, **kwargs)}
-    if _without_gpu.get() or _why_no_triton() is None:
-        fastest["cuda"] = lambda *args: backends["triton"](*args, **kwargs)
+    for name in _CAPABILITIES:
+        if name in backends and _why_not(name) is None:
+            fastest["cuda"] = lambda *args, name=name: backends[name](*args, **kwargs)
+            break
     return lax.platform_dependent(*args, **fastest)
 
 
@@ -70,14 +78,19 @@ def interpreting() -> bool:
     return _without_gpu.get() == "interpret"
 
 
-def _why_no_triton() -> str | None:
-    """Why this machine cannot run Triton kernels, if it cannot."""
-    if not compat.has_triton():
+def _why_not(implementation: str) -> str | None:
+    """Why this machine cannot run the kernels of a backend, if it cannot."""
+    if implementation == "triton" and not compat.has_triton():
         return f"JAX {jax.__version__} has no Triton backend of Pallas"
+    if implementation == "mosaic_gpu" and not compat.has_mosaic_gpu():
+        return f"the Mosaic GPU backend of Pallas in JAX {jax.__version__} lacks what it needs"
+    if _without_gpu.get():
+        return None
     if jax.default_backend() != "gpu":
         return "the default devices are not GPUs"
     devices = [device for device in jax.local_devices() if device.platform == "gpu"]
     capability = min(float(getattr(device, "compute_capability", 0)) for device in devices)
-    if capability < _AMPERE:
-        return f"it needs compute capability {_AMPERE}, and this GPU has {capability}"
+    needed = _CAPABILITIES[implementation]
+    if capability < needed:
+        return f"it needs compute capability {needed}, and this GPU has {capability}"
     return None

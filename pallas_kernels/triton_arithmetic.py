@@ -62,5 +62,6 @@ _PTX = Arithmetic(
     multiply_to_one=_instruction("mul.rn.sat.f32"),
     sqrt=_instruction("sqrt.approx.ftz.f32"),
     reciprocal=_instruction("rcp.approx.ftz.f32"),
+    ceil=jnp.ceil,
     nearest_whole=_nearest_whole,
 )

@@ -109,7 +109,7 @@ def _locate(layout: Layout, config: Config, classes_ref, levels_ref) -> Block:
     return Block(
         layout=layout,
         width=width,
-        top=top_code(levels),
+        top=jnp.asarray(top_code(levels)),
         levels=levels,
         class_rows=rows,
         codes_start=codes_start * 16,

@@ -1,4 +1,4 @@
-"""Rows inside a Triton kernel: gathered, decoded, encoded, by the formulas of `dynamiq_jax.codec`."""
+"""Rows inside a Triton kernel: gathered, decoded, encoded, by the formulas of the codec."""
 
 import functools
 from collections.abc import Sequence

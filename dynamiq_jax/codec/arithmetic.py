@@ -26,6 +26,7 @@ class Arithmetic(NamedTuple):
     multiply_to_one: Callable[[Array, Array], Array]  # min(a b, 1) of a b >= 0; NaN to anything
     sqrt: Callable[[Array], Array]  # of normal numbers
     reciprocal: Callable[[Array], Array]  # of normal numbers up to 2^126
+    ceil: Callable[[Array], Array]  # of values from 0 to 255
     nearest_whole: Callable[[Array], tuple[Array, Array]]  # rounded, and as bits of it + WHOLE
 
 
@@ -51,5 +52,6 @@ PLAIN = Arithmetic(
     multiply_to_one=lambda a, b: jnp.minimum(a * b, np.float32(1)),
     sqrt=jnp.sqrt,
     reciprocal=lambda value: np.float32(1) / value,
+    ceil=jnp.ceil,
     nearest_whole=_nearest_whole,
 )

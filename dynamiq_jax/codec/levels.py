@@ -135,8 +135,10 @@ def round_to_level(
     return (bits + up) & top_code(levels)
 
 
-def top_code(levels: Levels) -> Array:
+def top_code(levels: Levels) -> Array | np.uint32:
     """L as uint32: also the mask of a magnitude."""
+    if isinstance(levels.top, np.float32):
+        return np.uint32(levels.top)
     return float_to_code(jnp.asarray(levels.top))
 
 

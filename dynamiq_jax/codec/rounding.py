@@ -57,8 +57,13 @@ def offset_words(rows: Array, lanes: Array, hop: Array | int, rounding: Rounding
     """Words uint32 [rows, lanes] whose low halves are the offsets of `lanes`, uint32 below 128, and
     whose high halves those of `lanes + 128`.
     """
+    return lane_words(rows[:, None], lanes[None, :], hop, rounding)
+
+
+def lane_words(rows: Array, lanes: Array, hop: Array | int, rounding: Rounding) -> Array:
+    """`offset_words` of words and lanes whose shapes broadcast."""
     # The row's words are mixed already: `mix` without its first step does for the lanes.
-    words = _mix_mixed(rows[:, None] ^ (lanes * _LANE)[None, :])
+    words = _mix_mixed(rows ^ (lanes * _LANE))
     if rounding == "correlated":
         words = words + _uint32(hop) * _GOLDEN
     elif rounding == "stratified":

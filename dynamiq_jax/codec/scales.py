@@ -44,7 +44,7 @@ def quantize_group_scales(maxima: Array, super_bits: Array, ops: Arithmetic = PL
     """
     inverse = reciprocal(bfloat16_value(super_bits), ops)
     share = lax.bitcast_convert_type(maxima, jnp.float32) * inverse
-    return jnp.minimum(jnp.ceil(share * np.float32(255)), np.float32(255))
+    return jnp.minimum(ops.ceil(share * np.float32(255)), np.float32(255))
 
 
 def quantize_scales(maxima: Array) -> tuple[Array, Array]:
@@ -65,10 +65,14 @@ def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
 
 def scale_of_groups(group_scales: Array, super_bits: Array) -> Array:
     """`reconstruct_scales` of group scales that are float32 integers already."""
-    # In this order, which XLA would choose anyway: a step below the smallest normal is flushed, so
-    # rows whose largest magnitude is below 2^-118 decode to zeros.
-    step = bfloat16_value(super_bits.astype(jnp.uint32)) * np.float32(1 / 255)
-    return group_scales * step[:, None]
+    return group_scales * scale_step(super_bits.astype(jnp.uint32))[:, None]
+
+
+def scale_step(super_bits: Array) -> Array:
+    """Scale of a group whose byte is 1: bfloat16 bits in uint32, any shape, to float32."""
+    # Multiplied before the group scale, as XLA would choose anyway: a step below the smallest
+    # normal is flushed, so rows whose largest magnitude is below 2^-118 decode to zeros.
+    return bfloat16_value(super_bits) * np.float32(1 / 255)
 
 
 def reciprocal(scale: Array, ops: Arithmetic = PLAIN) -> Array:

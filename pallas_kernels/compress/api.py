@@ -3,10 +3,14 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.compress import triton, xla
+from pallas_kernels.compress import mosaic_gpu, triton, xla
 from pallas_kernels.implementation import Backends, run
 
-_BACKENDS: Backends = {"xla": xla.compress, "triton": triton.compress}
+_BACKENDS: Backends = {
+    "xla": xla.compress,
+    "triton": triton.compress,
+    "mosaic_gpu": mosaic_gpu.compress,
+}
 
 
 def compress(

@@ -3,10 +3,14 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.decompress import triton, xla
+from pallas_kernels.decompress import mosaic_gpu, triton, xla
 from pallas_kernels.implementation import Backends, run
 
-_BACKENDS: Backends = {"xla": xla.decompress, "triton": triton.decompress}
+_BACKENDS: Backends = {
+    "xla": xla.decompress,
+    "triton": triton.decompress,
+    "mosaic_gpu": mosaic_gpu.decompress,
+}
 
 
 def decompress(

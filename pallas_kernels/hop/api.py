@@ -3,10 +3,14 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.hop import triton, xla
+from pallas_kernels.hop import mosaic_gpu, triton, xla
 from pallas_kernels.implementation import Backends, run
 
-_BACKENDS: Backends = {"xla": xla.hop, "triton": triton.hop}
+_BACKENDS: Backends = {
+    "xla": xla.hop,
+    "triton": triton.hop,
+    "mosaic_gpu": mosaic_gpu.hop,
+}
 
 
 def hop(

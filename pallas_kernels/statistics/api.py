@@ -3,9 +3,13 @@
 from jax import Array
 
 from pallas_kernels.implementation import Backends, run
-from pallas_kernels.statistics import triton, xla
+from pallas_kernels.statistics import mosaic_gpu, triton, xla
 
-_BACKENDS: Backends = {"xla": xla.statistics, "triton": triton.statistics}
+_BACKENDS: Backends = {
+    "xla": xla.statistics,
+    "triton": triton.statistics,
+    "mosaic_gpu": mosaic_gpu.statistics,
+}
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> tuple[Array, Array]:

@@ -1,0 +1,43 @@
+"""Mosaic GPU kernel of `hop`, and of `compress`, which is a hop that receives nothing."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from dynamiq_jax.codec.layout import Layout
+from dynamiq_jax.compat import shape_like
+from pallas_kernels import mosaic_gpu_blocks as blocks
+from pallas_kernels.mosaic_gpu_launch import row_shape
+
+
+def hop(
+    payloads: Array,
+    rows: Array,
+    order: Array,
+    chunk: Array | int,
+    hop_index: Array | int,
+    seed: Array,
+    *,
+    layout: Layout,
+) -> Array:
+    """See `pallas_kernels.hop.api`."""
+    received = payloads.shape[0]
+
+    def kernel(block, chunk_ref, hop_ref, seed_ref, order_ref, rows_ref, *messages):
+        *received_ref, sent_ref = messages
+        chunk = chunk_ref[0]
+        blocks.start_gather(block, rows_ref, lambda row: order_ref[chunk, block.place + row])
+        parts = [blocks.receive(block, received_ref[0].at[i]) for i in range(received)]
+        pieces = blocks.end_gather(block)
+        for part in parts:
+            pieces = [a + b for a, b in zip(pieces, blocks.decode(block, part), strict=True)]
+        blocks.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
+
+    scalars = [jnp.asarray(value).astype(jnp.int32).reshape(1) for value in (chunk, hop_index)]
+    pieces_of_rows = rows.reshape(-1, *row_shape(layout.group_size))
+    return blocks.for_each_block(
+        kernel,
+        layout,
+        [*scalars, seed, order, pieces_of_rows, *([payloads] if received else [])],
+        shape_like((layout.payload_bytes,), jnp.uint8, rows),
+        staged=rows.dtype,
+    )

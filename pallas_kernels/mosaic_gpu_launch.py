@@ -1,0 +1,152 @@
+"""How a warpgroup of a Mosaic GPU kernel holds rows, and how a kernel is started.
+
+A row of 256 lanes is handled as eight pieces, [rows, groups, lanes of a group] each, or [rows, 32]
+if a group has 32 lanes (an axis of one group defeats the inference of layouts). Eight threads
+hold a piece of a row, four neighbouring lanes each, so that everything is loaded and stored in
+words, and the maximum over 32 lanes takes three shuffles. A warpgroup has 16 rows at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from dynamiq_jax import compat
+from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels import implementation
+
+PIECES, LANES = 8, 32  # of a row, of a piece
+_ROWS = (16, 8, 4, 2, 1)  # that a block can have
+_VECTOR = 4  # lanes of a thread
+Shape = tuple[int, ...]  # of a piece
+
+
+def launch(
+    kernel: Callable,
+    grid: tuple[int, ...],
+    operands: Sequence[Array],
+    out_shape: Any,
+    scratch: Sequence[Any] = (),
+) -> Any:
+    """Runs `kernel(*refs)` on a grid of blocks, or of blocks and chunks, one warpgroup each."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.kernel(
+        kernel,
+        out_type=out_shape,
+        grid=grid,
+        grid_names=("block", "chunk")[: len(grid)],
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            # No program reads again what it wrote, but for `scatter`, which has a barrier.
+            unsafe_no_auto_barriers=True,
+            # The other semantics infer layouts, and take a minute for it.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=plgpu.InterpretGPUParams() if implementation.interpreting() else None,
+    )(*operands)
+
+
+def cast(values: Array, shape: Shape, dims: tuple[int, ...]) -> Array:
+    """Asks for the layout of values whose axes are `dims` of the axes of pieces of `shape`."""
+    return _cast(
+        values, _layout(shape).reduce(tuple(d for d in range(len(shape)) if d not in dims))
+    )
+
+
+def spread(values: Array, shape: Shape, dims: tuple[int, ...], rank: int | None = None) -> Array:
+    """Repeats values whose axes are `dims` along the other axes of a piece, or of its first
+    `rank`.
+    """
+    rank = len(shape) if rank is None else rank
+    if dims == tuple(range(rank)):
+        return values
+    repeated = lax.broadcast_in_dim(values, shape[:rank], dims)
+    return cast(repeated, shape, tuple(range(rank)))
+
+
+def row_shape(group_size: int) -> Shape:
+    """Shape that a row of 256 has here: pieces, groups of a piece, lanes of a group."""
+    groups = LANES // group_size
+    return (PIECES, groups, group_size) if groups > 1 else (PIECES, LANES)
+
+
+def blocks_of_rows(rows: int) -> tuple[int, int]:
+    """Rows of a block of a class of `rows` rows, and blocks that cover the class: the last is moved
+    back to end with it, so that some rows are done twice, with the same result.
+    """
+    block = next(count for count in _ROWS if count <= rows)
+    return block, -(-rows // block)
+
+
+def load_rows(shape: Shape, rows_ref, first: Array | int) -> list[Array]:
+    """Consecutive rows of an array [num_rows, *row_shape], float32 pieces of `shape`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    refs = [rows_ref.at[pl.ds(first, shape[0]), piece] for piece in range(PIECES)]
+    loaded = [
+        cast(plgpu.load(ref, optimized=False), shape, tuple(range(len(shape)))) for ref in refs
+    ]
+    return [values.astype(jnp.float32) for values in loaded]
+
+
+def store_column(ref, first: Array, values: Array) -> None:
+    """Stores one value for each row."""
+    compat.mosaic_gpu_store(ref.at[pl.ds(first, values.shape[0])], values)
+
+
+def side_by_side(columns: Sequence[Array], shape: Shape) -> Array:
+    """Values [rows] for pieces of `shape` as columns [rows, count], a row in every thread of it."""
+    from jax.experimental.mosaic.gpu.fragmented_array import Replicated, TiledLayout, Tiling
+
+    count = len(columns)
+    one = _layout(shape).reduce(tuple(range(1, len(shape))))
+
+    def twice(dims):
+        return tuple(dim if isinstance(dim, Replicated) else 2 * dim for dim in dims)
+
+    both = TiledLayout(
+        Tiling(tuple((*tile, count) for tile in one.tiling.tiles)),
+        warp_dims=twice(one.warp_dims),
+        lane_dims=twice(one.lane_dims),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    table = (shape[0], count)
+    index = _cast(lax.broadcasted_iota(jnp.int32, table, 1), both)
+    first, *others = (_cast(lax.broadcast_in_dim(c, table, (0,)), both) for c in columns)
+    for column, values in enumerate(others, start=1):
+        first = jnp.where(index == np.int32(column), values, first)
+    return first
+
+
+def _cast(values: Array, tiled: Any) -> Array:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.TILED(tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim)
+    return plgpu.layout_cast(values, layout)
+
+
+def _layout(shape: Shape) -> Any:
+    """How a warpgroup holds a piece: a row on eight threads, four rows on a warp. With fewer than
+    16 rows, several warps or threads hold the same values.
+    """
+    from jax.experimental.mosaic.gpu.fragmented_array import Replicated, TiledLayout, Tiling
+
+    rows, *inner = shape
+    rank, per_warp = len(shape), min(rows, 4)
+    warps = rows // per_warp
+    lanes = (-rank, *range(1 - 2 * rank, -rank))
+    return TiledLayout(
+        Tiling((shape, (per_warp, *[1] * (len(inner) - 1), _VECTOR))),
+        warp_dims=(-2 * rank,) if warps == 4 else (Replicated(4 // warps), -2 * rank),
+        lane_dims=lanes if per_warp == 4 else (Replicated(4 // per_warp), *lanes),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+
+
+assert PIECES * LANES == SUPER_GROUP_SIZE
