@@ -17,6 +17,7 @@ Backends = Mapping[str, Callable[..., Any]]
 
 # Compute capability that a backend needs; the fastest first.
 _CAPABILITIES = {"triton": 8.0, "mosaic_gpu": 9.0}
+_INDEX_LIMIT = 2**31  # elements of an array that kernels reach by 32-bit indices
 _without_gpu: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode", default=None)
 
 
@@ -54,7 +55,8 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
             )
         return backends[implementation](*args, **kwargs)
     fastest = {"default": lambda *args: backends["xla"](*args, **kwargs)}
-    for name in _CAPABILITIES:
+    small = all(getattr(leaf, "size", 1) < _INDEX_LIMIT for leaf in jax.tree.leaves(args))
+    for name in _CAPABILITIES if small else ():
         if name in backends and _why_not(name) is None:
             fastest["cuda"] = lambda *args, name=name: backends[name](*args, **kwargs)
             break
