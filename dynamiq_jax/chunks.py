@@ -1,4 +1,4 @@
-"""What passes between a method and a topology: a bucket in chunks, one for each worker.
+"""What passes between a method and a topology: a bucket in chunks, as many for each worker.
 
 Two families of methods, one interface. A topology moves opaque payloads and asks a `ChunkCodec` for
 three things: the first payload of a chunk, the payload after received partial sums have been added
@@ -18,7 +18,7 @@ Payload = Any  # pytree of arrays: what one chunk puts on the wire in one hop
 
 
 class ChunkCodec(Protocol):
-    """One bucket of one all-reduce on one worker: `num_chunks` chunks, one for each worker."""
+    """One bucket of one all-reduce on one worker, in as many chunks as the topology asks for."""
 
     def compress(self, chunk: Array, hop: Array | int) -> Payload:
         """Payload of the local values of a chunk."""

@@ -238,7 +238,7 @@ def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, mes
         group_bytes[piece] = float_to_code(group_scale)
         if width:
             inverse = block.spread(scales.reciprocal(group_scale * step), block.groups)
-            t = jnp.minimum(jnp.abs(values) * inverse, np.float32(1))
+            t = ops.multiply_to_one(jnp.abs(values), inverse)
             magnitude = round_to_level(t, offset, block.levels, ops)
             sign = lax.bitcast_convert_type(values, _U32) >> np.uint32(31)
             _add_to_fields(fields, piece, magnitude | (sign << np.uint32(width - 1)))
@@ -354,12 +354,11 @@ def _load_super_bits(block: Block, message_ref) -> Array:
 
 
 def _pad(layout: Layout, message_ref) -> None:
-    used = layout.super_scales_start + 2 * layout.rows_per_chunk
-    if used < layout.payload_bytes:
+    if layout.padding_start < layout.payload_bytes:
 
         @pl.when(lax.axis_index("block") == 0)
         def _() -> None:
-            for byte in range(used, layout.payload_bytes):
+            for byte in range(layout.padding_start, layout.payload_bytes):
                 message_ref[byte] = jnp.uint8(0)
 
 

@@ -147,11 +147,11 @@ def store_scales(block: Block, group_scales: list[Array], super_bits: Array, mes
 
 def pad(layout: Layout, message_ref) -> None:
     """Writes the zeros at the end of a message."""
-    used = layout.super_scales_start + 2 * layout.rows_per_chunk
-    if used < layout.payload_bytes:
+    if layout.padding_start < layout.payload_bytes:
 
         @pl.when(pl.program_id(0) == 0)
         def _() -> None:
             # Some zeros are stored twice: a shape has to be a power of two.
-            at = lax.min(used // 2 + iota(8), jnp.int32(layout.payload_bytes // 2 - 1))
+            last = jnp.int32(layout.payload_bytes // 2 - 1)
+            at = lax.min(layout.padding_start // 2 + iota(8), last)
             message_ref[at] = jnp.zeros((8,), jnp.uint16)

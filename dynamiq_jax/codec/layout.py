@@ -35,7 +35,7 @@ class Layout:
     """
 
     size: int  # coordinates of the bucket, before padding
-    num_chunks: int  # one per worker
+    num_chunks: int  # one or more for each worker
     group_size: int  # coordinates that share a group scale
     spacing: Spacing
     gap_ratio: float
@@ -69,12 +69,16 @@ class Layout:
         return self.group_scales_start + self.rows_per_chunk * self.groups
 
     @property
+    def padding_start(self) -> int:
+        """Byte of the message where the zeros at its end start."""
+        return self.super_scales_start + 2 * self.rows_per_chunk
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of one message, padded so that messages that lie one after the other are all
         aligned.
         """
-        used = self.super_scales_start + 2 * self.rows_per_chunk
-        return -(-used // ALIGNMENT) * ALIGNMENT
+        return -(-self.padding_start // ALIGNMENT) * ALIGNMENT
 
     def as_rows(self, flat: Array) -> Array:
         """Pads a bucket [size] with zeros to a matrix [num_rows, 256]."""
@@ -118,7 +122,7 @@ class Layout:
             codes.append(packing.unpack(tuple(planes), c.rows, c.width))
         rows = self.rows_per_chunk
         group_bytes = payload[self.group_scales_start : self.super_scales_start]
-        super_bytes = payload[self.super_scales_start : self.super_scales_start + 2 * rows]
+        super_bytes = payload[self.super_scales_start : self.padding_start]
         return (
             jnp.concatenate(codes).reshape(rows, SUPER_GROUP_SIZE),
             group_bytes.reshape(rows, self.groups),
@@ -140,7 +144,7 @@ def make_layout(
 
     Args:
       size: coordinates, at least 1.
-      num_chunks: workers.
+      num_chunks: chunks of the bucket, as many for each worker.
       fractions: (width, share of the rows), widest first, shares adding up to 1.
       group_size: coordinates that share a group scale.
       spacing: how the gaps between levels widen.
