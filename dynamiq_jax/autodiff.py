@@ -1,5 +1,6 @@
 """`value_and_grad` for people who never wrote a shard_map."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,20 +9,22 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from dynamiq_jax import buckets, collectives
-from dynamiq_jax.methods import DynamiQ, Method, resolve_method
-from dynamiq_jax.topologies import Topology, resolve_topology
+from dynamiq_jax.axes import AxisName
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Auto, Topology
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     mesh: Mesh,
-    axis_name: str,
+    axis_name: AxisName,
     method: Method | str = DynamiQ(),
-    topology: Topology | str = "ring",
+    topology: Topology | Auto | str = "ring",
     has_aux: bool = False,
     replicated_argnums: int | Sequence[int] = (),
     exact_below: int = buckets.EXACT_BELOW,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, data-parallel over one axis of a mesh, with gradients averaged
     compressed.
@@ -37,7 +40,7 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
       mesh: mesh with the axis.
-      axis_name: axis of the mesh to split over.
+      axis_name: axis of the mesh to split over, or several with the slowest link first; see `psum`.
       method: how numbers become bytes.
       topology: how chunks travel.
       has_aux: whether `loss_fn` returns `(loss, aux)`; aux is a pytree of arrays, averaged exactly
@@ -45,6 +48,7 @@ def value_and_grad(
       replicated_argnums: positions (from 1) of further arguments that every worker sees whole. A
         key for dropout is one; fold in `jax.lax.axis_index(axis_name)`, or all drop the same.
       exact_below: leaves of fewer elements are averaged exactly.
+      bucket_bytes: bytes of gradient that are compressed together; see `psum`.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a typed PRNG key, that returns `(loss,
@@ -55,24 +59,23 @@ def value_and_grad(
       ValueError: the mesh has no such axis, or a leading axis does not divide by its size (when
         called).
     """
-    if axis_name not in mesh.axis_names:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not set(names) <= set(mesh.axis_names):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh. Give one of {mesh.axis_names}."
         )
-    method, topology = resolve_method(method), resolve_topology(topology)
-    num_workers = mesh.shape[axis_name]
+    options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
+    num_workers = math.prod(mesh.shape[name] for name in names)
     whole = {replicated_argnums} if isinstance(replicated_argnums, int) else set(replicated_argnums)
     # The same mesh with axes that the compiler manages: shardings are its business here.
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    replicated, split = PartitionSpec(), PartitionSpec(axis_name)
+    replicated, split = PartitionSpec(), PartitionSpec(names)
 
     def local(key: Array, params: Any, *args: Any) -> Any:
-        params = jax.tree.map(lambda leaf: lax.pcast(leaf, axis_name, to="varying"), params)
+        params = jax.tree.map(lambda leaf: lax.pcast(leaf, names, to="varying"), params)
         value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args)
-        value = jax.tree.map(lambda leaf: lax.pmean(leaf, axis_name), value)
-        grads = collectives.pmean(
-            grads, axis_name, key=key, method=method, topology=topology, exact_below=exact_below
-        )
+        value = jax.tree.map(lambda leaf: lax.pmean(leaf, names), value)
+        grads = collectives.pmean(grads, axis_name, key=key, **vars(options))
         return value, grads
 
     @jax.jit
@@ -94,14 +97,14 @@ def value_and_grad(
             mesh=mesh,
             in_specs=(replicated, replicated, *specs),
             out_specs=(replicated, replicated),
-            axis_names={axis_name},
+            axis_names=set(names),
         )
         return mapped(key, params, *args)
 
     return value_and_grad_fn
 
 
-def _check_divides(arg: Any, position: int, num_workers: int, axis_name: str) -> None:
+def _check_divides(arg: Any, position: int, num_workers: int, axis_name: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
         shape = getattr(leaf, "shape", ())
         if not shape or shape[0] % num_workers:

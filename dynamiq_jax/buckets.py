@@ -4,6 +4,7 @@ why.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -12,12 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.methods.base import Method, WireCost
-from dynamiq_jax.topologies.base import Topology
+from dynamiq_jax import checks
+from dynamiq_jax.axes import Axes
+from dynamiq_jax.chunks import WireCost
+from dynamiq_jax.methods import Method, resolve_method
+from dynamiq_jax.topologies import Auto, Topology, resolve_topology
 
 # A leaf of fewer elements is summed exactly: biases and norm scales are a thousandth of the bytes
 # and the most sensitive.
 EXACT_BELOW = 1024
+
+# Large enough for messages that fill a fast link, and for a model of a hundred million parameters
+# to compile few buckets; small enough for the first one to leave early in a backward pass.
+BUCKET_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +35,8 @@ class Bucket:
     leaves: tuple[int, ...]  # indices into the flattened tree
     dtype: jnp.dtype
     size: int  # coordinates
+    part_size: int  # coordinates that a worker compresses, less than `size` beside fast axes
+    topology: Topology
     cost: WireCost
 
 
@@ -39,25 +49,70 @@ class Plan:
     untouched: tuple[int, ...]  # leaves of dtype float0, which hold nothing
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user says about compression, the same for every collective."""
+
+    method: Method
+    topology: Topology | Auto
+    exact_below: int = EXACT_BELOW  # leaves of fewer elements are summed exactly
+    bucket_bytes: int = BUCKET_BYTES  # a bucket of more holds one leaf only
+
+    def __post_init__(self):
+        if not (isinstance(self.bucket_bytes, numbers.Integral) and self.bucket_bytes > 0):
+            raise ValueError(
+                f"bucket_bytes={self.bucket_bytes!r} is not a number of bytes. Give a positive "
+                f"integer, such as {BUCKET_BYTES}."
+            )
+
+
+def resolve_options(
+    method: Method | str, topology: Topology | Auto | str, exact_below: int, bucket_bytes: int
+) -> Options:
+    """Options as the user gives them, by name or by value."""
+    return Options(
+        method=resolve_method(method),
+        topology=resolve_topology(topology),
+        exact_below=exact_below,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def checked_leaves(tree: Any, axes: Axes) -> tuple[list[Array], Any]:
+    """Leaves of a tree as arrays, and its structure.
+
+    Raises:
+      TypeError: a leaf that is not an array or number.
+      ValueError: a leaf that is already summed over an axis.
+    """
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = []
+    for path, leaf in paths_and_leaves:
+        if isinstance(leaf, bool | int | float | complex | np.number):
+            leaf = jnp.asarray(leaf)
+        name = jax.tree_util.keystr(path)
+        checks.check_leaf(name, leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            checks.check_not_reduced(name, leaf, axes.names)
+        leaves.append(leaf)
+    return leaves, structure
+
+
 def plan(
     leaves: Sequence[Any],
-    num_workers: int,
+    axes: Axes,
+    options: Options,
     *,
-    method: Method,
-    topology: Topology,
     compress: Sequence[bool] | None = None,
-    exact_below: int = EXACT_BELOW,
     kinds: Sequence[Hashable] | None = None,
 ) -> Plan:
     """Sorts leaves into buckets.
 
     Args:
       leaves: anything with `shape` and `dtype`.
-      num_workers: size of the axis.
-      method: what compresses a bucket.
-      topology: what carries it.
+      axes: what is reduced over.
+      options: how.
       compress: False for leaves that the user wants exact.
-      exact_below: leaves of fewer elements are summed exactly.
       kinds: leaves of different kinds never share a bucket.
     """
     exact: list[tuple[int, str]] = []
@@ -69,27 +124,57 @@ def plan(
             untouched.append(index)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             exact.append((index, f"dtype {leaf.dtype} is not a real floating type"))
-        elif num_workers == 1:
+        elif axes.num_slow == 1:
             exact.append((index, "one worker has nothing to send"))
         elif compress is not None and not compress[index]:
             exact.append((index, "masked"))
-        elif size < max(exact_below, 1):
-            exact.append((index, f"{size} elements are fewer than exact_below={exact_below}"))
+        elif size < max(options.exact_below, 1):
+            exact.append(
+                (index, f"{size} elements are fewer than exact_below={options.exact_below}")
+            )
         else:
             kind = (jnp.dtype(leaf.dtype), kinds[index] if kinds is not None else None)
             by_kind.setdefault(kind, []).append((index, size))
     buckets = []
     for (dtype, _), members in by_kind.items():
-        size = sum(size for _, size in members)
-        cost = method.wire_cost(size, num_workers, topology.num_chunks(num_workers))
-        if bytes_sent(cost, topology, num_workers) <= exact_bytes_sent(size, topology, num_workers):
-            buckets.append(Bucket(tuple(index for index, _ in members), dtype, size, cost))
-        else:
-            exact += [
-                (index, f"{size} coordinates over {num_workers} workers are too few to save bytes")
-                for index, _ in members
-            ]
+        for leaves_of_bucket in _cut(members, options.bucket_bytes // dtype.itemsize):
+            indices = tuple(index for index, _ in leaves_of_bucket)
+            size = sum(size for _, size in leaves_of_bucket)
+            part_size = axes.part_size(size)
+            topology, cost, why_not = _carrier(part_size, axes.num_slow, options)
+            if why_not:
+                exact += [(index, why_not) for index in indices]
+            else:
+                buckets.append(Bucket(indices, dtype, size, part_size, topology, cost))
     return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
+
+
+def _cut(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:
+    """Consecutive (leaf, size) in lists of at most `limit` coordinates, or of one leaf."""
+    lists: list[list[tuple[int, int]]] = []
+    room = 0
+    for index, size in members:
+        if size > room or not lists:
+            lists.append([])
+            room = limit
+        lists[-1].append((index, size))
+        room -= size
+    return lists
+
+
+def _carrier(
+    size: int, num_workers: int, options: Options
+) -> tuple[Topology, WireCost, str | None]:
+    """What carries a part of `size` coordinates, at what cost; and why it had better be exact."""
+    method, topology = options.method, options.topology
+    why_not = None
+    if isinstance(topology, Auto):
+        topology, why_not = topology.choose(method, size, num_workers)
+    topology.check(num_workers)
+    cost = method.wire_cost(size, num_workers, topology.num_chunks(num_workers))
+    if bytes_sent(cost, topology, num_workers) > exact_bytes_sent(size, topology, num_workers):
+        why_not = f"{size} coordinates over {num_workers} workers are too few to save bytes"
+    return topology, cost, why_not
 
 
 def mask_flags(mask: Any | Callable[[Any], Any] | None, tree: Any) -> list[bool] | None:
@@ -127,8 +212,14 @@ def exact_bytes_sent(size: int, topology: Topology, num_workers: int) -> int:
 
 
 def flatten(bucket: Bucket, leaves: Sequence[Array]) -> Array:
-    """Joins a bucket's leaves into one vector [size] of its dtype."""
-    return jnp.concatenate([leaves[index].reshape(-1) for index in bucket.leaves])
+    """Joins a bucket's leaves into one vector [size]."""
+    flat = jnp.concatenate([leaves[index].reshape(-1) for index in bucket.leaves])
+    return flat.astype(wire_dtype(bucket.dtype))
+
+
+def wire_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """What methods take: float64 goes through float32."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float64 else dtype
 
 
 def unflatten(bucket: Bucket, flat: Array, leaves: Sequence[Array]) -> dict[int, Array]:

@@ -2,6 +2,7 @@
 to do.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,29 +12,29 @@ from jax import Array, lax
 from dynamiq_jax import compat
 
 
-def check_axis(axis_name: Any) -> int:
-    """Size of the axis.
+def check_axis(name: Any, axis_name: Any) -> int:
+    """Size of an axis, which is one of `axis_name`.
 
     Raises:
-      ValueError: the name is not one string, or no such axis is in scope.
+      ValueError: the name is not a string, or no such axis is in scope.
     """
-    if not isinstance(axis_name, str):
+    if not isinstance(name, str):
         raise ValueError(
-            f"axis_name={axis_name!r} is not one axis. Give the name of a single mesh or vmap "
-            "axis, such as 'data'."
+            f"axis_name={axis_name!r} is not a mesh or vmap axis. Give its name, such as 'data', "
+            "or a tuple of names with the slowest link first, such as ('hosts', 'local')."
         )
     try:
-        return lax.axis_size(axis_name)
+        return lax.axis_size(name)
     except NameError:
         raise ValueError(
-            f"axis_name={axis_name!r} is not an axis here. Call this inside jax.shard_map over a "
-            "mesh with that axis, or inside "
-            f"jax.vmap(..., axis_name={axis_name!r}); outside of both, dq.value_and_grad sets it "
+            f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
+            "jax.shard_map over a mesh with that axis, or inside "
+            f"jax.vmap(..., axis_name={name!r}); outside of both, dq.value_and_grad sets it "
             "up for you."
         ) from None
 
 
-def check_key(key: Any, axis_name: str) -> Array:
+def check_key(key: Any, axis_names: Sequence[str]) -> Array:
     """The key.
 
     Raises:
@@ -50,31 +51,33 @@ def check_key(key: Any, axis_name: str) -> Array:
             f"key has shape {key.shape}: it holds several keys. Give a single one, the same on all "
             "workers."
         )
-    if axis_name in compat.varying_axes(key):
-        raise ValueError(
-            f"key differs between the workers of axis {axis_name!r}. Give all of them the same "
-            "one: do not fold in lax.axis_index, and pass it "
-            "into shard_map with in_specs=P(). Workers share their rounding noise so that errors "
-            "cancel."
-        )
+    for axis_name in axis_names:
+        if axis_name in compat.varying_axes(key):
+            raise ValueError(
+                f"key differs between the workers of axis {axis_name!r}. Give all of them the same "
+                "one: do not fold in lax.axis_index, and pass it "
+                "into shard_map with in_specs=P(). Workers share their rounding noise so that "
+                "errors cancel."
+            )
     return key
 
 
-def check_not_reduced(path: str, leaf: Array, axis_name: str) -> None:
+def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None:
     """Finds the double-reduction trap, where types tell (`check_vma=True`).
 
     Raises:
       ValueError: the leaf is already the same on all workers.
     """
-    if compat.tracks_varying(axis_name) and axis_name not in compat.varying_axes(leaf):
-        raise ValueError(
-            f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
-            "shard_map, jax.grad with respect to replicated "
-            "parameters returns gradients that are summed over the axis, exactly and uncompressed; "
-            "summing again would make them n times too "
-            "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
-            f"{axis_name!r}, to='varying')."
-        )
+    for axis_name in axis_names:
+        if compat.tracks_varying(axis_name) and axis_name not in compat.varying_axes(leaf):
+            raise ValueError(
+                f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
+                "shard_map, jax.grad with respect to replicated "
+                "parameters returns gradients that are summed over the axis, exactly and "
+                "uncompressed; summing again would make them n times too "
+                "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
+                f"{axis_name!r}, to='varying')."
+            )
 
 
 def check_leaf(path: str, leaf: Any) -> None:
@@ -85,4 +88,20 @@ def check_leaf(path: str, leaf: Any) -> None:
         raise TypeError(
             f"tree{path} is a {type(leaf).__name__}, which cannot be summed. Give a pytree of "
             "arrays of numbers."
+        )
+
+
+def check_scatters(path: str, leaf: Array, dimension: int, num_workers: int, tiled: bool) -> None:
+    """Raises ValueError for a leaf whose dimension cannot be scattered over the workers."""
+    if not 0 <= dimension < leaf.ndim:
+        raise ValueError(
+            f"scatter_dimension={dimension!r} is not a dimension of tree{path}, of shape "
+            f"{leaf.shape}. Give one from 0 to {leaf.ndim - 1}."
+        )
+    size = leaf.shape[dimension]
+    if size % num_workers or (not tiled and size != num_workers):
+        wanted = f"a multiple of {num_workers}" if tiled else f"{num_workers}, or tiled=True"
+        raise ValueError(
+            f"tree{path} has shape {leaf.shape}, whose dimension {dimension} does not scatter over "
+            f"{num_workers} workers. Give {wanted}."
         )

@@ -1,9 +1,10 @@
 """What passes between a method and a topology: a bucket in chunks, as many for each worker.
 
 Two families of methods, one interface. A topology moves opaque payloads and asks a `ChunkCodec` for
-three things: the first payload of a chunk, the payload after received partial sums have been added
-(one in a ring, several in a butterfly or an all-to-all), and the values of the final payloads.
-Methods that decode and re-encode at each hop do so in `hop`; for methods whose encoded form can be
+four things: the first payload of a chunk, the payload after received partial sums have been added
+(one in a ring, several in a butterfly or an all-to-all), the values of such a sum, and the values
+of the final payloads. Several payloads are one tree, stacked on a leading axis. Methods that decode
+and encode again at each hop do so in `hop` (`RecodedChunks`); for methods whose encoded form can be
 summed directly `hop` is a sum of payloads (`SummedChunks`).
 """
 
@@ -12,45 +13,113 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 Payload = Any  # pytree of arrays: what one chunk puts on the wire in one hop
 
 
-class ChunkCodec(Protocol):
-    """One bucket of one all-reduce on one worker, in as many chunks as the topology asks for."""
+@dataclasses.dataclass(frozen=True)
+class WireCost:
+    """Static bytes of a method for one bucket of one all-reduce."""
 
-    def compress(self, chunk: Array, hop: Array | int) -> Payload:
+    payload_bytes: int  # one message: one chunk, one hop
+    statistics_bytes: int  # sent by each worker before the first payload
+
+
+class ChunkCodec(Protocol):
+    """One bucket of one collective on one worker, in as many chunks as the topology asks for.
+
+    `turn` numbers the compressions of one chunk, from 0, on all workers together: no two of them
+    have the same, so that their rounding errors can be made to cancel.
+    """
+
+    def compress(self, chunk: Array, turn: Array | int) -> Payload:
         """Payload of the local values of a chunk."""
 
-    def hop(self, payloads: tuple[Payload, ...], chunk: Array, hop: Array | int) -> Payload:
-        """Payload of one or more received partial sums of a chunk plus the local values."""
+    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+        """Payload of received partial sums of a chunk, stacked, plus the local values."""
+
+    def accumulate(self, payloads: Payload, chunk: Array) -> Array:
+        """Values of the received partial sums of a chunk plus the local ones: float32 [chunk size].
+
+        Only where chunks hold consecutive coordinates (see `ChunkedMethod.bind`).
+        """
 
     def decompress(self, payloads: Payload) -> Array:
         """Payloads of all chunks, stacked on a leading axis, to the sum: float32 [size]."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SummedChunks:
-    """Codec of methods whose encoded form can be summed: a hop adds the local payload to the
-    received one.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecodedChunks:
+    """Codec of methods that turn values into bytes and back at each hop."""
 
-    `encoded` is a pytree of arrays whose leading axis counts chunks; `decode` maps the summed tree
-    of all chunks to float32 [size].
-    """
+    values: Array  # float [chunks, chunk size], of the chunks from `first` on
+    encode: Callable[[Array, Array, Array | int], Payload]  # (float32 [chunk size], chunk, turn)
+    decode: Callable[[Payload], Array]  # to float32 [chunk size]
+    size: int  # coordinates of the bucket, before padding
+    first: Array | int = 0
 
-    encoded: Payload
-    decode: Callable[[Payload], Array]
-
-    def compress(self, chunk: Array, hop: Array | int) -> Payload:
+    def compress(self, chunk: Array, turn: Array | int) -> Payload:
         """See `ChunkCodec`."""
-        return jax.tree.map(lambda leaf: leaf[chunk], self.encoded)
+        return self.encode(self._local(chunk), chunk, turn)
 
-    def hop(self, payloads: tuple[Payload, ...], chunk: Array, hop: Array | int) -> Payload:
+    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
         """See `ChunkCodec`."""
-        local = self.compress(chunk, hop)
-        return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), local, *payloads)
+        return self.encode(self.accumulate(payloads, chunk), chunk, turn)
+
+    def accumulate(self, payloads: Payload, chunk: Array) -> Array:
+        """See `ChunkCodec`."""
+        total = self._local(chunk)
+        for message in range(jax.tree.leaves(payloads)[0].shape[0]):
+            total = total + self.decode(jax.tree.map(lambda leaf, m=message: leaf[m], payloads))
+        return total
 
     def decompress(self, payloads: Payload) -> Array:
         """See `ChunkCodec`."""
-        return self.decode(payloads)
+        return jax.vmap(self.decode)(payloads).reshape(-1)[: self.size]
+
+    def _local(self, chunk: Array) -> Array:
+        values = lax.dynamic_index_in_dim(self.values, chunk - self.first, keepdims=False)
+        return values.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummedChunks:
+    """Codec of methods whose encoded form can be summed: a hop adds the local payload to the
+    received ones.
+    """
+
+    encoded: Payload  # leading axis: the chunks from `first` on
+    decode: Callable[[Payload], Array]  # stacked sums to float32 [chunks, chunk size]
+    size: int  # coordinates of the bucket, before padding
+    first: Array | int = 0
+
+    def compress(self, chunk: Array, turn: Array | int) -> Payload:
+        """See `ChunkCodec`."""
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, chunk - self.first, keepdims=False),
+            self.encoded,
+        )
+
+    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+        """See `ChunkCodec`."""
+        return jax.tree.map(
+            lambda local, received: local + jnp.sum(received, axis=0, dtype=received.dtype),
+            self.compress(chunk, turn),
+            payloads,
+        )
+
+    def accumulate(self, payloads: Payload, chunk: Array) -> Array:
+        """See `ChunkCodec`."""
+        total = jax.tree.map(lambda leaf: leaf[None], self.hop(payloads, chunk, 0))
+        return self.decode(total).reshape(-1)
+
+    def decompress(self, payloads: Payload) -> Array:
+        """See `ChunkCodec`."""
+        return self.decode(payloads).reshape(-1)[: self.size]
+
+
+def as_chunks(flat: Array, num_chunks: int) -> Array:
+    """A bucket [size], padded with zeros, as [num_chunks, chunk size]."""
+    return jnp.pad(flat, (0, -flat.size % num_chunks)).reshape(num_chunks, -1)

@@ -4,26 +4,28 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from dynamiq_jax import buckets, checks, compat
-from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax import buckets, checks, compat, exact
+from dynamiq_jax.axes import Axes, AxisName, find_axes
+from dynamiq_jax.buckets import Options
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import State
-from dynamiq_jax.topologies import Topology, resolve_topology
+from dynamiq_jax.topologies import Auto, Topology
 
 Tree = TypeVar("Tree")
 
 
 def psum(
     tree: Tree,
-    axis_name: str,
+    axis_name: AxisName,
     *,
     key: Array,
     method: Method | str = DynamiQ(),
-    topology: Topology | str = "ring",
+    topology: Topology | Auto | str = "ring",
     exact_below: int = buckets.EXACT_BELOW,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Tree:
     """Sum over an axis, like `jax.lax.psum`, with floating-point leaves compressed on the wire.
 
@@ -34,12 +36,16 @@ def psum(
       tree: pytree of arrays. Floating leaves (f16, bf16, f32; f64 through f32) of at least
         `exact_below` elements are compressed; other leaves are summed exactly. Boolean leaves give
         whether any worker has True.
-      axis_name: one axis, of any size.
+      axis_name: one axis, or several with the slowest link first: `("hosts", "local")` sums exactly
+        over `local`, a part on each worker, compresses over `hosts`, and gathers exactly.
       key: typed PRNG key, the same on all workers, another one at every step. The same key gives
         the same bits.
       method: how numbers become bytes: a method, or the name of one.
       topology: how chunks travel: a topology, or the name of one.
       exact_below: leaves of fewer elements are summed exactly.
+      bucket_bytes: leaves of one dtype are compressed together, in buckets of at most as many bytes
+        of gradient (or of one leaf). The compiler can send one while the backward pass still
+        computes another; each compiles its own codec.
 
     Returns:
       A tree of the same structure, shapes and dtypes. NaN and Inf of any worker surface at least at
@@ -58,17 +64,19 @@ def psum(
     >>> total.shape, bool((total[0] == total[1]).all())
     ((2, 8192), True)
     """
-    return _reduce(tree, axis_name, key, method, topology, exact_below, mean=False)
+    options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
+    return _reduce(tree, axis_name, key, options, mean=False)
 
 
 def pmean(
     tree: Tree,
-    axis_name: str,
+    axis_name: AxisName,
     *,
     key: Array,
     method: Method | str = DynamiQ(),
-    topology: Topology | str = "ring",
+    topology: Topology | Auto | str = "ring",
     exact_below: int = buckets.EXACT_BELOW,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Tree:
     """Mean over an axis, like `jax.lax.pmean`, with floating-point leaves compressed on the wire.
 
@@ -76,27 +84,17 @@ def pmean(
     dtype. Dtypes are kept: the mean of an integer leaf is floored, and a boolean leaf gives whether
     any worker has True.
     """
-    return _reduce(tree, axis_name, key, method, topology, exact_below, mean=True)
+    options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
+    return _reduce(tree, axis_name, key, options, mean=True)
 
 
-def _reduce(tree, axis_name, key, method, topology, exact_below, mean):
-    method = resolve_method(method)
-    if is_stateful(method):
+def _reduce(tree: Tree, axis_name: AxisName, key: Array, options: Options, *, mean: bool) -> Tree:
+    if is_stateful(options.method):
         raise ValueError(
-            f"method={method!r} carries state from step to step, which psum and pmean cannot keep. "
-            "Use dq.all_reduce_gradients, whose optimizer state holds it."
+            f"method={options.method!r} carries state from step to step, which psum and pmean "
+            "cannot keep. Use dq.all_reduce_gradients, whose optimizer state holds it."
         )
-    result, _ = reduce_tree(
-        tree,
-        axis_name,
-        key=key,
-        method=method,
-        topology=topology,
-        exact_below=exact_below,
-        mean=mean,
-        states=None,
-    )
-    return result
+    return reduce_tree(tree, axis_name, key=key, options=options, mean=mean, states=None)[0]
 
 
 def is_stateful(method: Method) -> bool:
@@ -105,33 +103,30 @@ def is_stateful(method: Method) -> bool:
 
 
 def init_states(
-    tree: Any, axis_name: str, *, method: Method, topology: Topology, **options: Any
+    tree: Any, axis_name: AxisName, options: Options, compress: Sequence[bool] | None = None
 ) -> tuple[State, ...]:
     """States of a method for every bucket of a tree, before the first step."""
-    num_workers = checks.check_axis(axis_name)
+    axes = find_axes(axis_name)
     leaves = jax.tree.leaves(tree)
-    kinds = _other_axes(leaves, axis_name)
-    plan = buckets.plan(
-        leaves, num_workers, method=method, topology=topology, kinds=kinds, **options
+    plan = buckets.plan(leaves, axes, options, compress=compress, kinds=_other_axes(leaves, axes))
+    return tuple(
+        options.method.init_state(bucket.part_size, axes.num_slow) for bucket in plan.buckets
     )
-    return tuple(method.init_state(bucket.size, num_workers) for bucket in plan.buckets)
 
 
-def _other_axes(leaves: Sequence[Any], axis_name: str) -> list[frozenset[str]]:
+def _other_axes(leaves: Sequence[Any], axes: Axes) -> list[frozenset[str]]:
     """Other axes that each leaf varies over. A leaf that is replicated over such an axis must not
     share a bucket, and so the order of its rows, with one that differs along it.
     """
-    return [compat.varying_axes(leaf) - {axis_name} for leaf in leaves]
+    return [compat.varying_axes(leaf) - set(axes.names) for leaf in leaves]
 
 
 def reduce_tree(
     tree: Tree,
-    axis_name: str,
+    axis_name: AxisName,
     *,
     key: Array,
-    method: Method | str,
-    topology: Topology | str,
-    exact_below: int = buckets.EXACT_BELOW,
+    options: Options,
     compress: Sequence[bool] | None = None,
     mean: bool,
     states: tuple[State, ...] | None,
@@ -140,61 +135,42 @@ def reduce_tree(
 
     Args beyond those of `psum`:
       compress: False for leaves, in flattened order, that are to be summed exactly.
-      mean: divide by the size of the axis.
+      mean: divide by the number of workers.
       states: the method's state for every bucket, None for those of a first step.
 
     Returns:
       The reduced tree and the next states.
     """
-    method, topology = resolve_method(method), resolve_topology(topology)
-    num_workers = checks.check_axis(axis_name)
-    key = checks.check_key(key, axis_name)
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = []
-    for path, leaf in paths_and_leaves:
-        leaf = (
-            jnp.asarray(leaf)
-            if isinstance(leaf, bool | int | float | complex | np.number)
-            else leaf
-        )
-        name = jax.tree_util.keystr(path)
-        checks.check_leaf(name, leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            checks.check_not_reduced(name, leaf, axis_name)
-        leaves.append(leaf)
-    plan = buckets.plan(
-        leaves,
-        num_workers,
-        method=method,
-        topology=topology,
-        compress=compress,
-        exact_below=exact_below,
-        kinds=_other_axes(leaves, axis_name),
-    )
-    exact = {index: leaves[index] for index, _ in plan.exact}
-    result = _reduce_exact(exact, axis_name, num_workers, mean)
+    axes = find_axes(axis_name)
+    key = checks.check_key(key, axes.names)
+    leaves, structure = buckets.checked_leaves(tree, axes)
+    plan = buckets.plan(leaves, axes, options, compress=compress, kinds=_other_axes(leaves, axes))
+    divisor = axes.num_workers if mean else 1
+    result = exact.all_reduce({index: leaves[index] for index, _ in plan.exact}, axes, divisor)
     result |= {index: leaves[index] for index in plan.untouched}
     next_states = []
     for number, bucket in enumerate(plan.buckets):
-        state = method.init_state(bucket.size, num_workers) if states is None else states[number]
-        total, state = method.all_reduce(
-            _refuse_gradient(buckets.flatten(bucket, leaves)).astype(_bucket_dtype(bucket.dtype)),
-            axis_name,
-            num_workers,
-            topology=topology,
-            key=jax.random.fold_in(key, number),
+        state = (
+            options.method.init_state(bucket.part_size, axes.num_slow)
+            if states is None
+            else states[number]
+        )
+        total, state = options.method.all_reduce(
+            axes.scatter(_refuse_gradient(buckets.flatten(bucket, leaves))),
+            axes.slow,
+            axes.num_slow,
+            topology=bucket.topology,
+            key=axes.fold_in(jax.random.fold_in(key, number)),
             state=state,
         )
-        total = total * np.float32(1 / num_workers) if mean else total
+        total = total * np.float32(1 / divisor) if mean else total
+        # In the dtype that it will have anyway: fewer bytes over the fast axes.
+        total = axes.gather(total.astype(bucket.dtype), bucket.size)
         result |= buckets.unflatten(bucket, total, leaves)
         next_states.append(state)
     return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))]), tuple(
         next_states
     )
-
-
-def _bucket_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.float32) if dtype == jnp.float64 else dtype
 
 
 @jax.custom_vjp
@@ -211,35 +187,3 @@ def _refuse(*_: Any) -> Any:
 
 
 _refuse_gradient.defvjp(_refuse, _refuse)
-
-
-def _reduce_exact(
-    leaves: dict[int, Array], axis_name: str, num_workers: int, mean: bool
-) -> dict[int, Array]:
-    """Sums leaves exactly: floating ones in one float32 message for each set of axes that they vary
-    over (f64 and complex in their own), others as they are.
-    """
-    result: dict[int, Array] = {}
-    floats: dict[frozenset[str], dict[int, Array]] = {}
-    for index, leaf in leaves.items():
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float64:
-            floats.setdefault(compat.varying_axes(leaf), {})[index] = leaf
-        elif leaf.dtype == jnp.bool_:
-            result[index] = lax.pmax(leaf.astype(jnp.uint8), axis_name).astype(jnp.bool_)
-        else:
-            integral = jnp.issubdtype(leaf.dtype, jnp.integer)
-            # The sum of small integers may not fit where their mean does.
-            wide = leaf.astype(jnp.int32) if integral and leaf.dtype.itemsize < 4 else leaf
-            total = lax.psum(wide, axis_name)
-            if mean:
-                divisor = np.array(num_workers, wide.dtype)
-                total = total // divisor if integral else total / divisor
-            result[index] = total.astype(leaf.dtype)
-    for group in floats.values():
-        flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in group.values()])
-        total = lax.psum(flat, axis_name)
-        total = total * np.float32(1 / num_workers) if mean else total
-        offsets = np.cumsum([leaf.size for leaf in group.values()])[:-1]
-        for (index, leaf), part in zip(group.items(), jnp.split(total, offsets), strict=True):
-            result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
-    return result

@@ -9,9 +9,10 @@ import optax
 from jax import Array
 
 from dynamiq_jax import buckets, collectives
-from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax.axes import AxisName
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import State
-from dynamiq_jax.topologies import Topology, resolve_topology
+from dynamiq_jax.topologies import Auto, Topology
 
 
 class AllReduceState(NamedTuple):
@@ -24,14 +25,15 @@ class AllReduceState(NamedTuple):
 
 
 def all_reduce_gradients(
-    axis_name: str,
+    axis_name: AxisName,
     *,
     method: Method | str = DynamiQ(),
-    topology: Topology | str = "ring",
+    topology: Topology | Auto | str = "ring",
     seed: int = 0,
     start_step: int = 0,
     mask: Any | Callable[[Any], Any] | None = None,
     exact_below: int = buckets.EXACT_BELOW,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> optax.GradientTransformation:
     """Averages gradients over an axis, compressed on the wire. Put it first in `optax.chain`.
 
@@ -42,7 +44,7 @@ def all_reduce_gradients(
     the same on all workers.
 
     Args:
-      axis_name: axis to average over.
+      axis_name: axis to average over, or several with the slowest link first; see `psum`.
       method: how numbers become bytes.
       topology: how chunks travel.
       seed: of the rounding noise; the same on all workers.
@@ -50,24 +52,20 @@ def all_reduce_gradients(
       mask: pytree of bools like the gradients (a prefix will do), or a function from gradients to
         one: leaves marked False are averaged exactly.
       exact_below: leaves of fewer elements are averaged exactly.
+      bucket_bytes: bytes of gradient that are compressed together; see `psum`.
 
     Returns:
       A transformation whose state holds the step and the method's state; it can be saved and
       restored like any pytree.
     """
-    method, topology = resolve_method(method), resolve_topology(topology)
+    options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
+    stateful = collectives.is_stateful(options.method)
 
     def init(params: Any) -> AllReduceState:
         states = ()
-        if collectives.is_stateful(method):
-            states = collectives.init_states(
-                params,
-                axis_name,
-                method=method,
-                topology=topology,
-                compress=buckets.mask_flags(mask, params),
-                exact_below=exact_below,
-            )
+        if stateful:
+            flags = buckets.mask_flags(mask, params)
+            states = collectives.init_states(params, axis_name, options, flags)
         return AllReduceState(step=jnp.asarray(start_step, jnp.int32), method=states)
 
     def update(
@@ -78,15 +76,11 @@ def all_reduce_gradients(
             updates,
             axis_name,
             key=jax.random.fold_in(jax.random.key(seed), state.step),
-            method=method,
-            topology=topology,
-            exact_below=exact_below,
+            options=options,
             compress=buckets.mask_flags(mask, updates),
             mean=True,
-            states=state.method if collectives.is_stateful(method) else None,
+            states=state.method if stateful else None,
         )
-        return updates, AllReduceState(
-            step=state.step + 1, method=states if collectives.is_stateful(method) else ()
-        )
+        return updates, AllReduceState(step=state.step + 1, method=states if stateful else ())
 
     return optax.GradientTransformation(init, update)

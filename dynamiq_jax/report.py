@@ -10,8 +10,10 @@ import jax
 import numpy as np
 
 from dynamiq_jax import buckets, checks
-from dynamiq_jax.methods import DynamiQ, Method, resolve_method
-from dynamiq_jax.topologies import Topology, resolve_topology
+from dynamiq_jax.axes import Axes
+from dynamiq_jax.buckets import Bucket
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Auto, Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class WireReport:
     bytes_per_worker: int  # bytes that each worker sends, everything included
     compressed_bytes: int  # of these, for compressed leaves
     exact_bytes: int  # of these, for leaves that are summed exactly
+    fast_bytes: int  # that each worker sends besides, over fast axes, for compressed leaves
     compressed_size: int  # coordinates that are compressed
     bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
     ratio_f32: float  # bytes of a float32 all-reduce of the tree / bytes_per_worker; nan if 0
@@ -30,11 +33,12 @@ class WireReport:
 
 def wire_report(
     tree: Any,
-    axis_size: int,
+    axis_size: int | tuple[int, ...],
     *,
     method: Method | str = DynamiQ(),
-    topology: Topology | str = "ring",
+    topology: Topology | Auto | str = "ring",
     exact_below: int = buckets.EXACT_BELOW,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> WireReport:
     """Bytes that `psum` or `pmean` of a tree puts on the wire. Runs nothing; equals the collectives
@@ -42,10 +46,11 @@ def wire_report(
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.
-      axis_size: number of workers.
+      axis_size: number of workers, or the sizes of several axes, slowest link first.
       method: as for `psum`.
       topology: as for `psum`.
       exact_below: as for `psum`.
+      bucket_bytes: as for `psum`.
       mask: as for `all_reduce_gradients`.
 
     >>> import jax, jax.numpy as jnp
@@ -53,43 +58,57 @@ def wire_report(
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    if not isinstance(axis_size, numbers.Integral) or axis_size < 1:
-        raise ValueError(
-            f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1."
-        )
-    method, topology = resolve_method(method), resolve_topology(topology)
+    axes = _axes(axis_size)
+    options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for _, leaf in paths_and_leaves]
     for name, leaf in zip(names, leaves, strict=True):
         checks.check_leaf(name, leaf)
-    plan = buckets.plan(
-        leaves,
-        int(axis_size),
-        method=method,
-        topology=topology,
-        compress=buckets.mask_flags(mask, tree),
-        exact_below=exact_below,
-    )
+    plan = buckets.plan(leaves, axes, options, compress=buckets.mask_flags(mask, tree))
 
     compressed = sum(
-        buckets.bytes_sent(bucket.cost, topology, axis_size) for bucket in plan.buckets
+        buckets.bytes_sent(bucket.cost, bucket.topology, axes.num_slow) for bucket in plan.buckets
     )
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     # Booleans travel as bytes, numbers of less than 32 bits as 32.
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
-    passes = 2 * (axis_size - 1) / axis_size
+    passes = 2 * (axes.num_workers - 1) / axes.num_workers
     exact = round(passes * sum(sizes[index] * item_bytes[index] for index, _ in plan.exact))
     total = compressed + exact
+    # What the slow axis would carry without compression: beside fast axes, a part of each leaf.
+    passes = 2 * (axes.num_slow - 1) / axes.num_slow / axes.num_fast
     coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
     return WireReport(
         bytes_per_worker=total,
         compressed_bytes=compressed,
         exact_bytes=exact,
+        fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
         compressed_size=compressed_size,
         bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),
         ratio_f32=passes * 4 * coordinates / total if total else float("nan"),
         ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
         exact_leaves=tuple((names[index], why) for index, why in plan.exact),
     )
+
+
+def _axes(axis_size: int | tuple[int, ...]) -> Axes:
+    sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
+    if not sizes or any(not isinstance(n, numbers.Integral) or n < 1 for n in sizes):
+        raise ValueError(
+            f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
+            "or a tuple of them, one for each axis."
+        )
+    slow, *fast = (int(n) for n in sizes)
+    return Axes("0", slow, tuple((str(i), n) for i, n in enumerate(fast, start=1)))
+
+
+def _fast_bytes(bucket: Bucket, axes: Axes) -> int:
+    """Bytes of one worker for the exact sums of parts, float32, and the gather of the results."""
+    total, size = 0, bucket.part_size * axes.num_fast
+    item_bytes = 4 + bucket.dtype.itemsize
+    for _, workers in reversed(axes.fast):
+        size //= workers
+        total += (workers - 1) * size * item_bytes
+    return total

@@ -31,10 +31,15 @@ Pieces = Sequence[Array]  # float32 [rows, 32] each
 
 def partial_sum(block: Block, rows_ref, row: Array, messages_ref, received: int) -> list[Array]:
     """Local rows plus those of the received messages, which lie one after the other."""
+    halves = block.layout.payload_bytes // 2
+
+    def add(index: Array | int, pieces: Pieces) -> list[Array]:
+        return decode(block, messages_ref, index * halves, pieces)
+
     pieces = gather(rows_ref, row)
-    for index in range(received):
-        pieces = decode(block, messages_ref, index * (block.layout.payload_bytes // 2), pieces)
-    return pieces
+    if received <= 1:
+        return add(0, pieces) if received else pieces
+    return lax.fori_loop(0, received, add, pieces)
 
 
 def gather(rows_ref, row: Array) -> list[Array]:

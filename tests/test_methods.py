@@ -14,7 +14,7 @@ from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, Method, resolve_method
-from dynamiq_jax.topologies import TOPOLOGIES, Ring, Topology, resolve_topology
+from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, Topology, resolve_topology
 
 NUM_WORKERS, SIZE = 4, 20_001  # divides by nothing
 KEY = jax.random.key(0)
@@ -24,9 +24,10 @@ STATELESS = {
     "integer_sum": IntegerSum(),
 }
 EXACT = {"exact"}  # up to the order of float32 additions
+NEAREST = {"bf16"}  # rounds to the nearest, whatever the key
 
 methods = pytest.mark.parametrize("name", STATELESS)
-EVERY_TOPOLOGY = {name: resolve_topology(name) for name in TOPOLOGIES}
+EVERY_TOPOLOGY = {name: resolve_topology(name) for name in TOPOLOGIES if name != "auto"}
 EVERY_TOPOLOGY["bidirectional ring"] = Ring(bidirectional=True)
 topologies = pytest.mark.parametrize("topology", EVERY_TOPOLOGY.values(), ids=EVERY_TOPOLOGY)
 
@@ -57,7 +58,7 @@ def test_names_give_the_defaults_of_their_classes():
 
 @pytest.mark.parametrize("cls", (*METHODS.values(), *TOPOLOGIES.values()))
 def test_strategies_are_frozen_hashable_values(cls):
-    assert issubclass(cls, Method | Topology)
+    assert issubclass(cls, Method | Topology | Auto)
     assert cls() == cls()
     assert hash(cls()) == hash(cls())
     assert all(field.kw_only for field in dataclasses.fields(cls))
@@ -77,7 +78,7 @@ def test_replicas_are_identical_and_the_key_fixes_the_bits(name, topology):
     assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
     np.testing.assert_array_equal(run(jax.random.key(0), gradient()), result)
     other = np.asarray(run(jax.random.key(1), gradient()))
-    assert np.array_equal(other, result) == (name in EXACT)
+    assert np.array_equal(other, result) == (name in EXACT | NEAREST)
 
 
 @methods
@@ -90,6 +91,9 @@ def test_the_sum_is_unbiased_or_exact(name, topology):
         np.testing.assert_allclose(
             run(KEY, gradient())[0], truth, atol=1e-6 * np.abs(truth).max(), rtol=1e-6
         )
+        return
+    if name in NEAREST:  # half a unit in the last of 8 bits, a few times
+        assert 1e-7 < vnmse(run(KEY, gradient())[0], truth) < 1e-4
         return
     results = [np.asarray(run(jax.random.key(k), gradient())[0], float) for k in range(32)]
     single, of_mean = np.mean([vnmse(r, truth) for r in results]), vnmse(np.mean(results, 0), truth)
@@ -112,7 +116,7 @@ def test_shape_and_dtype_are_kept(name, topology, dtype):
 
 @methods
 @topologies
-@pytest.mark.parametrize("num_workers", (2, 3, 8))
+@pytest.mark.parametrize("num_workers", (2, 4, 8))
 @pytest.mark.parametrize("size", (8192, SIZE))
 def test_the_report_counts_the_payloads_that_there_are(name, topology, num_workers, size):
     method, num_chunks = STATELESS[name], topology.num_chunks(num_workers)

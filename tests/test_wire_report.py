@@ -26,6 +26,7 @@ PRESETS = {
     "default": dq.DynamiQ(),
     "paper": dq.DynamiQ.paper(),
     "centred": dq.DynamiQ.paper(centre=True),
+    "bf16": dq.BF16(),
     "exact": dq.Exact(),
 }
 # One leaf that is compressed and, beside it, all that is not.
@@ -103,6 +104,17 @@ def compiled_collectives(
     return collectives(jax.jit(mapped).lower(jax.random.key(0), stacked).compile().as_text())
 
 
+@pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
+@pytest.mark.parametrize("preset", ("default", "exact"))
+def test_the_report_is_the_compiled_program_of_other_topologies(data_mesh, topology, preset):
+    report = dq.wire_report(TREE, NUM_WORKERS, method=PRESETS[preset], topology=topology)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, PRESETS[preset], topology)
+    assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
+    dtypes = frozenset().union(*(c.dtypes for c in found if c.kind != "all-reduce"))
+    assert dtypes == ({"f32"} if preset == "exact" else {"u8", "u16"})
+    assert not any(c.looped for c in found)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_report_is_the_compiled_program(data_mesh, preset):
     method = PRESETS[preset]
@@ -115,7 +127,7 @@ def test_the_report_is_the_compiled_program(data_mesh, preset):
     # The backend may not widen, split or convert what travels compressed.
     compressed = [c for c in found if c.kind != "all-reduce"]
     dtypes = frozenset().union(*(c.dtypes for c in compressed))
-    assert dtypes == ({"f32"} if preset == "exact" else {"u8", "u16"})
+    assert dtypes == {"exact": {"f32"}, "bf16": {"u16"}}.get(preset, {"u8", "u16"})
     assert frozenset().union(*(c.dtypes for c in exact)) == {"f32", "s32"}
     # One message for each hop, and one gather of messages.
     hops = [c for c in compressed if c.looped]

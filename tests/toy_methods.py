@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax.chunks import SummedChunks
-from dynamiq_jax.methods.base import ChunkedMethod, Method, WireCost
+from dynamiq_jax.chunks import SummedChunks, WireCost, as_chunks
+from dynamiq_jax.methods.base import ChunkedMethod, Method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,21 @@ class IntegerSum(ChunkedMethod):
         one_scalar = 4 * 2 * (num_workers - 1) // num_workers
         return WireCost(payload_bytes=2 * -(-size // num_chunks), statistics_bytes=one_scalar)
 
-    def bind(
-        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
-    ) -> SummedChunks:
-        flat, size = flat.astype(jnp.float32), flat.size
+    def bind(self, flat, axis_name, num_workers, num_chunks, key, *, consecutive=False):
+        flat = flat.astype(jnp.float32)
         levels = np.float32(self.total // num_workers - 1)
         step = lax.pmax(jnp.max(jnp.abs(flat)), axis_name) / levels
         own_key = jax.random.fold_in(key, lax.axis_index(axis_name))
         noise = jax.random.uniform(own_key, flat.shape)
         codes = jnp.floor(flat / jnp.where(step > 0, step, 1) + noise).astype(jnp.int16)
-        padded = jnp.pad(codes, (0, -size % num_chunks)).reshape(num_chunks, -1)
-        return SummedChunks(padded, lambda sums: sums.reshape(-1)[:size].astype(jnp.float32) * step)
+        return SummedChunks(
+            encoded=as_chunks(codes, num_chunks),
+            decode=lambda sums: sums.astype(jnp.float32) * step,
+            size=flat.size,
+        )
+
+    def bind_part(self, part, axis_name, num_workers, key):
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

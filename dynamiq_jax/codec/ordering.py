@@ -12,10 +12,15 @@ from jax import Array
 from dynamiq_jax.codec.layout import Layout
 
 
-def order_rows(norm_bits: Array, layout: Layout) -> Array:
+def order_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -> Array:
     """Norms as bfloat16 bits, uint16 [num_rows], to original row indices int32 [num_chunks,
-    rows_per_chunk].
+    rows_per_chunk]. Chunks are of consecutive rows if told so, each sorted on its own.
     """
+    if consecutive:
+        of_chunks = norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk)
+        ranked = jnp.argsort(np.uint16(0xFFFF) - of_chunks, axis=1, stable=True).astype(jnp.int32)
+        firsts = np.arange(layout.num_chunks, dtype=np.int32) * layout.rows_per_chunk
+        return ranked + firsts[:, None]
     ranked = jnp.argsort(np.uint16(0xFFFF) - norm_bits, stable=True).astype(jnp.int32)
     dealt = []
     for width_class in layout.classes:

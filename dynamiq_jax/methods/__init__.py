@@ -1,20 +1,22 @@
 """Methods: how numbers become bytes. A new one is a file here and a line in `METHODS`."""
 
-from dynamiq_jax.methods.base import Method, WireCost
+from dynamiq_jax.methods.base import Method
+from dynamiq_jax.methods.bf16 import BF16
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.exact import Exact
 
 METHODS: dict[str, type[Method]] = {
     "dynamiq": DynamiQ,
     "exact": Exact,
+    "bf16": BF16,
 }
 
 __all__ = [
+    "BF16",
     "METHODS",
     "DynamiQ",
     "Exact",
     "Method",
-    "WireCost",
     "resolve_method",
 ]
 

@@ -4,20 +4,12 @@ import abc
 import dataclasses
 from typing import Any
 
-from jax import Array
+from jax import Array, lax
 
-from dynamiq_jax.chunks import ChunkCodec
-from dynamiq_jax.topologies.base import Topology
+from dynamiq_jax.chunks import ChunkCodec, WireCost
+from dynamiq_jax.topologies.base import Topology, gather
 
 State = Any  # pytree of arrays that a method carries between steps; () if none
-
-
-@dataclasses.dataclass(frozen=True)
-class WireCost:
-    """Static bytes of a method for one bucket."""
-
-    payload_bytes: int  # one message: one chunk, one hop
-    statistics_bytes: int  # sent by each worker before the first payload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +53,30 @@ class Method(abc.ABC):
           float32 [size], the same bits on all workers, and the state for the next step.
         """
 
+    def reduce_scatter(
+        self, flat: Array, axis_name: str, num_workers: int, *, topology: Topology, key: Array
+    ) -> Array:
+        """Sum over the axis of the worker's own part of a local bucket.
+
+        Args are those of `all_reduce`; `flat` holds one part for each worker, of whole super-groups
+        for each chunk.
+
+        Returns:
+          float32 [size / num_workers].
+        """
+        raise ValueError(
+            f"method={self!r} cannot be used in dq.psum_scatter. Use dq.DynamiQ(), or dq.psum."
+        )
+
+    def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Array:
+        """Parts of all workers, float [size] each and of whole super-groups: float32 [num_workers *
+        size], the same bits on all workers.
+        """
+        raise ValueError(
+            f"method={self!r} cannot be used in dq.all_gather. Use dq.DynamiQ(), or "
+            "jax.lax.all_gather."
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedMethod(Method):
@@ -68,12 +84,26 @@ class ChunkedMethod(Method):
 
     @abc.abstractmethod
     def bind(
-        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
+        self,
+        flat: Array,
+        axis_name: str,
+        num_workers: int,
+        num_chunks: int,
+        key: Array,
+        *,
+        consecutive: bool = False,
     ) -> ChunkCodec:
         """Does the statistics pre-pass, if there is one, and returns the codec of this bucket.
 
-        Args are those of `all_reduce` and `wire_cost`.
+        Args beyond those of `all_reduce` and `wire_cost`:
+          consecutive: chunk c has to hold the c-th part of the coordinates, as a reduce-scatter
+            needs; otherwise a method may deal coordinates to chunks as it likes. The parts are of
+            whole super-groups.
         """
+
+    @abc.abstractmethod
+    def bind_part(self, part: Array, axis_name: str, num_workers: int, key: Array) -> ChunkCodec:
+        """Codec of an all-gather, which knows the local chunk only: `part`, float [chunk size]."""
 
     def all_reduce(
         self,
@@ -88,3 +118,16 @@ class ChunkedMethod(Method):
         """See `Method`."""
         codec = self.bind(flat, axis_name, num_workers, topology.num_chunks(num_workers), key)
         return topology.all_reduce(codec, axis_name, num_workers), state
+
+    def reduce_scatter(
+        self, flat: Array, axis_name: str, num_workers: int, *, topology: Topology, key: Array
+    ) -> Array:
+        """See `Method`."""
+        num_chunks = topology.num_chunks(num_workers)
+        codec = self.bind(flat, axis_name, num_workers, num_chunks, key, consecutive=True)
+        return topology.reduce_scatter(codec, axis_name, num_workers)
+
+    def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Array:
+        """See `Method`."""
+        codec = self.bind_part(part, axis_name, num_workers, key)
+        return gather(codec, (codec.compress(lax.axis_index(axis_name), 0),), axis_name)

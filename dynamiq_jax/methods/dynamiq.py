@@ -10,18 +10,20 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax import compat
+from dynamiq_jax.chunks import WireCost
 from dynamiq_jax.codec import allocation, scales
 from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from dynamiq_jax.codec.norms import l2_norm
-from dynamiq_jax.codec.ordering import order_rows
+from dynamiq_jax.codec.ordering import order_rows, restore_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 from dynamiq_jax.codec.rounding import ROUNDINGS, Rounding
-from dynamiq_jax.methods.base import ChunkedMethod, WireCost
+from dynamiq_jax.methods.base import ChunkedMethod
 from pallas_kernels import implementation as backends
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
+from pallas_kernels.decompress_accumulate.api import decompress_accumulate
 from pallas_kernels.hop.api import hop
 from pallas_kernels.statistics.api import statistics
 
@@ -156,22 +158,57 @@ class DynamiQ(ChunkedMethod):
         )
 
     def bind(
-        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
+        self,
+        flat: Array,
+        axis_name: str,
+        num_workers: int,
+        num_chunks: int,
+        key: Array,
+        *,
+        consecutive: bool = False,
     ) -> "_DynamiQChunks":
-        """See `Method`."""
+        """See `ChunkedMethod`."""
         layout = self.layout(flat.size, num_chunks)
         rows = layout.as_rows(flat)
+        combined = _combine_statistics(self._statistics(rows), axis_name, num_workers)
+        shift = _finite_mean(combined) if self.centre else None
+        return _DynamiQChunks(
+            rows=rows if shift is None else rows.astype(jnp.float32) - shift[:, None],
+            order=order_rows(scales.bfloat16_bits(combined[0]), layout, consecutive=consecutive),
+            seed=jax.random.bits(key, (2,), jnp.uint32),
+            shift=None if shift is None else shift * np.float32(num_workers),
+            layout=layout,
+            implementation=self.implementation,
+        )
+
+    def bind_part(
+        self, part: Array, axis_name: str, num_workers: int, key: Array
+    ) -> "_DynamiQChunks":
+        """See `ChunkedMethod`. All workers learn all statistics, and so the order of each part."""
+        layout = self.layout(num_workers * part.size, num_workers)
+        rows = part.reshape(layout.rows_per_chunk, SUPER_GROUP_SIZE)
+        words = compat.all_gather(scales.bfloat16_bits(self._statistics(rows)), axis_name)
+        gathered = scales.bfloat16_value(jnp.swapaxes(words, 0, 1).astype(jnp.uint32))
+        gathered = gathered.reshape(gathered.shape[0], layout.num_rows)
+        first = lax.axis_index(axis_name) * layout.rows_per_chunk
+        shift = _finite_mean(gathered) if self.centre else None
+        if shift is not None:
+            mine = lax.dynamic_slice_in_dim(shift, first, layout.rows_per_chunk)
+            rows = rows.astype(jnp.float32) - mine[:, None]
+        return _DynamiQChunks(
+            rows=rows,
+            order=order_rows(scales.bfloat16_bits(gathered[0]), layout, consecutive=True),
+            seed=jax.random.bits(key, (2,), jnp.uint32),
+            shift=shift,
+            layout=layout,
+            implementation=self.implementation,
+            first=first,
+        )
+
+    def _statistics(self, rows: Array) -> Array:
+        """Norms and, to centre, means: float32 [1 or 2, num_rows]."""
         norms, means = statistics(rows, implementation=self.implementation)
-        local = jnp.stack([norms, means]) if self.centre else norms[None]
-        combined = _combine_statistics(local, axis_name, num_workers)
-        shift = None
-        if self.centre:
-            shift = jnp.where(jnp.isfinite(combined[1]), combined[1], np.float32(0))
-            rows = rows.astype(jnp.float32) - shift[:, None]
-            shift = shift * np.float32(num_workers)
-        order = order_rows(scales.bfloat16_bits(combined[0]), layout)
-        seed = jax.random.bits(key, (2,), jnp.uint32)
-        return _DynamiQChunks(rows, order, seed, shift, layout, self.implementation)
+        return jnp.stack([norms, means]) if self.centre else norms[None]
 
     @property
     def _overhead_bits(self) -> float:
@@ -200,45 +237,67 @@ class DynamiQ(ChunkedMethod):
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _DynamiQChunks:
     """`ChunkCodec` of one bucket."""
 
-    rows: Array  # local values, float [num_rows, 256]
+    rows: Array  # local values, float [num_rows, 256], or [rows_per_chunk, 256] of a part
     order: Array  # int32 [num_chunks, rows_per_chunk]
     seed: Array  # uint32 [2]
-    shift: Array | None  # n times the mean that was subtracted, float32 [num_rows]
+    shift: Array | None  # what the subtracted means add up to, float32 [num_rows]
     layout: Layout
     implementation: str | None
+    first: Array | int = 0  # row of the bucket that `rows` starts with
 
-    def compress(self, chunk: Array, hop: Array | int) -> Array:
+    def compress(self, chunk: Array, turn: Array | int) -> Array:
         return compress(
             self.rows,
-            self.order,
+            self.order - self.first,
             chunk,
-            hop,
+            turn,
             self.seed,
             layout=self.layout,
             implementation=self.implementation,
         )
 
-    def hop(self, payloads: tuple[Array, ...], chunk: Array, hop_index: Array | int) -> Array:
+    def hop(self, payloads: Array, chunk: Array, turn: Array | int) -> Array:
         return hop(
-            jnp.stack(payloads),
+            payloads,
             self.rows,
             self.order,
             chunk,
-            hop_index,
+            turn,
             self.seed,
             layout=self.layout,
             implementation=self.implementation,
         )
+
+    def accumulate(self, payloads: Array, chunk: Array) -> Array:
+        sums = decompress_accumulate(
+            payloads,
+            self.rows,
+            self.order,
+            chunk,
+            layout=self.layout,
+            implementation=self.implementation,
+        )
+        first = chunk * self.layout.rows_per_chunk
+        rows = restore_rows(sums, self.order[chunk] - first)
+        if self.shift is not None:
+            mine = lax.dynamic_slice_in_dim(self.shift, first, self.layout.rows_per_chunk)
+            rows = rows + mine[:, None]
+        return rows.reshape(-1)
 
     def decompress(self, payloads: Array) -> Array:
         rows = decompress(
             payloads, self.order, layout=self.layout, implementation=self.implementation
         )
         return self.layout.as_flat(rows if self.shift is None else rows + self.shift[:, None])
+
+
+def _finite_mean(statistics: Array) -> Array:
+    """Means, without those that would turn finite values into NaN: float32 [num_rows]."""
+    return jnp.where(jnp.isfinite(statistics[1]), statistics[1], np.float32(0))
 
 
 def _combine_statistics(local: Array, axis_name: str, num_workers: int) -> Array:

@@ -3,10 +3,10 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from dynamiq_jax.chunks import SummedChunks
-from dynamiq_jax.methods.base import ChunkedMethod, WireCost
+from dynamiq_jax.chunks import SummedChunks, WireCost, as_chunks
+from dynamiq_jax.methods.base import ChunkedMethod
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,24 @@ class Exact(ChunkedMethod):
         return WireCost(payload_bytes=4 * -(-size // num_chunks), statistics_bytes=0)
 
     def bind(
-        self, flat: Array, axis_name: str, num_workers: int, num_chunks: int, key: Array
+        self,
+        flat: Array,
+        axis_name: str,
+        num_workers: int,
+        num_chunks: int,
+        key: Array,
+        *,
+        consecutive: bool = False,
     ) -> SummedChunks:
-        """See `Method`."""
-        size = flat.size
-        padded = jnp.pad(flat.astype(jnp.float32), (0, -size % num_chunks))
+        """See `ChunkedMethod`."""
+        chunks = as_chunks(flat.astype(jnp.float32), num_chunks)
+        return SummedChunks(encoded=chunks, decode=lambda sums: sums, size=flat.size)
+
+    def bind_part(self, part: Array, axis_name: str, num_workers: int, key: Array) -> SummedChunks:
+        """See `ChunkedMethod`."""
         return SummedChunks(
-            padded.reshape(num_chunks, -1), lambda chunks: chunks.reshape(-1)[:size]
+            encoded=part.astype(jnp.float32)[None],
+            decode=lambda parts: parts,
+            size=num_workers * part.size,
+            first=lax.axis_index(axis_name),
         )

@@ -1,0 +1,159 @@
+"""The two halves of the all-reduce, for gradients and parameters that are sharded (ZeRO, FSDP)."""
+
+import math
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax import buckets, checks, compat
+from dynamiq_jax.axes import find_axes
+from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
+from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax.topologies import Auto, Topology
+
+Tree = TypeVar("Tree")
+
+
+def psum_scatter(
+    tree: Tree,
+    axis_name: str,
+    *,
+    key: Array,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    method: Method | str = DynamiQ(),
+    topology: Topology | Auto | str = "ring",
+    exact_below: int = buckets.EXACT_BELOW,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+) -> Tree:
+    """Sum over an axis of which each worker gets its part, like `jax.lax.psum_scatter`, compressed.
+
+    The sums themselves are never compressed, only what travels: one compression less than `psum`.
+
+    Args:
+      tree: pytree of arrays; floating leaves of at least `exact_below` elements are compressed.
+      axis_name: one axis.
+      key: typed PRNG key, the same on all workers, another one at every step.
+      scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
+        divided by it if tiled.
+      tiled: keep that dimension, divided by the size of the axis; otherwise it goes.
+      method: how numbers become bytes.
+      topology: how chunks travel.
+      exact_below: leaves of fewer elements are summed exactly.
+      bucket_bytes: bytes of gradient that are compressed together; see `psum`.
+
+    Returns:
+      A tree of the same structure and dtypes with the worker's part of every leaf.
+
+    Raises:
+      ValueError: as `psum`; a dimension that does not divide.
+
+    >>> import jax, jax.numpy as jnp
+    >>> gradients = jax.random.normal(jax.random.key(0), (2, 512, 64))
+    >>> reduce = lambda g: psum_scatter(g, "data", key=jax.random.key(1), tiled=True)
+    >>> jax.jit(jax.vmap(reduce, axis_name="data"))(gradients).shape
+    (2, 256, 64)
+    """
+    axes = find_axes(axis_name)
+    key = checks.check_key(key, axes.names)
+    options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
+    leaves, structure = buckets.checked_leaves(tree, axes)
+    n = axes.num_workers
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for path, leaf in zip(paths, leaves, strict=True):
+        checks.check_scatters(path, leaf, scatter_dimension, n, tiled)
+    kinds = [compat.varying_axes(leaf) - set(axes.names) for leaf in leaves]
+    plan = buckets.plan(leaves, axes, options, kinds=kinds)
+    result: dict[int, Array] = {index: leaves[index] for index in plan.untouched}
+    for index, _ in plan.exact:
+        result[index] = lax.psum_scatter(
+            leaves[index], axis_name, scatter_dimension=scatter_dimension, tiled=tiled
+        )
+    for number, bucket in enumerate(plan.buckets):
+        parts = [_by_worker(leaves[index], scatter_dimension, n) for index in bucket.leaves]
+        flat = jnp.concatenate([part.reshape(n, -1) for part in parts], axis=1)
+        granule = SUPER_GROUP_SIZE * bucket.topology.chunks_per_worker
+        padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % granule)))
+        total = options.method.reduce_scatter(
+            padded.reshape(-1).astype(buckets.wire_dtype(bucket.dtype)),
+            axis_name,
+            n,
+            topology=bucket.topology,
+            key=jax.random.fold_in(key, number),
+        )
+        sizes = [part.size // n for part in parts]
+        pieces = jnp.split(total[: sum(sizes)], np.cumsum(sizes)[:-1])
+        for index, part, piece in zip(bucket.leaves, parts, pieces, strict=True):
+            mine = jnp.moveaxis(piece.reshape(part.shape[1:]), 0, scatter_dimension)
+            mine = mine if tiled else jnp.squeeze(mine, scatter_dimension)
+            result[index] = mine.astype(bucket.dtype)
+    return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))])
+
+
+def all_gather(
+    tree: Tree,
+    axis_name: str,
+    *,
+    key: Array,
+    axis: int = 0,
+    tiled: bool = False,
+    method: Method | str = DynamiQ(),
+    exact_below: int = buckets.EXACT_BELOW,
+) -> Tree:
+    """Parts of all workers on each worker, like `jax.lax.all_gather`, compressed.
+
+    The other half of the all-reduce: `all_gather` of the result of `psum_scatter` is a sum with one
+    more compression. All workers, the owner of a part too, get the same bits.
+
+    Args:
+      tree: pytree of arrays; floating leaves of at least `exact_below` elements are compressed.
+      axis_name: one axis.
+      key: typed PRNG key, the same on all workers, another one at every step.
+      axis: dimension of the result along which the parts lie.
+      tiled: join the parts along that dimension; otherwise it is a new one.
+      method: how numbers become bytes.
+      exact_below: leaves of fewer elements are gathered exactly.
+
+    Returns:
+      A tree of the same structure and dtypes with all of every leaf.
+
+    >>> import jax, jax.numpy as jnp
+    >>> parts = jax.random.normal(jax.random.key(0), (2, 256, 64))
+    >>> gather = lambda x: all_gather(x, "data", key=jax.random.key(1), tiled=True)
+    >>> jax.jit(jax.vmap(gather, axis_name="data"))(parts).shape
+    (2, 512, 64)
+    """
+    axes = find_axes(axis_name)
+    key = checks.check_key(key, axes.names)
+    method = resolve_method(method)
+    n = axes.num_workers
+
+    def gather(number: int, path: Any, leaf: Array) -> Array:
+        checks.check_leaf(jax.tree_util.keystr(path), leaf)
+        is_small = math.prod(leaf.shape) < max(exact_below, 1)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_small or n == 1:
+            parts = compat.all_gather(leaf, axis_name)
+        else:
+            flat = leaf.reshape(-1).astype(buckets.wire_dtype(leaf.dtype))
+            padded = jnp.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE))
+            every = method.all_gather(padded, axis_name, n, key=jax.random.fold_in(key, number))
+            parts = every.reshape(n, -1)[:, : flat.size].reshape(n, *leaf.shape).astype(leaf.dtype)
+        stacked = jnp.moveaxis(parts, 0, axis)
+        if not tiled:
+            return stacked
+        shape = list(leaf.shape)
+        shape[axis] *= n
+        return stacked.reshape(shape)
+
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    gathered = [gather(i, path, leaf) for i, (path, leaf) in enumerate(paths_and_leaves)]
+    return jax.tree.unflatten(structure, gathered)
+
+
+def _by_worker(leaf: Array, dimension: int, num_workers: int) -> Array:
+    """A leaf as [workers, its part of the scattered dimension, the other dimensions]."""
+    moved = jnp.moveaxis(leaf, dimension, 0)
+    return moved.reshape(num_workers, -1, *moved.shape[1:])

@@ -1,0 +1,224 @@
+"""The two halves of the all-reduce, and sharded parameters on a mesh of two axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import of_workers, vnmse
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_wire_report import collectives
+from toy_methods import ErrorFeedback
+from workers import TWO_CLASSES, on_mesh, simulated
+
+import dynamiq_jax as dq
+
+N = 4
+KEY = jax.random.key(11)
+TOPOLOGIES = {
+    "ring": dq.Ring(),
+    "bidirectional": dq.Ring(bidirectional=True),
+    "butterfly": dq.Butterfly(),
+    "all_to_all": dq.AllToAll(),
+}
+METHODS = {
+    "dynamiq": TWO_CLASSES,
+    "centred": dq.DynamiQ(bits=6.0, widths=(4, 8), centre=True),
+    "bf16": dq.BF16(),
+    "exact": dq.Exact(),
+}
+LARGEST_ERROR = {"dynamiq": 0.05, "centred": 0.05, "bf16": 1e-4, "exact": 1e-12}
+
+
+def gradient(shape=(96, 200)) -> np.ndarray:
+    return of_workers(2, N, int(np.prod(shape))).reshape(N, *shape)
+
+
+@functools.cache
+def scattered(method: str, topology: str):
+    def local(key, g):
+        return dq.psum_scatter(
+            g, "data", key=key, tiled=True, method=METHODS[method], topology=TOPOLOGIES[topology]
+        )
+
+    return simulated(local)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_parts_of_the_sum_are_close_and_not_exact(method, topology):
+    g = gradient()
+    result = np.asarray(scattered(method, topology)(KEY, g))
+    assert (result.shape, result.dtype) == ((N, 24, 200), np.float32)
+    error = vnmse(result.reshape(96, 200), g.sum(axis=0, dtype=np.float64))
+    assert LARGEST_ERROR[method] / 1e5 < error + 1e-15 < LARGEST_ERROR[method]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_parts_are_unbiased(topology):
+    g = gradient()
+    truth = g.sum(axis=0, dtype=np.float64)
+    run = scattered("dynamiq", topology)
+    results = [np.asarray(run(jax.random.key(k), g), float).reshape(96, 200) for k in range(24)]
+    single = np.mean([vnmse(r, truth) for r in results])
+    assert 8 < single / vnmse(np.mean(results, axis=0), truth) < 40
+
+
+@pytest.mark.parametrize("dimension", (0, 1, 2))
+@pytest.mark.parametrize("tiled", (True, False))
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16))
+def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled, dtype):
+    shape = [8, 12, 40]
+    shape[dimension] = 2 * N if tiled else N
+    g = jnp.asarray(gradient(tuple(shape)), dtype)
+    options = {"scatter_dimension": dimension, "tiled": tiled}
+
+    def local(key, g):
+        return dq.psum_scatter(g, "data", key=key, method="bf16", exact_below=0, **options)
+
+    ours = simulated(local)(KEY, g)
+    theirs = simulated(lambda key, g: jax.lax.psum_scatter(g, "data", **options))(KEY, g)
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    assert vnmse(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("axis", (0, 1, 2))
+@pytest.mark.parametrize("tiled", (True, False))
+def test_a_gather_has_the_shapes_of_lax_and_the_same_bits_everywhere(axis, tiled):
+    parts = gradient((6, 10, 40))
+
+    def local(key, part):
+        return dq.all_gather(part, "data", key=key, method=TWO_CLASSES, axis=axis, tiled=tiled)
+
+    ours = np.asarray(simulated(local)(KEY, parts))
+    theirs = simulated(lambda key, p: jax.lax.all_gather(p, "data", axis=axis, tiled=tiled))
+    expected = np.asarray(theirs(KEY, parts))
+    assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+    assert (ours == ours[0]).all()
+    assert 1e-6 < vnmse(ours, expected) < 0.02
+
+
+def test_trees_keep_small_and_integer_leaves_exact():
+    tree = {
+        "w": gradient((64, 64)),
+        "bias": gradient((8,)),
+        "count": np.arange(N * 8, dtype=np.int32).reshape(N, 8),
+    }
+
+    def local(key, tree):
+        part = dq.psum_scatter(tree, "data", key=key, tiled=True, method=TWO_CLASSES)
+        return part, dq.all_gather(part, "data", key=key, tiled=True, method=TWO_CLASSES)
+
+    part, whole = simulated(local)(KEY, tree)
+    assert jax.tree.map(lambda x: x.shape[1:], part) == {"w": (16, 64), "bias": (2,), "count": (2,)}
+    np.testing.assert_allclose(whole["bias"][0], tree["bias"].sum(axis=0), rtol=1e-6)
+    np.testing.assert_array_equal(whole["count"][0], tree["count"].sum(axis=0))
+    assert 1e-5 < vnmse(whole["w"][0], tree["w"].sum(axis=0)) < 0.05
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, check_vma):
+    def local(key, g):
+        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=TWO_CLASSES)
+        return part, dq.all_gather(part, "data", key=key, tiled=True, method=TWO_CLASSES)
+
+    ours = on_mesh(local, data_mesh(N), check_vma=check_vma)(KEY, gradient())
+    for mine, expected in zip(ours, simulated(local)(KEY, gradient()), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
+def test_the_halves_send_the_bytes_of_an_all_reduce(data_mesh):
+    """Compiled: n - 1 messages to scatter, one gather, and the statistics of each."""
+    shape = (N * 256, 1024)
+
+    def halves(g):
+        part = dq.psum_scatter(g[0], "data", key=KEY, tiled=True)
+        return dq.all_gather(part, "data", key=KEY, tiled=True)
+
+    stacked = jax.ShapeDtypeStruct((N, *shape), jnp.float32)
+    mapped = jax.shard_map(halves, mesh=data_mesh(N), in_specs=P("data"), out_specs=P())
+    hlo = jax.jit(mapped).lower(stacked).compile().as_text()
+    sent = 0.0
+    for c in collectives(hlo):
+        assert c.dtypes <= {"u8", "u16"}
+        loops = {"collective-permute": N - 2 if c.looped else 1}.get(c.kind, (N - 1) / N)
+        sent += c.result_bytes * loops
+    report = dq.wire_report({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, N)
+    # The gather's statistics are sent besides, two bytes a row.
+    assert sent == pytest.approx(report.compressed_bytes, rel=0.01)
+    assert sent > report.compressed_bytes
+
+
+def test_parameters_sharded_over_one_axis_and_gradients_compressed_over_the_other():
+    """A data x fsdp mesh; the compiler manages fsdp, and every replica ends with the same bits."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    params = {"in": rng.normal(size=(32, 64)), "out": rng.normal(size=(64, 32))}
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    placed = jax.device_put(params, jax.NamedSharding(mesh, P("fsdp")))
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
+
+    def local(params, x):
+        params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+        grads = jax.grad(loss)(params, x)
+        return dq.pmean(grads, "data", key=KEY, method=TWO_CLASSES)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )
+    sharded = jax.NamedSharding(mesh, P("fsdp"))
+    grads = jax.jit(mapped, out_shardings=sharded)(placed, batch)
+    expected = jax.grad(loss)(params, batch)
+    for name, grad in grads.items():
+        assert grad.sharding.is_equivalent_to(sharded, grad.ndim)
+        assert 1e-6 < vnmse(grad, expected[name]) < 0.05
+        by_index = {}
+        for shard in grad.addressable_shards:
+            by_index.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert [len(copies) for copies in by_index.values()] == [1] * 4
+
+
+def test_a_training_step_of_zero_on_sharded_parameters(data_mesh):
+    """Parameters live in parts: gathered (exactly) for the loss, gradients scattered compressed."""
+    rng = np.random.default_rng(1)
+    weights = rng.normal(size=(64, 64)).astype(np.float32)
+    batch = rng.normal(size=(N, 8, 64)).astype(np.float32)
+
+    def local(part, x):
+        whole = jax.lax.all_gather(part, "data", tiled=True)
+        grad = jax.grad(lambda w: jnp.mean((x[0] @ w) ** 2))(whole)
+        mean = dq.psum_scatter(grad, "data", key=KEY, tiled=True, method=TWO_CLASSES) / N
+        return part - np.float32(0.1) * mean
+
+    step = jax.shard_map(local, mesh=data_mesh(N), in_specs=P("data"), out_specs=P("data"))
+    after = jax.jit(step)(weights, batch)
+    grads = [jax.grad(lambda w, x=x: jnp.mean((x @ w) ** 2))(weights) for x in batch]
+    update = 0.1 * np.mean(grads, axis=0)
+    assert 1e-6 < vnmse(weights - np.asarray(after), update) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    (
+        ((10, 8), {"tiled": True}, "dimension 0 does not scatter over 4 workers"),
+        ((8, 8), {}, "Give 4, or tiled=True"),
+        ((8, 8), {"scatter_dimension": 2, "tiled": True}, "scatter_dimension=2"),
+    ),
+)
+def test_what_does_not_scatter_is_refused(shape, options, words):
+    with pytest.raises(ValueError, match=words):
+        simulated(lambda key, g: dq.psum_scatter(g, "data", key=key, **options))(
+            KEY, gradient(shape)
+        )
+
+
+def test_methods_without_halves_say_so():
+    method = ErrorFeedback(inner=dq.Exact())
+    g = gradient((N, 1000))
+    with pytest.raises(ValueError, match=r"ErrorFeedback.*dq\.all_gather"):
+        simulated(lambda key, g: dq.all_gather(g, "data", key=key, method=method))(KEY, g)

@@ -1,0 +1,167 @@
+"""What every topology owes, whatever it carries: each worker's values once, each turn once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import of_workers, vnmse
+from jax import lax
+from workers import TWO_CLASSES, on_mesh, simulated
+
+import dynamiq_jax as dq
+from dynamiq_jax.topologies import Topology
+
+TOPOLOGIES = {
+    "ring": dq.Ring(),
+    "bidirectional": dq.Ring(bidirectional=True),
+    "butterfly": dq.Butterfly(),
+    "all_to_all": dq.AllToAll(),
+}
+SUPPORTED = [
+    (name, n)
+    for name in TOPOLOGIES
+    for n in (1, 2, 3, 4, 5, 8, 16)
+    if name != "butterfly" or n & (n - 1) == 0
+]
+every_size = pytest.mark.parametrize(("name", "n"), SUPPORTED)
+KEY = jax.random.key(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A codec that counts: which workers a partial sum holds, which turns it took, how many in a
+    row.
+    """
+
+    n: int
+    chunks: int
+
+    def compress(self, chunk, turn):
+        return self._payload(self._zero(), chunk, turn)
+
+    def hop(self, payloads, chunk, turn):
+        return self._payload(payloads, chunk, turn)
+
+    def accumulate(self, payloads, chunk):
+        return self._local(payloads, chunk)["workers"].astype(jnp.float32)
+
+    def decompress(self, payloads):
+        flat = [payloads["workers"], payloads["turns"], payloads["chunk"], payloads["depth"]]
+        return jnp.concatenate([leaf.reshape(self.chunks, -1) for leaf in flat], axis=1)
+
+    def _zero(self):
+        zeros = jnp.zeros((1, self.n), jnp.int32)
+        return {"workers": zeros, "turns": zeros, "depth": zeros[:, :1], "chunk": zeros[:, :1] - 1}
+
+    def _local(self, payloads, chunk):
+        own = jax.nn.one_hot(lax.axis_index("data"), self.n, dtype=jnp.int32)
+        received, expected = payloads["chunk"], jnp.asarray(chunk, jnp.int32)
+        right = jnp.all((received == expected) | (received == -1))
+        return {
+            "workers": jnp.where(right, payloads["workers"].sum(0) + own, -1),
+            "turns": payloads["turns"].sum(0),
+            "depth": payloads["depth"].max(0),
+        }
+
+    def _payload(self, payloads, chunk, turn):
+        local = self._local(payloads, chunk)
+        turns = local["turns"] + jax.nn.one_hot(turn, self.n, dtype=jnp.int32)
+        own = jnp.full((1,), chunk, jnp.int32)
+        return {**local, "turns": turns, "depth": local["depth"] + 1, "chunk": own}
+
+
+def run_counted(topology: Topology, n: int, *, scatter: bool = False):
+    codec = Counted(n, topology.num_chunks(n))
+    run = topology.reduce_scatter if scatter else topology.all_reduce
+    return jax.jit(
+        jax.vmap(lambda _: run(codec, "data", n), axis_name="data", axis_size=n, in_axes=None)
+    )(0)
+
+
+@every_size
+def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, n):
+    topology = TOPOLOGIES[name]
+    if n == 1:
+        return  # nothing is sent; see the next test
+    result = np.asarray(run_counted(topology, n))
+    chunks = topology.num_chunks(n)
+    assert result.shape == (n, chunks, 2 * n + 2)
+    assert (result == result[0]).all()
+    workers, turns, owner, depth = np.split(result[0], (n, 2 * n, 2 * n + 1), axis=1)
+    np.testing.assert_array_equal(workers, 1)
+    np.testing.assert_array_equal(turns, 1)
+    np.testing.assert_array_equal(owner[:, 0], np.arange(chunks))
+    longest = {"butterfly": n.bit_length(), "all_to_all": 2}.get(name, n)
+    np.testing.assert_array_equal(depth, longest)
+
+
+@every_size
+def test_a_reduce_scatter_ends_with_the_own_chunks(name, n):
+    if n == 1:
+        return
+    topology = TOPOLOGIES[name]
+    result = np.asarray(run_counted(topology, n, scatter=True))
+    np.testing.assert_array_equal(result, np.ones((n, topology.chunks_per_worker * n)))
+
+
+@every_size
+def test_sums_are_right_for_every_number_of_workers(name, n):
+    gradients = of_workers(n, n, 3000)
+
+    def local(key, g):
+        return dq.psum(g, "data", key=key, method="exact", topology=TOPOLOGIES[name])
+
+    result = np.asarray(simulated(local)(KEY, gradients))
+    assert (result == result[0]).all()
+    np.testing.assert_allclose(
+        result[0], gradients.sum(axis=0, dtype=np.float64), atol=1e-6 * np.abs(gradients).max() * n
+    )
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, name, check_vma):
+    gradients = of_workers(0, 4, 20_000)
+
+    def local(key, g):
+        return dq.psum(g, "data", key=key, method=TWO_CLASSES, topology=TOPOLOGIES[name])
+
+    result = on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, gradients)
+    np.testing.assert_array_equal(result, simulated(local)(KEY, gradients))
+
+
+@pytest.mark.parametrize("n", (3, 6, 12))
+def test_a_butterfly_says_which_sizes_it_supports(n):
+    with pytest.raises(ValueError, match=r"butterfly.* 12? ?workers|butterfly.*power of two"):
+        dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, n, topology="butterfly")
+    gradients = of_workers(0, n, 2000)
+    with pytest.raises(ValueError, match=f"axis of {n} workers.*ring"):
+        simulated(lambda key, g: dq.psum(g, "data", key=key, topology="butterfly"))(KEY, gradients)
+
+
+@functools.cache
+def error_of(topology: str, rounding: str) -> float:
+    gradients = of_workers(5, 16, 40_000)
+    truth = gradients.sum(axis=0, dtype=np.float64)
+    method = dataclasses.replace(TWO_CLASSES, rounding=rounding)
+
+    def local(key, g):
+        return dq.psum(g, "data", key=key, method=method, topology=TOPOLOGIES[topology])
+
+    run = simulated(local)
+    keys = [jax.random.key(i) for i in range(4)]
+    return float(np.mean([vnmse(run(key, gradients)[0], truth) for key in keys]))
+
+
+@pytest.mark.parametrize("rounding", ("correlated", "independent"))
+def test_shorter_paths_have_smaller_errors(rounding):
+    """16 workers: ring, butterfly, all-to-all take 16, 5 and 2 compressions."""
+    ring, butterfly, all_to_all = (
+        error_of(name, rounding) for name in ("ring", "butterfly", "all_to_all")
+    )
+    assert 0.15 < butterfly / ring < 0.75
+    assert 0.1 < all_to_all / ring < 0.5
+    assert all_to_all < butterfly
