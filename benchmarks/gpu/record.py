@@ -1,0 +1,118 @@
+"""What has happened so far: sections with their results, errors and omissions, in a file that is
+written anew as they grow; and whether the time left is enough for more.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu.options import Options
+
+Results = dict[str, Any]
+
+
+class Record:
+    """Sections, the time that is left for them, and the file that they go to."""
+
+    def __init__(self, options: Options, environment: dict[str, Any], started: float):
+        self.environment = environment
+        self.path = Path(options.output) if options.output else None
+        self._options = options
+        self._started = started
+        self._longest_case = 0.0
+        self._sections: dict[str, dict[str, Any]] = {}
+        self._section: dict[str, Any] = {}  # the one that runs
+
+    def section(self, name: str, run: Callable[[Results], None]) -> None:
+        """Runs `run(results)`, which adds to `results` as it goes, and writes the file."""
+        started = time.perf_counter()
+        results: Results = {}
+        section: dict[str, Any] = {"status": "ok", "errors": [], "skipped": [], "results": results}
+        self._sections[name] = self._section = section
+        print(f"\n== {name}", flush=True)
+        with self.guard(name):
+            if self.may_start(name):
+                run(results)
+        if section["errors"]:
+            section["status"] = "failed"
+        elif section["skipped"]:
+            section["status"] = "incomplete"
+        section["seconds"] = round(time.perf_counter() - started, 2)
+        self.write()
+
+    @contextlib.contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Keeps an error of the section that runs, and goes on."""
+        try:
+            yield
+        except Exception as error:
+            lines = traceback.format_exception(error)
+            message = f"{type(error).__name__}: {str(error)[:600]}"
+            print(f"FAILED {what}: {message}", flush=True)
+            self._section["errors"].append(
+                {"what": what, "error": message, "traceback": "".join(lines)[-4000:]}
+            )
+
+    @contextlib.contextmanager
+    def case(self, what: str) -> Iterator[None]:
+        """A guarded case, whose duration is remembered."""
+        started = time.perf_counter()
+        with self.guard(what):
+            yield
+        self._longest_case = max(self._longest_case, time.perf_counter() - started)
+
+    def may_start(self, what: str) -> bool:
+        """Whether a case as long as the longest so far still fits."""
+        left = self._options.minutes * 60 - (time.perf_counter() - self._started)
+        if left > self._longest_case:
+            return True
+        self.skip(what, f"{left:.0f} s are left")
+        return False
+
+    def skip(self, what: str, why: str) -> None:
+        """Keeps what the section that runs leaves out."""
+        print(f"skipped {what}: {why}", flush=True)
+        self._section["skipped"].append({"what": what, "why": why})
+
+    def write(self) -> None:
+        """Writes everything so far."""
+        if self.path is None:
+            return
+        record = {
+            "environment": self.environment,
+            "config": dataclasses.asdict(self._options),
+            "timings": "meaningless: interpreted" if self._options.interpret else "device",
+            "sections": self._sections,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A run that is cut short here leaves the file of before.
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(_jsonable(record), indent=1) + "\n")
+        part.replace(self.path)
+
+    def finish(self) -> int:
+        """Says how it went; 1 if anything failed."""
+        seconds = time.perf_counter() - self._started
+        statuses = ", ".join(f"{name} {s['status']}" for name, s in self._sections.items())
+        print(f"\n{seconds:.0f} s; {statuses}")
+        for name, section in self._sections.items():
+            for error in section["errors"][:3]:
+                print(f"  {name}: {error['what']}: {error['error'][:200]}")
+        if self.path:
+            print(f"Written to {self.path}")
+        return int(any(section["errors"] for section in self._sections.values()))
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
