@@ -13,7 +13,7 @@ from dynamiq_jax.topologies.base import Topology
 
 
 def _check_positive(name: str, value: Any, *, zero: bool = False) -> None:
-    if not (isinstance(value, numbers.Real) and (value > 0 or (zero and value == 0))):
+    if not (isinstance(value, numbers.Real) and (float(value) > 0 or (zero and value == 0))):
         raise ValueError(f"{name}={value!r} is not possible. Give a positive number.")
 
 
