@@ -155,21 +155,21 @@ def for_each_block(
     return launch(body, grid, operands, out_shape, scratch)
 
 
-def start_gather(block: Block, rows_ref, row_of: Callable) -> None:
-    """Sends for the rows `row_of(0), row_of(1)`, ... of an array [num_rows, *row_shape]."""
+def partial_sum(block: Block, rows_ref, row_of: Callable, messages: Sequence[Any]) -> list[Array]:
+    """Rows `row_of(0), row_of(1)`, ... of an array [num_rows, *row_shape], plus those of the
+    received messages.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # All indices first: none of their loads would move past a copy.
     for row, index in enumerate([row_of(row) for row in range(block.rows)]):
         plgpu.copy_gmem_to_smem(rows_ref.at[index], block.staged.at[row], block.barrier)
-
-
-def end_gather(block: Block) -> list[Array]:
-    """The rows that `start_gather` sent for, float32 pieces."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    received = [receive(block, message_ref) for message_ref in messages]  # while the rows travel
     plgpu.barrier_wait(block.barrier)
-    return load_rows(block.shape, block.staged, 0)
+    pieces = load_rows(block.shape, block.staged, 0)
+    for part in received:
+        pieces = [a + b for a, b in zip(pieces, decode(block, part), strict=True)]
+    return pieces
 
 
 def scatter(block: Block, pieces: Iterable[Array], rows_ref, row_of: Callable) -> None:

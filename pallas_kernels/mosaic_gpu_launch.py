@@ -93,6 +93,12 @@ def load_rows(shape: Shape, rows_ref, first: Array | int) -> list[Array]:
     return [values.astype(jnp.float32) for values in loaded]
 
 
+def store_rows(rows_ref, first: Array, pieces: Sequence[Array]) -> None:
+    """Inverse of `load_rows`, to an array of float32."""
+    for piece, values in enumerate(pieces):
+        compat.mosaic_gpu_store(rows_ref.at[pl.ds(first, values.shape[0]), piece], values)
+
+
 def store_column(ref, first: Array, values: Array) -> None:
     """Stores one value for each row."""
     compat.mosaic_gpu_store(ref.at[pl.ds(first, values.shape[0])], values)

@@ -11,6 +11,7 @@ from dynamiq_jax.codec.layout import Layout, make_layout
 from pallas_kernels import implementation
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
+from pallas_kernels.decompress_accumulate.api import decompress_accumulate
 from pallas_kernels.hop.api import hop
 from pallas_kernels.statistics.api import statistics
 
@@ -45,6 +46,16 @@ def some_order(layout: Layout) -> np.ndarray:
     return order.reshape(layout.num_chunks, -1).astype(np.int32)
 
 
+def some_messages(layout: Layout, dtype, chunk: jax.Array, count: int) -> jax.Array:
+    """What as many other workers would send of a chunk."""
+    order, options = some_order(layout), {"layout": layout, "implementation": "xla"}
+    sent = [
+        compress(some_rows(layout, dtype, seed), order, chunk, 0, SEED, **options)
+        for seed in range(count)
+    ]
+    return jnp.stack(sent)
+
+
 @pytest.mark.parametrize(
     ("rows", "received", "dtype", "changes"),
     [
@@ -76,20 +87,7 @@ def some_order(layout: Layout) -> np.ndarray:
 def test_a_hop_is_byte_for_byte_the_base(rows, received, dtype, changes):
     layout = small_layout(rows, **changes)
     order, chunk = some_order(layout), jnp.int32(1)
-    payloads = jnp.stack(
-        [
-            compress(
-                some_rows(layout, dtype, seed),
-                order,
-                chunk,
-                0,
-                SEED,
-                layout=layout,
-                implementation="xla",
-            )
-            for seed in range(received)
-        ]
-    )
+    payloads = some_messages(layout, dtype, chunk, received)
 
     def run(backend):
         return jax.jit(
@@ -101,6 +99,42 @@ def test_a_hop_is_byte_for_byte_the_base(rows, received, dtype, changes):
     with implementation.without_gpu("interpret"):
         actual = run("mosaic_gpu")
     np.testing.assert_array_equal(actual, run("xla"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "received", "dtype", "error", "changes"),
+    [
+        (36, 1, jnp.float32, 0, {}),
+        pytest.param(
+            7, 3, jnp.bfloat16, 0, {"widths": (7, 3, 0), "group_size": 16}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            1, 2, jnp.float16, 0, {"widths": (4,), "spacing": "geometric"}, marks=pytest.mark.slow
+        ),
+        # XLA contracts multiply-adds of the base here, but not those of the interpreted kernel.
+        pytest.param(
+            12, 2, jnp.float32, 2e-7, {"widths": (16, 9), "group_size": 8}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_sum_is_that_of_the_base(rows, received, dtype, error, changes):
+    layout = small_layout(rows, **changes)
+    order, chunk = some_order(layout), jnp.int32(1)
+    payloads = some_messages(layout, dtype, chunk, received)
+    local = some_rows(layout, dtype, seed=9).at[order[1, 0], 5].set(jnp.nan)
+
+    def run(backend):
+        options = {"layout": layout, "implementation": backend}
+        return jax.jit(lambda *a: decompress_accumulate(*a, order, chunk, **options))(
+            payloads, local
+        )
+
+    with implementation.without_gpu("interpret"):
+        actual = run("mosaic_gpu")
+    expected = run("xla")
+    largest = np.nanmax(np.abs(expected), axis=1, keepdims=True)
+    np.testing.assert_allclose(actual / largest, expected / largest, rtol=0, atol=error)
+    assert np.argwhere(np.isnan(actual)).tolist() == [[0, 5]]
 
 
 @pytest.mark.parametrize("group_size", [8, 16, 32])
@@ -120,12 +154,15 @@ def test_every_width_lowers_for_a_gpu(group_size, rows):
         sent = hop(payload, rows, order, 1, 1, SEED, layout=layout, implementation=backend)
         received = jnp.stack([sent, sent])
         decoded = decompress(received, order, layout=layout, implementation=backend)
-        return sent, decoded, statistics(rows, implementation=backend)
+        added = decompress_accumulate(
+            received, rows, order, 1, layout=layout, implementation=backend
+        )
+        return sent, decoded, added, statistics(rows, implementation=backend)
 
     with implementation.without_gpu("compile"), jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(run).trace(payload, rows_of_bucket)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 3
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 4
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 from jax import Array
 
 from dynamiq_jax.codec.layout import Layout
-from pallas_kernels.decompress_accumulate import triton, xla
+from pallas_kernels.decompress_accumulate import mosaic_gpu, triton, xla
 from pallas_kernels.implementation import Backends, run
 
 _BACKENDS: Backends = {
     "xla": xla.decompress_accumulate,
     "triton": triton.decompress_accumulate,
+    "mosaic_gpu": mosaic_gpu.decompress_accumulate,
 }
 
 

@@ -25,11 +25,12 @@ def hop(
     def kernel(block, chunk_ref, hop_ref, seed_ref, order_ref, rows_ref, *messages):
         *received_ref, sent_ref = messages
         chunk = chunk_ref[0]
-        blocks.start_gather(block, rows_ref, lambda row: order_ref[chunk, block.place + row])
-        parts = [blocks.receive(block, received_ref[0].at[i]) for i in range(received)]
-        pieces = blocks.end_gather(block)
-        for part in parts:
-            pieces = [a + b for a, b in zip(pieces, blocks.decode(block, part), strict=True)]
+        pieces = blocks.partial_sum(
+            block,
+            rows_ref,
+            lambda row: order_ref[chunk, block.place + row],
+            [received_ref[0].at[i] for i in range(received)],
+        )
         blocks.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
 
     scalars = [jnp.asarray(value).astype(jnp.int32).reshape(1) for value in (chunk, hop_index)]
