@@ -14,7 +14,7 @@
 
 Operations work on whole messages: they take the local array as it lies in memory, the table of rows
 and the chunk's index, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
-Beside the folders lies what their backends share: `blocks` for XLA; for Triton, from the bottom up,
-`triton_launch`, `triton_arithmetic`, `triton_blocks`, `triton_message` and `triton_rows`; for
-Mosaic GPU `mosaic_gpu_launch` and `mosaic_gpu_blocks`.
+Beside the folders lies what their backends share: `blocks` for XLA; `operands` for all kernels; for
+Triton, from the bottom up, `triton_launch`, `triton_arithmetic`, `triton_blocks`, `triton_message`
+and `triton_rows`; for Mosaic GPU `mosaic_gpu_launch` and `mosaic_gpu_blocks`.
 """

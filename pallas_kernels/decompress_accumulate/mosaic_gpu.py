@@ -8,6 +8,7 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
 from pallas_kernels import mosaic_gpu_blocks as blocks
 from pallas_kernels.mosaic_gpu_launch import row_shape, store_rows
+from pallas_kernels.operands import scalar
 
 
 def decompress_accumulate(
@@ -28,11 +29,10 @@ def decompress_accumulate(
         store_rows(sums_ref, block.place, pieces)
 
     row = row_shape(layout.group_size)
-    scalar = jnp.asarray(chunk).astype(jnp.int32).reshape(1)
     sums = blocks.for_each_block(
         kernel,
         layout,
-        [scalar, order, rows.reshape(-1, *row), payloads],
+        [scalar(chunk), order, rows.reshape(-1, *row), payloads],
         shape_like((layout.rows_per_chunk, *row), jnp.float32, rows),
         staged=rows.dtype,
     )

@@ -8,6 +8,7 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
 from pallas_kernels import triton_message as message
 from pallas_kernels import triton_rows
+from pallas_kernels.operands import scalar
 from pallas_kernels.triton_blocks import for_each_block
 from pallas_kernels.triton_launch import Config
 
@@ -33,6 +34,6 @@ def decompress_accumulate(
         kernel,
         layout,
         config or Config(),
-        [jnp.asarray(chunk).astype(jnp.int32).reshape(1), order, rows, message.halves(payloads)],
+        [scalar(chunk), order, rows, message.halves(payloads)],
         shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, rows),
     )

@@ -7,6 +7,7 @@ from dynamiq_jax.codec.layout import Layout
 from dynamiq_jax.compat import shape_like
 from pallas_kernels import mosaic_gpu_blocks as blocks
 from pallas_kernels.mosaic_gpu_launch import row_shape
+from pallas_kernels.operands import scalar
 
 
 def hop(
@@ -33,12 +34,12 @@ def hop(
         )
         blocks.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
 
-    scalars = [jnp.asarray(value).astype(jnp.int32).reshape(1) for value in (chunk, hop_index)]
     pieces_of_rows = rows.reshape(-1, *row_shape(layout.group_size))
+    messages = [payloads] if received else []
     return blocks.for_each_block(
         kernel,
         layout,
-        [*scalars, seed, order, pieces_of_rows, *([payloads] if received else [])],
+        [scalar(chunk), scalar(hop_index), seed, order, pieces_of_rows, *messages],
         shape_like((layout.payload_bytes,), jnp.uint8, rows),
         staged=rows.dtype,
     )

@@ -7,6 +7,7 @@ from dynamiq_jax.codec.layout import Layout
 from dynamiq_jax.compat import shape_like
 from pallas_kernels import triton_message as message
 from pallas_kernels import triton_rows
+from pallas_kernels.operands import scalar
 from pallas_kernels.triton_blocks import for_each_block
 from pallas_kernels.triton_launch import Config
 
@@ -32,13 +33,12 @@ def hop(
         pieces = triton_rows.partial_sum(block, rows_ref, row, received_ref, received)
         triton_rows.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
 
-    scalars = [jnp.asarray(value).astype(jnp.int32).reshape(1) for value in (chunk, hop_index)]
-    operands = [*scalars, seed, order, rows, *([message.halves(payloads)] if received else [])]
+    messages = [message.halves(payloads)] if received else []
     sent = for_each_block(
         kernel,
         layout,
         config or Config(),
-        operands,
+        [scalar(chunk), scalar(hop_index), seed, order, rows, *messages],
         shape_like((layout.payload_bytes // 2,), jnp.uint16, rows),
     )
     return message.as_bytes(sent)
