@@ -1,19 +1,21 @@
 """Checks with the compiler for H200, but no GPU: registers, spills, bytes and instructions of every
 kernel, and what a program on several GPUs runs while bytes travel.
 
-Compiles the Triton kernels for one H200, and a compressed `pmean` for several, on a machine that
-needs no GPU. Exits with 1 where a figure is off, and says which:
+Compiles the Triton and Mosaic GPU kernels for one H200, and a compressed `pmean` for several, on a
+machine that needs no GPU. Exits with 1 where a figure is off, and says which:
 
 - a kernel spills registers, or an operation takes more than one kernel;
 - it touches over 10 % more memory than it must: gradient, message received, message sent;
-- it does not read or write four neighbouring coordinates of a gradient at once (f32: 128 bits);
+- one of Triton's does not read or write four neighbouring coordinates of a gradient at once (f32:
+  128 bits);
 - a hop on several GPUs takes more than one kernel, or, in a bidirectional ring, nothing runs while
   a transfer is under way.
 
 Instructions are counted in the machine code, with the branches for widths that a block does not
-have; rows "N bits alone" have rows of one width only, so that all that is counted runs. The budget
-is how many instructions can be issued while memory moves the bytes of a coordinate, at best clock
-and bandwidth; slots are how many it takes, as the busiest pipe may need longer than to issue all.
+have; rows "N bits alone" have rows of one width only, so that all that is counted runs. Mosaic's
+kernels have code of their own for every width, so of its hops only those are counted. The budget is
+how many instructions can be issued while memory moves the bytes of a coordinate, at best clock and
+bandwidth; slots are how many it takes, as the busiest pipe may need longer than to issue all.
 
 It needs the CUDA plugin of the same version as JAX and the CUDA compiler, but neither a driver nor
 the CUDA libraries: pip install -e '.[bench,cuda13-aot]'.
@@ -38,17 +40,20 @@ from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
+from dynamiq_jax import compat
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.topologies import TOPOLOGIES, Ring, Topology
-from pallas_kernels import implementation, triton_launch
+from pallas_kernels import implementation, mosaic_gpu_launch, triton_launch
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
+from pallas_kernels.decompress_accumulate.api import decompress_accumulate
 from pallas_kernels.hop.api import hop
 from pallas_kernels.statistics.api import statistics
 
 _EXCESS = 1.10  # memory that a kernel may touch, over what it has to
 _SHAPE = jax.ShapeDtypeStruct
+_BACKENDS = {"triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
 
 
 def _topologies() -> tuple[str, ...]:
@@ -83,6 +88,7 @@ class Case:
     method: str
     dtype: str
     layout: Layout
+    backend: str = "triton"
 
 
 def cases(config: Config) -> list[Case]:
@@ -90,9 +96,10 @@ def cases(config: Config) -> list[Case]:
     default = dq.DynamiQ()
     layout = default.layout(config.size, config.workers)
     label = f"{default.bits:g} bits"
+    names = ("statistics", "compress", "hop", "decompress_accumulate")
     result = []
     for dtype in config.dtypes:
-        result += [Case(name, label, dtype, layout) for name in ("statistics", "compress", "hop")]
+        result += [Case(name, label, dtype, layout) for name in names]
         for name, method in (("paper", dq.DynamiQ.paper()), ("8 bits", dq.DynamiQ(bits=8.0))):
             result.append(Case("hop", name, dtype, method.layout(config.size, config.workers)))
         for width in config.alone:
@@ -107,13 +114,19 @@ def cases(config: Config) -> list[Case]:
             )
             result.append(Case("hop", f"{width} bits alone", dtype, alone))
     result.append(Case("decompress", label, "float32", layout))  # whatever was compressed
+    if compat.has_mosaic_gpu():
+        result += [
+            dataclasses.replace(case, backend="mosaic_gpu")
+            for case in result
+            if case.method == label or case.method.endswith("alone")
+        ]
     return result
 
 
 def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
     """Compiles one kernel: a row of the table."""
     layout = case.layout
-    options: dict[str, Any] = {"layout": layout, "implementation": "triton"}
+    options: dict[str, Any] = {"layout": layout, "implementation": case.backend}
     rows = _SHAPE((layout.num_rows, SUPER_GROUP_SIZE), case.dtype)
     order = _SHAPE((layout.num_chunks, layout.rows_per_chunk), "int32")
     number, seed = _SHAPE((), "int32"), _SHAPE((2,), "uint32")
@@ -122,7 +135,7 @@ def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
     item, wire = jnp.dtype(case.dtype).itemsize, payload / of_chunk
     # function, arguments, bytes per coordinate that it has to move
     operations: dict[str, tuple[Callable, tuple, float]] = {
-        "statistics": (lambda *a: statistics(*a, implementation="triton"), (rows,), item),
+        "statistics": (lambda *a: statistics(*a, implementation=case.backend), (rows,), item),
         "compress": (
             lambda *a: compress(*a, **options),
             (rows, order, number, number, seed),
@@ -133,6 +146,11 @@ def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
             (_SHAPE((1, payload), "uint8"), rows, order, number, number, seed),
             item + 2 * wire,
         ),
+        "decompress_accumulate": (
+            lambda *a: decompress_accumulate(*a, **options),
+            (_SHAPE((1, payload), "uint8"), rows, order, number),
+            item + wire + 4,
+        ),
         "decompress": (
             lambda *a: decompress(*a, **options),
             (_SHAPE((layout.num_chunks, payload), "uint8"), order),
@@ -141,18 +159,25 @@ def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
     }
     function, args, floor = operations[case.operation]
     program = h200.compile_for(h200.mesh(1, "data"), function, args, dump=dump)
-    one_chunk = case.operation in ("compress", "hop")
+    one_chunk = case.operation in ("compress", "hop", "decompress_accumulate")
     touched = _touched_bytes(program, layout, one_chunk) / (
         of_chunk if one_chunk else of_chunk * layout.num_chunks
     )
     (kernel,) = program.kernels
-    coordinates = triton_launch.Config().rows * SUPER_GROUP_SIZE // kernel.threads  # of a thread
+    by_triton = case.backend == "triton"
+    block = triton_launch.Config().rows if by_triton else mosaic_gpu_launch.MOST_ROWS
+    coordinates = block * SUPER_GROUP_SIZE // kernel.threads  # of a thread
     kind = "st" if case.operation == "decompress" else "ld"
+    vector_share = None
+    if by_triton:  # Mosaic's have the copy engine move rows
+        vector_share = kernel.vector_bytes(kind, 4 * item) / (coordinates * item)
     pipes = kernel.pipes()
     counts = None
-    if pipes is not None:
+    one_width = len(layout.classes) == 1 or case.operation == "statistics"
+    if pipes is not None and (by_triton or one_width):
         counts = {pipe: count / coordinates for pipe, count in pipes.items()}
     row: dict[str, Any] = {
+        "backend": case.backend,
         "operation": case.operation,
         "method": case.method,
         "dtype": case.dtype,
@@ -162,7 +187,7 @@ def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
         "shared_bytes": kernel.shared_bytes,
         "warps": kernel.warps,
         "barriers": kernel.barriers,
-        "vector_share": kernel.vector_bytes(kind, 4 * item) / (coordinates * item),
+        "vector_share": vector_share,
         "floor_bytes": floor,
         "touched_bytes": touched,
         "budget": floor * h200.instructions_per_byte(),
@@ -176,7 +201,9 @@ def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
         f"touches {touched:.2f} bytes a coordinate where it must {floor:.2f}": (
             not floor <= touched <= _EXCESS * floor
         ),
-        f"moves the gradient by less than {32 * item} bits": row["vector_share"] < 1,
+        f"moves the gradient by less than {32 * item} bits": (
+            vector_share is not None and vector_share < 1
+        ),
     }
     return row | {"problems": [text for text, wrong in problems.items() if wrong]}
 
@@ -187,16 +214,13 @@ def _touched_bytes(program: h200.Program, layout: Layout, one_chunk: bool) -> fl
     """
     entry = program.computations[program.entry]
     shapes = {instruction.name: instruction.shape for instruction in entry}
-    of_all_chunks = (
-        f"[{layout.num_rows},{SUPER_GROUP_SIZE}]",
-        f"[{layout.num_chunks},{layout.rows_per_chunk}]",
-    )
+    of_all_chunks = (f"[{layout.num_rows},", f"[{layout.num_chunks},{layout.rows_per_chunk}]")
     total = 0.0
     for instruction in filter(lambda instruction: instruction.runs, entry):
         total += h200.size_of(instruction.shape)
         for operand in instruction.operands:
             parted = any(shape in shapes[operand] for shape in of_all_chunks)
-            part = layout.num_chunks if one_chunk and instruction.triton and parted else 1
+            part = layout.num_chunks if one_chunk and instruction.pallas and parted else 1
             total += h200.size_of(shapes[operand]) / part
     return total
 
@@ -226,7 +250,7 @@ def examine_pmean(name: str, config: Config, dump: Path) -> dict[str, Any]:
         starts = [i for i in instructions if i.opcode == "collective-permute-start"]
         transfers += len(starts)
         if starts and computation != program.entry:
-            hop_kernels += sum(instruction.triton for instruction in instructions)
+            hop_kernels += sum(instruction.pallas for instruction in instructions)
         meanwhile += [_while_under_way(start, instructions) for start in starts]
     looped = program.entry not in {
         computation
@@ -238,9 +262,9 @@ def examine_pmean(name: str, config: Config, dump: Path) -> dict[str, Any]:
         "transfers": transfers,
         "hop_kernels": hop_kernels,
         "meanwhile": meanwhile,
-        "triton_around": sum(instruction.triton for instruction in around),
+        "triton_around": sum(instruction.pallas for instruction in around),
         "xla_around": sum(i.opcode in ("fusion", "copy", "sort", "custom-call") for i in around)
-        - sum(instruction.triton for instruction in around),
+        - sum(instruction.pallas for instruction in around),
     }
     idle = [number for number, ops in enumerate(meanwhile) if "triton kernel" not in ops]
     problems = {
@@ -264,7 +288,7 @@ def _while_under_way(start: h200.Instruction, instructions: list[h200.Instructio
         if instruction.opcode == "collective-permute-done" and start.name in instruction.operands
     )
     return [
-        "triton kernel" if instruction.triton else instruction.opcode
+        "triton kernel" if instruction.pallas else instruction.opcode
         for instruction in instructions[first + 1 : last]
         if instruction.runs
     ]
@@ -280,24 +304,24 @@ def _topology(name: str) -> Topology:
     return TOPOLOGIES[kind](**dict.fromkeys(options, True))
 
 
-def kernel_tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Two tables of the kernels: what they hold and touch, and what they run."""
+def kernel_tables(rows: list[dict[str, Any]], name: str) -> list[Table]:
+    """Two tables of a backend's kernels: what they hold and touch, and what they run."""
     resources = _table(
-        "Kernels for an H200; bytes a coordinate",
+        f"{name} kernels for an H200; bytes a coordinate",
         "registers,spills,shared,warps,barriers,vectors,kernels,bytes,floor",
     )
     work = _table(
-        "Instructions a coordinate, by the pipe that runs them",
+        f"Instructions a coordinate of {name} kernels, by the pipe that runs them",
         "budget,slots,all,FMA,ALU,XU,LSU,other",
     )
     for row in rows:
         style = "red" if row["problems"] else None
-        head = f"{row['operation']}, {row['method']}, {row['dtype']}"
+        head = _name(row)
         resources.add_row(
             head,
             *(str(row[key]) for key in ("registers", "spill_bytes", "shared_bytes", "warps")),
             "-" if row["barriers"] is None else str(row["barriers"]),
-            f"{row['vector_share']:.0%}",
+            "-" if row["vector_share"] is None else f"{row['vector_share']:.0%}",
             str(row["kernels"]),
             f"{row['touched_bytes']:.2f}",
             f"{row['floor_bytes']:.2f}",
@@ -329,6 +353,10 @@ def pmean_table(rows: list[dict[str, Any]], config: Config) -> Table:
     return table
 
 
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['operation']}, {row['method']}, {row['dtype']}"
+
+
 def _table(title: str, headings: str) -> Table:
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     table.add_column("", no_wrap=True)
@@ -338,19 +366,22 @@ def _table(title: str, headings: str) -> Table:
 
 
 def main(config: Config) -> int:
-    """Compiles, prints two tables and all problems; 1 where there are some."""
+    """Compiles, prints tables and all problems; 1 where there are some."""
     console = Console()
-    console.width = max(console.width, 120)  # of the first table
-    progress = functools.partial(track, console=console, transient=True)
+    console.width = max(console.width, 130)  # of the first table
+    # Not where the compiler prints what is read from it.
+    progress = functools.partial(track, console=Console(stderr=True), transient=True)
     with tempfile.TemporaryDirectory() as folder, implementation.without_gpu("compile"):
         dump = Path(folder)
         h200.prepare(dump)
         kernels = [examine(case, config, dump) for case in progress(cases(config), "kernels")]
-        console.print(*kernel_tables(kernels))
+        for backend, name in _BACKENDS.items():
+            if rows := [row for row in kernels if row["backend"] == backend]:
+                console.print(*kernel_tables(rows, name))
         means = [examine_pmean(name, config, dump) for name in progress(config.topologies, "pmean")]
         console.print(pmean_table(means, config))
     problems = [
-        f"{row['operation']} ({row['method']}, {row['dtype']}): {problem}"
+        f"{row['backend']} {_name(row)}: {problem}"
         for row in kernels
         for problem in row["problems"]
     ]

@@ -3,6 +3,7 @@ takes apart what comes out.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -10,8 +11,9 @@ import math
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +57,19 @@ _TARGET = {
     "runtime_version": {"major": 13},
 }
 
-# Which pipe of a scheduler runs an instruction, by the start of its name.
+# Which pipe of a scheduler runs an instruction, by the start of its name. "LD." is of any memory.
 _PIPES = {
     "FMA": "FFMA FADD FMUL IMAD IMUL HFMA2 HADD2 HMUL2",
     "ALU": "LOP3 SHF IADD3 VIADD ISETP FSETP IMNMX VIMNMX FMNMX HMNMX2 SEL FSEL PRMT LEA IABS MOV "
     "PLOP3 BMSK SGXT I2FP F2FP P2R R2P CSEL HSET",
     "XU": "MUFU F2I I2F FRND F2F POPC FLO BREV",
-    "LSU": "LDG STG LDS STS LDSM STSM SHFL ATOM RED LDL STL",
+    "LSU": "LD. ST. LDG STG LDS STS LDSM STSM SHFL ATOM RED LDL STL",
 }
 
 # Issue slots that an instruction keeps its pipe busy for: 32 lanes over those of the pipe.
 _SLOTS = {"FMA": 1, "ALU": 2, "XU": 8, "LSU": 4}
+
+_MOSAIC = "mosaic_gpu.txt"  # what it prints: kernels, one after the other
 
 # HLO that runs nothing: other names for what is in memory already.
 _NAMES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "partition-id"}
@@ -123,7 +127,7 @@ class Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    triton: bool
+    pallas: bool
 
     @property
     def runs(self) -> bool:
@@ -158,6 +162,8 @@ def prepare(dump: Path) -> None:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # or it warns of sorts that no GPU was asked about
     flags = f"--xla_dump_to={dump} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    for what in ("PTX", "RESOURCES"):  # printed; into a folder it would be far more than these
+        os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -183,11 +189,13 @@ def compile_for(
         jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=NamedSharding(where, spec))
         for arg, spec in zip(args, specs, strict=True)
     ]
-    with jax.sharding.use_abstract_mesh(where.abstract_mesh):
+    of_mosaic = dump / _MOSAIC
+    with jax.sharding.use_abstract_mesh(where.abstract_mesh), _printing_to(of_mosaic):
         traced = jax.jit(function).trace(*placed)
         text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
     shared = _shared_memory(dump)
     sources = [path.read_text() for path in sorted(dump.glob("*.ptx"))]
+    sources += re.split(r"^(?=\.version )", of_mosaic.read_text(), flags=re.MULTILINE)
     for path in dump.iterdir():
         path.unlink()
     computations, entry = _read_hlo(text)
@@ -207,9 +215,8 @@ def size_of(shape: str) -> int:
 
 def pipe_of(opcode: str) -> str:
     """Which pipe runs an instruction."""
-    name = opcode.split(".")[0]
     for pipe, names in _PIPES.items():
-        if any(name.startswith(start) for start in names.split()):
+        if f"{opcode}.".startswith(tuple(names.split())):
             return pipe
     return "other"
 
@@ -245,7 +252,7 @@ def _assemble(ptx: str, shared: dict[str, int]) -> Kernel:
         accesses[kind, int(count or 1) * int(bits) // 8] += 1
     spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", report))
     return Kernel(
-        threads=int(_find(r"\.reqntid (\d+)", ptx)),
+        threads=int(_find(r"\.(?:req|max)ntid (\d+)", ptx)),
         registers=int(_find(r"Used (\d+) registers", report)),
         spill_bytes=spills,
         shared_bytes=shared.get(name, 0),
@@ -254,13 +261,30 @@ def _assemble(ptx: str, shared: dict[str, int]) -> Kernel:
     )
 
 
+@contextlib.contextmanager
+def _printing_to(path: Path) -> Iterator[None]:
+    """Redirects what this process prints, be it by Python or not."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _shared_memory(dump: Path) -> dict[str, int]:
     """Bytes by the name of a kernel: they are given at launch, so the assembler does not know."""
     found: dict[str, int] = {}
     for path in dump.glob("*thunk_sequence.txt"):
         pattern = r"(\w+) grid: .*shared_memory: (\d+) bytes"
         found |= {name: int(size) for name, size in re.findall(pattern, path.read_text())}
-    return found
+    printed = (dump / _MOSAIC).read_text()
+    names, sizes = (re.findall(p, printed) for p in (r"\.entry (\w+)", r"smem_scratch_bytes=(\d+)"))
+    return found | {name: int(size) for name, size in zip(names, sizes, strict=True)}
 
 
 def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -275,8 +299,11 @@ def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
             computations[name] = []
         elif name and (found := line_of.match(line)):
             operands = tuple(re.findall(r"%([\w.\-]+)", found[4]))
-            triton = found[3] == "custom-call" and "xla.gpu.triton" in found[5]
-            computations[name].append(Instruction(found[1], found[2], found[3], operands, triton))
+            target = re.search(
+                r'custom_call_target="(__gpu\$xla\.gpu\.triton|mosaic_gpu)', found[5]
+            )
+            pallas = found[3] == "custom-call" and target is not None
+            computations[name].append(Instruction(found[1], found[2], found[3], operands, pallas))
     return computations, entry
 
 

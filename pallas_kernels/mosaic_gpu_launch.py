@@ -19,7 +19,7 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels import implementation
 
 PIECES, LANES = 8, 32  # of a row, of a piece
-_ROWS = (16, 8, 4, 2, 1)  # that a block can have
+MOST_ROWS = 16  # of a block
 _VECTOR = 4  # lanes of a thread
 Shape = tuple[int, ...]  # of a piece
 
@@ -78,7 +78,7 @@ def blocks_of_rows(rows: int) -> tuple[int, int]:
     """Rows of a block of a class of `rows` rows, and blocks that cover the class: the last is moved
     back to end with it, so that some rows are done twice, with the same result.
     """
-    block = next(count for count in _ROWS if count <= rows)
+    block = next(count for count in (MOST_ROWS, 8, 4, 2, 1) if count <= rows)
     return block, -(-rows // block)
 
 
