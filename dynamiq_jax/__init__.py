@@ -10,27 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynamiq_jax.autodiff import value_and_grad
     from dynamiq_jax.collectives import pmean, psum
-    from dynamiq_jax.cost_model import Network
     from dynamiq_jax.methods import BF16, DynamiQ, Exact
     from dynamiq_jax.metrics import vnmse
     from dynamiq_jax.optimizer import all_reduce_gradients
     from dynamiq_jax.report import WireReport, wire_report
     from dynamiq_jax.sharded import all_gather, psum_scatter
-    from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, Ring
 
 __version__ = "0.1.0"
 
 # Loaded when asked for: the codec and the kernels, which lie below, need neither optax nor each
 # other's callers.
 _MODULES = {
-    "AllToAll": "topologies",
-    "Auto": "topologies",
     "BF16": "methods",
-    "Butterfly": "topologies",
     "DynamiQ": "methods",
     "Exact": "methods",
-    "Network": "cost_model",
-    "Ring": "topologies",
     "WireReport": "report",
     "all_gather": "sharded",
     "all_reduce_gradients": "optimizer",
@@ -44,13 +37,8 @@ _MODULES = {
 
 __all__ = [
     "BF16",
-    "AllToAll",
-    "Auto",
-    "Butterfly",
     "DynamiQ",
     "Exact",
-    "Network",
-    "Ring",
     "WireReport",
     "all_gather",
     "all_reduce_gradients",

@@ -27,7 +27,14 @@ MAY_IMPORT = {
         "dynamiq_jax.topologies.base",
         "pallas_kernels",
     ),
-    "dynamiq_jax.buckets": ("dynamiq_jax.methods.base", "dynamiq_jax.topologies.base"),
+    "dynamiq_jax.axes": ("dynamiq_jax.checks", "dynamiq_jax.codec.packing", "dynamiq_jax.compat"),
+    "dynamiq_jax.buckets": (
+        "dynamiq_jax.axes",
+        "dynamiq_jax.checks",
+        "dynamiq_jax.chunks",
+        "dynamiq_jax.methods",
+        "dynamiq_jax.topologies",
+    ),
     "pallas_kernels": ("dynamiq_jax.codec", "dynamiq_jax.compat"),
 }
 LOWER = ("dynamiq_jax.codec", "dynamiq_jax.methods", "dynamiq_jax.topologies", "pallas_kernels")

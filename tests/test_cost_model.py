@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.cost_model import CodecSpeed, predict, predict_exact
+from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, Network, Ring
+from dynamiq_jax.topologies.cost_model import CodecSpeed, predict, predict_exact
 
-SLOW = dq.Network(gbit_per_s=0.2, latency_us=100.0)
-FAST = dq.Network(gbit_per_s=3200.0, latency_us=5.0)
+SLOW = Network(gbit_per_s=0.2, latency_us=100.0)
+FAST = Network(gbit_per_s=3200.0, latency_us=5.0)
 FREE = CodecSpeed(ns_per_coordinate=0.0)
 SIZE = 8 << 20
 
@@ -27,19 +28,19 @@ def predicted(topology, network, *, n=8, codec=FREE, size=SIZE, method=None):
 
 def test_bytes_over_the_rate_of_the_link():
     """The time of the wire is that of the bytes which the report counts."""
-    network = dq.Network(gbit_per_s=1.0, latency_us=0.0, efficiency=1.0)
+    network = Network(gbit_per_s=1.0, latency_us=0.0, efficiency=1.0)
     report = dq.wire_report({"w": jax.ShapeDtypeStruct((SIZE,), jnp.float32)}, 8)
-    assert predicted(dq.Ring(), network).total == pytest.approx(8e-9 * report.bytes_per_worker)
+    assert predicted(Ring(), network).total == pytest.approx(8e-9 * report.bytes_per_worker)
     exact = predict_exact(SIZE, 8, network=network, codec=FREE)
     assert exact.total == pytest.approx(8e-9 * 4 * SIZE * 2 * 7 / 8)
 
 
 @given(n=st.sampled_from((2, 4, 8, 64, 1024)), gbit=st.floats(0.1, 400))
 def test_slower_parts_take_longer(n, gbit):
-    network = dq.Network(gbit_per_s=gbit)
+    network = Network(gbit_per_s=gbit)
     slower = dataclasses.replace(network, gbit_per_s=gbit / 2)
     farther = dataclasses.replace(network, latency_us=500.0)
-    for topology in (dq.Ring(), dq.Butterfly(), dq.AllToAll()):
+    for topology in (Ring(), Butterfly(), AllToAll()):
         base = predicted(topology, network, n=n).total
         assert predicted(topology, slower, n=n).total > base
         assert predicted(topology, farther, n=n).total > base
@@ -50,25 +51,25 @@ def test_slower_parts_take_longer(n, gbit):
 
 
 def test_fewer_steps_and_crowded_networks():
-    times = [predicted(t, SLOW, n=64).total for t in (dq.Ring(), dq.Butterfly(), dq.AllToAll())]
+    times = [predicted(t, SLOW, n=64).total for t in (Ring(), Butterfly(), AllToAll())]
     assert times[0] > times[1] > times[2]
     crowded = dataclasses.replace(SLOW, oversubscription=4.0)
-    assert predicted(dq.Ring(), crowded).total == predicted(dq.Ring(), SLOW).total
-    assert predicted(dq.AllToAll(), crowded).total > 2 * predicted(dq.AllToAll(), SLOW).total
+    assert predicted(Ring(), crowded).total == predicted(Ring(), SLOW).total
+    assert predicted(AllToAll(), crowded).total > 2 * predicted(AllToAll(), SLOW).total
 
 
 @pytest.mark.parametrize(
     ("network", "size", "n", "chosen"),
     (
-        (SLOW, SIZE, 8, dq.AllToAll()),
-        (SLOW, SIZE, 3, dq.AllToAll()),
-        (dataclasses.replace(SLOW, oversubscription=4.0), SIZE, 8, dq.Ring()),
+        (SLOW, SIZE, 8, AllToAll()),
+        (SLOW, SIZE, 3, AllToAll()),
+        (dataclasses.replace(SLOW, oversubscription=4.0), SIZE, 8, Ring()),
         (FAST, SIZE, 8, None),
         (SLOW, 100, 8, None),
     ),
 )
 def test_auto_takes_the_fastest(network, size, n, chosen):
-    topology, why_not = dq.Auto(network=network).choose(dq.DynamiQ(), size, n)
+    topology, why_not = Auto(network=network).choose(dq.DynamiQ(), size, n)
     if chosen is None:
         assert "faster without compression" in why_not
     else:
@@ -77,15 +78,15 @@ def test_auto_takes_the_fastest(network, size, n, chosen):
 
 def test_auto_reduces_exactly_what_does_not_pay():
     leaf = {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
-    fast = dq.wire_report(leaf, 8, topology=dq.Auto(network=FAST))
-    slow = dq.wire_report(leaf, 8, topology=dq.Auto(network=SLOW))
+    fast = dq.wire_report(leaf, 8, topology=Auto(network=FAST))
+    slow = dq.wire_report(leaf, 8, topology=Auto(network=SLOW))
     assert (fast.compressed_size, slow.compressed_size) == (0, 1 << 20)
     ((path, why),) = fast.exact_leaves
     assert (path, "3200 Gbit/s" in why) == ("['w']", True)
     gradients = of_workers(0, 4, 20_000)
 
     def local(network):
-        topology = dq.Auto(network=network)
+        topology = Auto(network=network)
         return simulated(
             lambda key, g: dq.psum(g, "data", key=key, method=TWO_CLASSES, topology=topology)
         )
@@ -106,4 +107,4 @@ def test_auto_reduces_exactly_what_does_not_pay():
 @pytest.mark.parametrize("value", (-1, "10"))
 def test_networks_that_cannot_be(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        dq.Network(**{name: value})
+        Network(**{name: value})

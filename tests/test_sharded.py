@@ -14,14 +14,15 @@ from toy_methods import ErrorFeedback
 from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 
 N = 4
 KEY = jax.random.key(11)
 TOPOLOGIES = {
-    "ring": dq.Ring(),
-    "bidirectional": dq.Ring(bidirectional=True),
-    "butterfly": dq.Butterfly(),
-    "all_to_all": dq.AllToAll(),
+    "ring": Ring(),
+    "bidirectional": Ring(bidirectional=True),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
 }
 METHODS = {
     "dynamiq": TWO_CLASSES,

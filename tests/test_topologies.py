@@ -12,13 +12,13 @@ from jax import lax
 from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 
 TOPOLOGIES = {
-    "ring": dq.Ring(),
-    "bidirectional": dq.Ring(bidirectional=True),
-    "butterfly": dq.Butterfly(),
-    "all_to_all": dq.AllToAll(),
+    "ring": Ring(),
+    "bidirectional": Ring(bidirectional=True),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
 }
 SUPPORTED = [
     (name, n)

@@ -4,6 +4,7 @@ from dynamiq_jax.topologies.all_to_all import AllToAll
 from dynamiq_jax.topologies.auto import Auto
 from dynamiq_jax.topologies.base import Topology
 from dynamiq_jax.topologies.butterfly import Butterfly
+from dynamiq_jax.topologies.cost_model import Network
 from dynamiq_jax.topologies.ring import Ring
 
 TOPOLOGIES: dict[str, type[Topology | Auto]] = {
@@ -13,7 +14,16 @@ TOPOLOGIES: dict[str, type[Topology | Auto]] = {
     "all_to_all": AllToAll,
 }
 
-__all__ = ["TOPOLOGIES", "AllToAll", "Auto", "Butterfly", "Ring", "Topology", "resolve_topology"]
+__all__ = [
+    "TOPOLOGIES",
+    "AllToAll",
+    "Auto",
+    "Butterfly",
+    "Network",
+    "Ring",
+    "Topology",
+    "resolve_topology",
+]
 
 
 def resolve_topology(topology: Topology | Auto | str) -> Topology | Auto:

@@ -6,7 +6,10 @@ from typing import Protocol
 import jax
 
 from dynamiq_jax.chunks import WireCost
-from dynamiq_jax.cost_model import (
+from dynamiq_jax.topologies.all_to_all import AllToAll
+from dynamiq_jax.topologies.base import Topology
+from dynamiq_jax.topologies.butterfly import Butterfly
+from dynamiq_jax.topologies.cost_model import (
     CODEC_SPEEDS,
     SUM_SPEEDS,
     CodecSpeed,
@@ -14,9 +17,6 @@ from dynamiq_jax.cost_model import (
     predict,
     predict_exact,
 )
-from dynamiq_jax.topologies.all_to_all import AllToAll
-from dynamiq_jax.topologies.base import Topology
-from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.ring import Ring
 
 
