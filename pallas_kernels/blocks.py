@@ -1,6 +1,6 @@
 """Blocks of rows for the XLA backend: loops over them, and what the operations do with one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -43,22 +43,17 @@ def partial_sum(
     """Function `(first, count)` to the float32 rows [count, 256] at places `first .. first + count`
     of the local chunk plus those of the received messages, uint8 [received, bytes].
     """
-    if payloads.shape[0] == 1:
-        parts = layout.unpack(payloads[0])
-        return lambda first, count: (
-            gather(rows, places, first, count) + decode_block(parts, first, count, layout=layout)
-        )
-    # A loop, so that many messages compile as fast as one.
-    unpacked = jax.vmap(layout.unpack)(payloads)
-    all_parts = [part.reshape(-1, *part.shape[2:]) for part in unpacked]
+    messages = jax.vmap(layout.unpack)(payloads)
 
     def total(first: Array | int, count: int) -> Array:
-        def add(message: Array, values: Array) -> Array:
-            start = message * layout.rows_per_chunk
-            parts = [lax.dynamic_slice_in_dim(part, start + first, count) for part in all_parts]
-            return values + decode_parts(parts, first, layout=layout)
+        def add(message: Array | int, values: Array) -> Array:
+            return values + decode_rows_of(messages, message, first, count, layout=layout)
 
-        return lax.fori_loop(0, payloads.shape[0], add, gather(rows, places, first, count))
+        values = gather(rows, places, first, count)
+        # A loop, so that many messages compile as fast as two.
+        return (
+            add(0, values) if len(payloads) == 1 else lax.fori_loop(0, len(payloads), add, values)
+        )
 
     return total
 
@@ -69,19 +64,21 @@ def gather(rows: Array, places: Array, first: Array | int, count: int) -> Array:
     return rows.at[indices].get(mode="promise_in_bounds", unique_indices=True).astype(jnp.float32)
 
 
-def decode_block(
-    parts: Sequence[Array], first: Array | int, count: int, *, layout: Layout
+def decode_rows_of(
+    messages: tuple[Array, Array, Array],
+    message: Array | int,
+    first: Array | int,
+    count: int,
+    *,
+    layout: Layout,
 ) -> Array:
-    """Rows at places `first .. first + count` of an unpacked message: float32 [count, 256]."""
-    return decode_parts(
-        [lax.dynamic_slice_in_dim(part, first, count) for part in parts], first, layout=layout
-    )
-
-
-def decode_parts(parts: Sequence[Array], first: Array | int, *, layout: Layout) -> Array:
-    """Codes, group scales and super-scales of the rows from place `first` on: float32 [rows,
-    256].
+    """Rows at places `first .. first + count` of one of several unpacked messages, whose parts are
+    stacked on a leading axis: float32 [count, 256].
     """
-    codes, group_bytes, super_bits = parts
-    levels = layout.levels(first, codes.shape[0])
+    start = message * layout.rows_per_chunk + first
+    codes, group_bytes, super_bits = (
+        lax.dynamic_slice_in_dim(part.reshape(-1, *part.shape[2:]), start, count)
+        for part in messages
+    )
+    levels = layout.levels(first, count)
     return decode_rows(codes, group_bytes, super_bits, levels, group_size=layout.group_size)
