@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers
+from gradients import of_workers, vnmse
 from hypothesis import given
 from hypothesis import strategies as st
 from workers import TWO_CLASSES, simulated
@@ -14,6 +14,7 @@ from workers import TWO_CLASSES, simulated
 import dynamiq_jax as dq
 from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, Network, Ring
 from dynamiq_jax.topologies.cost_model import CodecSpeed, predict, predict_exact
+from dynamiq_jax.topologies.error_law import error_growth
 
 SLOW = Network(gbit_per_s=0.2, latency_us=100.0)
 FAST = Network(gbit_per_s=3200.0, latency_us=5.0)
@@ -101,6 +102,33 @@ def test_auto_reduces_exactly_what_does_not_pay():
         atol=1e-7,
     )
     assert np.abs(local(very_slow)(key, gradients)[0] - exact).max() > 1e-4 * np.abs(exact).max()
+
+
+def test_the_error_law_is_what_the_codec_does():
+    """Independent roundings of gradients of known agreement: the law predicts their ratios."""
+    n, agreement = 8, 0.5
+    gradients = of_workers(7, n, 60_000, agreement=agreement)
+    truth = gradients.sum(axis=0, dtype=np.float64)
+    method = dataclasses.replace(TWO_CLASSES, rounding="independent")
+    per_compression = []
+    for topology in (Ring(), Butterfly(), AllToAll()):
+
+        def local(key, g, topology=topology):
+            return dq.psum(g, "data", key=key, method=method, topology=topology)
+
+        error = vnmse(simulated(local)(jax.random.key(0), gradients)[0], truth)
+        per_compression.append(error / error_growth(topology, n, agreement=agreement))
+    assert max(per_compression) / min(per_compression) < 1.35
+
+
+def test_errors_grow_with_the_length_of_the_path():
+    for agreement in (0.0, 0.5, 1.0):
+        growth = [
+            error_growth(t, 64, agreement=agreement) for t in (Ring(), Butterfly(), AllToAll())
+        ]
+        assert growth[0] > 5 * growth[1] > 5 * growth[2] > 5
+    with pytest.raises(ValueError, match="agreement=2"):
+        error_growth(Ring(), 8, agreement=2)
 
 
 @pytest.mark.parametrize("name", ("gbit_per_s", "latency_us", "efficiency", "oversubscription"))

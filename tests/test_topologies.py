@@ -23,7 +23,7 @@ TOPOLOGIES = {
 SUPPORTED = [
     (name, n)
     for name in TOPOLOGIES
-    for n in (1, 2, 3, 4, 5, 8, 16)
+    for n in (2, 3, 4, 5, 8, 16)
     if name != "butterfly" or n & (n - 1) == 0
 ]
 every_size = pytest.mark.parametrize(("name", "n"), SUPPORTED)
@@ -33,7 +33,7 @@ KEY = jax.random.key(3)
 @dataclasses.dataclass(frozen=True)
 class Counted:
     """A codec that counts: which workers a partial sum holds, which turns it took, how many in a
-    row.
+    row, and of how many workers each compressed sum was.
     """
 
     n: int
@@ -49,12 +49,19 @@ class Counted:
         return self._local(payloads, chunk)["workers"].astype(jnp.float32)
 
     def decompress(self, payloads):
-        flat = [payloads["workers"], payloads["turns"], payloads["chunk"], payloads["depth"]]
+        names = ("workers", "turns", "chunk", "depth", "sizes")
+        flat = [payloads[name] for name in names]
         return jnp.concatenate([leaf.reshape(self.chunks, -1) for leaf in flat], axis=1)
 
     def _zero(self):
         zeros = jnp.zeros((1, self.n), jnp.int32)
-        return {"workers": zeros, "turns": zeros, "depth": zeros[:, :1], "chunk": zeros[:, :1] - 1}
+        return {
+            "workers": zeros,
+            "turns": zeros,
+            "sizes": zeros,
+            "depth": zeros[:, :1],
+            "chunk": zeros[:, :1] - 1,
+        }
 
     def _local(self, payloads, chunk):
         own = jax.nn.one_hot(lax.axis_index("data"), self.n, dtype=jnp.int32)
@@ -63,14 +70,21 @@ class Counted:
         return {
             "workers": jnp.where(right, payloads["workers"].sum(0) + own, -1),
             "turns": payloads["turns"].sum(0),
+            "sizes": payloads["sizes"].sum(0),
             "depth": payloads["depth"].max(0),
         }
 
     def _payload(self, payloads, chunk, turn):
         local = self._local(payloads, chunk)
         turns = local["turns"] + jax.nn.one_hot(turn, self.n, dtype=jnp.int32)
-        own = jnp.full((1,), chunk, jnp.int32)
-        return {**local, "turns": turns, "depth": local["depth"] + 1, "chunk": own}
+        sizes = local["sizes"] + jax.nn.one_hot(local["workers"].sum() - 1, self.n, dtype=jnp.int32)
+        return {
+            "workers": local["workers"],
+            "turns": turns,
+            "sizes": sizes,
+            "depth": local["depth"] + 1,
+            "chunk": jnp.full((1,), chunk, jnp.int32),
+        }
 
 
 def run_counted(topology: Topology, n: int, *, scatter: bool = False):
@@ -84,24 +98,25 @@ def run_counted(topology: Topology, n: int, *, scatter: bool = False):
 @every_size
 def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, n):
     topology = TOPOLOGIES[name]
-    if n == 1:
-        return  # nothing is sent; see the next test
     result = np.asarray(run_counted(topology, n))
     chunks = topology.num_chunks(n)
-    assert result.shape == (n, chunks, 2 * n + 2)
+    assert result.shape == (n, chunks, 3 * n + 2)
     assert (result == result[0]).all()
-    workers, turns, owner, depth = np.split(result[0], (n, 2 * n, 2 * n + 1), axis=1)
+    cuts = (n, 2 * n, 2 * n + 1, 2 * n + 2)
+    workers, turns, owner, depth, sizes = np.split(result[0], cuts, axis=1)
     np.testing.assert_array_equal(workers, 1)
     np.testing.assert_array_equal(turns, 1)
     np.testing.assert_array_equal(owner[:, 0], np.arange(chunks))
     longest = {"butterfly": n.bit_length(), "all_to_all": 2}.get(name, n)
     np.testing.assert_array_equal(depth, longest)
+    expected = np.zeros(n)
+    for count, workers_in_sum in topology.compressions(n):
+        expected[workers_in_sum - 1] += count
+    np.testing.assert_array_equal(sizes, np.broadcast_to(expected, (chunks, n)))
 
 
 @every_size
 def test_a_reduce_scatter_ends_with_the_own_chunks(name, n):
-    if n == 1:
-        return
     topology = TOPOLOGIES[name]
     result = np.asarray(run_counted(topology, n, scatter=True))
     np.testing.assert_array_equal(result, np.ones((n, topology.chunks_per_worker * n)))

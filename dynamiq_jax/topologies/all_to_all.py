@@ -34,6 +34,10 @@ class AllToAll(Topology):
         received = jax.tree.map(exchange, payloads)
         return (Arrival(received, worker, num_workers - 1),)
 
+    def compressions(self, num_workers: int) -> list[tuple[int, int]]:
+        """See `Topology`."""
+        return [(num_workers - 1, 1), (1, num_workers)]
+
     def steps(self, num_workers: int) -> int:
         """See `Topology`."""
         return 1

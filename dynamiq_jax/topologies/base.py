@@ -37,6 +37,10 @@ class Topology(abc.ABC):
     def steps(self, num_workers: int) -> int:
         """Transfers that follow one another before the gather, each of which pays the latency."""
 
+    @abc.abstractmethod
+    def compressions(self, num_workers: int) -> list[tuple[int, int]]:
+        """What is compressed of one chunk: (how many partial sums, of how many workers each)."""
+
     @property
     def chunks_per_worker(self) -> int:
         """Chunks that each worker owns."""

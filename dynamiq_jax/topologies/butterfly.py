@@ -48,6 +48,11 @@ class Butterfly(Topology):
         last = jax.tree.map(lambda leaf: leaf[:, 0], kept)
         return (Arrival(last, worker, num_workers - 1),)
 
+    def compressions(self, num_workers: int) -> list[tuple[int, int]]:
+        """See `Topology`."""
+        halves = [2**step for step in range(self.steps(num_workers))]
+        return [(num_workers // (2 * half), half) for half in halves] + [(1, num_workers)]
+
     def steps(self, num_workers: int) -> int:
         """See `Topology`."""
         return num_workers.bit_length() - 1

@@ -36,6 +36,10 @@ class Ring(Topology):
         # The last hop is like the others: inside the loop it is not compiled a second time.
         return (_Direction(codec, axis_name, num_workers, step=1).walk(num_workers),)
 
+    def compressions(self, num_workers: int) -> list[tuple[int, int]]:
+        """See `Topology`."""
+        return [(1, workers) for workers in range(1, num_workers + 1)]
+
     def steps(self, num_workers: int) -> int:
         """See `Topology`."""
         return num_workers - 1
