@@ -37,6 +37,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels": ("dynamiq_jax.codec", "dynamiq_jax.compat"),
 }
+COMMAND = "dynamiq_jax.cli"  # on top of everything, with packages that the library does not need
 LOWER = ("dynamiq_jax.codec", "dynamiq_jax.methods", "dynamiq_jax.topologies", "pallas_kernels")
 
 every_file = pytest.mark.parametrize(
@@ -102,6 +103,12 @@ def test_no_lower_layer_knows_the_public_api(path):
         assert "dynamiq_jax" not in imports(tree_of(path))
 
 
+@every_file
+def test_the_library_does_not_need_the_command_line(path):
+    if not inside(module_name(path), COMMAND):
+        assert [name for name in imports(tree_of(path)) if inside(name, COMMAND)] == []
+
+
 def test_imports_make_no_circle():
     graph = {module_name(path): imports(tree_of(path)) - {module_name(path)} for path in FILES}
     done: set[str] = set()
@@ -123,8 +130,10 @@ def test_the_library_is_silent(path):
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module)])
     }
+    if inside(module_name(path), COMMAND):
+        return
     assert not names & {"print", "breakpoint"}
-    assert not imported & {"logging", "warnings", "rich", "tqdm"}
+    assert not imported & {"logging", "warnings", "rich", "tqdm", "tyro", "matplotlib"}
     assert not [a for a in attributes if a.startswith(("sys.std", "jax.debug"))]
 
 
