@@ -8,13 +8,14 @@ from typing import Any
 _NEEDED = ("tyro", "rich")
 
 _DESCRIPTION = """Measures compressed gradient all-reduce on your hardware, or on a slow network
-emulated on one machine.
+emulated on one machine; or predicts what it would bring.
 
 examples:
 
   dynamiq-jax bench                                  on the devices of this process
   dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
   dynamiq-jax network --hosts 4 --rate 200mbit       over emulated links (root)
+  dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
 A setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum. `dynamiq-jax COMMAND --help` explains
@@ -31,13 +32,18 @@ def main() -> None:
         )
     import tyro
 
+    from dynamiq_jax.cli.advise import Advise
     from dynamiq_jax.cli.bench import Bench
     from dynamiq_jax.cli.errors import CommandError
     from dynamiq_jax.cli.network import Network
     from dynamiq_jax.cli.processes import Stopped, stopping_cleanly
 
     # A new command is a file with such a class, and a name here.
-    commands: dict[str, Callable[..., Any]] = {"bench": Bench, "network": Network}
+    commands: dict[str, Callable[..., Any]] = {
+        "bench": Bench,
+        "network": Network,
+        "advise": Advise,
+    }
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="dynamiq-jax", description=_DESCRIPTION
     )
