@@ -1,5 +1,5 @@
-"""Error of the all-reduce on the gradients of the example's model: vNMSE by method, bits, training
-step and number of workers.
+"""Error of the all-reduce on the gradients of the example's model: vNMSE by preset, bits, topology,
+training step and number of workers.
 
 The gradients are those that 64 workers meet while fine-tuning with the exact mean. Workers are
 simulated with vmap on one device, which runs the same program as real ones. Beside vNMSE, which
@@ -44,7 +44,7 @@ class Config:
     workers: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # numbers of workers, at 5 bits
     bits: tuple[float, ...] = (3.0, 4.0, 5.0, 6.0, 8.0)  # budgets, with 8 workers
     pretrain_steps: int = 240  # steps of pre-training before
-    topology: str = "ring"  # how chunks travel
+    topologies: tuple[str, ...] = ("ring", "butterfly", "all_to_all")  # of the default preset
     seeds: int = 2  # rounding seeds that a figure is averaged over
     save: bool = True  # write the result to benchmarks/results/error.json and .png
 
@@ -75,14 +75,14 @@ def simulate(gradients: Array, key: Array, *, method: Any, topology: str) -> Arr
     return jax.vmap(reduce, axis_name="data")(gradients)[0]
 
 
-def errors(gradients: np.ndarray, method: Any, config: Config) -> tuple[float, float]:
+def errors(
+    gradients: np.ndarray, method: Any, topology: str, config: Config
+) -> tuple[float, float]:
     """vNMSE, and the mean over super-groups of the relative squared error."""
     truth = gradients.astype(np.float64).sum(axis=0)
     vnmse, relative = [], []
     for seed in range(config.seeds):
-        estimate = simulate(
-            gradients, jax.random.key(seed), method=method, topology=config.topology
-        )
+        estimate = simulate(gradients, jax.random.key(seed), method=method, topology=topology)
         squared = (np.asarray(estimate, np.float64) - truth) ** 2
         vnmse.append(squared.sum() / (truth**2).sum())
         relative.append(
@@ -121,20 +121,23 @@ def main(config: Config) -> None:
     with console.status("Training the example's model to get its gradients"):
         gradients = stacked_gradients(config)
     presets = {"default": dq.DynamiQ, "paper": dq.DynamiQ.paper}
-    cases = [(name, bits, 8) for name in presets for bits in config.bits]
-    cases += [
-        (name, 5.0, n) for name in presets for n in config.workers if (name, 5.0, n) not in cases
+    cases = [(name, bits, "ring", 8) for name in presets for bits in config.bits]
+    by_workers = [("paper", 5.0, "ring", n) for n in config.workers]
+    by_workers += [
+        ("default", 5.0, topology, n) for topology in config.topologies for n in config.workers
     ]
+    cases += [case for case in by_workers if case not in cases]
     results = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Simulating", total=len(cases) * len(config.steps))
-        for name, bits, workers in cases:
+        for name, bits, topology, workers in cases:
             method = presets[name](bits=bits)
             for step, stacked in gradients.items():
-                vnmse, relative = errors(stacked[:workers], method, config)
+                vnmse, relative = errors(stacked[:workers], method, topology, config)
                 row = {
                     "preset": name,
                     "bits": dq.wire_report(stacked[0], workers, method=method).bits,
+                    "topology": topology,
                     "workers": workers,
                     "step": step,
                     "vnmse": vnmse,
@@ -155,40 +158,45 @@ def main(config: Config) -> None:
 def print_table(console: Console, results: list[dict[str, Any]], config: Config, size: int) -> None:
     """One line a case, one column a training step."""
     table = Table(
-        title=f"vNMSE, {config.topology}, {size:,} coordinates "
-        "(in brackets: mean relative error of a super-group)"
+        title=f"vNMSE, {size:,} coordinates (in brackets: mean relative error of a super-group)"
     )
-    for heading in ("preset", "bits", "workers", *(f"step {step}" for step in config.steps)):
-        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    for heading in ("preset", "topology"):
+        table.add_column(heading)
+    for heading in ("bits", "workers", *(f"step {step}" for step in config.steps)):
+        table.add_column(heading, justify="right")
     for start in range(0, len(results), len(config.steps)):
         rows = results[start : start + len(config.steps)]
         cells = [f"{row['vnmse']:.2e} ({row['relative']:.1e})" for row in rows]
-        table.add_row(rows[0]["preset"], f"{rows[0]['bits']:.3f}", str(rows[0]["workers"]), *cells)
+        preset, topology, workers = (rows[0][key] for key in ("preset", "topology", "workers"))
+        table.add_row(preset, topology, f"{rows[0]['bits']:.3f}", str(workers), *cells)
         if "oracle_vnmse" in rows[0]:
-            table.add_row("  NumPy oracle", "", "", *(f"{row['oracle_vnmse']:.2e}" for row in rows))
+            table.add_row(
+                "  NumPy oracle", "", "", "", *(f"{row['oracle_vnmse']:.2e}" for row in rows)
+            )
     console.print(table)
 
 
 def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
     """Error against bits and against workers, mean over the training steps."""
     figure, (by_bits, by_workers) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for preset, colour in (("default", "tab:blue"), ("paper", "tab:orange")):
-        for axes, key, chosen in (
-            (by_bits, "bits", lambda row: row["workers"] == 8),
-            (by_workers, "workers", lambda row: abs(row["bits"] - 5) < 0.1),
-        ):
+    lines = [("paper", "ring", "tab:orange")]
+    colours = ("tab:blue", "tab:green", "tab:purple")
+    lines += [
+        ("default", topology, colour)
+        for topology, colour in zip(config.topologies, colours, strict=False)
+    ]
+    for preset, topology, colour in lines:
+        of_line = [row for row in results if (row["preset"], row["topology"]) == (preset, topology)]
+        by_8 = [row for row in of_line if row["workers"] == 8] if topology == "ring" else []
+        at_5 = [row for row in of_line if abs(row["bits"] - 5) < 0.1]
+        for axes, key, rows in ((by_bits, "bits", by_8), (by_workers, "workers", at_5)):
             points: dict[float, list[float]] = {}
-            for row in results:
-                if row["preset"] == preset and chosen(row):
-                    points.setdefault(round(row[key], 1), []).append(row["vnmse"])
-            xs = sorted(points)
-            axes.plot(
-                xs,
-                [np.exp(np.mean(np.log(points[x]))) for x in xs],
-                "o-",
-                color=colour,
-                label=preset,
-            )
+            for row in rows:
+                points.setdefault(round(row[key], 1), []).append(row["vnmse"])
+            if points:
+                xs = sorted(points)
+                means = [np.exp(np.mean(np.log(points[x]))) for x in xs]
+                axes.plot(xs, means, "o-", color=colour, label=f"{preset}, {topology}")
     by_bits.set(
         xlabel="bits per coordinate on the wire", ylabel="vNMSE", yscale="log", title="8 workers"
     )
@@ -198,9 +206,7 @@ def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
     for axes in (by_bits, by_workers):
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle(
-        f"Error of the {config.topology} all-reduce on gradients of the example's model"
-    )
+    figure.suptitle("Error of the all-reduce on gradients of the example's model")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

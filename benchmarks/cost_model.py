@@ -1,0 +1,285 @@
+"""The cost model against an emulated network, and what it says of larger ones.
+
+Measures all-reduces over several numbers of hosts and rates with `dynamiq-jax network` (root and
+iproute2), or takes the JSON files of earlier runs. Codec speed and latency are fitted to the points
+of all rates but one; every point is predicted, those of the rate that was left out too. Then the
+model simulates 8 to 8192 workers of an accelerator on links of 1 to 400 Gbit/s.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import tyro
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+import dynamiq_jax as dq
+from dynamiq_jax.cli.settings import parse_setting
+from dynamiq_jax.topologies import AllToAll, Butterfly, Network, Ring
+from dynamiq_jax.topologies.cost_model import (
+    CODEC_SPEEDS,
+    SUM_SPEEDS,
+    CodecSpeed,
+    predict,
+    predict_exact,
+)
+
+TOPOLOGIES = {"ring": Ring(), "butterfly": Butterfly(), "all_to_all": AllToAll()}
+FREE = CodecSpeed(ns_per_coordinate=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    measured: tuple[Path, ...] = ()  # JSON of `dynamiq-jax network`; measured now if empty
+    hosts: tuple[int, ...] = (4, 8)  # to measure
+    rates: tuple[str, ...] = ("100mbit", "200mbit", "1gbit")  # to measure
+    settings: tuple[str, ...] = (  # to measure
+        "psum",
+        "bf16:ring",
+        "dynamiq:5:ring",
+        "dynamiq:5:butterfly",
+        "dynamiq:5:all_to_all",
+        "dynamiq:4:ring",
+    )
+    size: str = "8Mi"  # coordinates to measure
+    repeats: int = 5  # timed calls, to measure
+    left_out: float = 2e8  # bits a second: predicted, but not fitted to
+    coordinates: int = 10**9  # gradient of the simulated workers
+    save: bool = True  # write the result to benchmarks/results/cost_model.json and .png
+
+
+def measure(config: Config) -> dict[str, Any]:
+    """Runs `dynamiq-jax network`; its record."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "network.json"
+        command = [sys.executable, "-m", "dynamiq_jax.cli", "network", "--json", str(path)]
+        command += ["--hosts", *map(str, config.hosts), "--rate", *config.rates]
+        command += ["--settings", *config.settings, "--size", config.size]
+        subprocess.run([*command, "--repeats", str(config.repeats)], check=True)
+        return json.loads(path.read_text())
+
+
+# ------------------------------------------------------------------------------- the fit
+
+
+def kind(row: dict[str, Any]) -> str:
+    """What has a codec speed of its own."""
+    return row["setting"].split(":")[0]
+
+
+def transfers(row: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of the wire without latency, and how many latencies, of a measured setting."""
+    setting = parse_setting(row["setting"])
+
+    def seconds(latency_us: float) -> float:
+        network = Network(gbit_per_s=row["rate"] / 1e9, latency_us=latency_us)
+        size, hosts = row["size"], row["hosts"]
+        if setting.method is None:
+            return predict_exact(size, hosts, network=network, codec=FREE).wire
+        topology = setting.topology
+        cost = setting.method.wire_cost(size, hosts, topology.num_chunks(hosts))
+        return predict(size, hosts, topology=topology, cost=cost, network=network, codec=FREE).wire
+
+    return seconds(0.0), (seconds(1e6) - seconds(0.0))
+
+
+def design(rows: list[dict[str, Any]], kinds: list[str], cores: int) -> np.ndarray:
+    """Coefficients [rows, kinds + 1] of the codec speeds (ns) and the latency (us)."""
+    matrix = np.zeros((len(rows), len(kinds) + 1))
+    for row, line in zip(rows, matrix, strict=True):
+        # All hosts share the cores of this machine.
+        line[kinds.index(kind(row))] = 1e-9 * row["size"] * row["hosts"] / cores
+        line[-1] = 1e-6 * transfers(row)[1]
+    return matrix
+
+
+def fit_and_predict(
+    rows: list[dict[str, Any]], config: Config, cores: int
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Fitted parameters, and rows with the predicted seconds beside the measured ones."""
+    kinds = sorted({kind(row) for row in rows})
+    wire = np.array([transfers(row)[0] for row in rows])
+    seconds = np.array([row["seconds"] for row in rows])
+    matrix = design(rows, kinds, cores)
+    fitted = np.array([row["rate"] != config.left_out for row in rows])
+    weights = 1 / seconds[fitted]  # relative errors count alike
+    solution, *_ = np.linalg.lstsq(
+        matrix[fitted] * weights[:, None], (seconds - wire)[fitted] * weights, rcond=None
+    )
+    predicted = wire + matrix @ solution
+    named = {
+        f"{name}_ns_per_coordinate": float(v) for name, v in zip(kinds, solution, strict=False)
+    }
+    results = [
+        row | {"predicted": float(p), "off": float(p / row["seconds"] - 1), "fitted": bool(f)}
+        for row, p, f in zip(rows, predicted, fitted, strict=True)
+    ]
+    return named | {"latency_us": float(solution[-1])}, results
+
+
+# ------------------------------------------------------------------------- the simulation
+
+
+def simulate(config: Config) -> list[dict[str, Any]]:
+    """All-reduce times of large clusters, and the speed-up over bfloat16 sums."""
+    rows = []
+    method = dq.DynamiQ()
+    for gbit in (1, 10, 25, 100, 200, 400):
+        network = Network(gbit_per_s=gbit, latency_us=20.0)
+        for workers in (8, 64, 512, 8192):
+            plain = predict_exact(
+                config.coordinates,
+                workers,
+                network=network,
+                codec=SUM_SPEEDS["gpu"],
+                item_bytes=2,
+            )
+            for name, topology in TOPOLOGIES.items():
+                cost = method.wire_cost(config.coordinates, workers, topology.num_chunks(workers))
+                time = predict(
+                    config.coordinates,
+                    workers,
+                    topology=topology,
+                    cost=cost,
+                    network=network,
+                    codec=CODEC_SPEEDS["gpu"],
+                )
+                rows.append(
+                    {
+                        "gbit_per_s": gbit,
+                        "workers": workers,
+                        "topology": name,
+                        "seconds": time.total,
+                        "codec_seconds": time.codec,
+                        "speedup_over_bf16_psum": plain.total / time.total,
+                    }
+                )
+    return rows
+
+
+# ------------------------------------------------------------------------------- reports
+
+
+def print_fit(console: Console, parameters: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    """Every measured point beside its prediction."""
+    table = Table(title="All-reduce, measured and predicted", title_justify="left")
+    for heading in ("hosts", "rate", "setting", "measured", "predicted", "off", ""):
+        table.add_column(heading, justify="left" if heading in ("setting", "") else "right")
+    for row in rows:
+        table.add_row(
+            str(row["hosts"]),
+            f"{row['rate'] / 1e6:g} Mbit/s",
+            row["setting"],
+            f"{1e3 * row['seconds']:.0f} ms",
+            f"{1e3 * row['predicted']:.0f} ms",
+            f"{100 * row['off']:+.1f} %",
+            "" if row["fitted"] else "not fitted",
+        )
+    console.print(table)
+    console.print(", ".join(f"{name} {value:.2f}" for name, value in parameters.items()))
+
+
+def print_simulation(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Speed-up over bfloat16 sums, by link and workers."""
+    workers = sorted({row["workers"] for row in rows})
+    table = Table(title="5 bits: times faster than psum of bf16 (simulated)", title_justify="left")
+    table.add_column("link", justify="right")
+    table.add_column("topology")
+    for n in workers:
+        table.add_column(f"{n} workers", justify="right")
+    for gbit in sorted({row["gbit_per_s"] for row in rows}):
+        for name in TOPOLOGIES:
+            cells = [
+                f"{row['speedup_over_bf16_psum']:.2f}"
+                for n in workers
+                for row in rows
+                if (row["gbit_per_s"], row["topology"], row["workers"]) == (gbit, name, n)
+            ]
+            table.add_row(f"{gbit} Gbit/s", name, *cells)
+    console.print(table)
+
+
+def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]], path: Path) -> None:
+    """Predicted against measured; and the simulated speed-ups of an all-to-all and a ring."""
+    figure, (fit, scale) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    colours = {"psum": "tab:gray", "bf16": "tab:orange", "dynamiq": "tab:blue"}
+    for row in rows:
+        fit.plot(
+            1e3 * row["seconds"],
+            1e3 * row["predicted"],
+            "o" if row["fitted"] else "D",
+            color=colours.get(kind(row), "black"),
+            fillstyle="full" if row["fitted"] else "none",
+        )
+    ends = np.array([min(r["seconds"] for r in rows), max(r["seconds"] for r in rows)]) * 1e3
+    fit.plot(ends, ends, color="black", linewidth=0.8)
+    fit.fill_between(ends, ends * 0.85, ends * 1.15, alpha=0.15, color="black", linewidth=0)
+    fit.set(
+        xlabel="measured (ms)",
+        ylabel="predicted (ms)",
+        xscale="log",
+        yscale="log",
+        title="Emulated hosts (band: 15 %; open: rate not fitted)",
+    )
+    for name, colour in colours.items():
+        fit.plot([], [], "o", color=colour, label=name)
+    for gbit, colour in ((10, "tab:green"), (100, "tab:blue"), (400, "tab:red")):
+        for name, style in (("ring", "--"), ("all_to_all", "-")):
+            chosen = [r for r in simulated if (r["gbit_per_s"], r["topology"]) == (gbit, name)]
+            scale.plot(
+                [r["workers"] for r in chosen],
+                [r["speedup_over_bf16_psum"] for r in chosen],
+                style,
+                color=colour,
+                label=f"{gbit} Gbit/s, {name}",
+            )
+    scale.set(xscale="log", xlabel="workers", title="Simulated: times faster than psum of bf16")
+    scale.set_ylim(bottom=0)
+    for axes in (fit, scale):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(config: Config) -> int:
+    """Measures, fits, simulates; exit status 1 if a prediction is off by more than 15 %."""
+    console = Console()
+    records = [json.loads(path.read_text()) for path in config.measured] or [measure(config)]
+    measured = [row for record in records for row in record["results"]]
+    cores = records[0]["environment"]["cores"]
+    parameters, rows = fit_and_predict(measured, config, cores)
+    print_fit(console, parameters, rows)
+    worst = max(abs(row["off"]) for row in rows)
+    console.print(f"Furthest off: {100 * worst:.1f} %")
+    simulated = simulate(config)
+    print_simulation(console, simulated)
+    if config.save:
+        settings = dataclasses.asdict(config) | {"measured": len(config.measured)}
+        path = common.save(
+            "cost_model",
+            settings,
+            {
+                "network": [record["environment"] for record in records],
+                "parameters": parameters,
+                "points": rows,
+                "simulation": simulated,
+            },
+        )
+        plot(rows, simulated, path.with_suffix(".png"))
+        console.print(f"Written to {path} and {path.with_suffix('.png')}")
+    return int(worst > 0.15)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config, description=__doc__)))

@@ -1,0 +1,150 @@
+"""Error of each topology on 2 to 8192 workers: simulated with vmap as far as memory goes, and by the
+law of `dynamiq_jax.topologies.error_law` beyond.
+
+Gradients are synthetic: rows of lognormal magnitude, a share of whose energy all workers have in
+common. The law has one number to fit, the error of one compression; it is taken from the ring of
+fewest workers.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import numpy as np
+import tyro
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import dynamiq_jax as dq
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
+from dynamiq_jax.topologies.error_law import error_growth
+
+ROW = 256
+TOPOLOGIES: dict[str, Topology] = {
+    "ring": Ring(),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    simulated: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)  # workers, by vmap
+    beyond: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)  # workers, by the law alone
+    agreements: tuple[float, ...] = (0.0, 0.1)  # share of the energy that workers have in common
+    size: int = 1 << 17  # coordinates
+    bits: float = 5.0  # on the wire
+    rounding: str = "correlated"  # of DynamiQ; the law takes roundings as independent
+    save: bool = True  # write the result to benchmarks/results/error_law.json and .png
+
+
+def gradients(workers: int, size: int, agreement: float) -> np.ndarray:
+    """float32 [workers, size]."""
+    rng = np.random.default_rng(0)
+    magnitudes = np.exp2(2.5 * rng.standard_normal((size // ROW, 1), np.float32))
+    common_part = rng.standard_normal((size // ROW, ROW), np.float32)
+    own = rng.standard_normal((workers, size // ROW, ROW), np.float32)
+    mixed = np.float32(agreement**0.5) * common_part + np.float32((1 - agreement) ** 0.5) * own
+    return (magnitudes * mixed).reshape(workers, size)
+
+
+def simulate(stacked: np.ndarray, topology: Topology, config: Config) -> float:
+    """vNMSE of the sum of all rows."""
+    method = dq.DynamiQ(bits=config.bits, rounding=config.rounding)
+
+    def local(gradient: jax.Array) -> jax.Array:
+        key = jax.random.key(0)
+        return dq.psum(gradient, "data", key=key, method=method, topology=topology)
+
+    estimate = np.asarray(jax.jit(jax.vmap(local, axis_name="data"))(stacked)[0], np.float64)
+    truth = stacked.sum(axis=0, dtype=np.float64)
+    return float(np.sum((estimate - truth) ** 2) / np.sum(truth**2))
+
+
+def measure(config: Config) -> list[dict[str, Any]]:
+    """A row for each agreement, topology and number of workers."""
+    rows = []
+    for agreement in config.agreements:
+        found: dict[tuple[str, int], float] = {}
+        for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
+            stacked = gradients(workers, config.size, agreement)
+            for name, topology in TOPOLOGIES.items():
+                found[name, workers] = simulate(stacked, topology, config)
+        fewest = min(config.simulated)
+        one = found["ring", fewest] / error_growth(Ring(), fewest, agreement=agreement)
+        for name, topology in TOPOLOGIES.items():
+            for workers in (*config.simulated, *config.beyond):
+                growth = error_growth(topology, workers, agreement=agreement)
+                rows.append(
+                    {
+                        "agreement": agreement,
+                        "topology": name,
+                        "workers": workers,
+                        "vnmse": found.get((name, workers)),
+                        "law": one * growth,
+                    }
+                )
+    return rows
+
+
+def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Simulated and, in brackets, by the law."""
+    table = Table(title="vNMSE, simulated (by the law)", title_justify="left")
+    table.add_column("agreement")
+    table.add_column("workers", justify="right")
+    for name in TOPOLOGIES:
+        table.add_column(name, justify="right")
+    for agreement, workers in sorted({(row["agreement"], row["workers"]) for row in rows}):
+        cells = []
+        for row in rows:
+            if (row["agreement"], row["workers"]) == (agreement, workers):
+                simulated = "" if row["vnmse"] is None else f"{row['vnmse']:.2e} "
+                cells.append(f"{simulated}({row['law']:.1e})")
+        table.add_row(f"{agreement:g}", str(workers), *cells)
+    console.print(table)
+
+
+def plot(rows: list[dict[str, Any]], config: Config, path: Path) -> None:
+    """Dots: simulated. Lines: the law."""
+    figure, panels = plt.subplots(
+        1, len(config.agreements), figsize=(10, 4), layout="constrained", squeeze=False
+    )
+    for axes, agreement in zip(panels[0], config.agreements, strict=True):
+        for name, colour in zip(TOPOLOGIES, ("tab:blue", "tab:green", "tab:purple"), strict=True):
+            line = [r for r in rows if (r["agreement"], r["topology"]) == (agreement, name)]
+            dots = [r for r in line if r["vnmse"] is not None]
+            axes.plot([r["workers"] for r in line], [r["law"] for r in line], color=colour)
+            axes.plot(
+                [r["workers"] for r in dots],
+                [r["vnmse"] for r in dots],
+                "o",
+                color=colour,
+                label=name,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="workers", title=f"agreement {agreement:g}")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    panels[0][0].set_ylabel(f"vNMSE, {config.bits:g} bits")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(config: Config) -> None:
+    """Simulates every case and prints a table."""
+    console = Console()
+    rows = measure(config)
+    print_table(console, rows)
+    if config.save:
+        path = common.save("error_law", dataclasses.asdict(config), rows)
+        plot(rows, config, path.with_suffix(".png"))
+        console.print(f"Written to {path} and {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
