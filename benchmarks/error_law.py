@@ -1,5 +1,5 @@
-"""Error of each topology on 2 to 8192 workers: simulated with vmap as far as memory goes, and by the
-law of `dynamiq_jax.topologies.error_law` beyond.
+"""Error of each topology on 2 to 8192 workers: simulated with vmap as far as memory goes, and by
+the law of `dynamiq_jax.topologies.error_law` beyond.
 
 Gradients are synthetic: rows of lognormal magnitude, a share of whose energy all workers have in
 common. The law has one number to fit, the error of one compression; it is taken from the ring of
@@ -38,7 +38,7 @@ class Config:
     simulated: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)  # workers, by vmap
     beyond: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)  # workers, by the law alone
     agreements: tuple[float, ...] = (0.0, 0.1)  # share of the energy that workers have in common
-    size: int = 1 << 17  # coordinates
+    rows_per_chunk: int = 32  # of 256 coordinates: fewer cannot take all widths in their shares
     bits: float = 5.0  # on the wire
     rounding: str = "correlated"  # of DynamiQ; the law takes roundings as independent
     save: bool = True  # write the result to benchmarks/results/error_law.json and .png
@@ -73,7 +73,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
     for agreement in config.agreements:
         found: dict[tuple[str, int], float] = {}
         for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
-            stacked = gradients(workers, config.size, agreement)
+            stacked = gradients(workers, ROW * config.rows_per_chunk * workers, agreement)
             for name, topology in TOPOLOGIES.items():
                 found[name, workers] = simulate(stacked, topology, config)
         fewest = min(config.simulated)

@@ -28,7 +28,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # XLA allocates the buffers of every call anew. glibc would take those of 32 MiB and more from the
 # kernel and give them back, and page faults would be a third of an all-reduce. Keep them, in huge
 # pages. A GLIBC_TUNABLES of the user's wins.
-_MALLOC = ":".join(
+MALLOC = ":".join(
     f"glibc.malloc.{name}={value}"
     for name, value in (
         ("hugetlb", 1),
@@ -206,7 +206,7 @@ def python_environment() -> dict[str, str]:
     # A proxy is out of reach from an emulated host, and JAX would try it.
     kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
     path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
-    return {"GLIBC_TUNABLES": _MALLOC, **kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    return {"GLIBC_TUNABLES": MALLOC, **kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
