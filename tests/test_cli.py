@@ -100,6 +100,11 @@ def test_no_setting_is_measured_twice_or_not_at_all(texts):
         parse_settings(texts)
 
 
+def test_a_topology_that_chooses_is_not_measured():
+    with pytest.raises(CommandError, match=r"'dynamiq:5:auto'.*advise"):
+        parse_settings(["psum", "dynamiq:5:auto"])
+
+
 def test_bytes_are_those_of_the_method():
     size, workers = 2**20, 4
     assert parse_setting("psum").wire_report(size, workers).bytes_per_worker == 6 * size

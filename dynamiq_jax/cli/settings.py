@@ -74,11 +74,16 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     """All settings of a run, in order.
 
     Raises:
-      CommandError: none, an unknown one, or the same one twice.
+      CommandError: none, an unknown one, one that chooses by itself, or the same one twice.
     """
     settings: list[Setting] = []
     for text in texts:
         setting = parse_setting(text)
+        if isinstance(setting.topology, Auto):
+            raise CommandError(
+                f"--settings: {text!r} would choose for a network of 10 Gbit/s, not for the one "
+                "that is measured. Name a topology; `dynamiq-jax advise` compares them."
+            )
         twin = next((other for other in settings if setting.same_as(other)), None)
         if twin:
             raise CommandError(
