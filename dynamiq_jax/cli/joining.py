@@ -15,13 +15,15 @@ SHUTDOWN_TIMEOUT = 10  # seconds that a process which ends waits for the others
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Joins; None has `jax.distributed` find out under Slurm, MPI or Kubernetes.
 
+    JAX aborts this process (SIGABRT) if the others have not come after `START_TIMEOUT`.
+
     Args:
       coordinator: HOST:PORT of process 0.
       num_processes: how many there are.
       process_id: which of them this is.
 
     Raises:
-      ValueError, RuntimeError: arguments are missing, or the others did not come.
+      ValueError, RuntimeError: arguments are missing, or JAX has computed something before.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
