@@ -17,6 +17,7 @@ from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 TOPOLOGIES = {
     "ring": Ring(),
     "bidirectional": Ring(bidirectional=True),
+    "unrolled": Ring(unroll=True),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }
@@ -146,6 +147,19 @@ def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, name, check_vma):
 
     result = on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, gradients)
     np.testing.assert_array_equal(result, simulated(local)(KEY, gradients))
+
+
+@pytest.mark.parametrize("bidirectional", (False, True))
+def test_an_unrolled_ring_is_the_ring_without_a_loop(bidirectional):
+    n = 5
+
+    def loops(topology):
+        codec = Counted(n, topology.num_chunks(n))
+        run = jax.vmap(lambda _: topology.all_reduce(codec, "data", n), axis_name="data")
+        return jax.jit(run).lower(jnp.zeros(n)).as_text().count("stablehlo.while")
+
+    assert loops(Ring(bidirectional=bidirectional)) == 1
+    assert loops(Ring(bidirectional=bidirectional, unroll=True)) == 0
 
 
 @pytest.mark.parametrize("n", (3, 6, 12))

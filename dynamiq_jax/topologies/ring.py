@@ -18,14 +18,18 @@ class Ring(Topology):
     """
 
     bidirectional: bool = False  # one direction's transfer runs under the other's kernel, on a GPU
+    unroll: bool = False  # steps without a loop, so that a backward pass can run under them
 
     def arrivals(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> tuple[Arrival, ...]:
         """See `Topology`."""
         last = num_workers - 1
         if not self.bidirectional:
-            way = _Direction(codec, axis_name, num_workers, step=1)
+            way = self._direction(codec, axis_name, num_workers)
             return (way.arrival(way.send(way.walk(last))),)
-        ways = [_Direction(codec, axis_name, num_workers, step=step, of=2) for step in (1, -1)]
+        ways = [
+            _Direction(codec, axis_name, num_workers, self.unroll, step=step, of=2)
+            for step in (1, -1)
+        ]
         arrived = _walk_both(*ways)
         return tuple(way.arrival(message) for way, message in zip(ways, arrived, strict=True))
 
@@ -34,7 +38,10 @@ class Ring(Topology):
         if self.bidirectional:
             return super().sums(codec, axis_name, num_workers)
         # The last hop is like the others: inside the loop it is not compiled a second time.
-        return (_Direction(codec, axis_name, num_workers, step=1).walk(num_workers),)
+        return (self._direction(codec, axis_name, num_workers).walk(num_workers),)
+
+    def _direction(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> "_Direction":
+        return _Direction(codec, axis_name, num_workers, self.unroll, step=1)
 
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:
         """See `Topology`."""
@@ -62,13 +69,18 @@ class _Direction:
     codec: ChunkCodec
     axis_name: str
     num_workers: int
+    unroll: bool  # no loop over the hops
     step: int  # 1: to the next worker, -1: to the one before
     of: int = 1  # directions
 
     def walk(self, turns: int) -> Payload:
         """Payload after `turns` compressions, of as many workers' values."""
         return lax.fori_loop(
-            1, turns, lambda turn, sent: self.hop(self.send(sent), turn), self.start()
+            1,
+            turns,
+            lambda turn, sent: self.hop(self.send(sent), turn),
+            self.start(),
+            unroll=self.unroll,
         )
 
     def start(self) -> Payload:
@@ -107,5 +119,5 @@ def _walk_both(forward: _Direction, backward: _Direction) -> tuple[Payload, Payl
         return forward.hop(arriving, turn), returning
 
     carry = forward.start(), backward.send(backward.start())
-    sent, received = lax.fori_loop(1, forward.num_workers - 1, step, carry)
+    sent, received = lax.fori_loop(1, forward.num_workers - 1, step, carry, unroll=forward.unroll)
     return forward.send(sent), received
