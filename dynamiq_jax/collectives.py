@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from dynamiq_jax import buckets, checks, compat, exact
 from dynamiq_jax.axes import Axes, AxisName, find_axes
@@ -44,8 +45,8 @@ def psum(
       topology: how chunks travel: a topology, or the name of one.
       exact_below: leaves of fewer elements are summed exactly.
       bucket_bytes: leaves of one dtype are compressed together, in buckets of at most as many bytes
-        of gradient (or of one leaf). The compiler can send one while the backward pass still
-        computes another; each compiles its own codec.
+        of gradient (or of one leaf), the last leaves first. The compiler can send one while the
+        backward pass still computes another; each compiles its own codec.
 
     Returns:
       A tree of the same structure, shapes and dtypes. NaN and Inf of any worker surface at least at
@@ -148,15 +149,18 @@ def reduce_tree(
     divisor = axes.num_workers if mean else 1
     result = exact.all_reduce({index: leaves[index] for index, _ in plan.exact}, axes, divisor)
     result |= {index: leaves[index] for index in plan.untouched}
-    next_states = []
-    for number, bucket in enumerate(plan.buckets):
+    next_states: list[State] = [()] * len(plan.buckets)
+    earlier = None
+    # The last leaves first: in a backward pass their gradients are there first.
+    for number, bucket in reversed(list(enumerate(plan.buckets))):
         state = (
             options.method.init_state(bucket.part_size, axes.num_slow)
             if states is None
             else states[number]
         )
-        total, state = options.method.all_reduce(
-            axes.scatter(_refuse_gradient(buckets.flatten(bucket, leaves))),
+        flat = _after(earlier, _refuse_gradient(buckets.flatten(bucket, leaves)))
+        total, next_states[number] = options.method.all_reduce(
+            axes.scatter(flat),
             axes.slow,
             axes.num_slow,
             topology=bucket.topology,
@@ -165,12 +169,24 @@ def reduce_tree(
         )
         total = total * np.float32(1 / divisor) if mean else total
         # In the dtype that it will have anyway: fewer bytes over the fast axes.
-        total = axes.gather(total.astype(bucket.dtype), bucket.size)
+        earlier = total = axes.gather(total.astype(bucket.dtype), bucket.size)
         result |= buckets.unflatten(bucket, total, leaves)
-        next_states.append(state)
     return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))]), tuple(
         next_states
     )
+
+
+def _after(earlier: Array | None, flat: Array) -> Array:
+    """The same values, not there before `earlier` is: one bucket after the other.
+
+    Otherwise XLA joins transfers of several buckets, or has them all wait for one, and none is left
+    to run under the backward pass. It removes `lax.optimization_barrier` before it does so; that
+    this comparison is always true, it cannot know.
+    """
+    if earlier is None or not compat.varying_axes(earlier) <= compat.varying_axes(flat):
+        return flat
+    bits = lax.bitcast_convert_type(earlier[0].astype(jnp.float32), jnp.uint32)
+    return jnp.where((bits & 255) >> 8 == 0, flat, jnp.zeros_like(flat))
 
 
 @jax.custom_vjp

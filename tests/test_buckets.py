@@ -71,6 +71,23 @@ def test_small_buckets_are_rings_of_their_own(data_mesh):
         assert sum(c.sent_bytes(4) for c in found) == report.bytes_per_worker
 
 
+def test_a_bucket_waits_for_those_of_later_leaves(data_mesh):
+    """What one leaf needs: the transfers of all leaves behind it, and of none before it."""
+    tree = {name: jax.ShapeDtypeStruct((2, 8192), jnp.bfloat16) for name in "abc"}
+
+    def transfers_for(name):
+        def local(stacked):
+            mine = jax.tree.map(lambda leaf: leaf[0], stacked)
+            return dq.pmean(mine, "data", key=KEY, method="exact", bucket_bytes=1)[name]
+
+        mapped = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
+        return len(collectives(jax.jit(mapped).lower(tree).compile().as_text()))
+
+    last = transfers_for("c")
+    assert last > 0
+    assert [transfers_for(name) for name in "ab"] == [3 * last, 2 * last]
+
+
 def test_buckets_have_rounding_noise_of_their_own():
     leaf = of_workers(0, 2, 4096)
 
