@@ -2,14 +2,16 @@
 kernel, and what a program on several GPUs runs while bytes travel.
 
 Compiles the Triton and Mosaic GPU kernels for one H200, and a compressed `pmean` for several, on a
-machine that needs no GPU. Exits with 1 where a figure is off, and says which:
+machine that needs no GPU; and a training step whose gradients are reduced in one bucket, or in
+several under the backward pass. Exits with 1 where a figure is off, and says which:
 
 - a kernel spills registers, or an operation takes more than one kernel;
 - it touches over 10 % more memory than it must: gradient, message received, message sent;
 - one of Triton's does not read or write four neighbouring coordinates of a gradient at once (f32:
   128 bits);
 - a hop on several GPUs takes more than one kernel, or, in a bidirectional ring, nothing runs while
-  a transfer is under way.
+  a transfer is under way;
+- with several buckets, hardly a byte of gradient travels under a matmul of the backward pass.
 
 Instructions are counted in the machine code, with the branches for widths that a block does not
 have; rows "N bits alone" have rows of one width only, so that all that is counted runs. Mosaic's
@@ -33,8 +35,8 @@ import h200
 import jax
 import jax.numpy as jnp
 import tyro
-from jax.sharding import PartitionSpec
-from rich import box
+from aot import overlap, pmean
+from aot.table import new_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -43,7 +45,7 @@ import dynamiq_jax as dq
 from dynamiq_jax import compat
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
-from dynamiq_jax.topologies import TOPOLOGIES, Ring, Topology
+from dynamiq_jax.topologies import TOPOLOGIES
 from pallas_kernels import implementation, mosaic_gpu_launch, triton_launch
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
@@ -77,6 +79,8 @@ class Config:
     # of the pmean: names, with options that are to be True after colons, as in ring:bidirectional
     topologies: tuple[str, ...] = dataclasses.field(default_factory=_topologies)
     leaf_sizes: tuple[int, ...] = (2**24, 2**22, 1000)  # coordinates of the leaves of the pmean
+    # of the training step, in the same way; "exact" is jax.lax.pmean
+    steps: tuple[str, ...] = overlap.TOPOLOGIES
     save: bool = True  # write the result to benchmarks/results/aot_h200.json
 
 
@@ -225,92 +229,13 @@ def _touched_bytes(program: h200.Program, layout: Layout, one_chunk: bool) -> fl
     return total
 
 
-def examine_pmean(name: str, config: Config, dump: Path) -> dict[str, Any]:
-    """Compiles `pmean` by one topology for several GPUs: a row of the table."""
-    topology, method = _topology(name), dq.DynamiQ(implementation="triton")
-
-    def mean(tree, key_data):
-        tree, key = [leaf[0] for leaf in tree], jax.random.wrap_key_data(key_data)
-        return dq.pmean(tree, "data", key=key, method=method, topology=topology)
-
-    split, whole = PartitionSpec("data"), PartitionSpec()
-    mapped = jax.shard_map(mean, in_specs=(split, whole), out_specs=whole)
-    leaves = [_SHAPE((config.workers, size), "float32") for size in config.leaf_sizes]
-    program = h200.compile_for(
-        h200.mesh(config.workers, "data"),
-        lambda *args: mapped(args[:-1], args[-1]),
-        [*leaves, _SHAPE((2,), "uint32")],
-        [split] * len(leaves) + [whole],
-        dump=dump,
-    )
-    entry = program.computations[program.entry]
-    around = [instruction for instruction in entry if instruction.runs]
-    transfers, hop_kernels, meanwhile = 0, 0, []
-    for computation, instructions in program.computations.items():
-        starts = [i for i in instructions if i.opcode == "collective-permute-start"]
-        transfers += len(starts)
-        if starts and computation != program.entry:
-            hop_kernels += sum(instruction.pallas for instruction in instructions)
-        meanwhile += [_while_under_way(start, instructions) for start in starts]
-    looped = program.entry not in {
-        computation
-        for computation, instructions in program.computations.items()
-        if any(i.opcode == "collective-permute-start" for i in instructions)
-    }
-    row: dict[str, Any] = {
-        "topology": name,
-        "transfers": transfers,
-        "hop_kernels": hop_kernels,
-        "meanwhile": meanwhile,
-        "triton_around": sum(instruction.pallas for instruction in around),
-        "xla_around": sum(i.opcode in ("fusion", "copy", "sort", "custom-call") for i in around)
-        - sum(instruction.pallas for instruction in around),
-    }
-    idle = [number for number, ops in enumerate(meanwhile) if "triton kernel" not in ops]
-    problems = {
-        "has no transfers from neighbour to neighbour": (
-            isinstance(topology, Ring) and not transfers
-        ),
-        f"takes {hop_kernels} kernels for {transfers} hops": looped and hop_kernels != transfers,
-        f"runs no kernel during {len(idle)} of {transfers} transfers": (
-            getattr(topology, "bidirectional", False) and bool(idle)
-        ),
-    }
-    return row | {"problems": [text for text, wrong in problems.items() if wrong]}
-
-
-def _while_under_way(start: h200.Instruction, instructions: list[h200.Instruction]) -> list[str]:
-    """What runs between the start of a transfer and its end."""
-    first = instructions.index(start)
-    last = next(
-        index
-        for index, instruction in enumerate(instructions)
-        if instruction.opcode == "collective-permute-done" and start.name in instruction.operands
-    )
-    return [
-        "triton kernel" if instruction.pallas else instruction.opcode
-        for instruction in instructions[first + 1 : last]
-        if instruction.runs
-    ]
-
-
-def _topology(name: str) -> Topology:
-    kind, *options = name.split(":")
-    if kind not in TOPOLOGIES:
-        raise SystemExit(f"topology {kind!r} is not known. Give one of {sorted(TOPOLOGIES)}.")
-    known = [field.name for field in dataclasses.fields(TOPOLOGIES[kind])]
-    if unknown := set(options) - set(known):
-        raise SystemExit(f"topology {kind!r} has no option {unknown.pop()!r}. It has {known}.")
-    return TOPOLOGIES[kind](**dict.fromkeys(options, True))
-
-
 def kernel_tables(rows: list[dict[str, Any]], name: str) -> list[Table]:
     """Two tables of a backend's kernels: what they hold and touch, and what they run."""
-    resources = _table(
+    resources = new_table(
         f"{name} kernels for an H200; bytes a coordinate",
         "registers,spills,shared,warps,barriers,vectors,kernels,bytes,floor",
     )
-    work = _table(
+    work = new_table(
         f"Instructions a coordinate of {name} kernels, by the pipe that runs them",
         "budget,slots,all,FMA,ALU,XU,LSU,other",
     )
@@ -334,35 +259,8 @@ def kernel_tables(rows: list[dict[str, Any]], name: str) -> list[Table]:
     return [resources, work] if work.rows else [resources]
 
 
-def pmean_table(rows: list[dict[str, Any]], config: Config) -> Table:
-    """What runs while bytes travel."""
-    table = _table(
-        f"pmean on {config.workers} H200, in the loop over hops and outside it",
-        "transfers,hop kernels,during each transfer,Triton outside,XLA outside",
-    )
-    for row in rows:
-        table.add_row(
-            row["topology"],
-            str(row["transfers"]),
-            str(row["hop_kernels"]),
-            "; ".join(", ".join(ops) or "nothing" for ops in row["meanwhile"]),
-            str(row["triton_around"]),
-            str(row["xla_around"]),
-            style="red" if row["problems"] else None,
-        )
-    return table
-
-
 def _name(row: dict[str, Any]) -> str:
     return f"{row['operation']}, {row['method']}, {row['dtype']}"
-
-
-def _table(title: str, headings: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for heading in headings.split(","):
-        table.add_column(heading, justify="right")
-    return table
 
 
 def main(config: Config) -> int:
@@ -378,18 +276,31 @@ def main(config: Config) -> int:
         for backend, name in _BACKENDS.items():
             if rows := [row for row in kernels if row["backend"] == backend]:
                 console.print(*kernel_tables(rows, name))
-        means = [examine_pmean(name, config, dump) for name in progress(config.topologies, "pmean")]
-        console.print(pmean_table(means, config))
+        means = [
+            pmean.examine(name, config.workers, config.leaf_sizes, dump)
+            for name in progress(config.topologies, "pmean")
+        ]
+        console.print(pmean.table(means, config.workers))
+        steps = [
+            overlap.examine(case, config.workers, dump)
+            for case in progress(overlap.cases(config.steps), "training steps")
+        ]
+        console.print(overlap.table(steps, config.workers))
     problems = [
         f"{row['backend']} {_name(row)}: {problem}"
         for row in kernels
         for problem in row["problems"]
     ]
     problems += [f"{row['topology']}: {problem}" for row in means for problem in row["problems"]]
+    problems += [
+        f"training step, {row['topology']}, {row['buckets']} buckets: {problem}"
+        for row in steps
+        for problem in row["problems"]
+    ]
     for problem in problems:
         console.print(f"[red]Off: {problem}")
     if config.save:
-        results = {"target": "NVIDIA H200", "kernels": kernels, "pmean": means}
+        results = {"target": "NVIDIA H200", "kernels": kernels, "pmean": means, "steps": steps}
         path = common.save("aot_h200", dataclasses.asdict(config), results)
         console.print(f"Written to {path}")
     return 1 if problems else 0

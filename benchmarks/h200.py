@@ -128,6 +128,10 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     pallas: bool
+    matmul: bool = False
+    backward: bool = False  # of a gradient, by the name that JAX gave it
+    body: str | None = None  # of a loop: the computation that it repeats
+    turns: int = 1  # of a loop, where they are known
 
     @property
     def runs(self) -> bool:
@@ -141,7 +145,13 @@ class Program:
 
     computations: dict[str, list[Instruction]]
     entry: str
-    kernels: list[Kernel]
+    sources: list[str]  # PTX
+    shared_bytes: dict[str, int]  # by the name of a kernel
+
+    @functools.cached_property
+    def kernels(self) -> list[Kernel]:
+        """Its kernels, through the assembler, which takes a while for many."""
+        return [_assemble(ptx, self.shared_bytes) for ptx in self.sources if ".entry" in ptx]
 
 
 def prepare(dump: Path) -> None:
@@ -178,29 +188,30 @@ def mesh(devices: int, axis: str) -> Mesh:
 def compile_for(
     where: Mesh,
     function: Callable[..., Any],
-    args: Sequence[jax.ShapeDtypeStruct],
+    args: Sequence[Any],
     specs: Sequence[PartitionSpec] | None = None,
     *,
     dump: Path,
+    options: dict[str, Any] | None = None,
 ) -> Program:
-    """Compiles `function(*args)` for a mesh; `dump` is that of `prepare`."""
+    """Compiles `function(*args)`, args being trees of `jax.ShapeDtypeStruct`, for a mesh; `dump` is
+    that of `prepare`, `options` are XLA's.
+    """
     specs = specs or [PartitionSpec()] * len(args)
     placed = [
-        jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=NamedSharding(where, spec))
+        jax.tree.map(lambda leaf, at=NamedSharding(where, spec): leaf.update(sharding=at), arg)
         for arg, spec in zip(args, specs, strict=True)
     ]
     of_mosaic = dump / _MOSAIC
     with jax.sharding.use_abstract_mesh(where.abstract_mesh), _printing_to(of_mosaic):
-        traced = jax.jit(function).trace(*placed)
-        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",))
+        text = lowered.compile(compiler_options=options).as_text()
     shared = _shared_memory(dump)
     sources = [path.read_text() for path in sorted(dump.glob("*.ptx"))]
     sources += re.split(r"^(?=\.version )", of_mosaic.read_text(), flags=re.MULTILINE)
     for path in dump.iterdir():
         path.unlink()
-    computations, entry = _read_hlo(text)
-    kernels = [_assemble(ptx, shared) for ptx in sources if ".entry" in ptx]
-    return Program(computations, entry, kernels)
+    return Program(*_read_hlo(text), sources, shared)
 
 
 def size_of(shape: str) -> int:
@@ -303,7 +314,19 @@ def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
                 r'custom_call_target="(__gpu\$xla\.gpu\.triton|mosaic_gpu)', found[5]
             )
             pallas = found[3] == "custom-call" and target is not None
-            computations[name].append(Instruction(found[1], found[2], found[3], operands, pallas))
+            body = re.search(r"body=%?([\w.\-]+)", found[5])
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', found[5])
+            computations[name].append(
+                Instruction(
+                    *found.group(1, 2, 3),
+                    operands,
+                    pallas,
+                    matmul=bool(re.search(r'"__triton_(?:nested_)?gemm|"__cublas', found[5])),
+                    backward="transpose(jvp(" in found[5],
+                    body=body and body[1],
+                    turns=int(turns[1]) if turns else 1,
+                )
+            )
     return computations, entry
 
 

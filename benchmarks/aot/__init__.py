@@ -1,0 +1,1 @@
+"""Sections of `aot_h200.py`."""

@@ -1,0 +1,102 @@
+"""What runs while bytes travel: a compressed `pmean` alone, for several GPUs."""
+
+from pathlib import Path
+from typing import Any
+
+import h200
+import jax
+from jax.sharding import PartitionSpec
+from rich.table import Table
+
+import dynamiq_jax as dq
+from aot.names import topology_of
+from aot.table import new_table
+from dynamiq_jax.topologies import Ring
+
+
+def examine(name: str, workers: int, leaf_sizes: tuple[int, ...], dump: Path) -> dict[str, Any]:
+    """Compiles `pmean` by one topology for several GPUs: a row of the table."""
+    topology, method = topology_of(name), dq.DynamiQ(implementation="triton")
+
+    def mean(tree, key_data):
+        tree, key = [leaf[0] for leaf in tree], jax.random.wrap_key_data(key_data)
+        return dq.pmean(tree, "data", key=key, method=method, topology=topology)
+
+    split, whole = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(mean, in_specs=(split, whole), out_specs=whole)
+    leaves = [jax.ShapeDtypeStruct((workers, size), "float32") for size in leaf_sizes]
+    program = h200.compile_for(
+        h200.mesh(workers, "data"),
+        lambda *args: mapped(args[:-1], args[-1]),
+        [*leaves, jax.ShapeDtypeStruct((2,), "uint32")],
+        [split] * len(leaves) + [whole],
+        dump=dump,
+    )
+    entry = program.computations[program.entry]
+    around = [instruction for instruction in entry if instruction.runs]
+    transfers, hop_kernels, meanwhile = 0, 0, []
+    for computation, instructions in program.computations.items():
+        starts = [i for i in instructions if i.opcode == "collective-permute-start"]
+        transfers += len(starts)
+        if starts and computation != program.entry:
+            hop_kernels += sum(instruction.pallas for instruction in instructions)
+        meanwhile += [_while_under_way(start, instructions) for start in starts]
+    looped = program.entry not in {
+        computation
+        for computation, instructions in program.computations.items()
+        if any(i.opcode == "collective-permute-start" for i in instructions)
+    }
+    row: dict[str, Any] = {
+        "topology": name,
+        "transfers": transfers,
+        "hop_kernels": hop_kernels,
+        "meanwhile": meanwhile,
+        "triton_around": sum(instruction.pallas for instruction in around),
+        "xla_around": sum(i.opcode in ("fusion", "copy", "sort", "custom-call") for i in around)
+        - sum(instruction.pallas for instruction in around),
+    }
+    idle = [number for number, ops in enumerate(meanwhile) if "triton kernel" not in ops]
+    problems = {
+        "has no transfers from neighbour to neighbour": (
+            isinstance(topology, Ring) and not transfers
+        ),
+        f"takes {hop_kernels} kernels for {transfers} hops": looped and hop_kernels != transfers,
+        f"runs no kernel during {len(idle)} of {transfers} transfers": (
+            getattr(topology, "bidirectional", False) and bool(idle)
+        ),
+    }
+    return row | {"problems": [text for text, wrong in problems.items() if wrong]}
+
+
+def table(rows: list[dict[str, Any]], workers: int) -> Table:
+    """What runs while bytes travel."""
+    result = new_table(
+        f"pmean on {workers} H200, in the loop over hops and outside it",
+        "transfers,hop kernels,during each transfer,Triton outside,XLA outside",
+    )
+    for row in rows:
+        result.add_row(
+            row["topology"],
+            str(row["transfers"]),
+            str(row["hop_kernels"]),
+            "; ".join(", ".join(ops) or "nothing" for ops in row["meanwhile"]),
+            str(row["triton_around"]),
+            str(row["xla_around"]),
+            style="red" if row["problems"] else None,
+        )
+    return result
+
+
+def _while_under_way(start: h200.Instruction, instructions: list[h200.Instruction]) -> list[str]:
+    """What runs between the start of a transfer and its end."""
+    first = instructions.index(start)
+    last = next(
+        index
+        for index, instruction in enumerate(instructions)
+        if instruction.opcode == "collective-permute-done" and start.name in instruction.operands
+    )
+    return [
+        "triton kernel" if instruction.pallas else instruction.opcode
+        for instruction in instructions[first + 1 : last]
+        if instruction.runs
+    ]
