@@ -1,9 +1,10 @@
 """The cost model against an emulated network, and what it says of larger ones.
 
 Measures all-reduces over several numbers of hosts and rates with `dynamiq-jax network` (root and
-iproute2), or takes the JSON files of earlier runs. Codec speed and latency are fitted to the points
-of all rates but one; every point is predicted, those of the rate that was left out too. Then the
-model simulates 8 to 8192 workers of an accelerator on links of 1 to 400 Gbit/s.
+iproute2), or takes the JSON files of earlier runs. Codec speeds, the latency, the efficiency of the
+link and how much slower it is when all talk to all are fitted to the points of all rates but one;
+every point is predicted, those of the rate that was left out too. Then the model simulates 8 to
+8192 workers of an accelerator on links of 1 to 400 Gbit/s.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import tyro
 from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
+from scipy import optimize
 
 import dynamiq_jax as dq
 from dynamiq_jax.cli.settings import parse_setting
@@ -77,29 +79,34 @@ def kind(row: dict[str, Any]) -> str:
     return row["setting"].split(":")[0]
 
 
-def transfers(row: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of the wire without latency, and how many latencies, of a measured setting."""
+def wire_seconds(row: dict[str, Any], **network: float) -> float:
+    """Seconds of the wire alone of a measured setting, predicted."""
     setting = parse_setting(row["setting"])
-
-    def seconds(latency_us: float) -> float:
-        network = Network(gbit_per_s=row["rate"] / 1e9, latency_us=latency_us)
-        size, hosts = row["size"], row["hosts"]
-        if setting.method is None:
-            return predict_exact(size, hosts, network=network, codec=FREE).wire
-        topology = setting.topology
-        cost = setting.method.wire_cost(size, hosts, topology.num_chunks(hosts))
-        return predict(size, hosts, topology=topology, cost=cost, network=network, codec=FREE).wire
-
-    return seconds(0.0), (seconds(1e6) - seconds(0.0))
+    link = Network(
+        gbit_per_s=row["rate"] / 1e9, **{"latency_us": 0.0, "efficiency": 1.0, **network}
+    )
+    size, hosts = row["size"], row["hosts"]
+    if setting.method is None:
+        return predict_exact(size, hosts, network=link, codec=FREE).wire
+    topology = setting.topology
+    cost = setting.method.wire_cost(size, hosts, topology.num_chunks(hosts))
+    return predict(size, hosts, topology=topology, cost=cost, network=link, codec=FREE).wire
 
 
 def design(rows: list[dict[str, Any]], kinds: list[str], cores: int) -> np.ndarray:
-    """Coefficients [rows, kinds + 1] of the codec speeds (ns) and the latency (us)."""
-    matrix = np.zeros((len(rows), len(kinds) + 1))
+    """Coefficients of what is fitted, [rows, kinds + 3]: codec speeds (ns), latency (us), time of
+    the wire over bytes at the rate, and what more it is for bytes that all exchange with all.
+    """
+    matrix = np.zeros((len(rows), len(kinds) + 3))
     for row, line in zip(rows, matrix, strict=True):
+        wire = wire_seconds(row)
         # All hosts share the cores of this machine.
         line[kinds.index(kind(row))] = 1e-9 * row["size"] * row["hosts"] / cores
-        line[-1] = 1e-6 * transfers(row)[1]
+        line[-3:] = (
+            wire_seconds(row, latency_us=1.0) - wire,
+            wire,
+            wire_seconds(row, oversubscription=2.0) - wire,
+        )
     return matrix
 
 
@@ -108,23 +115,25 @@ def fit_and_predict(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Fitted parameters, and rows with the predicted seconds beside the measured ones."""
     kinds = sorted({kind(row) for row in rows})
-    wire = np.array([transfers(row)[0] for row in rows])
     seconds = np.array([row["seconds"] for row in rows])
     matrix = design(rows, kinds, cores)
     fitted = np.array([row["rate"] != config.left_out for row in rows])
-    weights = 1 / seconds[fitted]  # relative errors count alike
-    solution, *_ = np.linalg.lstsq(
-        matrix[fitted] * weights[:, None], (seconds - wire)[fitted] * weights, rcond=None
-    )
-    predicted = wire + matrix @ solution
-    named = {
-        f"{name}_ns_per_coordinate": float(v) for name, v in zip(kinds, solution, strict=False)
+    # Relative errors count alike, and no part of a time is negative.
+    solution, _ = optimize.nnls(matrix[fitted] / seconds[fitted, None], np.ones(fitted.sum()))
+    *speeds, latency, wire, far = solution
+    parameters = {
+        f"{name}_ns_per_coordinate": float(speed) for name, speed in zip(kinds, speeds, strict=True)
+    }
+    parameters |= {
+        "latency_us": float(latency),
+        "efficiency": float(1 / wire),
+        "oversubscription": float(1 + far / wire),
     }
     results = [
         row | {"predicted": float(p), "off": float(p / row["seconds"] - 1), "fitted": bool(f)}
-        for row, p, f in zip(rows, predicted, fitted, strict=True)
+        for row, p, f in zip(rows, matrix @ solution, fitted, strict=True)
     ]
-    return named | {"latency_us": float(solution[-1])}, results
+    return parameters, results
 
 
 # ------------------------------------------------------------------------- the simulation

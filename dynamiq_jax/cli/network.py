@@ -45,7 +45,8 @@ class Network:
     processes, first without a limit and then at every rate.
 
     All hosts share the cores of this machine: with N hosts on C cores, codec time counts about N/C
-    times over, so a real network of such hosts does better. Links have no delay but their queues.
+    times over, so a real network of such hosts does better. XLA gets C/N threads in each, at least
+    one. Links have no delay but their queues.
     """
 
     hosts: tuple[int, ...] = (4,)
@@ -125,7 +126,7 @@ class _Run:
         self._advance = advance
         with namespaces.emulated(self.num_hosts) as network:
             commands = [self._command(network, host) for host in range(self.num_hosts)]
-            with Workers(commands, python_environment()) as workers:
+            with Workers(commands, python_environment(self.num_hosts)) as workers:
                 self._network, self._workers = network, workers
                 joined = workers.ask({"do": "join"}, timeout=START_TIMEOUT, doing="joining")
                 checks = {setting.name: self._compile(setting) for setting in self._settings}

@@ -200,13 +200,18 @@ class Workers:
         return Path(self._logs.name) / str(host)
 
 
-def python_environment() -> dict[str, str]:
-    """Variables for a process that runs this package on CPU devices."""
+def python_environment(num_processes: int) -> dict[str, str]:
+    """Variables for each of several processes that run this package on CPU devices, and share the
+    cores of this machine: more threads than cores would wait for one another.
+    """
     root = str(Path(__file__).parents[2])
     # A proxy is out of reach from an emulated host, and JAX would try it.
     kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
     path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
-    return {"GLIBC_TUNABLES": MALLOC, **kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // num_processes)
+    ours = {"GLIBC_TUNABLES": MALLOC, "NPROC": str(threads)}
+    return {**ours, **kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
