@@ -240,6 +240,10 @@ def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]], path: Path
         yscale="log",
         title="Emulated hosts (band: 15 %; open: rate not fitted)",
     )
+    ticks = [tick for tick in (100, 200, 500, 1000, 2000, 5000) if ends[0] * 0.9 < tick < ends[1]]
+    for axis in (fit.xaxis, fit.yaxis):
+        axis.set_ticks(ticks, [str(tick) for tick in ticks])
+    fit.minorticks_off()
     for name, colour in colours.items():
         fit.plot([], [], "o", color=colour, label=name)
     for gbit, colour in ((10, "tab:green"), (100, "tab:blue"), (400, "tab:red")):
