@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from dynamiq_jax import checks
+from dynamiq_jax import checks, compat
 from dynamiq_jax.axes import Axes
 from dynamiq_jax.chunks import WireCost
 from dynamiq_jax.methods import Method, resolve_method
@@ -220,6 +220,19 @@ def flatten(bucket: Bucket, leaves: Sequence[Array]) -> Array:
 def wire_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """What methods take: float64 goes through float32."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float64 else dtype
+
+
+def after(earlier: Array | None, flat: Array) -> Array:
+    """The same values, not there before `earlier` is: one bucket after the other.
+
+    Otherwise XLA joins transfers of several buckets, or has them all wait for one, and none is left
+    to run under the backward pass. It removes `lax.optimization_barrier` before it does so; that
+    this comparison is always true, it cannot know.
+    """
+    if earlier is None or not compat.varying_axes(earlier) <= compat.varying_axes(flat):
+        return flat
+    bits = lax.bitcast_convert_type(earlier[0].astype(jnp.float32), jnp.uint32)
+    return jnp.where((bits & 255) >> 8 == 0, flat, jnp.zeros_like(flat))
 
 
 def unflatten(bucket: Bucket, flat: Array, leaves: Sequence[Array]) -> dict[int, Array]:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from dynamiq_jax import buckets, checks, compat, exact
 from dynamiq_jax.axes import Axes, AxisName, find_axes
@@ -158,7 +157,7 @@ def reduce_tree(
             if states is None
             else states[number]
         )
-        flat = _after(earlier, _refuse_gradient(buckets.flatten(bucket, leaves)))
+        flat = buckets.after(earlier, _refuse_gradient(buckets.flatten(bucket, leaves)))
         total, next_states[number] = options.method.all_reduce(
             axes.scatter(flat),
             axes.slow,
@@ -174,19 +173,6 @@ def reduce_tree(
     return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))]), tuple(
         next_states
     )
-
-
-def _after(earlier: Array | None, flat: Array) -> Array:
-    """The same values, not there before `earlier` is: one bucket after the other.
-
-    Otherwise XLA joins transfers of several buckets, or has them all wait for one, and none is left
-    to run under the backward pass. It removes `lax.optimization_barrier` before it does so; that
-    this comparison is always true, it cannot know.
-    """
-    if earlier is None or not compat.varying_axes(earlier) <= compat.varying_axes(flat):
-        return flat
-    bits = lax.bitcast_convert_type(earlier[0].astype(jnp.float32), jnp.uint32)
-    return jnp.where((bits & 255) >> 8 == 0, flat, jnp.zeros_like(flat))
 
 
 @jax.custom_vjp

@@ -72,18 +72,20 @@ def psum_scatter(
         result[index] = lax.psum_scatter(
             leaves[index], axis_name, scatter_dimension=scatter_dimension, tiled=tiled
         )
-    for number, bucket in enumerate(plan.buckets):
+    earlier = None
+    for number, bucket in reversed(list(enumerate(plan.buckets))):
         parts = [_by_worker(leaves[index], scatter_dimension, n) for index in bucket.leaves]
         flat = jnp.concatenate([part.reshape(n, -1) for part in parts], axis=1)
         granule = SUPER_GROUP_SIZE * bucket.topology.chunks_per_worker
-        padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % granule)))
+        padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % granule))).reshape(-1)
         total = options.method.reduce_scatter(
-            padded.reshape(-1).astype(buckets.wire_dtype(bucket.dtype)),
+            buckets.after(earlier, padded.astype(buckets.wire_dtype(bucket.dtype))),
             axis_name,
             n,
             topology=bucket.topology,
             key=jax.random.fold_in(key, number),
         )
+        earlier = total
         sizes = [part.size // n for part in parts]
         pieces = jnp.split(total[: sum(sizes)], np.cumsum(sizes)[:-1])
         for index, part, piece in zip(bucket.leaves, parts, pieces, strict=True):

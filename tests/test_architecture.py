@@ -32,6 +32,7 @@ MAY_IMPORT = {
         "dynamiq_jax.axes",
         "dynamiq_jax.checks",
         "dynamiq_jax.chunks",
+        "dynamiq_jax.compat",
         "dynamiq_jax.methods",
         "dynamiq_jax.topologies",
     ),
