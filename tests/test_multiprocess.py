@@ -1,23 +1,43 @@
-"""Two processes over a real network stack give the bits of the simulation on one device."""
+"""Processes over a real network stack give the bits of the simulation on one device."""
+
+import functools
 
 import jax
 import numpy as np
 import processes
+import pytest
 from gradients import of_workers, vnmse
-from workers import simulated
+from multiprocess_worker import CASES, LOCAL_DEVICES, NUM_PROCESSES, reduce
 
-import dynamiq_jax as dq
-
-NUM_PROCESSES, SIZE = 2, 20_000
+SIZE = 20_000
 
 
-def test_two_processes_hold_the_bits_of_the_simulation(tmp_path):
-    gradients = of_workers(0, NUM_PROCESSES, SIZE)
-    source = tmp_path / "gradients.npy"
-    np.save(source, gradients)
-    targets = [tmp_path / f"sum_{rank}.npy" for rank in range(NUM_PROCESSES)]
-    processes.run("multiprocess_worker.py", [(source, target) for target in targets])
-    expected = simulated(lambda key, g: dq.psum(g, "data", key=key))(jax.random.key(7), gradients)
-    for target in targets:
-        np.testing.assert_array_equal(np.load(target), expected[0])
-    assert 1e-5 < vnmse(expected[0], gradients.sum(axis=0)) < 1e-1
+def gradients() -> np.ndarray:
+    return of_workers(0, NUM_PROCESSES * LOCAL_DEVICES, SIZE)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict[str, np.ndarray]]:
+    """What the devices of each process got, by case: [devices, size]."""
+    folder = tmp_path_factory.mktemp("processes")
+    np.save(folder / "gradients.npy", gradients())
+    targets = [folder / f"sums_{rank}.npz" for rank in range(NUM_PROCESSES)]
+    arguments = [(folder / "gradients.npy", target) for target in targets]
+    processes.run("multiprocess_worker.py", arguments)
+    return [dict(np.load(target)) for target in targets]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_hold_the_bits_of_the_simulation(results, name):
+    axes, _ = CASES[name]
+    stacked = gradients()
+    simulated = functools.partial(reduce, name)
+    for axis in reversed(axes):
+        simulated = jax.vmap(simulated, axis_name=axis)
+    if len(axes) == 2:
+        stacked = stacked.reshape(NUM_PROCESSES, LOCAL_DEVICES, SIZE)
+    expected = np.asarray(jax.jit(simulated)(stacked)).reshape(-1, SIZE)
+    for of_process in results:
+        for replica in of_process[name]:
+            np.testing.assert_array_equal(replica, expected[0])
+    assert 1e-7 < vnmse(expected[0], gradients().sum(axis=0)) < 1e-1
