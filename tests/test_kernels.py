@@ -42,7 +42,11 @@ METHODS = {
     "two classes": dq.DynamiQ(bits=5.0, widths=(3, 7), rounding="nearest"),
     "wide": dq.DynamiQ(bits=13.0, widths=(9, 16), group_size=16, rounding="independent"),
 }
-every_method = pytest.mark.parametrize("name", METHODS)
+SLOW = ("all widths", "groups of 8", "wide")
+every_method = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in METHODS],
+)
 
 
 def layout_of(name: str, rows_per_chunk: int = 37) -> Layout:

@@ -57,6 +57,7 @@ def test_parts_of_the_sum_are_close_and_not_exact(method, topology):
     assert LARGEST_ERROR[method] / 1e5 < error + 1e-15 < LARGEST_ERROR[method]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_parts_are_unbiased(topology):
     g = gradient()

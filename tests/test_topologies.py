@@ -185,6 +185,7 @@ def error_of(topology: str, rounding: str) -> float:
     return float(np.mean([vnmse(run(key, gradients)[0], truth) for key in keys]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ("correlated", "independent"))
 def test_shorter_paths_have_smaller_errors(rounding):
     """16 workers: ring, butterfly, all-to-all take 16, 5 and 2 compressions."""
