@@ -73,8 +73,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
     for agreement in config.agreements:
         found: dict[tuple[str, int], float] = {}
         for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
-            rows = config.rows_per_chunk * max(workers, 64)
-            stacked = gradients(workers, ROW * rows, agreement)
+            size = ROW * config.rows_per_chunk * max(workers, 64)
+            stacked = gradients(workers, size, agreement)
             for name, topology in TOPOLOGIES.items():
                 found[name, workers] = simulate(stacked, topology, config)
         ones = [
