@@ -16,6 +16,8 @@ import jax
 import jaxlib
 import numpy as np
 
+from dynamiq_jax.cli.machine import cpu_name
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -37,7 +39,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -65,12 +67,3 @@ def _commit() -> str:
         cwd=Path(__file__).parent,
         check=False,
     ).stdout.strip()
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -20,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.cli.measure import worker_gradient
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 from dynamiq_jax.topologies.error_law import error_growth
 
@@ -46,12 +47,7 @@ class Config:
 
 def gradients(workers: int, size: int, agreement: float) -> np.ndarray:
     """float32 [workers, size]."""
-    rng = np.random.default_rng(0)
-    magnitudes = np.exp2(2.5 * rng.standard_normal((size // ROW, 1), np.float32))
-    common_part = rng.standard_normal((size // ROW, ROW), np.float32)
-    own = rng.standard_normal((workers, size // ROW, ROW), np.float32)
-    mixed = np.float32(agreement**0.5) * common_part + np.float32((1 - agreement) ** 0.5) * own
-    return (magnitudes * mixed).reshape(workers, size)
+    return np.stack([worker_gradient(w, size, 0, agreement=agreement) for w in range(workers)])
 
 
 def simulate(stacked: np.ndarray, topology: Topology, config: Config) -> float:

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from dynamiq_jax import buckets, collectives
-from dynamiq_jax.axes import AxisName
+from dynamiq_jax.axes import AxisName, axis_names
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Auto, Topology
 
@@ -59,7 +59,7 @@ def value_and_grad(
       ValueError: the mesh has no such axis, or a leading axis does not divide by its size (when
         called).
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = axis_names(axis_name)
     if not names or not set(names) <= set(mesh.axis_names):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh. Give one of {mesh.axis_names}."

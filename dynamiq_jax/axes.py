@@ -70,13 +70,18 @@ class Axes:
         return key
 
 
+def axis_names(axis_name: Any) -> tuple[Any, ...]:
+    """One axis or several, as several."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
 def find_axes(axis_name: Any) -> Axes:
     """Axes in scope by their names; see `dynamiq_jax.psum`.
 
     Raises:
       ValueError: not the names of different axes that are in scope.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = axis_names(axis_name)
     sizes = [checks.check_axis(name, axis_name) for name in names]
     if not names or len(set(names)) < len(names):
         raise ValueError(

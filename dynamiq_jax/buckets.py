@@ -5,7 +5,7 @@ why.
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,13 @@ def checked_leaves(tree: Any, axes: Axes) -> tuple[list[Array], Any]:
             checks.check_not_reduced(name, leaf, axes.names)
         leaves.append(leaf)
     return leaves, structure
+
+
+def other_axes(leaves: Sequence[Any], axes: Axes) -> list[frozenset[str]]:
+    """Other axes that each leaf varies over. A leaf that is replicated over such an axis must not
+    share a bucket, and so the order of its rows, with one that differs along it.
+    """
+    return [compat.varying_axes(leaf) - set(axes.names) for leaf in leaves]
 
 
 def plan(
@@ -235,11 +242,13 @@ def after(earlier: Array | None, flat: Array) -> Array:
     return jnp.where((bits & 255) >> 8 == 0, flat, jnp.zeros_like(flat))
 
 
-def unflatten(bucket: Bucket, flat: Array, leaves: Sequence[Array]) -> dict[int, Array]:
-    """Inverse of `flatten`: leaf index to array, with shapes as in `leaves` and the dtype of the
-    bucket.
+def unflatten(
+    bucket: Bucket, flat: Array, leaves: Sequence[Any] | Mapping[int, Any]
+) -> dict[int, Array]:
+    """Inverse of `flatten`: leaf index to array, with shapes as in `leaves` (arrays, or anything
+    with a shape) and the dtype of the bucket.
     """
-    sizes = [leaves[index].size for index in bucket.leaves]
+    sizes = [math.prod(leaves[index].shape) for index in bucket.leaves]
     parts = jnp.split(flat, np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [flat]
     return {
         index: part.reshape(leaves[index].shape).astype(bucket.dtype)

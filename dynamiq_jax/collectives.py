@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from dynamiq_jax import buckets, checks, compat, exact
-from dynamiq_jax.axes import Axes, AxisName, find_axes
+from dynamiq_jax import buckets, checks, exact
+from dynamiq_jax.axes import AxisName, find_axes
 from dynamiq_jax.buckets import Options
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import State
@@ -108,17 +108,12 @@ def init_states(
     """States of a method for every bucket of a tree, before the first step."""
     axes = find_axes(axis_name)
     leaves = jax.tree.leaves(tree)
-    plan = buckets.plan(leaves, axes, options, compress=compress, kinds=_other_axes(leaves, axes))
+    plan = buckets.plan(
+        leaves, axes, options, compress=compress, kinds=buckets.other_axes(leaves, axes)
+    )
     return tuple(
         options.method.init_state(bucket.part_size, axes.num_slow) for bucket in plan.buckets
     )
-
-
-def _other_axes(leaves: Sequence[Any], axes: Axes) -> list[frozenset[str]]:
-    """Other axes that each leaf varies over. A leaf that is replicated over such an axis must not
-    share a bucket, and so the order of its rows, with one that differs along it.
-    """
-    return [compat.varying_axes(leaf) - set(axes.names) for leaf in leaves]
 
 
 def reduce_tree(
@@ -144,7 +139,9 @@ def reduce_tree(
     axes = find_axes(axis_name)
     key = checks.check_key(key, axes.names)
     leaves, structure = buckets.checked_leaves(tree, axes)
-    plan = buckets.plan(leaves, axes, options, compress=compress, kinds=_other_axes(leaves, axes))
+    plan = buckets.plan(
+        leaves, axes, options, compress=compress, kinds=buckets.other_axes(leaves, axes)
+    )
     divisor = axes.num_workers if mean else 1
     result = exact.all_reduce({index: leaves[index] for index, _ in plan.exact}, axes, divisor)
     result |= {index: leaves[index] for index in plan.untouched}

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax import buckets, checks, compat
@@ -65,8 +64,7 @@ def psum_scatter(
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for path, leaf in zip(paths, leaves, strict=True):
         checks.check_scatters(path, leaf, scatter_dimension, n, tiled)
-    kinds = [compat.varying_axes(leaf) - set(axes.names) for leaf in leaves]
-    plan = buckets.plan(leaves, axes, options, kinds=kinds)
+    plan = buckets.plan(leaves, axes, options, kinds=buckets.other_axes(leaves, axes))
     result: dict[int, Array] = {index: leaves[index] for index in plan.untouched}
     for index, _ in plan.exact:
         result[index] = lax.psum_scatter(
@@ -74,8 +72,8 @@ def psum_scatter(
         )
     earlier = None
     for number, bucket in reversed(list(enumerate(plan.buckets))):
-        parts = [_by_worker(leaves[index], scatter_dimension, n) for index in bucket.leaves]
-        flat = jnp.concatenate([part.reshape(n, -1) for part in parts], axis=1)
+        parts = {i: _by_worker(leaves[i], scatter_dimension, n) for i in bucket.leaves}
+        flat = jnp.concatenate([part.reshape(n, -1) for part in parts.values()], axis=1)
         granule = SUPER_GROUP_SIZE * bucket.topology.chunks_per_worker
         padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % granule))).reshape(-1)
         total = options.method.reduce_scatter(
@@ -86,12 +84,10 @@ def psum_scatter(
             key=jax.random.fold_in(key, number),
         )
         earlier = total
-        sizes = [part.size // n for part in parts]
-        pieces = jnp.split(total[: sum(sizes)], np.cumsum(sizes)[:-1])
-        for index, part, piece in zip(bucket.leaves, parts, pieces, strict=True):
-            mine = jnp.moveaxis(piece.reshape(part.shape[1:]), 0, scatter_dimension)
-            mine = mine if tiled else jnp.squeeze(mine, scatter_dimension)
-            result[index] = mine.astype(bucket.dtype)
+        mine = {i: jax.ShapeDtypeStruct(part.shape[1:], part.dtype) for i, part in parts.items()}
+        for index, piece in buckets.unflatten(bucket, total[: flat.shape[1]], mine).items():
+            moved = jnp.moveaxis(piece, 0, scatter_dimension)
+            result[index] = moved if tiled else jnp.squeeze(moved, scatter_dimension)
     return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))])
 
 

@@ -37,9 +37,6 @@ class IntegerSum(ChunkedMethod):
             size=flat.size,
         )
 
-    def bind_part(self, part, axis_name, num_workers, key):
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Method):

@@ -8,6 +8,7 @@ import tyro
 from rich.table import Table
 
 import dynamiq_jax as dq
+from dynamiq_jax.buckets import bytes_sent
 from dynamiq_jax.cli import tables
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.units import (
@@ -142,30 +143,31 @@ def predictions(question: Advise) -> list[Option]:
         "butterfly": Butterfly(),
         "all_to_all": AllToAll(),
     }
-    if not Butterfly().supports(workers):
-        del topologies["butterfly"]
-    for method in methods:
-        for topology_name, topology in topologies.items():
-            options.append(_compressed(question, method, topology_name, topology, network, codec))
-    return options
+    return options + [
+        _compressed(question, size, method, topology_name, topology, network, codec)
+        for method in methods
+        for topology_name, topology in topologies.items()
+        if topology.supports(workers)
+    ]
 
 
 def _compressed(
     question: Advise,
+    size: int,
     method: dq.DynamiQ,
     topology_name: str,
     topology: Topology,
     network: Network,
     codec: CodecSpeed,
 ) -> Option:
-    size, workers = parse_size(question.size, "--size"), question.workers
+    workers = question.workers
     cost = method.wire_cost(size, workers, topology.num_chunks(workers))
     time = predict(size, workers, topology=topology, cost=cost, network=network, codec=codec)
     return Option(
         name=f"{method.bits:g} bits, {topology_name}",
         call=f'method=dq.DynamiQ(bits={method.bits}), topology="{topology_name}"',
         bits=method.bits,
-        sent=cost.statistics_bytes + topology.payloads_sent(workers) * cost.payload_bytes,
+        sent=bytes_sent(cost, topology, workers),
         all_reduce=time,
         step=_step(question, time),
         error_growth=error_growth(topology, workers, agreement=0.1),

@@ -23,7 +23,7 @@ from dynamiq_jax.cli.settings import (
     DEFAULTS,
     PSUM,
     Setting,
-    parse_setting,
+    is_same,
     parse_settings,
 )
 from dynamiq_jax.cli.units import (
@@ -243,12 +243,7 @@ def _codec_seconds(result: Measurement, link: float | None) -> float:
 
 
 def _find(results: list[Measurement], name: str, size: int) -> Measurement | None:
-    try:
-        wanted = parse_setting(name)
-    except CommandError:  # no such method in this version
-        return None
-    found = (r for r in results if r.size == size and parse_setting(r.setting).same_as(wanted))
-    return next(found, None)
+    return next((r for r in results if r.size == size and is_same(r.setting, name)), None)
 
 
 def _rate(value: float | None) -> str:

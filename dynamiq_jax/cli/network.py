@@ -21,7 +21,7 @@ from dynamiq_jax.cli.settings import (
     DEFAULTS,
     PSUM,
     Setting,
-    parse_setting,
+    is_same,
     parse_settings,
 )
 from dynamiq_jax.cli.units import (
@@ -269,16 +269,9 @@ def _speedups(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, floa
     for name in (PSUM, BF16_RING):
         for other in rows:
             same = (other["hosts"], other["rate"]) == (row["hosts"], row["rate"])
-            if same and other["setting"] != row["setting"] and _is(other["setting"], name):
+            if same and other["setting"] != row["setting"] and is_same(other["setting"], name):
                 speedups[name] = other["seconds"] / row["seconds"]
     return speedups
-
-
-def _is(setting: str, name: str) -> bool:
-    try:
-        return parse_setting(setting).same_as(parse_setting(name))
-    except CommandError:  # no such method in this version
-        return False
 
 
 def _series(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax.cli.machine import num_cores
 
 _GRACE = 1.0  # seconds in which the others show that they failed too, to tell the first from these
 _TAIL = 2000  # characters of what a process wrote that an error shows
@@ -208,8 +209,7 @@ def python_environment(num_processes: int) -> dict[str, str]:
     # A proxy is out of reach from an emulated host, and JAX would try it.
     kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
     path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, (cores or 1) // num_processes)
+    threads = max(1, num_cores() // num_processes)
     ours = {"GLIBC_TUNABLES": MALLOC, "NPROC": str(threads)}
     return {**ours, **kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
 

@@ -62,6 +62,11 @@ class Setting:
         return (self.method, self.topology) == (other.method, other.topology)
 
 
+def is_same(text: str, other: str) -> bool:
+    """Whether two settings do the same, however they are written."""
+    return parse_setting(text).same_as(parse_setting(other))
+
+
 def grammar() -> str:
     """What can be written, for help and errors."""
     return (

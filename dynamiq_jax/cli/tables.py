@@ -5,7 +5,6 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax.cli.machine import cpu_name, num_cores
 from dynamiq_jax.cli.units import format_seconds
 
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -94,10 +94,8 @@ def environment(device: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "dynamiq_jax": importlib.metadata.version("dynamiq-jax"),
         "device": device,
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cpu": cpu_name(),
+        "cores": num_cores(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -152,12 +150,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

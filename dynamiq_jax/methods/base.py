@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 from jax import Array, lax
 
@@ -72,6 +72,9 @@ class Method(abc.ABC):
         """Parts of all workers, float [size] each and of whole super-groups: float32 [num_workers *
         size], the same bits on all workers.
         """
+        self._refuse_gather()
+
+    def _refuse_gather(self) -> NoReturn:
         raise ValueError(
             f"method={self!r} cannot be used in dq.all_gather. Use dq.DynamiQ(), or "
             "jax.lax.all_gather."
@@ -101,9 +104,9 @@ class ChunkedMethod(Method):
             whole super-groups.
         """
 
-    @abc.abstractmethod
     def bind_part(self, part: Array, axis_name: str, num_workers: int, key: Array) -> ChunkCodec:
         """Codec of an all-gather, which knows the local chunk only: `part`, float [chunk size]."""
+        self._refuse_gather()
 
     def all_reduce(
         self,

@@ -54,10 +54,8 @@ class Auto:
             ).total
 
         # Of two that are as fast, the one with the lower error comes first.
-        candidates: list[Topology] = [AllToAll(), Butterfly(), Ring()]
-        if not Butterfly().supports(num_workers):
-            candidates.pop(1)
-        best = min(candidates, key=seconds)
+        candidates: tuple[Topology, ...] = (AllToAll(), Butterfly(), Ring())
+        best = min((c for c in candidates if c.supports(num_workers)), key=seconds)
         exact = predict_exact(size, num_workers, network=self.network, codec=SUM_SPEEDS[platform])
         if exact.total > seconds(best):
             return best, None

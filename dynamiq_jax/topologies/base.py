@@ -51,6 +51,10 @@ class Topology(abc.ABC):
         """Whether workers send to others than their neighbours, through all of the network."""
         return True
 
+    def supports(self, num_workers: int) -> bool:
+        """Whether the topology works for an axis size: every one, if not said otherwise."""
+        return True
+
     def check(self, num_workers: int) -> None:  # noqa: B027  every size, if not said otherwise
         """Raises ValueError for an axis size that the topology does not support."""
 

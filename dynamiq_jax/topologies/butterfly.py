@@ -58,7 +58,7 @@ class Butterfly(Topology):
         return num_workers.bit_length() - 1
 
     def supports(self, num_workers: int) -> bool:
-        """Whether the axis size is a power of two."""
+        """See `Topology`: a power of two."""
         return num_workers & (num_workers - 1) == 0
 
     def check(self, num_workers: int) -> None:
