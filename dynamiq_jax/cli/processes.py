@@ -39,6 +39,11 @@ MALLOC = ":".join(
 )
 
 
+# XLA:CPU uses half of AVX-512's width unless told; the codec gains a third. Elsewhere it changes
+# nothing. The same flag in an XLA_FLAGS of the user's wins.
+VECTOR_WIDTH = "--xla_cpu_prefer_vector_width=512"
+
+
 class Stopped(BaseException):
     """A signal asked this command to end."""
 
@@ -210,8 +215,10 @@ def python_environment(num_processes: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
     path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
     threads = max(1, num_cores() // num_processes)
+    flags = " ".join(filter(None, (VECTOR_WIDTH, kept.get("XLA_FLAGS"))))
     ours = {"GLIBC_TUNABLES": MALLOC, "NPROC": str(threads)}
-    return {**ours, **kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    always = {"XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    return ours | kept | always
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
