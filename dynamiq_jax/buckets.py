@@ -36,6 +36,7 @@ class Bucket:
     dtype: jnp.dtype
     size: int  # coordinates
     part_size: int  # coordinates that a worker compresses, less than `size` beside fast axes
+    method: Method
     topology: Topology
     cost: WireCost
 
@@ -148,11 +149,14 @@ def plan(
             indices = tuple(index for index, _ in leaves_of_bucket)
             size = sum(size for _, size in leaves_of_bucket)
             part_size = axes.part_size(size)
-            topology, cost, why_not = _carrier(part_size, axes.num_slow, options)
+            method = options.method
+            if not axes.fast:  # a part of a bucket has no shapes
+                method = method.for_leaves(tuple(leaves[index].shape for index in indices))
+            topology, cost, why_not = _carrier(part_size, axes.num_slow, method, options.topology)
             if why_not:
                 exact += [(index, why_not) for index in indices]
             else:
-                buckets.append(Bucket(indices, dtype, size, part_size, topology, cost))
+                buckets.append(Bucket(indices, dtype, size, part_size, method, topology, cost))
     return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
 
 
@@ -170,10 +174,9 @@ def _cut(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int
 
 
 def _carrier(
-    size: int, num_workers: int, options: Options
+    size: int, num_workers: int, method: Method, topology: Topology | Auto
 ) -> tuple[Topology, WireCost, str | None]:
     """What carries a part of `size` coordinates, at what cost; and why it had better be exact."""
-    method, topology = options.method, options.topology
     why_not = None
     if isinstance(topology, Auto):
         topology, why_not = topology.choose(method, size, num_workers)

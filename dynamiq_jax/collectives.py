@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jax import Array
 
-from dynamiq_jax import buckets, checks, exact
-from dynamiq_jax.axes import AxisName, find_axes
-from dynamiq_jax.buckets import Options
+from dynamiq_jax import buckets, checks, compat, exact
+from dynamiq_jax.axes import Axes, AxisName, find_axes
+from dynamiq_jax.buckets import Bucket, Options
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import State
 from dynamiq_jax.topologies import Auto, Topology
@@ -111,9 +111,13 @@ def init_states(
     plan = buckets.plan(
         leaves, axes, options, compress=compress, kinds=buckets.other_axes(leaves, axes)
     )
-    return tuple(
-        options.method.init_state(bucket.part_size, axes.num_slow) for bucket in plan.buckets
-    )
+    return tuple(_initial_state(bucket, axes) for bucket in plan.buckets)
+
+
+def _initial_state(bucket: Bucket, axes: Axes) -> State:
+    """A constant for all workers, but what follows it is not."""
+    state = bucket.method.init_state(bucket.part_size, axes.num_slow)
+    return compat.vary_over(state, axes.names)
 
 
 def reduce_tree(
@@ -149,13 +153,9 @@ def reduce_tree(
     earlier = None
     # The last leaves first: in a backward pass their gradients are there first.
     for number, bucket in reversed(list(enumerate(plan.buckets))):
-        state = (
-            options.method.init_state(bucket.part_size, axes.num_slow)
-            if states is None
-            else states[number]
-        )
+        state = _initial_state(bucket, axes) if states is None else states[number]
         flat = buckets.after(earlier, _refuse_gradient(buckets.flatten(bucket, leaves)))
-        total, next_states[number] = options.method.all_reduce(
+        total, next_states[number] = bucket.method.all_reduce(
             axes.scatter(flat),
             axes.slow,
             axes.num_slow,

@@ -36,6 +36,14 @@ def match_varying(values: Tree, reference: Array) -> Tree:
     return jax.tree.map(lambda value: lax.pcast(value, axes, to="varying"), values)
 
 
+def vary_over(values: Tree, axis_names: tuple[str, ...]) -> Tree:
+    """Marks constants as varying over axes, as what they are carried to will be."""
+    axes = tuple(name for name in axis_names if tracks_varying(name))
+    if not axes:
+        return values
+    return jax.tree.map(lambda value: lax.pcast(value, axes, to="varying"), values)
+
+
 def shape_like(shape: tuple[int, ...], dtype: Any, reference: Array) -> jax.ShapeDtypeStruct:
     """Result of a kernel: a shape that varies over the axes of `reference`."""
     aval = jax.typeof(reference)

@@ -24,7 +24,8 @@ STATELESS = {
     "integer_sum": IntegerSum(),
 }
 EXACT = {"exact"}  # up to the order of float32 additions
-NEAREST = {"bf16"}  # rounds to the nearest, whatever the key
+# Methods that the key does not change: name to the vNMSE that they are within, here.
+DETERMINISTIC = {"bf16": (1e-7, 1e-4)}  # half a unit in the last of 8 bits, a few times
 
 methods = pytest.mark.parametrize("name", STATELESS)
 EVERY_TOPOLOGY = {name: resolve_topology(name) for name in TOPOLOGIES if name != "auto"}
@@ -78,12 +79,12 @@ def test_replicas_are_identical_and_the_key_fixes_the_bits(name, topology):
     assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
     np.testing.assert_array_equal(run(jax.random.key(0), gradient()), result)
     other = np.asarray(run(jax.random.key(1), gradient()))
-    assert np.array_equal(other, result) == (name in EXACT | NEAREST)
+    assert np.array_equal(other, result) == (name in EXACT | DETERMINISTIC.keys())
 
 
 @methods
 @topologies
-def test_the_sum_is_unbiased_or_exact(name, topology):
+def test_the_sum_is_unbiased_or_within_its_error(name, topology):
     """A bias of a few per cent of the squared error is left by correlated hops."""
     truth = gradient().sum(axis=0, dtype=np.float64)
     run = psum_with(name, topology)
@@ -92,8 +93,9 @@ def test_the_sum_is_unbiased_or_exact(name, topology):
             run(KEY, gradient())[0], truth, atol=1e-6 * np.abs(truth).max(), rtol=1e-6
         )
         return
-    if name in NEAREST:  # half a unit in the last of 8 bits, a few times
-        assert 1e-7 < vnmse(run(KEY, gradient())[0], truth) < 1e-4
+    if name in DETERMINISTIC:
+        low, high = DETERMINISTIC[name]
+        assert low < vnmse(run(KEY, gradient())[0], truth) < high
         return
     results = [np.asarray(run(jax.random.key(k), gradient())[0], float) for k in range(32)]
     single, of_mean = np.mean([vnmse(r, truth) for r in results]), vnmse(np.mean(results, 0), truth)

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from typing import Any, NoReturn
 
+import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.chunks import ChunkCodec, WireCost
@@ -23,6 +24,12 @@ class Method(abc.ABC):
         """Bytes for a bucket of `size` coordinates over `num_workers` workers, in `num_chunks`
         chunks: a multiple of the workers that the topology names.
         """
+
+    def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> "Method":
+        """The method for a bucket of leaves of these shapes, one after the other. Most do not care:
+        a gradient is a vector to them.
+        """
+        return self
 
     def init_state(self, size: int, num_workers: int) -> State:
         """State before the first step, for a bucket of `size` coordinates."""
@@ -52,6 +59,26 @@ class Method(abc.ABC):
         Returns:
           float32 [size], the same bits on all workers, and the state for the next step.
         """
+
+    def all_reduce_applied(
+        self,
+        flat: Array,
+        axis_name: str,
+        num_workers: int,
+        *,
+        topology: Topology,
+        key: Array,
+        state: State,
+    ) -> tuple[Array, Array, State]:
+        """`all_reduce` of what the method can express of a local bucket; and that, float32 [size]:
+        what it leaves out, error feedback keeps.
+
+        Returns:
+          The sum of what all workers apply, what this worker applies, and the next state.
+        """
+        raise ValueError(
+            f"method={self!r} cannot tell what it leaves out, which dq.methods.ErrorFeedback needs."
+        )
 
     def reduce_scatter(
         self, flat: Array, axis_name: str, num_workers: int, *, topology: Topology, key: Array
@@ -121,6 +148,28 @@ class ChunkedMethod(Method):
         """See `Method`."""
         codec = self.bind(flat, axis_name, num_workers, topology.num_chunks(num_workers), key)
         return topology.all_reduce(codec, axis_name, num_workers), state
+
+    def all_reduce_applied(
+        self,
+        flat: Array,
+        axis_name: str,
+        num_workers: int,
+        *,
+        topology: Topology,
+        key: Array,
+        state: State,
+    ) -> tuple[Array, Array, State]:
+        """See `Method`. What is applied went through the codec once before it is sent; the rounding
+        of partial sums on the way belongs to nobody and is not in it.
+        """
+        num_chunks = topology.num_chunks(num_workers)
+        codec = self.bind(flat, axis_name, num_workers, num_chunks, key)
+        payloads = lax.map(lambda chunk: codec.compress(chunk, 0), jnp.arange(num_chunks))
+        applied = codec.decompress(payloads)
+        total, state = self.all_reduce(
+            applied, axis_name, num_workers, topology=topology, key=key, state=state
+        )
+        return total, applied, state
 
     def reduce_scatter(
         self, flat: Array, axis_name: str, num_workers: int, *, topology: Topology, key: Array
