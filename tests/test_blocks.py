@@ -1,0 +1,81 @@
+"""Messages of blocks give back what they hold, and a step is the smallest that covers its span."""
+
+import blocks_oracle
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamiq_jax.codec import blocks
+from dynamiq_jax.codec.blocks import BlockFormat
+
+ROWS = 3
+seeds = st.integers(0, 2**32 - 1)
+covering = jax.jit(blocks.covering_step, static_argnums=1)
+pack = jax.jit(BlockFormat.pack, static_argnums=0)
+unpack = jax.jit(BlockFormat.unpack, static_argnums=0)
+FORMATS = (
+    BlockFormat(bits=8, block=32, side_bytes=(2,)),
+    BlockFormat(bits=8, block=32, side_bytes=(1,)),
+    BlockFormat(bits=5, block=64, side_bytes=(2, 2, 1)),
+    BlockFormat(bits=3, block=256, side_bytes=(1, 2)),
+)
+
+
+def value(bits: np.ndarray) -> np.ndarray:
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@given(seed=seeds)
+def test_a_message_holds_codes_and_sides_and_nothing_else(layout, seed):
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 2**layout.bits, (ROWS, 256), np.uint16)
+    shape = (ROWS, 256 // layout.block)
+    dtypes = [{1: np.uint8, 2: np.uint16}[count] for count in layout.side_bytes]
+    sides = [rng.integers(0, np.iinfo(d).max, shape, d, endpoint=True) for d in dtypes]
+    message = np.asarray(pack(layout, codes, *sides))
+    np.testing.assert_array_equal(message, blocks_oracle.payload(codes, layout.bits, *sides))
+    assert message.size == ROWS * layout.row_bytes
+    for found, expected in zip(unpack(layout, message), (codes, *sides), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("bits", "block", "side_bytes", "row_bytes"), [
+    (8, 32, (2,), 272), (4, 128, (2,), 132), (5, 32, (2, 2, 2, 2, 1, 1), 240), (6, 32, (1,), 200),
+])  # fmt: skip
+def test_bytes_of_a_row(bits, block, side_bytes, row_bytes):
+    layout = BlockFormat(bits=bits, block=block, side_bytes=side_bytes)
+    assert layout.row_bytes == row_bytes
+    assert layout.payload_bytes(8 * 512, 8) == 2 * row_bytes
+    assert layout.payload_bytes(8 * 512 + 1, 8) == 3 * row_bytes
+
+
+@pytest.mark.parametrize("levels", (1, 3, 7, 31, 127, 255))
+@given(seed=seeds)
+def test_a_step_is_the_smallest_bfloat16_that_covers_its_span(levels, seed):
+    spans = np.exp2(np.random.default_rng(seed).uniform(-126, 126.9, 64)).astype(np.float32)
+    bits = np.asarray(covering(spans, levels))
+    assert bits.dtype == np.uint16
+    step = value(bits)
+    assert np.all(levels * step >= spans)
+    assert np.all((levels * value(bits - 1) < spans) | (bits == 0x80))
+    np.testing.assert_array_equal(step, blocks_oracle.covering_step(spans, levels))
+
+
+@pytest.mark.parametrize("levels", (1, 3, 7, 31, 127, 255))
+@given(seed=seeds, nudge=st.integers(-2, 2))
+def test_a_span_of_whole_steps_keeps_its_step(levels, seed, nudge):
+    """And a span of a unit of float32 more does not."""
+    bits = np.random.default_rng(seed).integers(0x80, 0x7A80, 64, np.uint16)
+    spans = (levels * value(bits)).astype(np.float32)
+    spans = (spans.view(np.int32) + np.int32(nudge)).view(np.float32)
+    np.testing.assert_array_equal(
+        value(covering(spans, levels)), blocks_oracle.covering_step(spans, levels)
+    )
+
+
+def test_nothing_is_covered_by_nothing():
+    assert np.asarray(covering(np.zeros(5, np.float32), 7)).tolist() == [0] * 5
