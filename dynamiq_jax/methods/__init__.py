@@ -2,6 +2,7 @@
 
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.methods.bf16 import BF16
+from dynamiq_jax.methods.block_int import BlockInt
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.exact import Exact
 
@@ -9,11 +10,13 @@ METHODS: dict[str, type[Method]] = {
     "dynamiq": DynamiQ,
     "exact": Exact,
     "bf16": BF16,
+    "blockint": BlockInt,
 }
 
 __all__ = [
     "BF16",
     "METHODS",
+    "BlockInt",
     "DynamiQ",
     "Exact",
     "Method",

@@ -1,0 +1,274 @@
+"""Block integers: bits of an oracle, errors within half a step, and bytes that are promised."""
+
+import functools
+
+import blocks_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import heavy_tailed, of_workers, vnmse
+from hypothesis import given
+from hypothesis import strategies as st
+from test_wire_report import NUM_WORKERS as WIRE_WORKERS
+from test_wire_report import compiled_collectives
+from workers import on_mesh, simulated
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import BlockInt
+
+KEY = jax.random.key(0)
+N, SIZE = 4, 3 * 256 - 7
+seeds = st.integers(0, 2**32 - 1)
+METHODS = (BlockInt(), BlockInt(bits=2, block=64), BlockInt(bits=5), BlockInt.qgz())
+STOCHASTIC = BlockInt(bits=4, rounding="stochastic")
+methods = pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.bits}-{m.block}")
+
+
+@functools.cache
+def coder(method: BlockInt):
+    """(key, values, chunk, turn) to the message and what it decodes to, by one worker."""
+
+    def code(key, values, chunk=0, turn=0):
+        codec = method.bind(jnp.tile(values, 2), "data", 2, 2, key)
+        message = codec.encode(jnp.pad(values, (0, -values.size % 256)), chunk, turn)
+        return message, codec.decode(message)[: values.size]
+
+    return jax.jit(code)
+
+
+def code(method: BlockInt, values: np.ndarray, key=KEY, **where) -> tuple[np.ndarray, np.ndarray]:
+    message, decoded = coder(method)(key, values, **where)
+    return np.asarray(message), np.asarray(decoded)
+
+
+def top(method: BlockInt) -> int:
+    return 2 ** (method.bits - 1) - 1
+
+
+def in_blocks(method: BlockInt, values: np.ndarray) -> np.ndarray:
+    return np.pad(values, (0, -values.size % 256)).reshape(-1, method.block)
+
+
+def steps(method: BlockInt, values: np.ndarray) -> np.ndarray:
+    """Of every block, [blocks, 1]."""
+    maxima = np.abs(in_blocks(method, values)).max(axis=1, keepdims=True)
+    return blocks_oracle.covering_step(maxima, top(method))
+
+
+# ------------------------------------------------------------------------------------ the numbers
+
+
+@methods
+@given(seed=seeds, power=st.integers(-100, 120))
+def test_message_and_values_are_those_of_the_oracle(method, seed, power):
+    values = np.ldexp(heavy_tailed(seed, (SIZE,), scale=1.0) / np.float32(300), power)
+    blocks, step = in_blocks(method, values), steps(method, values)
+    whole = np.rint(blocks * blocks_oracle.inverse(step))
+    codes = (whole + top(method)).reshape(-1, 256)
+    message, decoded = code(method, values)
+    bits = blocks_oracle.bf16_bits(step)
+    np.testing.assert_array_equal(message, blocks_oracle.payload(codes, method.bits, bits))
+    np.testing.assert_array_equal(decoded, (whole * step).ravel()[:SIZE].astype(np.float32))
+
+
+@methods
+def test_the_error_is_that_of_half_a_step(method):
+    values = np.random.default_rng(0).uniform(-1, 1, 64 * 256).astype(np.float32)
+    error = in_blocks(method, code(method, values)[1].astype(float) - values) / steps(
+        method, values
+    )
+    assert 0.49 < np.abs(error).max() <= 0.5 + 1e-4
+    assert np.mean(error**2) == pytest.approx(1 / 12, rel=0.08)
+
+
+@given(seed=seeds)
+def test_what_was_decoded_is_coded_without_further_error(seed):
+    """At 8 bits the largest code of a block may be 126, which 126 smaller steps cover too."""
+    for bits in (2, 5, 7):
+        method = BlockInt(bits=bits)
+        decoded = code(method, heavy_tailed(seed, (SIZE,)))[1]
+        assert np.any(decoded)
+        np.testing.assert_array_equal(code(method, decoded)[1], decoded)
+
+
+def test_stochastic_rounding_is_unbiased():
+    values = np.random.default_rng(0).uniform(-1, 1, 16 * 256).astype(np.float32)
+    step, keys = steps(STOCHASTIC, values), 48
+    errors = (
+        np.stack(
+            [
+                code(STOCHASTIC, values, jax.random.key(k))[1].astype(float) - values
+                for k in range(keys)
+            ]
+        ).reshape(keys, -1, STOCHASTIC.block)
+        / step
+    )
+    assert 0.9 < np.abs(errors).max() <= 1 + 1e-4
+    assert np.mean(errors**2) == pytest.approx(1 / 6, rel=0.05)
+    assert np.mean(errors.mean(axis=0) ** 2) == pytest.approx(1 / 6 / keys, rel=0.15)
+    assert abs(np.mean(errors)) < 4 * np.sqrt(1 / 6 / errors.size)
+
+
+def test_every_compression_has_noise_of_its_own():
+    values = np.random.default_rng(0).uniform(-1, 1, 16 * 256).astype(np.float32)
+    places = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+    errors = [code(STOCHASTIC, values, chunk=c, turn=t)[1] - values for c, t in places]
+    correlations = np.corrcoef(errors) - np.eye(len(places))
+    assert 0 < np.abs(correlations).max() < 5 / np.sqrt(values.size)
+
+
+# -------------------------------------------------------------------------------------- the edges
+
+
+@pytest.mark.parametrize("method", (*METHODS, STOCHASTIC), ids=str)
+def test_zeros_stay_zeros(method):
+    values = heavy_tailed(0, (SIZE,))
+    values[::3] = 0
+    values[256:512] = 0
+    decoded = code(method, values)[1]
+    assert not np.any(decoded[values == 0])
+    assert np.any(decoded)
+    assert not np.any(np.signbit(code(method, np.zeros(SIZE, np.float32))[1]))
+
+
+@pytest.mark.parametrize("method", (*METHODS, STOCHASTIC), ids=str)
+@pytest.mark.parametrize("bad", (np.nan, -np.nan, np.inf, -np.inf, 1e38))
+def test_what_is_not_finite_surfaces_in_its_block_alone(method, bad):
+    clean = heavy_tailed(0, (SIZE,))
+    values = clean.copy()
+    values[300] = bad
+    decoded, expected = code(method, values)[1], code(method, clean)[1]
+    block = np.arange(SIZE) // method.block == 300 // method.block
+    assert np.isnan(decoded[block]).all()
+    np.testing.assert_array_equal(decoded[~block], expected[~block])
+
+
+@methods
+def test_the_smallest_normal_numbers_keep_a_step(method):
+    """Most scales would be subnormal, which backends flush: they are the smallest normal one."""
+    values = np.full(SIZE, 1.25 * 2.0**-126, np.float32)
+    expected = np.float32(1.25 if top(method) == 1 else 1) * np.float32(2.0**-126)
+    np.testing.assert_array_equal(code(method, values)[1], expected)
+
+
+def test_the_largest_numbers_are_kept():
+    values = np.full(SIZE, 2.0**126, np.float32)
+    assert vnmse(code(BlockInt(), values)[1] / 2.0**100, values / 2.0**100) < 1e-4
+
+
+# --------------------------------------------------------------------------------- over the wire
+
+
+def summed(method: BlockInt, topology: str):
+    def local(key, g):
+        return dq.psum(g, "data", key=key, method=method, topology=topology)
+
+    return local
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("method", (BlockInt(), STOCHASTIC), ids=str)
+def test_a_mesh_computes_what_simulated_workers_do(data_mesh, method, check_vma):
+    g = of_workers(0, N, 5000)
+    local = summed(method, "ring")
+    result = np.asarray(on_mesh(local, data_mesh(N), check_vma=check_vma)(KEY, g))
+    assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
+    np.testing.assert_allclose(result, simulated(local)(KEY, g), rtol=1e-6)
+
+
+def test_stochastic_sums_are_unbiased_and_the_key_decides():
+    g = of_workers(0, N, 5000)
+    truth, run = g.sum(axis=0, dtype=np.float64), simulated(summed(STOCHASTIC, "ring"))
+    results = np.stack([np.asarray(run(jax.random.key(k), g)) for k in range(16)])
+    assert (results == results[:, :1]).all()
+    single = np.mean([vnmse(r, truth) for r in results[:, 0]])
+    assert 1e-3 < single < 0.2
+    assert 11 < single / vnmse(results[:, 0].mean(axis=0, dtype=np.float64), truth) < 22
+
+
+@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
+def test_what_is_not_finite_reaches_every_worker(topology):
+    g = of_workers(0, N, 5000)
+    g[2, 700], g[1, 4999] = np.nan, np.inf
+    result = np.asarray(simulated(summed(BlockInt(), topology))(KEY, g))
+    blocks = np.isin(np.arange(5000) // 32, (700 // 32, 4999 // 32))
+    assert np.isnan(result[:, blocks]).all()
+    assert np.isfinite(result[:, ~blocks]).all()
+
+
+def test_the_halves_of_the_sum():
+    """ZeRO++ scatters; the parts are summed in float32 and never coded."""
+    g = of_workers(0, N, N * 4096).reshape(N, N * 64, 64)
+    truth = g.sum(axis=0, dtype=np.float64)
+    method = BlockInt.qgz()
+
+    def local(key, g):
+        options = {"key": key, "method": method, "tiled": True}
+        part = dq.psum_scatter(g, "data", topology="all_to_all", **options)
+        return part, dq.all_gather(part, "data", **options)
+
+    part, whole = simulated(local)(KEY, g)
+    scattered = vnmse(np.reshape(part, truth.shape), truth)
+    assert 1e-3 < scattered < vnmse(whole[0], truth) < 0.2
+    assert (np.asarray(whole) == np.asarray(whole[0])).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    (
+        (BlockInt(), 8.5),
+        (BlockInt(bits=6), 6.5),
+        (BlockInt(bits=4, block=64), 4.25),
+        (BlockInt.qgz(), 4.125),
+        (BlockInt.equarx(), 8.125),
+        (BlockInt(bits=3, block=256), 3.0625),
+    ),
+    ids=str,
+)
+def test_bits_are_those_promised(method, bits):
+    tree = {"w": jax.ShapeDtypeStruct((WIRE_WORKERS * 512,), jnp.float32)}
+    assert dq.wire_report(tree, WIRE_WORKERS, method=method).bits == bits
+
+
+@pytest.mark.parametrize(
+    ("method", "topology"), ((BlockInt.equarx(), "ring"), (BlockInt.qgz(), "all_to_all")), ids=str
+)
+def test_the_report_is_the_compiled_program(data_mesh, method, topology):
+    tree = {"w": jax.ShapeDtypeStruct((300, 100), jnp.float32)}
+    report = dq.wire_report(tree, WIRE_WORKERS, method=method, topology=topology)
+    found = compiled_collectives(data_mesh(WIRE_WORKERS), tree, method, topology)
+    assert sum(c.sent_bytes(WIRE_WORKERS) for c in found) == report.bytes_per_worker > 0
+    assert frozenset().union(*(c.dtypes for c in found)) == {"u8"}
+
+
+# ------------------------------------------------------------------------------------ the options
+
+
+def test_presets_are_the_papers_widths():
+    assert (BlockInt.qgz().bits, BlockInt.qgz().rounding) == (4, "nearest")
+    assert (BlockInt.equarx().bits, BlockInt.equarx().rounding) == (8, "nearest")
+
+
+def test_bits_may_be_written_as_the_command_line_reads_them():
+    values = heavy_tailed(0, (SIZE,))
+    assert BlockInt(bits=4.0) == BlockInt(bits=4)
+    coder.cache_clear()  # to which the two are one
+    ours = code(BlockInt(bits=4.0), values)[1]
+    coder.cache_clear()
+    np.testing.assert_array_equal(ours, code(BlockInt(bits=4), values)[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    (
+        ({"bits": 1}, r"bits=1 is not possible\. Give an integer from 2 to 8\."),
+        ({"bits": 4.5}, r"bits=4\.5 is not possible"),
+        ({"bits": "8"}, r"bits='8' is not possible"),
+        ({"block": 16}, r"block=16 is not possible\. Give one of \(32, 64, 128, 256\)\."),
+        ({"rounding": "correlated"}, r"rounding='correlated' is not known\. Give one of \('near"),
+    ),
+)
+def test_impossible_options(options, says):
+    with pytest.raises(ValueError, match=says):
+        BlockInt(**options)
