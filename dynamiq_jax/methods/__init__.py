@@ -5,12 +5,14 @@ from dynamiq_jax.methods.bf16 import BF16
 from dynamiq_jax.methods.block_int import BlockInt
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.exact import Exact
+from dynamiq_jax.methods.flash_communication import FlashCommunication
 
 METHODS: dict[str, type[Method]] = {
     "dynamiq": DynamiQ,
     "exact": Exact,
     "bf16": BF16,
     "blockint": BlockInt,
+    "flash_communication": FlashCommunication,
 }
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "BlockInt",
     "DynamiQ",
     "Exact",
+    "FlashCommunication",
     "Method",
     "resolve_method",
 ]
