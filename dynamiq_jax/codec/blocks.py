@@ -86,12 +86,12 @@ def covering_step(spans: Array, levels: int) -> Array:
       bfloat16 bits in uint16.
     """
     quotient = spans * np.float32(1 / levels)
-    # Two units of float32 below, and so never above what is looked for; at most two steps of
-    # bfloat16 from it.
-    low = (lax.bitcast_convert_type(quotient, jnp.int32) - np.int32(2)) >> np.int32(16)
+    # Cut off, the quotient is the step or the bfloat16 below it, whatever its roundings: so it is
+    # for every significand that a span can have.
+    low = lax.bitcast_convert_type(quotient, jnp.int32) >> np.int32(16)
     low = jnp.maximum(low, _SMALLEST_BITS)
-    too_small = [_value(low + np.int32(up)) * np.float32(levels) < spans for up in (0, 1)]
-    bits = low + too_small[0].astype(jnp.int32) + too_small[1].astype(jnp.int32)
+    reach = bfloat16_value(lax.bitcast_convert_type(low, jnp.uint32)) * np.float32(levels)
+    bits = low + (reach < spans).astype(jnp.int32)
     is_zero = spans < np.finfo(np.float32).tiny
     return jnp.where(is_zero, np.int32(0), bits).astype(jnp.uint16)
 
@@ -104,10 +104,6 @@ def step_value(bits: Array) -> Array:
 def in_blocks(rows: Array, block: int) -> Array:
     """Rows [rows, 256] as blocks [rows, 256 / block, block]."""
     return rows.reshape(rows.shape[0], -1, block)
-
-
-def _value(bits: Array) -> Array:
-    return bfloat16_value(lax.bitcast_convert_type(bits, jnp.uint32))
 
 
 def _join(side: Array) -> Array:
