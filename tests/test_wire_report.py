@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import THC, Method
 from dynamiq_jax.topologies import Ring, Topology
 
 NUM_WORKERS = 8
@@ -28,6 +29,7 @@ PRESETS = {
     "centred": dq.DynamiQ.paper(centre=True),
     "bf16": dq.BF16(),
     "exact": dq.Exact(),
+    "thc": THC(),
 }
 # One leaf that is compressed and, beside it, all that is not.
 TREE = {
@@ -91,7 +93,7 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 def compiled_collectives(
-    mesh, tree, method: dq.DynamiQ | dq.Exact, topology: Topology | str = "ring"
+    mesh, tree, method: Method, topology: Topology | str = "ring"
 ) -> list[Collective]:
     def local(key, stacked):
         mine = jax.tree.map(lambda leaf: leaf[0], stacked)
@@ -105,7 +107,7 @@ def compiled_collectives(
 
 
 @pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
-@pytest.mark.parametrize("preset", ("default", "exact"))
+@pytest.mark.parametrize("preset", ("default", "exact", "thc"))
 def test_the_report_is_the_compiled_program_of_other_topologies(data_mesh, topology, preset):
     report = dq.wire_report(TREE, NUM_WORKERS, method=PRESETS[preset], topology=topology)
     found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, PRESETS[preset], topology)

@@ -6,6 +6,7 @@ from dynamiq_jax.methods.block_int import BlockInt
 from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.exact import Exact
 from dynamiq_jax.methods.flash_communication import FlashCommunication
+from dynamiq_jax.methods.thc import THC
 
 METHODS: dict[str, type[Method]] = {
     "dynamiq": DynamiQ,
@@ -13,12 +14,14 @@ METHODS: dict[str, type[Method]] = {
     "bf16": BF16,
     "blockint": BlockInt,
     "flash_communication": FlashCommunication,
+    "thc": THC,
 }
 
 __all__ = [
     "BF16",
     "METHODS",
     "BlockInt",
+    "THC",
     "DynamiQ",
     "Exact",
     "FlashCommunication",
