@@ -1,4 +1,4 @@
-"""What every method owes, on every topology; and room for the two families not built in."""
+"""What every method owes, on every topology; and room for a family that is not built in."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gradients import of_workers, vnmse
 from jax.sharding import PartitionSpec as P
-from toy_methods import ErrorFeedback, IntegerSum
-from workers import TWO_CLASSES, on_mesh, simulated
+from toy_methods import ErrorFeedback
+from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, Method, resolve_method
@@ -21,7 +21,6 @@ KEY = jax.random.key(0)
 STATELESS = {
     **{name: resolve_method(name) for name in METHODS},
     "paper": dq.DynamiQ.paper(),
-    "integer_sum": IntegerSum(),
 }
 EXACT = {"exact"}  # up to the order of float32 additions
 # Methods that the key does not change: name to the vNMSE that they are within, here.
@@ -163,28 +162,6 @@ def test_state_is_stable_under_update(name):
     assert jax.tree.map(lambda x: (x.shape[1:], x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
     )
-
-
-# --------------------------------------------------------------------- a homomorphic method, whole
-
-
-def test_integers_sum_without_further_error():
-    """One rounding per worker and none per hop: the squared error is n s^2 / 6."""
-    levels = 64
-    method = IntegerSum(total=(levels + 1) * NUM_WORKERS)
-    run = simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
-    uniform = np.random.default_rng(0).uniform(-1, 1, (NUM_WORKERS, SIZE)).astype(np.float32)
-    error = np.asarray(run(KEY, uniform)[0], np.float64) - uniform.sum(axis=0, dtype=np.float64)
-    step = np.abs(uniform).max() / levels
-    assert np.mean(error**2) == pytest.approx(NUM_WORKERS * step**2 / 6, rel=0.05)
-
-
-def test_a_homomorphic_method_runs_on_a_mesh(data_mesh):
-    def local(key, g):
-        return dq.psum(g, "data", key=key, method=IntegerSum())
-
-    result = on_mesh(local, data_mesh(NUM_WORKERS))(KEY, gradient())
-    np.testing.assert_array_equal(result, psum_with("integer_sum", "ring")(KEY, gradient()))
 
 
 # ------------------------------------------------------------------ a stateful method, over steps
