@@ -158,7 +158,7 @@ def test_gathered_parts_have_the_error_of_one_rounding():
 
 
 @pytest.mark.parametrize("check_vma", (True, False))
-def test_a_mesh_gives_the_same_bits(data_mesh, check_vma):
+def test_replicas_on_a_mesh_hold_the_same_bits(data_mesh, check_vma):
     g = of_workers(3, N, SIZE)
     result = on_mesh(
         lambda key, x: dq.psum(x, "data", key=key, method=SMALL), data_mesh(N), check_vma=check_vma
@@ -248,7 +248,8 @@ def test_the_error_of_one_worker_is_that_of_its_grid(bits):
 
 
 def test_workers_round_independently_and_hops_round_nothing():
-    g = normal(7, N, SIZE)
+    """Of gradients that are all the same: errors would add up if their noise were."""
+    g = np.tile(normal(7, 1, SIZE), (N, 1))
     wide = THC(block=BLOCK, clamp=4.5)
     _, steps = map(np.asarray, alone(wide)(jax.random.fold_in(KEY, 0), g))
     error = np.asarray(psum_with(wide)(KEY, g)[0], np.float64) - g.sum(axis=0, dtype=np.float64)
