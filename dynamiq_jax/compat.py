@@ -29,11 +29,14 @@ def tracks_varying(axis_name: str) -> bool:
 
 
 def match_varying(values: Tree, reference: Array) -> Tree:
-    """Marks constants as varying over the axes of `reference`, as a loop carry has to be."""
-    axes = tuple(varying_axes(reference))
-    if not axes:
-        return values
-    return jax.tree.map(lambda value: lax.pcast(value, axes, to="varying"), values)
+    """Marks values as varying over the axes of `reference`, as a loop carry has to be."""
+    axes = varying_axes(reference)
+
+    def mark(value: Array) -> Array:
+        missing = tuple(axes - varying_axes(value))
+        return lax.pcast(value, missing, to="varying") if missing else value
+
+    return jax.tree.map(mark, values) if axes else values
 
 
 def vary_over(values: Tree, axis_names: tuple[str, ...]) -> Tree:

@@ -21,10 +21,10 @@ def order_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -
     rows_per_chunk]. Chunks are of consecutive rows if told so, each sorted on its own.
     """
     if consecutive:
-        ranked = _ranked(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
+        ranked = rank(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
         firsts = np.arange(layout.num_chunks, dtype=np.int32) * layout.rows_per_chunk
         return ranked + firsts[:, None]
-    ranked = _ranked(norm_bits)
+    ranked = rank(norm_bits)
     dealt = []
     for width_class in layout.classes:
         first = layout.num_chunks * width_class.first_row
@@ -33,8 +33,10 @@ def order_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -
     return jnp.concatenate(dealt, axis=1)
 
 
-def _ranked(norm_bits: Array) -> Array:
-    """Indices along the last axis, int32: largest norm first, of equal ones the first."""
+def rank(norm_bits: Array) -> Array:
+    """Norms as bfloat16 bits, or other uint16 below 2^15, to indices along the last axis, int32:
+    largest first, of equal ones the first.
+    """
     index_bits = (norm_bits.shape[-1] - 1).bit_length()
     if _NORM_BITS + index_bits > 32:
         return jnp.argsort(_LARGEST_NORM - norm_bits, axis=-1, stable=True).astype(jnp.int32)

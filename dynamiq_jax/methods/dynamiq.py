@@ -15,11 +15,11 @@ from dynamiq_jax.codec import allocation, scales
 from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
-from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.ordering import order_rows, restore_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 from dynamiq_jax.codec.rounding import ROUNDINGS, Rounding
 from dynamiq_jax.methods.base import ChunkedMethod
+from dynamiq_jax.methods.statistics import combine_statistics, combined_bytes
 from pallas_kernels import implementation as backends
 from pallas_kernels.compress.api import compress
 from pallas_kernels.decompress.api import decompress
@@ -148,13 +148,13 @@ class DynamiQ(ChunkedMethod):
         )
 
     def wire_cost(self, size: int, num_workers: int, num_chunks: int) -> WireCost:
-        """See `Method`. The statistics, two bytes a row, are reduced and gathered: twice (n - 1)/n
-        of them.
-        """
+        """See `Method`."""
         layout = self.layout(size, num_chunks)
-        words = layout.num_rows // num_workers * (2 if self.centre else 1)
         return WireCost(
-            payload_bytes=layout.payload_bytes, statistics_bytes=2 * (num_workers - 1) * 2 * words
+            payload_bytes=layout.payload_bytes,
+            statistics_bytes=combined_bytes(
+                layout.num_rows, num_workers, kinds=2 if self.centre else 1
+            ),
         )
 
     def bind(
@@ -170,7 +170,7 @@ class DynamiQ(ChunkedMethod):
         """See `ChunkedMethod`."""
         layout = self.layout(flat.size, num_chunks)
         rows = layout.as_rows(flat)
-        combined = _combine_statistics(self._statistics(rows), axis_name, num_workers)
+        combined = combine_statistics(self._statistics(rows), axis_name, num_workers)
         shift = _finite_mean(combined) if self.centre else None
         return _DynamiQChunks(
             rows=rows if shift is None else rows.astype(jnp.float32) - shift[:, None],
@@ -298,21 +298,3 @@ class _DynamiQChunks:
 def _finite_mean(statistics: Array) -> Array:
     """Means, without those that would turn finite values into NaN: float32 [num_rows]."""
     return jnp.where(jnp.isfinite(statistics[1]), statistics[1], np.float32(0))
-
-
-def _combine_statistics(local: Array, axis_name: str, num_workers: int) -> Array:
-    """Combines float32 [1 or 2, num_rows]: norms as sqrt(sum of squares), then means as their mean.
-
-    Travels as bfloat16 bits in uint16 (XLA:CPU would widen bfloat16). Reduced by owners and
-    gathered, so that all workers hold the same bits whatever the order of a backend's sums.
-    """
-    words = scales.bfloat16_bits(local).reshape(local.shape[0], num_workers, -1)
-    received = lax.all_to_all(words, axis_name, split_axis=1, concat_axis=1)
-    values = scales.bfloat16_value(received.astype(jnp.uint32))
-    combined = [l2_norm(values[0], axis=0)]
-    if local.shape[0] == 2:
-        combined.append(jnp.mean(values[1], axis=0))
-    gathered = compat.all_gather(scales.bfloat16_bits(jnp.stack(combined)), axis_name)
-    return scales.bfloat16_value(
-        jnp.swapaxes(gathered, 0, 1).reshape(local.shape).astype(jnp.uint32)
-    )
