@@ -123,8 +123,12 @@ def test_the_state_is_a_plain_pytree_that_keeps_its_shape(name):
     """Conformance: abstract init, init and update agree, and carry the dtypes of the gradients."""
     reduce = dq.all_reduce_gradients("data", method=name, start_step=5)
     tree = params() | {"half": jnp.ones((32, 64), jnp.bfloat16)}
-    state = reduce.init(tree)
-    abstract = jax.eval_shape(reduce.init, tree)
+
+    def init(tree):  # a method that carries state wants the axis
+        return jax.vmap(lambda _: reduce.init(tree), axis_name="data", out_axes=None)(jnp.ones(2))
+
+    state = init(tree)
+    abstract = jax.eval_shape(init, tree)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), abstract
     )

@@ -7,6 +7,8 @@ from dynamiq_jax.methods.dynamiq import DynamiQ
 from dynamiq_jax.methods.exact import Exact
 from dynamiq_jax.methods.flash_communication import FlashCommunication
 from dynamiq_jax.methods.thc import THC
+from dynamiq_jax.methods.omni_reduce import OmniReduce
+from dynamiq_jax.methods.top_k_chunked import TopKChunked
 
 METHODS: dict[str, type[Method]] = {
     "dynamiq": DynamiQ,
@@ -15,6 +17,8 @@ METHODS: dict[str, type[Method]] = {
     "blockint": BlockInt,
     "flash_communication": FlashCommunication,
     "thc": THC,
+    "omnireduce": OmniReduce,
+    "topk_chunked": TopKChunked,
 }
 
 __all__ = [
@@ -26,6 +30,8 @@ __all__ = [
     "Exact",
     "FlashCommunication",
     "Method",
+    "OmniReduce",
+    "TopKChunked",
     "resolve_method",
 ]
 

@@ -1,0 +1,393 @@
+"""Methods that sum some blocks only: the right ones, wholly, and what is left out is told."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import of_workers
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from test_wire_report import TREE, collectives
+from workers import TWO_CLASSES, on_mesh, simulated
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import OmniReduce, TopKChunked
+from dynamiq_jax.methods.sparse_blocks import SparseBlocks
+from dynamiq_jax.topologies import resolve_topology
+
+NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40
+SIZE = NUM_BLOCKS * BLOCK - 17  # the last block is padded
+KEY = jax.random.key(2)
+OMNI = OmniReduce(density=None, capacity=0.5, inner=dq.Exact(), block_size=BLOCK)
+OMNI_ROOM = 20
+TOP_K = TopKChunked(bits=8.0, inner=dq.Exact(), block_size=BLOCK)
+TOP_K_ROOM = TOP_K.num_chosen(SIZE, NUM_WORKERS, NUM_WORKERS)
+both = pytest.mark.parametrize("method", (OMNI, TOP_K), ids=("omnireduce", "topk_chunked"))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def local_all_reduce(method, num_workers=NUM_WORKERS, topology="ring"):
+    """The sum, what this worker applied, and the next state, after a first step."""
+
+    def local(key, flat):
+        return method.all_reduce_applied(
+            flat,
+            "data",
+            num_workers,
+            topology=resolve_topology(topology),
+            key=key,
+            state=method.init_state(flat.size, num_workers),
+        )
+
+    return local
+
+
+@functools.cache
+def runner(method, num_workers=NUM_WORKERS, topology="ring"):
+    return simulated(local_all_reduce(method, num_workers, topology))
+
+
+def reduced(method, gradients, topology="ring"):
+    """Sum [size], applied [n, size] and state of worker 0; all workers agree on sum and state."""
+    result = runner(method, len(gradients), topology)(KEY, gradients)
+    total, applied, state = jax.tree.map(np.asarray, result)
+    for leaf in (total, *state):
+        assert {replica.tobytes() for replica in leaf} == {leaf[0].tobytes()}
+    return total[0], applied, jax.tree.map(lambda leaf: leaf[0], state)
+
+
+def in_blocks(flat: np.ndarray) -> np.ndarray:
+    """[..., size] to [..., blocks, BLOCK]."""
+    padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % BLOCK)]
+    return np.pad(flat, padding).reshape(*flat.shape[:-1], -1, BLOCK)
+
+
+def restricted(flat: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """Values [..., size] of some blocks, bool [..., blocks], and zeros."""
+    return np.where(np.repeat(blocks, BLOCK, axis=-1)[..., : flat.shape[-1]], flat, np.float32(0))
+
+
+def integers(seed: int, wanted: np.ndarray) -> np.ndarray:
+    """[n, SIZE] with nonzero values in the wanted blocks, bool [n, blocks]. Their sums are exact in
+    any order."""
+    values = np.random.default_rng(seed).integers(-50, 50, (len(wanted), SIZE)).astype(np.float32)
+    values[:, ::BLOCK] = 7  # no wanted block is zero by chance
+    return restricted(values, wanted)
+
+
+# ------------------------------------------------------------------------------------- OmniReduce
+
+
+@given(seed=seeds, union_size=st.integers(0, OMNI_ROOM), density=st.floats(0.1, 1))
+def test_the_sum_is_exact_where_the_union_fits(seed, union_size, density):
+    rng = np.random.default_rng(seed)
+    union = np.isin(np.arange(NUM_BLOCKS), rng.choice(NUM_BLOCKS, union_size, replace=False))
+    gradients = integers(seed, union & (rng.random((NUM_WORKERS, NUM_BLOCKS)) < density))
+    total, applied, state = reduced(OMNI, gradients)
+    np.testing.assert_array_equal(total, gradients.sum(axis=0))
+    np.testing.assert_array_equal(applied, gradients)
+    assert (float(state.left_out), int(state.steps)) == (0, 1)
+
+
+@given(seed=seeds, density=st.floats(0.05, 1))
+def test_what_does_not_fit_is_told_and_is_what_few_workers_want(seed, density):
+    """Law: a worker applies its chosen blocks and nothing else, and the sum is what all apply."""
+    rng = np.random.default_rng(seed)
+    wanted = rng.random((NUM_WORKERS, NUM_BLOCKS)) < density
+    gradients = integers(seed, wanted)
+    total, applied, state = reduced(OMNI, gradients)
+    votes = wanted.sum(axis=0)
+    first = np.lexsort((np.arange(NUM_BLOCKS), -votes))[:OMNI_ROOM]
+    chosen = np.isin(np.arange(NUM_BLOCKS), first) & (votes > 0)
+    np.testing.assert_array_equal(applied, restricted(gradients, chosen))
+    np.testing.assert_array_equal(total, applied.sum(axis=0))
+    union = np.count_nonzero(votes)
+    assert state.left_out == np.float32(max(union - OMNI_ROOM, 0)) / np.float32(max(union, 1))
+
+
+def test_there_are_cases_of_both_kinds():
+    for density, fits in ((0.1, True), (0.9, False)):
+        wanted = np.random.default_rng(0).random((NUM_WORKERS, NUM_BLOCKS)) < density
+        assert (np.count_nonzero(wanted.any(axis=0)) <= OMNI_ROOM) == fits
+
+
+@given(seed=seeds)
+def test_the_union_is_that_of_the_largest_blocks_of_each_worker(seed):
+    """With a density, on dense gradients. Many norms are equal: of these, the first."""
+    rng = np.random.default_rng(seed)
+    exponents = rng.integers(0, 20, (NUM_WORKERS, NUM_BLOCKS))
+    signs = rng.choice(np.array((-1, 1)), (NUM_WORKERS, NUM_BLOCKS, BLOCK))
+    gradients = np.ldexp(signs, exponents[..., None]).reshape(NUM_WORKERS, -1).astype(np.float32)
+    method = dataclasses.replace(OMNI, density=0.1)
+    total, _, state = reduced(method, gradients)
+    union = np.zeros(NUM_BLOCKS, bool)
+    for local in exponents:
+        union[np.argsort(-local, kind="stable")[:4]] = True
+    assert 4 <= np.count_nonzero(union) <= 16
+    np.testing.assert_array_equal(total, restricted(gradients.sum(axis=0), union))
+    assert state.left_out == 0
+
+
+def test_a_density_of_sparse_gradients_wants_no_zeros():
+    """Of three blocks that are not zero, not more than three, though the density is 20."""
+    wanted = np.zeros((NUM_WORKERS, NUM_BLOCKS), bool)
+    wanted[:, 37:] = True
+    method = dataclasses.replace(OMNI, density=0.5, capacity=0.05)  # two of 40
+    total, _, state = reduced(method, integers(0, wanted))
+    assert state.left_out == np.float32(1 / 3)
+    np.testing.assert_array_equal(np.flatnonzero(in_blocks(total).any(axis=1)), (37, 38))
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_the_state_adds_up_over_steps_on_a_mesh(data_mesh, check_vma):
+    """Steps that want 10, 40 and 25 blocks, of which 20 fit."""
+    reduce = dq.all_reduce_gradients("data", method=OMNI)
+    wanted = np.arange(NUM_BLOCKS) < np.array((10, 40, 25))[:, None]
+    steps = np.stack([integers(i, np.tile(row, (NUM_WORKERS, 1))) for i, row in enumerate(wanted)])
+
+    def local(_, gradients):
+        def step(state, gradient):
+            update, state = reduce.update(gradient, state)
+            return state, (update, state.method[0])
+
+        return jax.lax.scan(step, reduce.init(gradients[0]), gradients)[1]
+
+    run = on_mesh(local, data_mesh(NUM_WORKERS), check_vma=check_vma)
+    updates, states = run(KEY, steps.swapaxes(0, 1))
+    shares = np.array((0, 20 / 40, 5 / 25), np.float32)
+    means = np.cumsum(shares) / np.arange(1, 4)
+    for worker in range(NUM_WORKERS):
+        np.testing.assert_array_equal(states.left_out[worker], shares)
+        np.testing.assert_allclose(states.mean_left_out[worker], means, rtol=1e-6)
+        np.testing.assert_array_equal(states.steps[worker], (1, 2, 3))
+        expected = restricted(steps.sum(axis=1), np.arange(NUM_BLOCKS) < OMNI_ROOM)
+        np.testing.assert_array_equal(updates[worker], expected / NUM_WORKERS)
+
+
+def test_votes_of_very_many_workers_are_no_sign_of_nan():
+    """Votes are bytes, of which one value means not finite: without room, such blocks are NaN."""
+    many = 260
+    total, _, state = runner(OMNI, many)(KEY, np.ones((many, 2 * BLOCK), np.float32))
+    np.testing.assert_array_equal(total[0], np.repeat(np.float32((many, 0)), BLOCK))
+    assert np.all(state.left_out == 0.5)
+
+
+def test_a_collective_without_state_refuses_it():
+    with pytest.raises(ValueError, match=r"carries state.*all_reduce_gradients"):
+        simulated(lambda key, g: dq.psum(g, "data", key=key, method="omnireduce"))(
+            KEY, of_workers(0, 2, 4096)
+        )
+
+
+# ------------------------------------------------------------------------------- top-k of blocks
+
+
+@given(seed=seeds)
+def test_the_blocks_with_the_largest_norms_over_all_workers_are_summed(seed):
+    """Against float64: norms are compared in bfloat16, rounded twice."""
+    gradients = of_workers(seed, NUM_WORKERS, SIZE)
+    total, applied, _ = reduced(TOP_K, gradients)
+    chosen = in_blocks(total).any(axis=1)
+    assert np.count_nonzero(chosen) == TOP_K_ROOM < NUM_BLOCKS
+    norms = np.sqrt(np.sum(in_blocks(gradients).astype(np.float64) ** 2, axis=(0, 2)))
+    assert norms[chosen].min() >= norms[~chosen].max() * (1 - 2**-7)
+    np.testing.assert_array_equal(applied, restricted(gradients, chosen))
+    expected = restricted(gradients.sum(axis=0, dtype=np.float64), chosen)
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
+def test_blocks_that_only_one_worker_has_count_for_all():
+    """The norm is that over workers: none of the others has the largest block."""
+    gradients = np.zeros((NUM_WORKERS, SIZE), np.float32)
+    gradients[:, : 30 * BLOCK] = 1
+    gradients[2, 33 * BLOCK] = 1000
+    total, _, _ = reduced(dataclasses.replace(TOP_K, bits=0.3), gradients)
+    assert np.flatnonzero(total).tolist() == [33 * BLOCK]
+
+
+@pytest.mark.parametrize("bits", (0.5, 2.0, 8.0, 16.0))
+@pytest.mark.parametrize("inner", (dq.BF16(), TWO_CLASSES), ids=("bf16", "dynamiq"))
+def test_the_bits_are_those_asked_for(bits, inner):
+    method, size, n = TopKChunked(bits=bits, inner=inner), 1 << 20, 8
+    tree = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
+    report = dq.wire_report(tree, n, method=method)
+    room = method.num_chosen(size, n, n)
+    if room == size // 256:  # the whole bucket costs less
+        assert report.bits < bits
+        return
+    assert bits - 0.1 < report.bits <= bits
+    assert room == pytest.approx((bits - 1 / 16) / inner_bits(inner) * size / 256, rel=0.05)
+
+
+def inner_bits(inner) -> float:
+    return 16 if isinstance(inner, dq.BF16) else inner.bits
+
+
+def test_all_blocks_are_summed_where_there_are_bits_for_all():
+    gradients = of_workers(0, NUM_WORKERS, SIZE)
+    everything = dataclasses.replace(TOP_K, bits=32.0, inner=dq.BF16())
+    total, _, _ = reduced(everything, gradients)
+    error = np.abs(total - gradients.sum(axis=0))
+    assert np.all(error <= NUM_WORKERS * 2.0**-8 * np.abs(gradients).sum(axis=0))
+    assert np.any(error > 0)
+
+
+# ------------------------------------------------------------------------------------------ both
+
+
+@both
+@given(seed=seeds)
+def test_units_of_the_gradient_do_not_matter(method, seed):
+    gradients = of_workers(seed, NUM_WORKERS, SIZE)
+    total, _, _ = reduced(method, gradients)
+    assert np.any(total)
+    for unit in (2.0**-60, 2.0**60):
+        scaled, _, _ = reduced(method, gradients * np.float32(unit))
+        np.testing.assert_array_equal(scaled, total * np.float32(unit))
+
+
+@both
+@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
+def test_nan_and_inf_surface_and_stay_in_their_blocks(method, topology):
+    """In the least of all blocks, and there alone."""
+    gradients = of_workers(3, NUM_WORKERS, SIZE)
+    gradients[:, -3 * BLOCK :] = 0
+    gradients[2, -1], gradients[1, -2 * BLOCK] = np.nan, -np.inf
+    total, _, _ = reduced(method, gradients, topology)
+    spoilt = ~np.isfinite(total)
+    assert spoilt[-1] and spoilt[-2 * BLOCK]
+    assert not np.any(spoilt[: -3 * BLOCK])
+    assert np.any(total[: -3 * BLOCK])
+
+
+@both
+def test_more_blocks_that_are_not_finite_than_there_is_room_for_surface(method):
+    gradients = of_workers(4, NUM_WORKERS, SIZE)
+    gradients[1, :: 2 * BLOCK] = np.nan
+    small = {"capacity": 0.1} if isinstance(method, OmniReduce) else {"bits": 1.0}
+    total, applied, _ = reduced(dataclasses.replace(method, **small), gradients)
+    spoilt = np.isnan(in_blocks(total)).any(axis=1)
+    np.testing.assert_array_equal(spoilt, np.arange(NUM_BLOCKS) % 2 == 0)
+    # What the others leave out is theirs to keep, not NaN.
+    assert np.all(np.isfinite(applied[0]))
+
+
+@both
+def test_zeros_are_zeros(method):
+    total, applied, state = reduced(method, np.zeros((NUM_WORKERS, SIZE), np.float32))
+    assert not np.any(total) and not np.any(applied)
+    assert not any(np.any(leaf) for leaf in state[:2])
+
+
+@both
+def test_subnormal_blocks_do_no_harm(method):
+    """They are too small for float32 arithmetic on many devices: they may go, not turn into NaN."""
+    gradients = np.full((NUM_WORKERS, SIZE), 1e-40, np.float32)
+    gradients[:, 5 * BLOCK : 6 * BLOCK] = 1e-30
+    total, _, _ = reduced(method, gradients)
+    np.testing.assert_allclose(total[5 * BLOCK : 6 * BLOCK], NUM_WORKERS * 1e-30, rtol=1e-6)
+    assert np.all(np.abs(np.delete(total, np.s_[5 * BLOCK : 6 * BLOCK])) < 1e-38)
+
+
+@pytest.mark.parametrize(("method", "dtype"), ((OMNI, jnp.bfloat16), (TOP_K, jnp.float16)))
+def test_narrow_gradients_give_the_sum_of_their_values(method, dtype):
+    gradients = jnp.asarray(1e3 * of_workers(5, NUM_WORKERS, SIZE)).astype(dtype)
+    total, applied, _ = reduced(method, gradients)
+    wide, wide_applied, _ = reduced(method, gradients.astype(jnp.float32))
+    np.testing.assert_array_equal(total, wide)
+    np.testing.assert_array_equal(applied, wide_applied)
+    assert total.dtype == np.float32 and np.any(total)
+
+
+@both
+@pytest.mark.parametrize("size", (1, BLOCK + 1))
+def test_there_is_room_for_one_block_at_least(method, size):
+    small = {"capacity": 0.01} if isinstance(method, OmniReduce) else {"bits": 0.3}
+    gradients = np.tile(np.arange(1, size + 1, dtype=np.float32), (NUM_WORKERS, 1))
+    total, _, _ = reduced(dataclasses.replace(method, **small), gradients)
+    assert np.count_nonzero(in_blocks(total).any(axis=1)) == 1
+
+
+@both
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, method, check_vma):
+    """And under check_vma, the types say that sum and state are the same on all workers."""
+
+    def local(stacked, state):
+        total, applied, state = method.all_reduce_applied(
+            stacked[0],
+            "data",
+            NUM_WORKERS,
+            topology=resolve_topology("ring"),
+            key=KEY,
+            state=state,
+        )
+        return total, applied[None], state
+
+    mapped = jax.shard_map(
+        local,
+        mesh=data_mesh(NUM_WORKERS),
+        in_specs=(P("data"), P()),
+        out_specs=(P(), P("data"), P()),
+        check_vma=check_vma,
+    )
+    gradients = of_workers(6, NUM_WORKERS, SIZE)
+    ours = jax.jit(mapped)(gradients, method.init_state(SIZE, NUM_WORKERS))
+    for leaf, expected in zip(
+        jax.tree.leaves(ours), jax.tree.leaves(reduced(method, gradients)), strict=True
+    ):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
+@pytest.mark.parametrize("name", ("omnireduce", "topk_chunked"))
+def test_the_report_is_the_compiled_program(data_mesh, name, topology):
+    n = 8
+    reduce = dq.all_reduce_gradients("data", method=name, topology=topology)
+
+    def local(stacked):
+        tree = jax.tree.map(lambda leaf: leaf[0], stacked)
+        updates, state = reduce.update(tree, reduce.init(tree))
+        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
+
+    stacked = {k: jax.ShapeDtypeStruct((n, *x.shape), x.dtype) for k, x in TREE.items()}
+    mapped = jax.shard_map(local, mesh=data_mesh(n), in_specs=P("data"), out_specs=(P(), P("data")))
+    found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
+    report = dq.wire_report(TREE, n, method=name, topology=topology)
+    assert sum(c.sent_bytes(n) for c in found) == report.bytes_per_worker
+    sent = sum(c.sent_bytes(n) for c in found if c.kind != "all-reduce")
+    assert sent == report.compressed_bytes
+    dtypes = frozenset().union(*(c.dtypes for c in found if c.kind != "all-reduce"))
+    assert dtypes == ({"u8", "u16"} if name == "omnireduce" else {"u16"})
+    assert report.bits == pytest.approx(8.0 if name == "omnireduce" else 2.0, abs=0.06)
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("name", ("density", "capacity"))
+@pytest.mark.parametrize("share", (0, -0.5, 1.01, float("nan"), "half"))
+def test_impossible_shares(name, share):
+    with pytest.raises(ValueError, match=rf"{name}={share!r} is not a share.*Give a number"):
+        OmniReduce(**{name: share})
+
+
+@pytest.mark.parametrize("bits", (1 / 16, 0, 32.5, float("nan"), "2"))
+def test_bits_out_of_range(bits):
+    with pytest.raises(ValueError, match=rf"bits={bits!r} is out of range.*0.0625.*at most 32"):
+        TopKChunked(bits=bits)
+
+
+@pytest.mark.parametrize("cls", (OmniReduce, TopKChunked))
+def test_impossible_blocks_and_inner_methods(cls):
+    assert issubclass(cls, SparseBlocks)
+    for block_size in (0, 2.5, None):
+        with pytest.raises(ValueError, match=f"block_size={block_size!r} is not a number.*Give"):
+            cls(block_size=block_size)
+    for inner in ("bf16", OmniReduce()):
+        with pytest.raises(ValueError, match=r"(?s)inner=.*cannot sum blocks.*Give one"):
+            cls(inner=inner)
