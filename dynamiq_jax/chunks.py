@@ -49,6 +49,11 @@ class ChunkCodec(Protocol):
     def decompress(self, payloads: Payload) -> Array:
         """Payloads of all chunks, stacked on a leading axis, to the sum: float32 [size]."""
 
+    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, ChunkCodec]":
+        """Local values after a compression of their own, float32 [size], and a codec that carries
+        these instead: what error feedback knows that it has sent. All chunks have to be there.
+        """
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecodedChunks:
@@ -78,6 +83,12 @@ class RecodedChunks:
     def decompress(self, payloads: Payload) -> Array:
         """See `ChunkCodec`."""
         return jax.vmap(self.decode)(payloads).reshape(-1)[: self.size]
+
+    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, RecodedChunks]":
+        """See `ChunkCodec`."""
+        chunks = jnp.arange(self.values.shape[0])
+        values = lax.map(lambda chunk: self.decode(self.compress(chunk, turn)), chunks)
+        return values.reshape(-1)[: self.size], dataclasses.replace(self, values=values)
 
     def _local(self, chunk: Array) -> Array:
         values = lax.dynamic_index_in_dim(self.values, chunk - self.first, keepdims=False)
@@ -118,6 +129,10 @@ class SummedChunks:
     def decompress(self, payloads: Payload) -> Array:
         """See `ChunkCodec`."""
         return self.decode(payloads).reshape(-1)[: self.size]
+
+    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, SummedChunks]":
+        """See `ChunkCodec`. What is encoded is what is summed: it has been compressed already."""
+        return self.decompress(self.encoded), self
 
 
 def as_chunks(flat: Array, num_chunks: int) -> Array:

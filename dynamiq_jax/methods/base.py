@@ -4,7 +4,6 @@ import abc
 import dataclasses
 from typing import Any, NoReturn
 
-import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.chunks import ChunkCodec, WireCost
@@ -159,17 +158,15 @@ class ChunkedMethod(Method):
         key: Array,
         state: State,
     ) -> tuple[Array, Array, State]:
-        """See `Method`. What is applied went through the codec once before it is sent; the rounding
+        """See `Method`. What is applied goes through the codec once before it is sent; the rounding
         of partial sums on the way belongs to nobody and is not in it.
         """
-        num_chunks = topology.num_chunks(num_workers)
-        codec = self.bind(flat, axis_name, num_workers, num_chunks, key)
-        payloads = lax.map(lambda chunk: codec.compress(chunk, 0), jnp.arange(num_chunks))
-        applied = codec.decompress(payloads)
-        total, state = self.all_reduce(
-            applied, axis_name, num_workers, topology=topology, key=key, state=state
-        )
-        return total, applied, state
+        codec = self.bind(flat, axis_name, num_workers, topology.num_chunks(num_workers), key)
+        # After all turns of the topology, whose rounding noise it must not repeat.
+        turn = num_workers + lax.axis_index(axis_name)
+        # The same codec again: another one would exchange its statistics once more.
+        applied, codec = codec.once(turn, num_workers)
+        return topology.all_reduce(codec, axis_name, num_workers), applied, state
 
     def reduce_scatter(
         self, flat: Array, axis_name: str, num_workers: int, *, topology: Topology, key: Array

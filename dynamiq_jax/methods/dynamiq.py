@@ -294,6 +294,16 @@ class _DynamiQChunks:
         )
         return self.layout.as_flat(rows if self.shift is None else rows + self.shift[:, None])
 
+    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _DynamiQChunks]":
+        payloads = lax.map(lambda chunk: self.compress(chunk, turn), jnp.arange(len(self.order)))
+        rows = decompress(
+            payloads, self.order, layout=self.layout, implementation=self.implementation
+        )
+        mean = (
+            np.float32(0) if self.shift is None else self.shift[:, None] / np.float32(num_workers)
+        )
+        return self.layout.as_flat(rows + mean), dataclasses.replace(self, rows=rows)
+
 
 def _finite_mean(statistics: Array) -> Array:
     """Means, without those that would turn finite values into NaN: float32 [num_rows]."""
