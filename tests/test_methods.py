@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import of_workers, vnmse
-from jax.sharding import PartitionSpec as P
-from toy_methods import ErrorFeedback
-from workers import TWO_CLASSES, simulated
+from workers import simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.buckets import BUCKET_BYTES, EXACT_BELOW, resolve_options
@@ -34,6 +32,9 @@ DETERMINISTIC = {
     "flash_communication": (3e-4, 4e-3),  # half of 1/31 of what lies between spikes, a few times
     "omnireduce": (0.03, 0.06),  # the energy of three blocks of four, the smallest
     "topk_chunked": (0.09, 0.15),  # and of seven of eight
+    # A vector has no low rank: most of it is left out.
+    "powersgd": (0.1, 0.99),
+    "error_feedback": (0.1, 0.99),
 }
 
 methods = pytest.mark.parametrize("name", CASES)
@@ -170,100 +171,5 @@ def test_state_is_stable_under_update(name):
 
     before, updates, after = jax.eval_shape(jax.vmap(local, axis_name="data"), gradient())
     assert updates["w"].shape == (NUM_WORKERS, SIZE)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), before
-    )
-
-
-# ------------------------------------------------------------------ a stateful method, over steps
-
-FEEDBACK = ErrorFeedback(inner=dq.Exact())
-STEPS, FEEDBACK_SIZE = 6, 20_000
-
-
-def run_steps(method: ErrorFeedback, mesh=None):
-    """Outputs [steps, n, size] and residuals [steps + 1, n, size] of all_reduce_gradients."""
-    reduce = dq.all_reduce_gradients("data", method=method)
-    gradients = np.stack(
-        [of_workers(step, NUM_WORKERS, FEEDBACK_SIZE) for step in range(STEPS)], axis=1
-    )
-
-    def local(gradients):
-        state = reduce.init(gradients[0])
-
-        def step(state, gradient):
-            output, state = reduce.update(gradient, state)
-            return state, (output, state.method[0])
-
-        if mesh is not None:  # the first residual is a constant, and what follows it is not
-            state = state._replace(
-                method=jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), state.method)
-            )
-        _, (outputs, residuals) = jax.lax.scan(step, state, gradients)
-        return outputs, residuals
-
-    if mesh is None:
-        outputs, residuals = jax.jit(jax.vmap(local, axis_name="data"))(gradients)
-    else:
-        mapped = jax.shard_map(
-            lambda stacked: jax.tree.map(lambda x: x[None], local(stacked[0])),
-            mesh=mesh,
-            in_specs=P("data"),
-            out_specs=P("data"),
-        )
-        outputs, residuals = jax.jit(mapped)(gradients)
-    residuals = np.concatenate([np.zeros_like(residuals[:, :1]), residuals], axis=1)
-    return gradients.swapaxes(0, 1), *(np.asarray(x).swapaxes(0, 1) for x in (outputs, residuals))
-
-
-@functools.cache
-def feedback_run():
-    return run_steps(FEEDBACK)
-
-
-def test_what_is_applied_and_what_is_kept_make_up_the_input():
-    """Law: applied + residual == input + previous residual, summed over the workers."""
-    gradients, outputs, residuals = feedback_run()
-    for step in range(STEPS):
-        applied = NUM_WORKERS * outputs[step][0]
-        np.testing.assert_allclose(
-            applied + residuals[step + 1].sum(axis=0),
-            (gradients[step] + residuals[step]).sum(axis=0),
-            rtol=1e-5,
-            atol=1e-6 * np.abs(gradients).max(),
-        )
-        assert np.any(residuals[step + 1])
-        assert np.mean(outputs[step][0] == 0) > 0.2  # it is coarse
-
-
-def test_nothing_is_lost_over_time():
-    gradients, outputs, residuals = feedback_run()
-    truth = gradients.sum(axis=(0, 1), dtype=np.float64)
-    applied = NUM_WORKERS * outputs[:, 0].sum(axis=0, dtype=np.float64)
-    assert vnmse(applied + residuals[-1].sum(axis=0), truth) < 1e-10
-    assert vnmse(applied, truth) > 1e-4
-
-
-def test_replicas_stay_identical_while_their_residuals_differ():
-    _, outputs, residuals = feedback_run()
-    np.testing.assert_array_equal(outputs, outputs[:, :1].repeat(NUM_WORKERS, axis=1))
-    assert np.all(np.any(residuals[1:, 1:] != residuals[1:, :-1], axis=-1))
-
-
-def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
-    """With a lossy method inside: feedback composes with any method."""
-    method = ErrorFeedback(inner=TWO_CLASSES)
-    ours, expected = run_steps(method, data_mesh(NUM_WORKERS)), run_steps(method)
-    np.testing.assert_array_equal(ours[1], expected[1])
-    np.testing.assert_array_equal(ours[2], expected[2])
-
-
-def test_state_has_the_size_of_its_bucket():
-    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
-    tree = {"a": jnp.ones(5000), "b": jnp.ones((60, 50), jnp.bfloat16), "c": jnp.ones(10)}
-
-    def init(_):
-        return reduce.init(tree)
-
-    state = jax.eval_shape(jax.vmap(init, axis_name="data"), jnp.zeros(NUM_WORKERS))
-    assert [leaf.shape for leaf in state.method] == [(NUM_WORKERS, 5000), (NUM_WORKERS, 3000)]
+    assert after == before
+    assert bool(jax.tree.leaves(before.method)) == is_stateful(CASES[name])

@@ -10,10 +10,10 @@ from gradients import of_workers, vnmse
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_wire_report import collectives
-from toy_methods import ErrorFeedback
 from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import ErrorFeedback
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 
 N = 4
@@ -220,7 +220,7 @@ def test_what_does_not_scatter_is_refused(shape, options, words):
 
 
 def test_methods_without_halves_say_so():
-    method = ErrorFeedback(inner=dq.Exact())
+    method = ErrorFeedback(method=dq.Exact())
     g = gradient((N, 1000))
     with pytest.raises(ValueError, match=r"ErrorFeedback.*dq\.all_gather"):
         simulated(lambda key, g: dq.all_gather(g, "data", key=key, method=method))(KEY, g)

@@ -16,7 +16,9 @@ import jax
 from jax import Array, lax
 
 import dynamiq_jax as dq
+from dynamiq_jax.buckets import Options
 from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax.collectives import reduce_tree
 from dynamiq_jax.methods import METHODS, Method
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Topology
 
@@ -34,11 +36,13 @@ class Setting:
     topology: Topology | Auto | None = None
 
     def all_reduce(self, values: Array, axis_name: str, key: Array) -> Array:
-        """Sum of float32 [size] over an axis; inside shard_map."""
+        """Sum of float32 [size] over an axis; inside shard_map. Of a method that carries state, the
+        sum of a first step.
+        """
         if self.method is None or self.topology is None:
             return lax.psum(values, axis_name)
-        method, topology = self.method, self.topology
-        return dq.psum(values, axis_name, key=key, method=method, topology=topology, exact_below=0)
+        options = Options(method=self.method, topology=self.topology, exact_below=0)
+        return reduce_tree(values, axis_name, key=key, options=options, mean=False, states=None)[0]
 
     def wire_report(self, size: int, num_workers: int) -> dq.WireReport:
         """What one all-reduce of float32 [size] sends.

@@ -4,11 +4,13 @@ from dynamiq_jax.methods.base import Method
 from dynamiq_jax.methods.bf16 import BF16
 from dynamiq_jax.methods.block_int import BlockInt
 from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.exact import Exact
 from dynamiq_jax.methods.flash_communication import FlashCommunication
 from dynamiq_jax.methods.thc import THC
 from dynamiq_jax.methods.omni_reduce import OmniReduce
 from dynamiq_jax.methods.top_k_chunked import TopKChunked
+from dynamiq_jax.methods.power_sgd import PowerSGD
 
 METHODS: dict[str, type[Method]] = {
     "dynamiq": DynamiQ,
@@ -19,6 +21,8 @@ METHODS: dict[str, type[Method]] = {
     "thc": THC,
     "omnireduce": OmniReduce,
     "topk_chunked": TopKChunked,
+    "powersgd": PowerSGD,
+    "error_feedback": ErrorFeedback,
 }
 
 __all__ = [
@@ -27,11 +31,13 @@ __all__ = [
     "BlockInt",
     "THC",
     "DynamiQ",
+    "ErrorFeedback",
     "Exact",
     "FlashCommunication",
     "Method",
     "OmniReduce",
     "TopKChunked",
+    "PowerSGD",
     "resolve_method",
 ]
 

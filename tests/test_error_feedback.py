@@ -1,0 +1,308 @@
+"""Error feedback: what is applied and what is kept make up what came in, on every worker, in every
+step, and over all of them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from gradients import of_workers, vnmse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from test_wire_report import PRESETS
+from workers import TWO_CLASSES, on_mesh, simulated
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD
+from dynamiq_jax.optimizer import AllReduceState
+from dynamiq_jax.topologies import AllToAll, Ring
+
+NUM_WORKERS, STEPS = 4, 6
+SHAPE, SIZE = (125, 160), 20_000
+KEY = jax.random.key(8)
+LOW_RANK = PowerSGD(rank=4)
+NEAREST = dataclasses.replace(TWO_CLASSES, rounding="nearest")
+INNER = {
+    "powersgd": LOW_RANK.for_leaves((SHAPE,)),
+    "powersgd of a vector": LOW_RANK,
+    "powersgd in bf16": PowerSGD(rank=4, inner=dq.BF16()).for_leaves((SHAPE,)),
+    "nearest": NEAREST,
+    "centred": dq.DynamiQ(bits=6.0, widths=(4, 8), centre=True),
+    "bf16": dq.BF16(),
+    "exact": dq.Exact(),
+}
+every_inner = pytest.mark.parametrize("name", INNER)
+check_vma = pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+
+
+@functools.cache
+def one_step(name: str):
+    """(gradient, residual) of each worker to (total, applied, kept)."""
+    inner = INNER[name]
+    feedback = ErrorFeedback(method=inner)
+
+    def local(key, gradient, residual):
+        options = {"topology": AllToAll(), "key": key}
+        state = feedback.init_state(SIZE, NUM_WORKERS)._replace(residual=residual)
+        total, after = feedback.all_reduce(gradient, "data", NUM_WORKERS, **options, state=state)
+        _, applied, _ = inner.all_reduce_applied(
+            gradient + residual, "data", NUM_WORKERS, **options, state=state.method
+        )
+        return total, applied, after.residual
+
+    return simulated(local)
+
+
+# --------------------------------------------------------------------------- one step, each worker
+
+
+@every_inner
+@settings(max_examples=5)
+@given(seed=st.integers(0, 99), exponent=st.integers(-30, 30), share=st.sampled_from((0, 0.1, 3)))
+def test_what_is_applied_and_what_is_kept_make_up_what_came_in(name, seed, exponent, share):
+    """Law, for each worker: applied + residual == gradient + previous residual."""
+    scale = np.float32(10.0**exponent)
+    gradient = of_workers(seed, NUM_WORKERS, SIZE) * scale
+    residual = of_workers(seed + 1, NUM_WORKERS, SIZE) * np.float32(share) * scale
+    total, applied, kept = map(np.asarray, one_step(name)(KEY, gradient, residual))
+    wanted = gradient + residual
+    largest = np.maximum(np.abs(applied), np.abs(wanted))
+    off = np.abs(applied + kept - wanted)
+    assert (off <= 2.0**-22 * largest + np.finfo(np.float32).tiny).all()  # subnormals are flushed
+    left_out = vnmse(applied / scale, wanted / scale)
+    low, high = (0.05, 1.0) if name.startswith("power") else (1e-7, 0.05)
+    assert left_out == 0 if name == "exact" else low < left_out < high
+    # What all workers applied is what was summed, up to what hops lose.
+    lost = vnmse(total[0] / scale, applied.sum(axis=0, dtype=np.float64) / scale)
+    if name in ("powersgd", "powersgd of a vector", "exact"):
+        assert lost < 1e-10
+    else:
+        assert lost < {"powersgd in bf16": 1e-4, "bf16": 1e-5}.get(name, 0.02)
+
+
+def test_values_that_are_applied_are_carried_without_another_loss():
+    """One sender to one owner: bfloat16 values stay what they are, and only their sum is rounded.
+
+    What error feedback keeps would be sent twice if the whole gradient went out instead.
+    """
+    gradient = of_workers(0, NUM_WORKERS, SIZE)
+    total, applied, _ = one_step("bf16")(KEY, gradient, np.zeros_like(gradient))
+    rounded = gradient.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(applied, rounded)
+    expected = rounded.sum(axis=0).astype(jnp.bfloat16).astype(np.float32)
+    assert np.mean(np.asarray(total[0]) == expected) > 0.99  # ties, by the order of additions
+
+
+def test_a_mean_that_is_subtracted_is_applied_once():
+    """A centred method decodes sums, with the means of all workers in them: not its own values."""
+    gradient = of_workers(0, NUM_WORKERS, SIZE) + np.float32(1)
+    _, applied, _ = one_step("centred")(KEY, gradient, np.zeros_like(gradient))
+    assert 1e-12 < vnmse(applied, gradient) < 1e-4
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("name", ("powersgd", "nearest", "bf16"))
+def test_what_is_not_finite_surfaces_and_is_not_kept(name, value):
+    gradient = of_workers(0, NUM_WORKERS, SIZE)
+    gradient[1, 7] = value
+    total, _, kept = map(np.asarray, one_step(name)(KEY, gradient, np.zeros_like(gradient)))
+    assert not np.isfinite(total[:, 7]).any()
+    assert np.isfinite(kept).all()
+    assert kept[1, 7] == 0
+    if name != "powersgd":  # which is one leaf here, all of it NaN
+        assert np.mean(kept[1] != 0) > 0.5
+        assert np.isfinite(total[:, 1000:]).all()
+    good = of_workers(1, NUM_WORKERS, SIZE)
+    assert np.isfinite(one_step(name)(KEY, good, kept)[0]).all()
+
+
+# ----------------------------------------------------------------------------------- over steps
+
+
+def steps_of(method: Method | str):
+    """Local function of gradients [steps, *shape]: outputs and residuals of all_reduce_gradients,
+    and the last state.
+    """
+    reduce = dq.all_reduce_gradients("data", method=method)
+
+    def local(_, gradients):
+        def step(state, gradient):
+            output, state = reduce.update(gradient, state)
+            return state, (output, state.method[0].residual)
+
+        state, (outputs, residuals) = jax.lax.scan(step, reduce.init(gradients[0]), gradients)
+        return outputs.reshape(-1, SIZE), residuals, state
+
+    return local
+
+
+@functools.cache
+def gradients() -> np.ndarray:
+    """[n, steps, *shape]."""
+    each = [of_workers(step, NUM_WORKERS, SIZE) for step in range(STEPS)]
+    return np.stack(each, axis=1).reshape(NUM_WORKERS, STEPS, *SHAPE)
+
+
+@functools.cache
+def simulated_run(method: Method):
+    outputs, residuals, state = simulated(steps_of(method))(KEY, gradients())
+    return np.asarray(outputs), np.asarray(residuals), state
+
+
+FEEDBACK = ErrorFeedback(method=LOW_RANK)
+
+
+def test_nothing_is_lost_over_time():
+    """In any step, what was applied so far and what is kept are what came in so far."""
+    outputs, residuals, _ = simulated_run(FEEDBACK)
+    came_in = gradients().reshape(NUM_WORKERS, STEPS, SIZE).cumsum(axis=1, dtype=np.float64)
+    applied = NUM_WORKERS * outputs[0].cumsum(axis=0, dtype=np.float64)
+    for step in range(STEPS):
+        truth = came_in[:, step].sum(axis=0)
+        assert vnmse(applied[step] + residuals[:, step].sum(axis=0), truth) < 1e-9
+        assert 0.05 < vnmse(applied[step], truth) < 1.0
+        assert np.any(residuals[:, step])
+
+
+def test_a_gradient_that_stays_arrives():
+    """The mean over steps of what is applied: off by the residual over the number of steps. Without
+    feedback, a rank too low stays too low.
+    """
+    num_steps, gradient = 40, gradients()[:, :1]
+    repeated = gradient.repeat(num_steps, axis=1)
+    truth = gradient[:, 0].mean(axis=0, dtype=np.float64).reshape(-1)
+    outputs, residuals, _ = simulated(steps_of(FEEDBACK))(KEY, repeated)
+    errors = [vnmse(np.asarray(outputs[0, :t], float).mean(axis=0), truth) for t in (1, 10, 40)]
+    assert errors[1] < errors[0] / 3
+    assert 1e-6 < errors[2] < errors[1] / 3
+    # It does not grow for ever.
+    norms = np.linalg.norm(np.asarray(residuals, float).mean(axis=0), axis=1)
+    assert norms[-1] < 1.5 * norms[num_steps // 2]
+    reduce = dq.all_reduce_gradients("data", method=LOW_RANK)
+    alone = simulated(lambda _, g: reduce.update(g, reduce.init(g))[0])(KEY, gradient[:, 0])
+    assert vnmse(np.asarray(alone[0]).reshape(-1), truth) > 10 * errors[2]
+
+
+@pytest.mark.parametrize("method", (FEEDBACK, ErrorFeedback(method=NEAREST)), ids=("rank", "bits"))
+def test_replicas_stay_identical_while_their_residuals_differ(method):
+    outputs, residuals, state = simulated_run(method)
+    np.testing.assert_array_equal(outputs, outputs[:1].repeat(NUM_WORKERS, axis=0))
+    assert np.all(np.any(residuals[1:] != residuals[:-1], axis=-1))
+    for leaf in jax.tree.leaves(state.method[0].method):
+        np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
+
+
+@check_vma
+def test_state_is_carried_the_same_way_on_a_mesh(data_mesh, check_vma):
+    """Bit for bit, with a method inside that adds up in one order."""
+    method = ErrorFeedback(method=NEAREST)
+    run = on_mesh(steps_of(method), data_mesh(NUM_WORKERS), check_vma=check_vma)
+    for ours, expected in zip(run(KEY, gradients()), simulated_run(method), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+@check_vma
+def test_factors_are_carried_the_same_way_on_a_mesh(data_mesh, check_vma):
+    run = on_mesh(steps_of(FEEDBACK), data_mesh(NUM_WORKERS), check_vma=check_vma)
+    outputs, residuals, _ = run(KEY, gradients())
+    np.testing.assert_array_equal(outputs, np.asarray(outputs)[:1].repeat(NUM_WORKERS, axis=0))
+    # Products of matrices are added up in another order.
+    assert vnmse(outputs, simulated_run(FEEDBACK)[0]) < 1e-6
+    assert vnmse(residuals, simulated_run(FEEDBACK)[1]) < 1e-6
+
+
+# ------------------------------------------------------------------------------------- the state
+
+
+def test_state_has_the_size_of_its_bucket():
+    reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(method=PowerSGD(rank=2)))
+    tree = {"a": jnp.ones(5000), "b": jnp.ones((60, 50), jnp.bfloat16), "c": jnp.ones(10)}
+
+    def init(_):
+        return reduce.init(tree)
+
+    state = jax.eval_shape(jax.vmap(init, axis_name="data"), jnp.zeros(NUM_WORKERS))
+    shapes = jax.tree.map(lambda leaf: leaf.shape[1:], [tuple(s) for s in state.method])
+    assert shapes == [((5000,), ()), ((3000,), ((50, 2),))]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.method)} == {jnp.dtype(jnp.float32)}
+
+
+@check_vma
+def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path, check_vma):
+    """As the docstring of ErrorFeedback says to carry it: each worker's residual is in there."""
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
+    specs = AllReduceState(step=P(), method=P("data"))
+    options = {"mesh": data_mesh(NUM_WORKERS), "check_vma": check_vma}
+    init = jax.shard_map(
+        lambda g: reduce.init(g[0, 0]), in_specs=P("data"), out_specs=specs, **options
+    )
+    update = jax.jit(
+        jax.shard_map(
+            lambda g, state: reduce.update(g[0], state),
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+            **options,
+        )
+    )
+
+    def run(state, first, last):
+        outputs = []
+        for step in range(first, last):
+            output, state = update(gradients()[:, step], state)
+            outputs.append(np.asarray(output))
+        return outputs, state
+
+    start = jax.jit(init)(gradients())
+    assert start.method[0].residual.shape == (NUM_WORKERS * SIZE,)
+    uninterrupted, last = run(start, 0, 4)
+    before, half = run(start, 0, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "2", half)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "2", half)
+    jax.tree.map(np.testing.assert_array_equal, restored, half)
+    after, resumed = run(restored, 2, 4)
+    np.testing.assert_array_equal(before + after, uninterrupted)
+    jax.tree.map(np.testing.assert_array_equal, resumed, last)
+    assert not np.array_equal(run(start, 0, 1)[0][0], run(half, 0, 1)[0][0])  # it does matter
+
+
+def test_it_costs_no_bytes():
+    tree = {"w": jax.ShapeDtypeStruct((300, 200), jnp.float32)}
+    for inner in (LOW_RANK, *PRESETS.values()):
+        for topology in (Ring(), AllToAll()):
+            reports = [
+                dq.wire_report(tree, NUM_WORKERS, method=method, topology=topology)
+                for method in (inner, ErrorFeedback(method=inner))
+            ]
+            assert reports[0] == reports[1]
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+def test_feedback_is_given_once():
+    with pytest.raises(ValueError, match=r"method=ErrorFeedback.*second residual.*Give PowerSGD"):
+        ErrorFeedback(method=ErrorFeedback())
+
+
+def test_something_that_is_not_a_method():
+    with pytest.raises(ValueError, match=r"method='powersgd' is not a method\. Give one"):
+        ErrorFeedback(method="powersgd")
+
+
+class Silent(dq.Exact):
+    """Does not say what it applies."""
+
+    all_reduce_applied = Method.all_reduce_applied
+
+
+def test_a_method_that_does_not_say_what_it_leaves_out():
+    reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(method=Silent()))
+    with pytest.raises(ValueError, match=r"method=.*Silent\(\) cannot tell what it leaves out"):
+        simulated(lambda _, g: reduce.update(g, reduce.init(g)))(KEY, gradients()[:, 0])

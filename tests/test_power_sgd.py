@@ -1,0 +1,355 @@
+"""PowerSGD: exact where the rank suffices, the best of its rank after some steps, and all of its
+bytes promised.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import vnmse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from test_wire_report import collectives
+from workers import on_mesh, simulated
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import ErrorFeedback, PowerSGD
+from dynamiq_jax.topologies import AllToAll, Ring
+
+NUM_WORKERS = 4
+KEY = jax.random.key(3)
+SHAPES = ((48, 40), (300,), (6, 8, 40), (3, 5))  # two matrices, and two leaves that go whole
+SIZES = [math.prod(shape) for shape in SHAPES]
+
+
+def low_rank(seed: int, num_workers: int, rows: int, columns: int, rank: int) -> np.ndarray:
+    """[num_workers, rows, columns], all of them with the same `rank` columns at most."""
+    rng = np.random.default_rng(seed)
+    basis = rng.standard_normal((rows, rank))
+    weights = rng.standard_normal((num_workers, rank, columns))
+    return (basis @ weights).astype(np.float32)
+
+
+def steps(method: PowerSGD, num_steps: int = 1, topology=None):
+    """[n, size] to the sums of as many steps on it, [n, num_steps, size]."""
+
+    def local(key, flat):
+        def step(state, key):
+            total, state = method.all_reduce(
+                flat,
+                "data",
+                jax.lax.axis_size("data"),
+                topology=topology or AllToAll(),
+                key=key,
+                state=state,
+            )
+            return state, total
+
+        state = method.init_state(flat.size, NUM_WORKERS)
+        return jax.lax.scan(step, state, jax.random.split(key, num_steps))[1]
+
+    return simulated(local)
+
+
+@functools.cache
+def of_leaves(method: PowerSGD, num_steps: int = 1):
+    return steps(method.for_leaves(SHAPES), num_steps)
+
+
+def gradient(seed: int = 0) -> np.ndarray:
+    """[n, size]: leaves of full rank, with singular values that fall."""
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((NUM_WORKERS, sum(SIZES))).astype(np.float32)
+
+
+def leaves_of(flat: np.ndarray) -> list[np.ndarray]:
+    return np.split(flat, np.cumsum(SIZES)[:-1], axis=-1)
+
+
+# ------------------------------------------------------------------------------- what is summed
+
+
+MATRICES = st.tuples(st.integers(20, 70), st.integers(20, 70), st.integers(1, 4))
+
+
+@settings(max_examples=3)
+@given(
+    matrices=st.tuples(MATRICES, MATRICES),
+    num_workers=st.integers(2, 4),
+    exponent=st.integers(-30, 30),
+)
+def test_matrices_of_its_rank_are_summed_exactly(matrices, num_workers, exponent):
+    """In one step, from a random start. A rank to spare finds directions of rounding errors."""
+    scale = np.float32(10.0**exponent)
+    leaves = [low_rank(seed, num_workers, *matrix) * scale for seed, matrix in enumerate(matrices)]
+    method = PowerSGD(rank=4).for_leaves(tuple(leaf.shape[1:] for leaf in leaves))
+    flat = np.concatenate([leaf.reshape(num_workers, -1) for leaf in leaves], axis=1)
+    assert len(method.init_state(flat.shape[1], 2)) == len(leaves)  # all are factorized
+    result = np.asarray(steps(method)(KEY, flat)[0, 0], float) / scale
+    ends = np.cumsum([leaf[0].size for leaf in leaves])[:-1]
+    for ours, leaf in zip(np.split(result, ends), leaves, strict=True):
+        truth = leaf.sum(axis=0, dtype=np.float64).reshape(-1) / scale
+        # The random start of a matrix of its full rank may be badly conditioned.
+        assert vnmse(ours, truth) < 1e-9
+
+
+def test_a_matrix_is_approximated_as_well_as_its_rank_allows():
+    """Warm start: steps on one matrix are subspace iterations, which end at its singular vectors.
+    The first step, from random directions, is a good deal worse.
+    """
+    rng = np.random.default_rng(0)
+    shape, rank = (60, 50), 3
+    left, right = (np.linalg.qr(rng.standard_normal((size, 50)))[0] for size in shape)
+    values = 0.8 ** np.arange(50)
+    matrix = (left * values) @ right.T
+    noise = rng.standard_normal((NUM_WORKERS, *shape))
+    mine = matrix / NUM_WORKERS + noise - noise.mean(axis=0)  # the workers' sum is the matrix
+    method = PowerSGD(rank=rank).for_leaves((shape,))
+    results = steps(method, 30)(KEY, mine.reshape(NUM_WORKERS, -1).astype(np.float32))
+    best = np.sum(values[rank:] ** 2) / np.sum(values**2)
+    errors = [vnmse(result, matrix.reshape(-1)) for result in np.asarray(results[0])]
+    assert errors[-1] == pytest.approx(best, rel=0.03)
+    assert best * 0.999 < min(errors)  # nothing of its rank is better
+    assert errors[0] > 1.2 * best
+
+
+@pytest.mark.parametrize("inner", (dq.Exact(), dq.BF16()), ids=("exact", "bf16"))
+def test_what_is_not_factorized_is_what_the_method_inside_makes_of_it(inner):
+    g = gradient()
+    result = np.asarray(of_leaves(PowerSGD(rank=2, inner=inner))(KEY, g)[:, 0])
+    truth = g.sum(axis=0, dtype=np.float64)
+    for leaf, ours, expected in zip(SHAPES, leaves_of(result[0]), leaves_of(truth), strict=True):
+        error = vnmse(ours, expected)
+        if leaf in ((300,), (3, 5)):
+            assert error < 1e-12 if inner == dq.Exact() else 1e-7 < error < 1e-4
+        else:
+            assert 0.2 < error < 1.0  # rank 2 of noise
+
+
+def test_a_rank_that_the_matrix_does_not_have_is_no_loss():
+    g = gradient()[:, : 48 * 40]
+    method = PowerSGD(rank=100).for_leaves(((48, 40),))
+    assert method.init_state(48 * 40, NUM_WORKERS) == ()
+    result = steps(method)(KEY, g)
+    np.testing.assert_allclose(result[0, 0], g.sum(axis=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors"),
+    (
+        ((64, 32, 3, 3), [(288, 4)]),  # kernel of PyTorch: output x rest, as in the paper
+        ((3, 3, 32, 64), [(64, 4)]),  # kernel of JAX: rest x output, the same from the other side
+        ((8, 9, 100), [(100, 4)]),
+        ((3, 3, 2, 2), []),
+        ((4000,), []),
+        ((1, 4000), []),
+        ((), []),
+    ),
+)
+def test_leaves_are_cut_where_the_factors_are_smallest(shape, factors):
+    state = PowerSGD().for_leaves((shape,)).init_state(math.prod(shape), NUM_WORKERS)
+    assert [q.shape for q in state] == factors
+
+
+@pytest.mark.parametrize(("size", "columns"), ((900, 30), (901, 30), (930, 30), (931, 31)))
+def test_a_vector_is_a_nearly_square_matrix(size, columns):
+    (q,) = PowerSGD(rank=2).init_state(size, NUM_WORKERS)
+    assert q.shape == (columns, 2)
+
+
+def test_a_vector_of_low_rank_as_a_square_and_one_that_is_padded():
+    square = low_rank(0, NUM_WORKERS, 30, 30, 2).reshape(NUM_WORKERS, -1)
+    assert vnmse(steps(PowerSGD(rank=2))(KEY, square)[0, 0], square.sum(axis=0)) < 1e-10
+    padded = square[:, :-17]
+    result = np.asarray(steps(PowerSGD(rank=2))(KEY, padded))
+    assert result.shape == (NUM_WORKERS, 1, 883)
+    assert vnmse(result[0, 0], padded.sum(axis=0)) < 0.05  # zeros at the end raise the rank
+
+
+# -------------------------------------------------------------------------- on all workers, always
+
+
+@pytest.mark.parametrize("inner", (dq.Exact(), dq.BF16()), ids=("exact", "bf16"))
+def test_replicas_and_their_states_are_identical(inner):
+    method = PowerSGD(rank=2, inner=inner).for_leaves(SHAPES)
+
+    def local(key, flat):
+        state = method.init_state(flat.size, NUM_WORKERS)
+        for _ in range(2):
+            total, state = method.all_reduce(
+                flat, "data", NUM_WORKERS, topology=Ring(), key=key, state=state
+            )
+        return total, state
+
+    for leaf in jax.tree.leaves(simulated(local)(KEY, gradient())):
+        leaf = np.asarray(leaf)
+        assert np.isfinite(leaf).all()
+        assert {replica.tobytes() for replica in leaf} == {leaf[0].tobytes()}
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_a_mesh_gives_what_the_simulation_gives(data_mesh, check_vma):
+    reduce = dq.all_reduce_gradients("data", method=PowerSGD(rank=2))
+    gradients = gradient()[:, : 48 * 40].reshape(NUM_WORKERS, 48, 40)
+
+    def local(key, g):
+        def step(state, _):
+            mean, state = reduce.update(g, state)
+            return state, mean
+
+        return jax.lax.scan(step, reduce.init(g), None, 3)
+
+    state, means = on_mesh(local, data_mesh(NUM_WORKERS), check_vma=check_vma)(KEY, gradients)
+    expected_state, expected = simulated(local)(KEY, gradients)
+    for leaf in jax.tree.leaves((state, means)):
+        np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
+    # Products of matrices are added up in another order.
+    np.testing.assert_allclose(means, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(state.method[0][0], expected_state.method[0][0], atol=1e-3)
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh, check_vma):
+    """Carried with P(): one copy in a checkpoint."""
+    method = PowerSGD(rank=2).for_leaves(SHAPES)
+
+    def local(state, flat):
+        return method.all_reduce(
+            flat[0], "data", NUM_WORKERS, topology=Ring(), key=KEY, state=state
+        )
+
+    mapped = jax.shard_map(
+        local,
+        mesh=data_mesh(NUM_WORKERS),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    state = method.init_state(sum(SIZES), NUM_WORKERS)
+    for _ in range(2):
+        total, state = jax.jit(mapped)(state, gradient())
+    expected = of_leaves(PowerSGD(rank=2), 2)(KEY, gradient())[0, 1]
+    np.testing.assert_allclose(total, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("leaf", range(len(SHAPES)))
+def test_non_finite_values_surface_at_their_leaf_on_all_workers_and_go_again(value, leaf):
+    method = PowerSGD(rank=2).for_leaves(SHAPES)
+    good, bad = gradient(), gradient()
+    position = int(np.cumsum([0, *SIZES])[leaf]) + 3
+    bad[2, position] = value
+    results = sequence(method)(KEY, np.stack([bad, good], axis=1))
+    assert np.isfinite(results[:, 1]).all()
+    for number, part in enumerate(leaves_of(np.asarray(results[:, 0]))):
+        is_matrix = len(method.for_leaves((SHAPES[number],)).init_state(SIZES[number], 2)) == 1
+        if number != leaf:
+            assert np.isfinite(part).all()
+        elif is_matrix:
+            assert np.isnan(part).all()
+        else:
+            assert (~np.isfinite(part[:, 3])).all()
+            assert np.isfinite(part).sum() == part.size - NUM_WORKERS
+
+
+@functools.cache
+def sequence(method: PowerSGD):
+    """[n, steps, size] to the sums of the steps."""
+
+    def local(key, gradients):
+        def step(state, flat):
+            total, state = method.all_reduce(
+                flat, "data", NUM_WORKERS, topology=AllToAll(), key=key, state=state
+            )
+            return state, total
+
+        return jax.lax.scan(step, method.init_state(gradients.shape[1], NUM_WORKERS), gradients)[1]
+
+    return simulated(local)
+
+
+def test_a_gradient_of_zeros_does_not_end_the_search():
+    method = PowerSGD(rank=2).for_leaves(SHAPES)
+    zero = np.zeros_like(gradient())
+    low = low_rank(0, NUM_WORKERS, 48, 40, 2).reshape(NUM_WORKERS, -1)
+    after = zero.copy()
+    after[:, : 48 * 40] = low
+    results = np.asarray(sequence(method)(KEY, np.stack([zero, after, after], axis=1))[0])
+    assert not results[0].any()
+    assert vnmse(results[-1], after.sum(axis=0)) < 1e-9
+
+
+# ------------------------------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize(
+    ("topology", "inner", "wrapped"),
+    (
+        ("ring", dq.Exact(), False),
+        ("ring", dq.BF16(), True),
+        ("all_to_all", dq.BF16(), False),
+        ("all_to_all", dq.Exact(), True),
+    ),
+)
+def test_the_report_is_the_compiled_program(data_mesh, topology, inner, wrapped):
+    """Both messages, chunk by chunk; what is left out is kept without a byte more."""
+    method = PowerSGD(rank=3, inner=inner)
+    if wrapped:
+        method = ErrorFeedback(method=method)
+    tree = {"a": (100, 70), "b": (2000,), "c": (40, 5, 60), "exact": (10,)}
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
+    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
+
+    def local(stacked):
+        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
+        updates, state = reduce.update(mine, reduce.init(mine))
+        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
+
+    stacked = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((NUM_WORKERS, *leaf.shape), leaf.dtype), shapes
+    )
+    mapped = jax.shard_map(
+        local, mesh=data_mesh(NUM_WORKERS), in_specs=P("data"), out_specs=(P(), P("data"))
+    )
+    found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
+    report = dq.wire_report(shapes, NUM_WORKERS, method=method, topology=topology)
+    assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
+    factors = 3 * (100 + 70) + 2000 + 3 * (200 + 60)
+    item_bytes = 4 if inner == dq.Exact() else 2
+    passes = 2 * (NUM_WORKERS - 1) / NUM_WORKERS
+    assert report.compressed_bytes == pytest.approx(passes * factors * item_bytes, rel=0.01)
+
+
+def test_an_expensive_rank_costs_no_more_than_no_compression():
+    tree = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    for rank in (1, 31, 32, 64, 1000):
+        report = dq.wire_report(tree, NUM_WORKERS, method=PowerSGD(rank=rank))
+        assert report.ratio_f32 == pytest.approx(max(64 * 64 / (rank * 128), 1.0))
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("rank", (0, -1, 2.0, True, None))
+def test_a_rank_that_is_none(rank):
+    with pytest.raises(ValueError, match=re.escape(f"rank={rank!r} ") + ".*Give a positive"):
+        PowerSGD(rank=rank)
+
+
+def test_an_inner_method_that_cannot_be():
+    with pytest.raises(ValueError, match=r"inner='bf16' is not a method.*dq\.BF16\(\)"):
+        PowerSGD(inner="bf16")
+    with pytest.raises(ValueError, match=r"inner=PowerSGD.* carries state.*dq\.BF16\(\)"):
+        PowerSGD(inner=PowerSGD())
+
+
+def test_shapes_of_another_bucket():
+    method = dataclasses.replace(PowerSGD(), shapes=((3, 4),))
+    with pytest.raises(ValueError, match=r"shapes=\(\(3, 4\),\) have 12 coordinates, not the 13"):
+        method.init_state(13, NUM_WORKERS)
