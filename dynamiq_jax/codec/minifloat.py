@@ -70,9 +70,7 @@ ELEMENTS = {
     "e3m2": Element(exponent_bits=3, mantissa_bits=2, bias=3, max_code=0x1F),
     "e2m3": Element(exponent_bits=2, mantissa_bits=3, bias=1, max_code=0x1F),
     "e2m1": Element(exponent_bits=2, mantissa_bits=1, bias=1, max_code=0x7),
-    "int8": Element(
-        exponent_bits=1, mantissa_bits=6, bias=1, max_code=0x7F, twos_complement=True
-    ),
+    "int8": Element(exponent_bits=1, mantissa_bits=6, bias=1, max_code=0x7F, twos_complement=True),
 }
 
 
@@ -96,8 +94,9 @@ def block_scales(maxima: Array, element: Element) -> Array:
 
 
 def encode(values: Array, scales: Array, element: Element) -> Array:
-    """Codes of values / scales, rounded to nearest even and saturating. Exact for all normal float32;
-    subnormals count as zero, as in the sums that XLA:CPU makes of them.
+    """Codes of values / scales, rounded to nearest even and saturating, for all normal float32.
+
+    Subnormals count as zero, as they do in the sums that XLA:CPU makes of them.
 
     Args:
       values: float32, any shape. NaN and Inf saturate: their block says what they are.

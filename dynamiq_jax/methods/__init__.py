@@ -11,6 +11,7 @@ from dynamiq_jax.methods.thc import THC
 from dynamiq_jax.methods.omni_reduce import OmniReduce
 from dynamiq_jax.methods.top_k_chunked import TopKChunked
 from dynamiq_jax.methods.power_sgd import PowerSGD
+from dynamiq_jax.methods.mx import MXFP4, MXFP6, MXFP8, MXINT8
 
 METHODS: dict[str, type[Method]] = {
     "dynamiq": DynamiQ,
@@ -23,6 +24,10 @@ METHODS: dict[str, type[Method]] = {
     "topk_chunked": TopKChunked,
     "powersgd": PowerSGD,
     "error_feedback": ErrorFeedback,
+    "mxfp8": MXFP8,
+    "mxfp6": MXFP6,
+    "mxfp4": MXFP4,
+    "mxint8": MXINT8,
 }
 
 __all__ = [
@@ -30,6 +35,10 @@ __all__ = [
     "METHODS",
     "BlockInt",
     "THC",
+    "MXFP4",
+    "MXFP6",
+    "MXFP8",
+    "MXINT8",
     "DynamiQ",
     "ErrorFeedback",
     "Exact",

@@ -1,0 +1,285 @@
+"""Microscaling methods: bytes of the standard, errors of rounding alone, all bytes promised."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from gradients import of_workers, vnmse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_wire_report import compiled_collectives
+from workers import on_mesh, simulated
+
+import dynamiq_jax as dq
+from dynamiq_jax.codec import packing
+from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
+from dynamiq_jax.topologies import resolve_topology
+
+KEY = jax.random.key(0)
+SIZE = 4096
+FORMATS = {  # method, type of the elements, largest magnitude, emax, bits of mantissa
+    "e4m3": (MXFP8(), ml_dtypes.float8_e4m3fn, 448, 8, 3),
+    "e5m2": (MXFP8(element="e5m2"), ml_dtypes.float8_e5m2, 57344, 15, 2),
+    "e2m3": (MXFP6(), ml_dtypes.float6_e2m3fn, 7.5, 2, 3),
+    "e3m2": (MXFP6(element="e3m2"), ml_dtypes.float6_e3m2fn, 28, 4, 2),
+    "e2m1": (MXFP4(), ml_dtypes.float4_e2m1fn, 6, 2, 1),
+    "int8": (MXINT8(), None, 127 / 64, 0, 6),
+}
+every_format = pytest.mark.parametrize("name", FORMATS)
+# With and without codes for Inf, widest and narrowest, both ways to write a sign.
+some_formats = pytest.mark.parametrize("name", ("e5m2", "e2m1", "int8"))
+sharing = pytest.mark.parametrize("shared", (False, True), ids=("rescaled", "shared"))
+
+
+def method_of(name: str, shared: bool = False):
+    return dataclasses.replace(FORMATS[name][0], shared_scale=shared)
+
+
+@functools.cache
+def psum(name: str, shared: bool):
+    method = method_of(name, shared)
+    return simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
+
+
+def encode_blocks(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The standard, in float64: float32 [rows, 256] to codes uint8 and scale bytes [rows, 8]."""
+    _, dtype, largest, emax, _ = FORMATS[name]
+    blocks = rows.reshape(len(rows), 8, 32).astype(np.float64)
+    amax = np.abs(blocks).max(axis=2)
+    floor_log2 = np.where(amax > 0, np.frexp(amax)[1] - 1, -1000)
+    exponents = np.clip(floor_log2 - emax, -127, 127)
+    scaled = np.clip(np.ldexp(blocks, -exponents[:, :, None]), -largest, largest)
+    if dtype is None:
+        codes = np.rint(scaled * 64).astype(np.int8)
+    else:
+        codes = scaled.astype(np.float32).astype(dtype)
+    scales = np.ldexp(1.0, exponents).astype(ml_dtypes.float8_e8m0fnu)
+    return codes.view(np.uint8).reshape(rows.shape), scales.view(np.uint8)
+
+
+def decode_blocks(codes: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:
+    """Inverse of `encode_blocks`: float64 [rows, 256]."""
+    dtype = FORMATS[name][1]
+    values = codes.view(np.int8) / 64 if dtype is None else codes.view(dtype).astype(np.float64)
+    steps = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    return (values.reshape(len(codes), 8, 32) * steps[:, :, None]).reshape(codes.shape)
+
+
+def rows_of(seed: int, num_rows: int = 3) -> np.ndarray:
+    """Blocks anywhere in the normal range of float32, a block of zeros among them."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.standard_normal((num_rows * 8, 32)) * np.exp2(rng.integers(-100, 125, (24, 1)))
+    blocks[rng.integers(len(blocks))] = 0
+    return blocks.astype(np.float32).reshape(num_rows, 256)
+
+
+# ------------------------------------------------------------------------------- on the wire
+
+
+@functools.cache
+def message_of(name: str):
+    """Message of a chunk of 3 rows, the first of two, under the simulation that bind needs."""
+
+    def local(flat):
+        codec = FORMATS[name][0].bind(flat, "data", 2, 2, KEY)
+        return codec.compress(jnp.int32(0), 0)
+
+    return jax.jit(lambda flat: jax.vmap(local, axis_name="data")(jnp.stack([flat, flat]))[0])
+
+
+@every_format
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_message_is_the_codes_and_scales_of_the_standard(name, seed):
+    rows, bits = rows_of(seed), FORMATS[name][0]._format.bits
+    codes, scales = encode_blocks(rows, name)
+    packed = oracle.pack_codes(codes.astype(np.uint16), bits)
+    starts = np.cumsum([packing.row_bytes(plane) for plane in packing.planes(bits)])[:-1]
+    planes = [plane.reshape(-1) for plane in np.split(packed, starts, axis=1)]
+    message = np.asarray(message_of(name)(np.concatenate([rows, rows]).reshape(-1)))
+    assert message.dtype == np.uint8
+    np.testing.assert_array_equal(message, np.concatenate([*planes, scales.reshape(-1)]))
+
+
+@every_format
+def test_two_workers_get_the_sum_that_the_standard_gives(name):
+    """Encoded, added in float32, encoded again: nothing else happens on the way."""
+    values = of_workers(0, 2, 1024)
+    first, second = (decode_blocks(*encode_blocks(v.reshape(4, 256), name), name) for v in values)
+    # Chunk c starts at the other worker and ends at worker c.
+    received = np.concatenate([second[:2], first[2:]]).astype(np.float32)
+    own = np.concatenate([values[0, :512], values[1, 512:]]).reshape(4, 256)
+    expected = decode_blocks(*encode_blocks(received + own, name), name).reshape(-1)
+    np.testing.assert_array_equal(psum(name, False)(KEY, values)[0], expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"), (("e4m3", False), ("e2m3", False), ("e2m1", True), ("int8", True))
+)
+def test_the_report_is_the_compiled_program(data_mesh, name, shared):
+    """Scales cost the same in messages and as statistics, which stay bytes on the wire."""
+    tree = {"w": jax.ShapeDtypeStruct((64, 1024), jnp.float32)}
+    method = method_of(name, shared)
+    report = dq.wire_report(tree, 8, method=method)
+    found = compiled_collectives(data_mesh(8), tree, method)
+    assert sum(c.sent_bytes(8) for c in found) == report.bytes_per_worker
+    assert frozenset().union(*(c.dtypes for c in found)) == {"u8"}
+    assert any(c.kind == "all-reduce" for c in found) == shared
+    assert report.bits == method._format.bits + 0.25
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+@every_format
+def test_errors_of_a_ring_add_up_and_no_more(name, num_workers=8):
+    """Of independent workers a partial sum of p has p / n of the energy of the sum, and as large a
+    share of the error of one compression of it: (n + 1) / 2 of these in all.
+    """
+    values = np.random.default_rng(1).standard_normal((num_workers, 8192)).astype(np.float32)
+    truth = values.sum(axis=0, dtype=np.float64)
+    codes = encode_blocks(truth.astype(np.float32).reshape(-1, 256), name)
+    once = vnmse(decode_blocks(*codes, name).reshape(-1), truth)
+    ring = vnmse(psum(name, False)(KEY, values)[0], truth)
+    assert once > 1e-6
+    assert 0.7 < ring / once / ((num_workers + 1) / 2) < 1.5
+
+
+@some_formats
+@sharing
+def test_exponents_of_blocks_do_not_change_errors(name, shared):
+    """No absolute epsilon: gradients of 1e-30 are those of one, and a block has a scale for
+    itself.
+    """
+    values = of_workers(2, 4, SIZE)
+    values = np.where(np.abs(values) < 1e-6, 0, values)
+    powers = np.repeat(np.random.default_rng(0).integers(-80, 80, SIZE // 32), 32)
+    scaled = np.ldexp(values, powers).astype(np.float32)
+    expected = np.ldexp(np.asarray(psum(name, shared)(KEY, values)[0]), powers)
+    np.testing.assert_array_equal(psum(name, shared)(KEY, scaled)[0], expected)
+    assert np.any(expected)
+
+
+@functools.cache
+def shared_sums(name: str, topology: str):
+    """Sums, and the scales that all workers agree on, per block."""
+    method, carrier = method_of(name, True), resolve_topology(topology)
+
+    def local(key, flat):
+        n = jax.lax.axis_size("data")
+        codec = method.bind(flat, "data", n, carrier.num_chunks(n), key)
+        return carrier.all_reduce(codec, "data", n), codec.scales.reshape(-1)
+
+    return simulated(local)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "num_workers"),
+    [*((name, "ring", 5) for name in FORMATS), ("e2m1", "all_to_all", 8), ("int8", "ring", 8)],
+)
+@given(seed=st.integers(0, 2**32 - 1), low=st.sampled_from((-1.0, 0.5, 0.99)))
+@settings(max_examples=10)
+def test_shared_scales_never_saturate(name, topology, num_workers, seed, low):
+    """Values of one sign at the top of their binade are the worst. Each compression is off by half
+    a step of the binade below 2^emax, which none of the sums leaves, and the largest need it.
+    """
+    _, _, _, emax, mantissa_bits = FORMATS[name]
+    emin = FORMATS[name][0]._format.min_exponent
+    rng = np.random.default_rng(seed)
+    size = 256 * num_workers
+    values = rng.uniform(low, 1, (num_workers, size)).astype(np.float32)
+    values[:, ::32] = np.float32(1 - 2.0**-24)  # the largest below a power of two
+    sums, scales = (np.asarray(x[0]) for x in shared_sums(name, topology)(KEY, values))
+    steps = np.repeat(np.ldexp(1.0, scales.astype(int) - 127), 32)
+    truth = values.sum(axis=0, dtype=np.float64)
+    half_step = 2.0 ** (max(emax - 1, emin) - 1 - mantissa_bits)
+    assert np.all(np.abs(sums - truth) <= (num_workers + 1) * half_step * steps)
+    assert np.all(np.abs(sums) <= 2.0**emax * steps)
+    assert np.abs(truth / steps).max() > 2.0 ** (emax - 1)
+
+
+# -------------------------------------------------------------------------------- what surfaces
+
+
+@some_formats
+@sharing
+@pytest.mark.parametrize("bad", (np.nan, -np.inf))
+def test_a_block_that_is_not_finite_is_nan_on_all_workers_and_others_are_untouched(
+    name, shared, bad
+):
+    values = of_workers(3, 4, SIZE)
+    clean = np.asarray(psum(name, shared)(KEY, values))
+    values[1, 777] = bad
+    result = np.asarray(psum(name, shared)(KEY, values))
+    in_block = np.arange(SIZE) // 32 == 777 // 32
+    assert np.isnan(result[:, in_block]).all()
+    np.testing.assert_array_equal(result[:, ~in_block], clean[:, ~in_block])
+
+
+@some_formats
+@sharing
+def test_sums_beyond_float32_are_not_finite(name, shared):
+    values = np.full((4, SIZE), 0.9 * np.finfo(np.float32).max, np.float32)
+    result = np.asarray(psum(name, shared)(KEY, values))
+    assert not np.isfinite(result).any()
+
+
+@some_formats
+@sharing
+def test_the_whole_normal_range_keeps_its_relative_precision(name, shared):
+    """Sums next to both ends of float32 are off by no more than those of ones."""
+    for power in (-120, 0, 120):
+        values = np.full((4, SIZE), np.ldexp(1.0, power), np.float32)
+        np.testing.assert_array_equal(psum(name, shared)(KEY, values)[0], 4 * values[0])
+
+
+@pytest.mark.parametrize("name", ("e2m1",))
+@sharing
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, name, shared, check_vma):
+    method, values = method_of(name, shared), of_workers(4, 4, SIZE)
+
+    def local(key, g):
+        return dq.psum(g, "data", key=key, method=method)
+
+    result = np.asarray(on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, values))
+    np.testing.assert_array_equal(result, psum(name, shared)(KEY, values))
+
+
+@sharing
+def test_the_two_halves_of_an_all_reduce(shared):
+    """Parts of a scattered sum have one compression less than a sum; gathered, they are one."""
+    values, method = of_workers(5, 4, SIZE), MXFP8(shared_scale=shared)
+
+    def scatter(key, g):
+        return dq.psum_scatter(g, "data", key=key, tiled=True, method=method)
+
+    def gather(key, part):
+        return dq.all_gather(part, "data", key=key, tiled=True, method=method)
+
+    parts = np.asarray(simulated(scatter)(KEY, values))
+    whole = np.asarray(simulated(gather)(KEY, parts))
+    truth = values.sum(axis=0, dtype=np.float64)
+    np.testing.assert_array_equal(whole, whole[:1].repeat(4, axis=0))
+    assert 1e-5 < vnmse(parts.reshape(-1), truth) < vnmse(whole[0], truth) < 1e-2
+    if not shared:
+        np.testing.assert_array_equal(whole, psum("e4m3", False)(KEY, values))
+
+
+# ------------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(("cls", "element"), ((MXFP8, "e3m2"), (MXFP6, "e4m3"), (MXFP8, None)))
+def test_unknown_elements(cls, element):
+    with pytest.raises(ValueError, match=rf"element={element!r} is not known. Give one of .*\.$"):
+        cls(element=element)
+
+
+@pytest.mark.parametrize("cls", (MXFP8, MXFP6, MXFP4, MXINT8))
+def test_sharing_is_yes_or_no(cls):
+    with pytest.raises(ValueError, match=r"shared_scale=1 is not a flag. Give True or False\.$"):
+        cls(shared_scale=1)
