@@ -8,7 +8,7 @@ from typing import Any
 _NEEDED = ("tyro", "rich")
 
 _DESCRIPTION = """Measures compressed gradient all-reduce on your hardware, or on a slow network
-emulated on one machine; or predicts what it would bring.
+emulated on one machine; predicts what it would bring; compares methods.
 
 examples:
 
@@ -16,6 +16,7 @@ examples:
   dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
   dynamiq-jax network --hosts 4 --rate 200mbit       over emulated links (root)
   dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
+  dynamiq-jax compare --workers 8 16                 every method on the same gradients
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
 A setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum. `dynamiq-jax COMMAND --help` explains
@@ -34,6 +35,7 @@ def main() -> None:
 
     from dynamiq_jax.cli.advise import Advise
     from dynamiq_jax.cli.bench import Bench
+    from dynamiq_jax.cli.compare import Compare
     from dynamiq_jax.cli.errors import CommandError
     from dynamiq_jax.cli.network import Network
     from dynamiq_jax.cli.processes import Stopped, stopping_cleanly
@@ -43,6 +45,7 @@ def main() -> None:
         "bench": Bench,
         "network": Network,
         "advise": Advise,
+        "compare": Compare,
     }
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="dynamiq-jax", description=_DESCRIPTION

@@ -5,12 +5,14 @@ exact                      a method with its defaults, on a ring
 bf16:ring                  a method and a topology
 dynamiq:5:ring             a bare number is the method's `bits`
 dynamiq:5:rounding=nearest any other field of the method or of the topology
+paper:5                    a preset of a method
+ef+topk_chunked:4          a method inside dq.methods.ErrorFeedback
 """
 
 import ast
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
@@ -19,12 +21,15 @@ import dynamiq_jax as dq
 from dynamiq_jax.buckets import Options
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.collectives import reduce_tree
-from dynamiq_jax.methods import METHODS, Method
+from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback, Method
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Topology
+
+Tree = TypeVar("Tree")
 
 PSUM, BF16_RING = "psum", "bf16:ring"  # what every other setting is compared with
 DEFAULTS = (PSUM, BF16_RING, "dynamiq:5:ring")
 _DEFAULT_TOPOLOGY = "ring"
+_FEEDBACK = "ef+"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,23 +40,24 @@ class Setting:
     method: Method | None = None
     topology: Topology | Auto | None = None
 
-    def all_reduce(self, values: Array, axis_name: str, key: Array) -> Array:
-        """Sum of float32 [size] over an axis; inside shard_map. Of a method that carries state, the
-        sum of a first step.
+    def all_reduce(self, tree: Tree, axis_name: str, key: Array) -> Tree:
+        """Sum of float32 arrays over an axis, inside shard_map or vmap: the first step of a method
+        that carries state.
         """
         if self.method is None or self.topology is None:
-            return lax.psum(values, axis_name)
+            return lax.psum(tree, axis_name)
         options = Options(method=self.method, topology=self.topology, exact_below=0)
-        return reduce_tree(values, axis_name, key=key, options=options, mean=False, states=None)[0]
+        return reduce_tree(tree, axis_name, key=key, options=options, mean=False, states=None)[0]
 
-    def wire_report(self, size: int, num_workers: int) -> dq.WireReport:
-        """What one all-reduce of float32 [size] sends.
+    def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:
+        """What one all-reduce sends: of a float32 vector, if given its size, or of a tree.
 
         Raises:
           CommandError: the setting is not possible for so many workers.
         """
-        values = jax.ShapeDtypeStruct((size,), "float32")
-        options: dict[str, Any] = {"exact_below": size + 1}  # all of it
+        values = jax.ShapeDtypeStruct((tree,), "float32") if isinstance(tree, int) else tree
+        everything = 1 + max(leaf.size for leaf in jax.tree.leaves(values))
+        options: dict[str, Any] = {"exact_below": everything}
         if self.method is not None:
             options = {"method": self.method, "topology": self.topology, "exact_below": 0}
         try:
@@ -74,49 +80,48 @@ def is_same(text: str, other: str) -> bool:
 def grammar() -> str:
     """What can be written, for help and errors."""
     return (
-        f"{PSUM}, or METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE] with a method of {sorted(METHODS)} and "
-        f"a topology of {sorted(TOPOLOGIES)}, such as dynamiq:5:{_DEFAULT_TOPOLOGY}"
+        f"{PSUM}, or METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE] with a method of {sorted(METHODS)}, a "
+        f"preset of {sorted(PRESETS)} or {_FEEDBACK}METHOD for error feedback, and a topology of "
+        f"{sorted(TOPOLOGIES)}, such as dynamiq:5:{_DEFAULT_TOPOLOGY}"
     )
 
 
-def parse_settings(texts: Sequence[str]) -> list[Setting]:
-    """All settings of a run, in order.
+def parse_settings(texts: Sequence[str], option: str = "--settings") -> list[Setting]:
+    """All settings of a run, in order. `option` is what errors name.
 
     Raises:
       CommandError: none, an unknown one, one that chooses by itself, or the same one twice.
     """
     settings: list[Setting] = []
     for text in texts:
-        setting = parse_setting(text)
+        setting = parse_setting(text, option)
         if isinstance(setting.topology, Auto):
             raise CommandError(
-                f"--settings: {text!r} would choose for a network of 10 Gbit/s, not for the one "
+                f"{option}: {text!r} would choose for a network of 10 Gbit/s, not for the one "
                 "that is measured. Name a topology; `dynamiq-jax advise` compares them."
             )
         twin = next((other for other in settings if setting.same_as(other)), None)
         if twin:
-            raise CommandError(
-                f"--settings: {text!r} does the same as {twin.name!r}. Give it once."
-            )
+            raise CommandError(f"{option}: {text!r} does the same as {twin.name!r}. Give it once.")
         settings.append(setting)
     if not settings:
-        raise CommandError(f"--settings: nothing to measure. Give {grammar()}.")
+        raise CommandError(f"{option}: nothing to measure. Give {grammar()}.")
     return settings
 
 
-def parse_setting(text: str) -> Setting:
+def parse_setting(text: str, option: str = "--settings") -> Setting:
     """One setting; see the docstring of this file.
 
     >>> parse_setting("dynamiq:4").method.bits
     4.0
     """
-    name, *parts = text.split(":")
+    name, *parts = text.removeprefix(_FEEDBACK).split(":")
     if name == PSUM:
         if parts:
-            raise CommandError(f"--settings: {text!r}: psum takes no options. Give {PSUM!r}.")
+            raise CommandError(f"{option}: {text!r}: psum takes no options. Give {PSUM!r}.")
         return Setting(text)
-    if name not in METHODS:
-        raise CommandError(f"--settings: {text!r}: no method {name!r}. Give {grammar()}.")
+    if name not in METHODS and name not in PRESETS:
+        raise CommandError(f"{option}: {text!r}: no method {name!r}. Give {grammar()}.")
     topology_name, named = _DEFAULT_TOPOLOGY, {}
     for part in parts:
         field, equals, value = part.partition("=")
@@ -128,26 +133,27 @@ def parse_setting(text: str) -> Setting:
             named["bits"] = float(part)
         else:
             raise CommandError(
-                f"--settings: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
+                f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
                 f"Give {grammar()}."
             )
-    method_class, topology_class = METHODS[name], TOPOLOGIES[topology_name]
-    fields = {made: _field_names(made) for made in (method_class, topology_class)}
+    make_method, make_topology = PRESETS.get(name) or METHODS[name], TOPOLOGIES[topology_name]
+    fields = [_field_names(type(make_method())), _field_names(make_topology)]
     for field in named:
-        if not any(field in names for names in fields.values()):
+        if not any(field in names for names in fields):
             raise CommandError(
-                f"--settings: {text!r}: neither {method_class.__name__} nor "
-                f"{topology_class.__name__} has {field!r}. They have "
-                f"{sorted(set().union(*fields.values())) or 'no options'}."
+                f"{option}: {text!r}: neither {name} nor {topology_name} has {field!r}. They "
+                f"have {sorted(set().union(*fields)) or 'no options'}."
             )
+    of_method, of_topology = (
+        {field: value for field, value in named.items() if field in names} for names in fields
+    )
     try:
-        return Setting(text, *(_make(made, named, names) for made, names in fields.items()))
+        method, topology = make_method(**of_method), make_topology(**of_topology)
+        if text.startswith(_FEEDBACK):
+            method = ErrorFeedback(method=method)
     except (TypeError, ValueError) as error:
-        raise CommandError(f"--settings: {text!r}: {error}") from None
-
-
-def _make(made: Any, named: dict[str, Any], names: set[str]) -> Any:
-    return made(**{field: value for field, value in named.items() if field in names})
+        raise CommandError(f"{option}: {text!r}: {error}") from None
+    return Setting(text, method, topology)
 
 
 def _field_names(made: Any) -> set[str]:

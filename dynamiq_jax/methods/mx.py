@@ -178,6 +178,13 @@ class _SharedScaleChunks:
         decode = jax.vmap(lambda codes, scales: _decode(codes, scales, self.element))
         return decode(payloads, self.scales).reshape(-1)[: self.size]
 
+    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _SharedScaleChunks]":
+        def compressed(chunk: Array) -> Array:
+            return _decode(self.compress(chunk, turn), self._scales(chunk), self.element)
+
+        values = lax.map(compressed, jnp.arange(self.values.shape[0]))
+        return values.reshape(-1)[: self.size], dataclasses.replace(self, values=values)
+
     def _encode(self, values: Array, chunk: Array) -> Array:
         return _encode(values, self._scales(chunk), self.element)
 

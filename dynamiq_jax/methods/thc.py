@@ -16,8 +16,7 @@ from dynamiq_jax.codec import hadamard, packing, scales
 from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, row_bytes
 from dynamiq_jax.codec.rounding import offsets
-from dynamiq_jax.methods.base import ChunkedMethod, State
-from dynamiq_jax.topologies.base import Topology
+from dynamiq_jax.methods.base import ChunkedMethod
 
 _MIN_BITS, _MAX_BITS = 2, 8  # of one worker's integer: rounding offsets have 16 bits to offer
 _MAX_WIRE_BITS = packing.WIDTHS[-1]
@@ -134,23 +133,6 @@ class THC(ChunkedMethod):
         blocks = layout.as_blocks(part.astype(jnp.float32)[None])
         norms = compat.all_gather(_norm_words(blocks), axis_name).reshape(-1)
         return self._chunks(blocks, norms, layout, axis_name, key, is_part=True)
-
-    def all_reduce_applied(
-        self,
-        flat: Array,
-        axis_name: str,
-        num_workers: int,
-        *,
-        topology: Topology,
-        key: Array,
-        state: State,
-    ) -> tuple[Array, Array, State]:
-        """See `Method`. The integers that a worker applies are those that it sends."""
-        num_chunks = topology.num_chunks(num_workers)
-        codec = self.bind(flat, axis_name, num_workers, num_chunks, key)
-        payloads = lax.map(lambda chunk: codec.compress(chunk, 0), jnp.arange(num_chunks))
-        applied = codec.decompress(payloads)
-        return topology.all_reduce(codec, axis_name, num_workers), applied, state
 
     @property
     def standard_deviations(self) -> float:
@@ -283,6 +265,10 @@ class _THCChunks:
 
     def decompress(self, payloads: Array) -> Array:
         return self._values(self.layout.unpack(payloads), self.steps)[: self.layout.size]
+
+    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _THCChunks]":
+        words = lax.bitcast_convert_type(self.integers.astype(jnp.int16), jnp.uint16)
+        return self._values(words, self.steps)[: self.layout.size], self
 
     def _local(self, chunk: Array) -> Array:
         integers = lax.dynamic_index_in_dim(self.integers, chunk - self.first, keepdims=False)

@@ -1,0 +1,178 @@
+"""Final loss of the example's fine-tuning with every method: what an error of one all-reduce is
+worth, and where error feedback makes up for it.
+
+Workers are simulated on one device. All runs start from the same weights and see the same batches
+in the same order; a seed changes batches and rounding.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import dynamiq_jax as dq
+from dynamiq_jax.cli.settings import Setting, parse_setting
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "examples")]
+
+from small_lm.data import Corpora, all_windows, load_corpora, random_windows
+from small_lm.model import ModelConfig
+from small_lm.training import Params, loss_of, make_optimizer, new_model, pretrain
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    methods: tuple[str, ...] = (  # the first is what the others are compared with
+        "exact",
+        "bf16",
+        "dynamiq:5",
+        "dynamiq:4",
+        "dynamiq:3",
+        "paper:4",
+        "blockint:5",
+        "blockint:4",
+        "mxfp8",
+        "mxfp6",
+        "mxfp4",
+        "thc",
+        "ef+blockint:4",
+        "ef+omnireduce",
+        "ef+topk_chunked:4",
+        "ef+powersgd",
+        "topk_chunked:4",
+        "powersgd",
+    )
+    topology: str = "ring"
+    workers: int = 4
+    batch: int = 4  # windows of each worker and step
+    steps: int = 200
+    learning_rate: float = 2e-3
+    context: int = 128
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pretrain_steps: int = 240
+    save: bool = True  # write the result to benchmarks/results/final_loss.json
+
+
+def train_step(
+    structure: Any, setting: Setting, config: Config, seed: int
+) -> tuple[Callable[[Params], Any], Callable[..., Any]]:
+    """Functions that make the state of a run, and take one step of it."""
+    reduce = dq.all_reduce_gradients(
+        "data", method=setting.method, topology=setting.topology, seed=seed
+    )
+    optimizer = make_optimizer(config.learning_rate, config.steps)
+    gradient = jax.grad(loss_of(structure))
+
+    def init(params: Params) -> Any:
+        workers = jnp.arange(config.workers)
+        reducing = jax.vmap(lambda _: reduce.init(params), axis_name="data")(workers)
+        return optimizer.init(params), reducing
+
+    @jax.jit
+    def step(params: Params, state: Any, batches: jax.Array) -> tuple[Params, Any]:
+        opt_state, reducing = state
+
+        def local(tokens: jax.Array, reducing: Any) -> tuple[Params, Any]:
+            return reduce.update(gradient(params, tokens), reducing)
+
+        means, reducing = jax.vmap(local, axis_name="data")(batches, reducing)
+        mean = jax.tree.map(lambda leaf: leaf[0], means)
+        updates, opt_state = optimizer.update(mean, opt_state, params)
+        return optax.apply_updates(params, updates), (opt_state, reducing)
+
+    return init, step
+
+
+def final_loss(
+    structure: Any, params: Params, corpora: Corpora, setting: Setting, config: Config, seed: int
+) -> float:
+    """Evaluation loss after fine-tuning, nats per token."""
+    init, step = train_step(structure, setting, config, seed)
+    state = init(params)
+    for number in range(config.steps):
+        windows = random_windows(
+            corpora.reference,
+            count=config.workers * config.batch,
+            context=config.context,
+            seed=seed,
+            step=number,
+        )
+        shape = (config.workers, config.batch, config.context + 1)
+        params, state = step(params, state, jnp.asarray(windows.reshape(shape)))
+    held_out = all_windows(corpora.held_out, context=config.context, multiple_of=1)
+    return float(jax.jit(loss_of(structure))(params, jnp.asarray(held_out)))
+
+
+def main(config: Config) -> None:
+    """Trains with every method and prints a table."""
+    console = Console()
+    corpora = load_corpora()
+    structure, params = new_model(ModelConfig(corpora.vocabulary))
+    with console.status("Pre-training"):
+        params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    shapes = jax.eval_shape(lambda: params)
+    settings = [parse_setting(f"{name}:{config.topology}") for name in config.methods]
+    runs = functools.partial(final_loss, structure, params, corpora, config=config)
+    losses: dict[str, list[float]] = {name: [] for name in config.methods}
+    results: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Fine-tuning", total=len(settings) * len(config.seeds))
+        for seed in config.seeds:
+            for name, setting in zip(config.methods, settings, strict=True):
+                losses[name].append(runs(setting=setting, seed=seed))
+                progress.advance(task)
+            exact = np.array(losses[config.methods[0]])
+            results = [
+                {
+                    "method": name,
+                    "bits": wire_bits(setting, shapes, config.workers),
+                    "losses": losses[name],
+                    "off": (np.array(losses[name]) / exact - 1).tolist(),
+                }
+                for name, setting in zip(config.methods, settings, strict=True)
+            ]
+            if config.save:  # after every seed: a run takes long
+                options = dataclasses.asdict(config) | {"seeds": config.seeds[: len(exact)]}
+                common.save("final_loss", options, results)
+    console.print(as_table(results))
+
+
+def wire_bits(setting: Setting, shapes: Any, workers: int) -> float:
+    """Bits of a coordinate on the wire, of all leaves that training compresses."""
+    return dq.wire_report(shapes, workers, method=setting.method, topology=setting.topology).bits
+
+
+def as_table(results: list[dict[str, Any]]) -> Table:
+    """One line a method."""
+    table = Table(title="Evaluation loss after fine-tuning, against the exact mean")
+    table.add_column("method")
+    for heading in ("bits", "loss, mean over seeds", "off", "of each seed"):
+        table.add_column(heading, justify="right")
+    for row in results:
+        table.add_row(
+            row["method"],
+            f"{row['bits']:.2f}",
+            f"{np.mean(row['losses']):.4f}",
+            f"{np.mean(row['off']):+.2%}",
+            "  ".join(f"{off:+.2%}" for off in row["off"]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,74 @@
+"""Writes the gradients that workers meet while fine-tuning the example's small language model.
+
+    python examples/dump_gradients.py --workers 16 --output gradients.npz
+    dynamiq-jax compare --gradients gradients.npz --workers 8 16
+
+Training takes the exact mean; the file has one array STEP/PARAMETER of [workers, *shape] for each
+step and parameter. To have your own model's: write such a file with np.savez, or safetensors.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from small_lm.data import load_corpora
+from small_lm.gradients import gradient_snapshots, save_snapshots
+from small_lm.model import ModelConfig
+from small_lm.training import new_model, pretrain
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write the gradients of several training steps, of every worker, to an .npz file."""
+
+    output: Path = Path("gradients.npz")
+    """File to write."""
+
+    workers: int = 16
+    """Workers whose gradients are written; eight train, however many these are."""
+
+    steps: tuple[int, ...] = (20, 100, 200)
+    """Training steps, from 0; training ends after the last."""
+
+    pretrain_steps: int = 240
+    """Steps of pre-training on source code before."""
+
+    seed: int = 0
+    """Chooses the first weights and the batches."""
+
+
+def main(options: Options) -> None:
+    if not options.output.absolute().parent.is_dir():
+        raise SystemExit(f"--output is {options.output}: no such folder. Make it.")
+    if options.workers < 1 or not options.steps or min(options.steps) < 0:
+        raise SystemExit("--workers and --steps: give at least one worker and one step from 0.")
+    console, start = Console(), time.perf_counter()
+    corpora = load_corpora()
+    structure, params = new_model(ModelConfig(corpora.vocabulary), options.seed)
+    with console.status("Pre-training"):
+        params = pretrain(
+            structure, params, corpora.source_code, steps=options.pretrain_steps, seed=options.seed
+        )
+    snapshots = gradient_snapshots(
+        structure,
+        params,
+        corpora.reference,
+        workers=options.workers,
+        steps=options.steps,
+        seed=options.seed,
+    )
+    with console.status("Fine-tuning"):
+        save_snapshots(options.output, snapshots)
+    size = options.output.stat().st_size / 1e6
+    console.print(
+        f"wrote {options.output}: {size:.0f} MB, {time.perf_counter() - start:.0f} s",
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,251 @@
+"""`dynamiq-jax compare`: what it reads, what it measures, and what it says."""
+
+import json
+
+import numpy as np
+import pytest
+from gradients import of_workers, vnmse
+from safetensors.numpy import save_file
+from test_cli import command, shown
+
+import dynamiq_jax as dq
+from dynamiq_jax.cli import compare, compare_plot, gradient_files
+from dynamiq_jax.cli.compare import DEFAULTS, Compare
+from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax.cli.settings import parse_setting, parse_settings
+from dynamiq_jax.cli.simulate import Simulation, codec_ns
+from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
+
+WORKERS = 4
+SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
+
+
+def two_leaves() -> dict[str, np.ndarray]:
+    return {
+        "dense/kernel": of_workers(0, WORKERS, 64 * 96).reshape(WORKERS, 64, 96),
+        "embedding": of_workers(1, WORKERS, 5000),
+    }
+
+
+# -------------------------------------------------------------------------------- what it reads
+
+
+def test_files_hold_steps_of_parameters(tmp_path):
+    arrays = {
+        f"{step}/{name}": step * leaf for step in (1, 20) for name, leaf in two_leaves().items()
+    }
+    arrays["1/bias"] = np.ones((WORKERS, 8))
+    np.savez(tmp_path / "g.npz", **arrays)
+    steps = gradient_files.load(tmp_path / "g.npz")
+    assert list(steps) == ["step 1", "step 20"]
+    assert {name: leaf.shape for name, leaf in steps["step 1"].items()} == {
+        "dense/kernel": (WORKERS, 64, 96),
+        "embedding": (WORKERS, 5000),
+    }
+    np.testing.assert_array_equal(steps["step 20"]["embedding"], 20 * two_leaves()["embedding"])
+
+
+def test_safetensors_and_half_precision_are_read_as_well(tmp_path):
+    arrays = {name: leaf.astype(np.float16) for name, leaf in two_leaves().items()}
+    save_file(arrays, tmp_path / "g.safetensors")
+    (label, found), *none = gradient_files.load(tmp_path / "g.safetensors").items()
+    assert (label, none) == ("", [])
+    assert found["embedding"].dtype == np.float32
+    np.testing.assert_array_equal(found["embedding"], arrays["embedding"].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"w": np.ones(5000)}, "first axis is the worker"),
+        ({"w": np.full((4, 5000), np.nan)}, "NaN or Inf"),
+        ({"w": np.ones((4, 10))}, "no array of 1024 coordinates"),
+        ({"w": np.ones((4, 5000)), "v": np.ones((3, 5000))}, r"\[3, 4\] workers"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, arrays, says):
+    np.savez(tmp_path / "g.npz", **arrays)
+    with pytest.raises(CommandError, match=says):
+        gradient_files.load(tmp_path / "g.npz")
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+    with pytest.raises(CommandError, match="no such file"):
+        gradient_files.load(tmp_path / "missing.npz")
+    (tmp_path / "g.txt").write_text("")
+    with pytest.raises(CommandError, match=r"\.npz or a \.safetensors"):
+        gradient_files.load(tmp_path / "g.txt")
+
+
+# ---------------------------------------------------------------------- how methods are written
+
+
+def test_presets_and_error_feedback_can_be_written():
+    assert parse_setting("paper:4").method == dq.DynamiQ.paper(bits=4.0)
+    assert parse_setting("qgz").method == PRESETS["qgz"]()
+    feedback = parse_setting("ef+blockint:bits=4:ring").method
+    assert isinstance(feedback, ErrorFeedback)
+    assert feedback.method == METHODS["blockint"](bits=4)
+
+
+def test_defaults_are_possible_on_every_topology_and_show_every_method():
+    settings = parse_settings([f"{name}:{t}" for name in DEFAULTS for t in ("ring", "all_to_all")])
+    shown_methods = {type(setting.method) for setting in settings}
+    assert {METHODS[name] for name in METHODS} - shown_methods <= {dq.Exact, ErrorFeedback}
+
+
+# -------------------------------------------------------------------------------- what it measures
+
+
+def test_errors_are_those_of_the_sum():
+    gradients = two_leaves()
+    found = Simulation(parse_setting(f"{SMALL}:ring"), gradients)(gradients, range(2))
+    truth = {name: leaf.sum(0, np.float64) for name, leaf in gradients.items()}
+    flat = np.concatenate([leaf.reshape(-1) for leaf in truth.values()])
+    assert 1e-6 < found.vnmse < 1e-2
+    assert 1e-6 < found.relative < 1
+    assert found.gain == pytest.approx(1, abs=10 * np.sqrt(found.vnmse / flat.size))
+    assert found.replicas_equal and found.seconds > 0
+
+
+def test_no_compression_has_no_error():
+    gradients = two_leaves()
+    found = Simulation(parse_setting("exact:ring"), gradients)(gradients, (0,))
+    assert found.vnmse < 1e-12
+    assert found.gain == pytest.approx(1, abs=1e-6)
+
+
+def test_a_biased_method_shows_its_gain():
+    gradients = two_leaves()
+    kept = Simulation(parse_setting("topk_chunked:2:ring"), gradients)(gradients, (0,))
+    assert 0.3 < kept.gain < 1
+    # What is left out is orthogonal to what is kept.
+    assert kept.vnmse == pytest.approx(1 - kept.gain, rel=0.01)
+
+
+def test_unequal_replicas_are_found():
+    class Broken:
+        name = "broken"
+
+        def all_reduce(self, tree, axis_name, key):
+            import jax
+
+            one = jax.lax.axis_index(axis_name).astype("float32")
+            return {name: leaf + one for name, leaf in tree.items()}
+
+    gradients = two_leaves()
+    assert not Simulation(Broken(), gradients)(gradients, (0,)).replicas_equal
+
+
+def test_codec_time_is_that_of_one_core(monkeypatch):
+    monkeypatch.setattr("dynamiq_jax.cli.simulate.num_cores", lambda: 2)
+    assert codec_ns(0.04, 10**6, 8) == pytest.approx(10.0)
+
+
+def test_vnmse_is_what_it_is_elsewhere():
+    gradients = two_leaves()
+    setting = parse_setting("blockint:bits=4:ring")
+    found = Simulation(setting, gradients)(gradients, (0,))
+    import jax
+
+    sums = jax.vmap(lambda tree: setting.all_reduce(tree, "d", jax.random.key(0)), axis_name="d")(
+        gradients
+    )
+    flat = [
+        np.concatenate([leaf.reshape(-1) for leaf in tree])
+        for tree in (
+            [np.asarray(sums[name][0]) for name in sorted(sums)],
+            [gradients[name].sum(0, np.float64) for name in sorted(gradients)],
+        )
+    ]
+    assert found.vnmse == pytest.approx(vnmse(*flat), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def test_it_compares_from_the_command_line(tmp_path):
+    np.savez(tmp_path / "g.npz", **{f"20/{name}": leaf for name, leaf in two_leaves().items()})
+    result = command(
+        "compare",
+        *("--gradients", str(tmp_path / "g.npz"), "--workers", "2", "4"),
+        *("--methods", "bf16", "blockint:bits=4", "blockint:bits=5", "mxfp8"),
+        *("--topologies", "ring", "all_to_all", "--link", "1gbit"),
+        *("--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "vNMSE step 20" in result.stdout and "mxfp8" in result.stdout
+    record = json.loads((tmp_path / "c.json").read_text())
+    rows = {(r["method"], r["topology"], r["workers"]): r for r in record["results"]}
+    assert len(rows) == len(record["results"]) == 4 * 2 * 2
+    for row in rows.values():
+        wire = 8 * row["bytes_per_worker"] / 1e9
+        assert row["seconds"] == pytest.approx(wire + 1e-9 * row["codec_ns"] * row["size"])
+        assert row["replicas_equal"]
+    four, five = (rows[f"blockint:bits={bits}", "ring", 4] for bits in (4, 5))
+    assert 2 < four["vnmse"] / five["vnmse"] < 8
+    assert rows["blockint:bits=4", "all_to_all", 4]["vnmse"] < four["vnmse"]
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"workers": (1,)}, "2 to 64"),
+        ({"workers": (65,)}, "2 to 64"),
+        ({"topologies": ("star",)}, "'star' is not known"),
+        ({"methods": ("nothing",)}, "--methods: 'nothing:ring'"),
+        ({"topologies": ("butterfly",), "workers": (6,)}, "do not support"),
+        ({"seeds": 0}, "at least 1"),
+        ({"codec": -1.0}, "0 or more"),
+    ],
+)
+def test_mistakes_are_refused(options, says):
+    with pytest.raises(CommandError, match=says):
+        Compare(**options).run()
+
+
+def test_more_workers_than_the_file_has_are_refused(tmp_path):
+    np.savez(tmp_path / "g.npz", **two_leaves())
+    with pytest.raises(CommandError, match=r"of 4\. Give at most 4"):
+        Compare(gradients=tmp_path / "g.npz", workers=(8,)).run()
+
+
+def test_a_topology_that_does_not_fit_is_left_out_and_said(tmp_path, capsys):
+    np.savez(tmp_path / "g.npz", w=of_workers(0, 3, 5000))
+    options = Compare(
+        gradients=tmp_path / "g.npz",
+        methods=("bf16",),
+        topologies=("ring", "butterfly"),
+        workers=(3,),
+    )
+    assert options.run() == 0
+    assert "1 left out" in capsys.readouterr().out
+
+
+def test_the_table_and_the_plot_show_all_rows(tmp_path):
+    step = {"vnmse": 1e-3, "relative": 0.1, "gain": 1.0, "seconds": 1.0, "replicas_equal": True}
+    rows = [
+        {
+            "setting": f"m{n}:ring",
+            "method": f"m{n}",
+            "topology": "ring",
+            "workers": workers,
+            "size": 1000,
+            "bits": float(n),
+            "bytes_per_worker": 1000 * n,
+            "codec_ns": 1.0,
+            "seconds": 0.1 * n,
+            "replicas_equal": True,
+            "steps": {"step 1": step},
+            "vnmse": 10.0**-n,
+            "relative": 0.1,
+        }
+        for n in (3, 4)
+        for workers in (2, 8)
+    ]
+    text = shown(compare.compare_table(rows[:1], 1e9))
+    assert "m3" in text and "at 1 Gbit/s" in text
+    compare_plot.save(tmp_path / "p.svg", rows, "a link")
+    drawn = (tmp_path / "p.svg").read_text()
+    assert "<svg" in drawn
