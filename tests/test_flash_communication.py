@@ -131,7 +131,7 @@ def test_spikes_are_kept_as_bfloat16(method, seed):
     np.testing.assert_array_equal(kept, np.asarray(values[where], jnp.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize("bits", (2, 3, 4))
+@pytest.mark.parametrize("bits", (2, 4))
 def test_spikes_pay_where_a_value_stands_out(bits):
     values = np.random.default_rng(0).standard_normal(8 * 256).astype(np.float32)
     values[5::32] *= 50
@@ -183,27 +183,32 @@ def test_two_values_that_are_not_finite_hide_no_other(method):
 # --------------------------------------------------------------------------------- over the wire
 
 
-def summed(method: FlashCommunication, topology: str):
-    def local(key, g):
-        return dq.psum(g, "data", key=key, method=method, topology=topology)
+def local(topology: str):
+    def reduce(key, g):
+        return dq.psum(g, "data", key=key, method=FlashCommunication(), topology=topology)
 
-    return local
+    return reduce
+
+
+@functools.cache
+def summed(topology: str):
+    return simulated(local(topology))
 
 
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_a_mesh_computes_what_simulated_workers_do(data_mesh, check_vma):
     g = of_workers(0, N, 5000)
-    local = summed(FlashCommunication(), "all_to_all")
-    result = np.asarray(on_mesh(local, data_mesh(N), check_vma=check_vma)(KEY, g))
+    run = on_mesh(local("all_to_all"), data_mesh(N), check_vma=check_vma)
+    result = np.asarray(run(KEY, g))
     assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
-    np.testing.assert_array_equal(result, simulated(local)(KEY, g))
+    np.testing.assert_array_equal(result, summed("all_to_all")(KEY, g))
 
 
 @pytest.mark.parametrize("topology", ("ring", "all_to_all"))
 def test_what_is_not_finite_reaches_every_worker(topology):
     g = of_workers(0, N, 5000)
     g[2, 700], g[1, 4999] = np.nan, np.inf
-    result = np.asarray(simulated(summed(FlashCommunication(), topology))(KEY, g))
+    result = np.asarray(summed(topology)(KEY, g))
     blocks = np.isin(np.arange(5000) // 32, (700 // 32, 4999 // 32))
     assert np.isnan(result[:, blocks]).all()
     assert np.isfinite(result[:, ~blocks]).all()
@@ -213,8 +218,7 @@ def test_two_steps_are_better_than_a_ring():
     g = of_workers(0, 8, 8192)
     truth = g.sum(axis=0, dtype=np.float64)
     ring, two_steps = (
-        vnmse(simulated(summed(FlashCommunication(), topology))(KEY, g)[0], truth)
-        for topology in ("ring", "all_to_all")
+        vnmse(summed(topology)(KEY, g)[0], truth) for topology in ("ring", "all_to_all")
     )
     assert 1e-5 < two_steps < ring / 1.5
 
