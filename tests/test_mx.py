@@ -92,17 +92,29 @@ def message_of(name: str):
     return jax.jit(lambda flat: jax.vmap(local, axis_name="data")(jnp.stack([flat, flat]))[0])
 
 
-@every_format
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_message_is_the_codes_and_scales_of_the_standard(name, seed):
-    rows, bits = rows_of(seed), FORMATS[name][0]._format.bits
+def expected_message(rows: np.ndarray, name: str) -> np.ndarray:
+    bits = FORMATS[name][0]._format.bits
     codes, scales = encode_blocks(rows, name)
     packed = oracle.pack_codes(codes.astype(np.uint16), bits)
     starts = np.cumsum([packing.row_bytes(plane) for plane in packing.planes(bits)])[:-1]
     planes = [plane.reshape(-1) for plane in np.split(packed, starts, axis=1)]
+    return np.concatenate([*planes, scales.reshape(-1)])
+
+
+@every_format
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_message_is_the_codes_and_scales_of_the_standard(name, seed):
+    rows = rows_of(seed)
     message = np.asarray(message_of(name)(np.concatenate([rows, rows]).reshape(-1)))
     assert message.dtype == np.uint8
-    np.testing.assert_array_equal(message, np.concatenate([*planes, scales.reshape(-1)]))
+    np.testing.assert_array_equal(message, expected_message(rows, name))
+
+
+def test_a_message_of_several_blocks_of_rows_is_as_any_other():
+    """A CPU walks through long chunks in steps, the last of which goes back over some rows."""
+    rows = of_workers(0, 1, 1200 * 256).reshape(1200, 256)
+    message = message_of("e2m3")(np.concatenate([rows, rows]).reshape(-1))
+    np.testing.assert_array_equal(message, expected_message(rows, "e2m3"))
 
 
 @every_format

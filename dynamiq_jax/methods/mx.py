@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax import compat
 from dynamiq_jax.chunks import ChunkCodec, Payload, RecodedChunks, WireCost
 from dynamiq_jax.codec import minifloat, packing
 from dynamiq_jax.codec.minifloat import BLOCK_SIZE, ELEMENTS, NAN_SCALE, Element
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.codec.scales import group_maxima
 from dynamiq_jax.methods.base import ChunkedMethod
+from pallas_kernels.blocks import for_each_block
 
 _BLOCKS = SUPER_GROUP_SIZE // BLOCK_SIZE  # scales in a row
 
@@ -33,7 +35,7 @@ FP6 = Literal["e2m3", "e3m2"]
 class _MX(ChunkedMethod):
     """What the formats share: all but their elements."""
 
-    shared_scale: bool = False  # agree on scales first; one compression for all hops, same bits
+    shared_scale: bool = False  # one scale for all hops, same bits; only e4m3 has the range for it
 
     def __post_init__(self):
         if not isinstance(self.shared_scale, bool):
@@ -94,8 +96,11 @@ class _MX(ChunkedMethod):
 class MXFP8(_MX):
     """MXFP8: 8.25 bits a coordinate on the wire.
 
-    Scales are those of every partial sum, or with `shared_scale` those of the largest value of all
-    workers, raised so that no partial sum saturates. The file says what is not finite.
+    Every partial sum gets scales of its own; with `shared_scale` those of the largest value of all
+    workers, agreed on first and raised by 1 + ceil(log2 workers) exponents, so that no partial sum
+    saturates. That is a range which formats of few exponent bits do not have: over 8 workers the
+    vNMSE is 0.6 times as large with e4m3, 9 times with MXFP4 and 40 times with MXINT8. A block that
+    holds NaN or Inf is NaN; with `shared_scale`, sums beyond float32 are NaN or Inf.
 
     >>> MXFP8(element="e5m2").element
     'e5m2'
@@ -213,7 +218,17 @@ def _rescaled_chunks(element: Element, **held: Any) -> RecodedChunks:
 def _encode(values: Array, scales: Array, element: Element) -> Array:
     """float32 [256 rows] under scales uint8 [rows, blocks], to packed codes: uint8 [bytes]."""
     blocks = values.reshape(*scales.shape, BLOCK_SIZE)
-    codes = minifloat.encode(blocks, scales[:, :, None], element)
+
+    # In a loop, whose codes wait in memory: fused with the packing, XLA:CPU rounds again for every
+    # plane, and MXFP6 takes six times as long.
+    def step(first: Array | int, count: int, codes: Array) -> Array:
+        part = lax.dynamic_slice_in_dim(blocks, first, count)
+        part_scales = lax.dynamic_slice_in_dim(scales, first, count)
+        part_codes = minifloat.encode(part, part_scales[:, :, None], element)
+        return lax.dynamic_update_slice_in_dim(codes, part_codes, first, axis=0)
+
+    empty = compat.match_varying(jnp.zeros(blocks.shape, jnp.uint16), values)
+    codes = for_each_block(blocks.shape[0], step, empty)
     planes = packing.pack(codes.reshape(-1, SUPER_GROUP_SIZE), element.bits)
     return jnp.concatenate([plane.reshape(-1) for plane in planes])
 
