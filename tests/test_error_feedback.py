@@ -14,6 +14,7 @@ from gradients import of_workers, vnmse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from test_power_sgd import sent_bytes
 from test_wire_report import PRESETS
 from workers import TWO_CLASSES, on_mesh, simulated
 
@@ -281,6 +282,14 @@ def test_it_costs_no_bytes():
                 for method in (inner, ErrorFeedback(method=inner))
             ]
             assert reports[0] == reports[1]
+
+
+def test_statistics_travel_once(data_mesh):
+    """The compiled program, where the values that are sent are not those that came in."""
+    tree = {"w": jax.ShapeDtypeStruct((100, 200), jnp.float32)}
+    method = ErrorFeedback(method=NEAREST)
+    report = dq.wire_report(tree, NUM_WORKERS, method=method)
+    assert sent_bytes(data_mesh(NUM_WORKERS), tree, method, "ring") == report.bytes_per_worker
 
 
 # ----------------------------------------------------------------------------------------- errors

@@ -14,12 +14,13 @@ import pytest
 from gradients import vnmse
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_wire_report import collectives
 from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import ErrorFeedback, PowerSGD
+from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
 
 NUM_WORKERS = 4
@@ -238,6 +239,35 @@ def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh, check_vma):
     np.testing.assert_allclose(total, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_parts_of_a_bucket_have_factors_of_their_own(check_vma):
+    """Two axes: each worker of the fast one has a part of the bucket, and a state of its own."""
+    axes = ("hosts", "local")
+    reduce = dq.all_reduce_gradients(axes, method=PowerSGD(rank=2), exact_below=0)
+    mesh = jax.make_mesh(
+        (2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:NUM_WORKERS]
+    )
+
+    def local(g):
+        def step(state, _):
+            mean, state = reduce.update(g[0], state)
+            return state, mean
+
+        state, means = jax.lax.scan(step, reduce.init(g[0]), None, 3)
+        return means[-1:], state.method[0][0][None]
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=check_vma
+    )
+    matrices = low_rank(0, NUM_WORKERS, 32, 32, 1)  # each part of 512 is 23 x 23
+    means, state = map(np.asarray, jax.jit(mapped)(matrices))
+    assert (means == means[:1]).all()
+    assert state.shape == (NUM_WORKERS, 23, 2)
+    np.testing.assert_array_equal(state[:2], state[2:])
+    assert np.any(state[0] != state[1])
+    assert 0 < vnmse(means[0], matrices.mean(axis=0)) < 0.9
+
+
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
 @pytest.mark.parametrize("leaf", range(len(SHAPES)))
 def test_non_finite_values_surface_at_their_leaf_on_all_workers_and_go_again(value, leaf):
@@ -288,6 +318,23 @@ def test_a_gradient_of_zeros_does_not_end_the_search():
 # ------------------------------------------------------------------------------------------ bytes
 
 
+def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
+    """Bytes of each worker in the compiled program of a step, whose state comes out with it."""
+    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
+
+    def local(stacked):
+        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
+        updates, state = reduce.update(mine, reduce.init(mine))
+        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
+
+    stacked = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((NUM_WORKERS, *leaf.shape), leaf.dtype), tree
+    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")))
+    found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
+    return sum(c.sent_bytes(NUM_WORKERS) for c in found)
+
+
 @pytest.mark.parametrize(
     ("topology", "inner", "wrapped"),
     (
@@ -304,22 +351,9 @@ def test_the_report_is_the_compiled_program(data_mesh, topology, inner, wrapped)
         method = ErrorFeedback(method=method)
     tree = {"a": (100, 70), "b": (2000,), "c": (40, 5, 60), "exact": (10,)}
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
-    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
-
-    def local(stacked):
-        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
-        updates, state = reduce.update(mine, reduce.init(mine))
-        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
-
-    stacked = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((NUM_WORKERS, *leaf.shape), leaf.dtype), shapes
-    )
-    mapped = jax.shard_map(
-        local, mesh=data_mesh(NUM_WORKERS), in_specs=P("data"), out_specs=(P(), P("data"))
-    )
-    found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
+    sent = sent_bytes(data_mesh(NUM_WORKERS), shapes, method, topology)
     report = dq.wire_report(shapes, NUM_WORKERS, method=method, topology=topology)
-    assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
+    assert sent == report.bytes_per_worker
     factors = 3 * (100 + 70) + 2000 + 3 * (200 + 60)
     item_bytes = 4 if inner == dq.Exact() else 2
     passes = 2 * (NUM_WORKERS - 1) / NUM_WORKERS
