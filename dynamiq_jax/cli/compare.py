@@ -43,6 +43,8 @@ DEFAULTS = (
     "powersgd",
 )
 
+_COLUMNS = 1024  # of a made-up gradient
+
 
 @dataclasses.dataclass(frozen=True)
 class Compare:
@@ -70,7 +72,7 @@ class Compare:
     """How many workers, up to 64; the first of those in the file."""
 
     size: str = "5M"
-    """Float32 coordinates of made-up gradients."""
+    """Float32 coordinates of made-up gradients, in whole rows of 1024."""
 
     seeds: int = 1
     """Rounding seeds that errors are averaged over."""
@@ -144,9 +146,10 @@ class Compare:
     def _load(self) -> dict[str, Gradients]:
         most = max(self.workers)
         if self.gradients is None:
-            size = parse_size(self.size, "--size")
-            rows = [worker_gradient(worker, size, seed=0) for worker in range(most)]
-            return {"made up": {"gradient": np.stack(rows)}}
+            # A matrix, for methods to which a gradient is more than a vector.
+            shape = (max(1, parse_size(self.size, "--size") // _COLUMNS), _COLUMNS)
+            rows = [worker_gradient(worker, math.prod(shape), seed=0) for worker in range(most)]
+            return {"made up": {"gradient": np.stack(rows).reshape(most, *shape)}}
         steps = gradient_files.load(self.gradients)
         for gradients in steps.values():
             there = gradient_files.num_workers(gradients)
