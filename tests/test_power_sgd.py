@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import vnmse
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -79,25 +79,27 @@ def leaves_of(flat: np.ndarray) -> list[np.ndarray]:
 MATRICES = st.tuples(st.integers(20, 70), st.integers(20, 70), st.integers(1, 4))
 
 
-@settings(max_examples=3)
+@settings(max_examples=3, phases=(Phase.generate,))  # shrinking would compile for minutes
 @given(
     matrices=st.tuples(MATRICES, MATRICES),
     num_workers=st.integers(2, 4),
-    exponent=st.integers(-30, 30),
+    exponent=st.sampled_from((-28, 28)),
 )
 def test_matrices_of_its_rank_are_summed_exactly(matrices, num_workers, exponent):
-    """In one step, from a random start. A rank to spare finds directions of rounding errors."""
+    """In the first step, from a random start, and in the next, which starts from products of
+    gradients. A rank to spare finds directions of rounding errors.
+    """
     scale = np.float32(10.0**exponent)
     leaves = [low_rank(seed, num_workers, *matrix) * scale for seed, matrix in enumerate(matrices)]
     method = PowerSGD(rank=4).for_leaves(tuple(leaf.shape[1:] for leaf in leaves))
     flat = np.concatenate([leaf.reshape(num_workers, -1) for leaf in leaves], axis=1)
     assert len(method.init_state(flat.shape[1], 2)) == len(leaves)  # all are factorized
-    result = np.asarray(steps(method)(KEY, flat)[0, 0], float) / scale
+    results = np.asarray(steps(method, 2)(KEY, flat)[0], float) / scale
     ends = np.cumsum([leaf[0].size for leaf in leaves])[:-1]
-    for ours, leaf in zip(np.split(result, ends), leaves, strict=True):
+    for ours, leaf in zip(np.split(results, ends, axis=1), leaves, strict=True):
         truth = leaf.sum(axis=0, dtype=np.float64).reshape(-1) / scale
         # The random start of a matrix of its full rank may be badly conditioned.
-        assert vnmse(ours, truth) < 1e-9
+        assert max(vnmse(result, truth) for result in ours) < 1e-9
 
 
 def test_a_matrix_is_approximated_as_well_as_its_rank_allows():
