@@ -79,7 +79,7 @@ def leaves_of(flat: np.ndarray) -> list[np.ndarray]:
 MATRICES = st.tuples(st.integers(20, 70), st.integers(20, 70), st.integers(1, 4))
 
 
-@settings(max_examples=3, phases=(Phase.generate,))  # shrinking would compile for minutes
+@settings(max_examples=2, phases=(Phase.generate,))  # shrinking would compile for minutes
 @given(
     matrices=st.tuples(MATRICES, MATRICES),
     num_workers=st.integers(2, 4),
@@ -178,17 +178,12 @@ def test_a_vector_of_low_rank_as_a_square_and_one_that_is_padded():
 # -------------------------------------------------------------------------- on all workers, always
 
 
-@pytest.mark.parametrize("inner", (dq.Exact(), dq.BF16()), ids=("exact", "bf16"))
-def test_replicas_and_their_states_are_identical(inner):
-    method = PowerSGD(rank=2, inner=inner).for_leaves(SHAPES)
+def test_replicas_and_their_states_are_identical():
+    method = PowerSGD(rank=2, inner=dq.BF16()).for_leaves(SHAPES)
 
     def local(key, flat):
         state = method.init_state(flat.size, NUM_WORKERS)
-        for _ in range(2):
-            total, state = method.all_reduce(
-                flat, "data", NUM_WORKERS, topology=Ring(), key=key, state=state
-            )
-        return total, state
+        return method.all_reduce(flat, "data", NUM_WORKERS, topology=Ring(), key=key, state=state)
 
     for leaf in jax.tree.leaves(simulated(local)(KEY, gradient())):
         leaf = np.asarray(leaf)
@@ -217,9 +212,8 @@ def test_a_mesh_gives_what_the_simulation_gives(data_mesh, check_vma):
     np.testing.assert_allclose(state.method[0][0], expected_state.method[0][0], atol=1e-3)
 
 
-@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
-def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh, check_vma):
-    """Carried with P(): one copy in a checkpoint."""
+def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh):
+    """Carried with P(): one copy in a checkpoint. Types say so, under check_vma."""
     method = PowerSGD(rank=2).for_leaves(SHAPES)
 
     def local(state, flat):
@@ -232,12 +226,11 @@ def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh, check_vma):
         mesh=data_mesh(NUM_WORKERS),
         in_specs=(P(), P("data")),
         out_specs=P(),
-        check_vma=check_vma,
     )
     state = method.init_state(sum(SIZES), NUM_WORKERS)
-    for _ in range(2):
-        total, state = jax.jit(mapped)(state, gradient())
-    expected = of_leaves(PowerSGD(rank=2), 2)(KEY, gradient())[0, 1]
+    total, after = jax.jit(mapped)(state, gradient())
+    assert [leaf.shape for leaf in after] == [leaf.shape for leaf in state]
+    expected = of_leaves(PowerSGD(rank=2))(KEY, gradient())[0, 0]
     np.testing.assert_allclose(total, expected, rtol=1e-3, atol=1e-3)
 
 
