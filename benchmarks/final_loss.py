@@ -39,28 +39,25 @@ class Config:
 
     methods: tuple[str, ...] = (  # the first is what the others are compared with
         "exact",
-        "bf16",
         "dynamiq:5",
-        "dynamiq:4",
-        "dynamiq:3",
-        "paper:4",
-        "blockint:5",
-        "blockint:4",
         "mxfp8",
-        "mxfp6",
+        "blockint:5",
+        "dynamiq:4",
+        "blockint:4",
+        "dynamiq:3",
+        "blockint:3",
         "mxfp4",
         "thc",
-        "ef+blockint:4",
-        "ef+omnireduce",
-        "ef+topk_chunked:4",
-        "ef+powersgd",
         "topk_chunked:4",
+        "ef+topk_chunked:4",
         "powersgd",
+        "ef+powersgd",
+        "omnireduce",
     )
     topology: str = "ring"
     workers: int = 4
     batch: int = 4  # windows of each worker and step
-    steps: int = 200
+    steps: int = 120
     learning_rate: float = 2e-3
     context: int = 128
     seeds: tuple[int, ...] = (0, 1, 2)

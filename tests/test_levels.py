@@ -73,8 +73,12 @@ def test_what_cannot_keep_the_precision_is_refused(width, spacing):
         assert_unbiased(width, spacing, count=20)
 
 
-@given(width=st.sampled_from(WIDTHS), kind=kinds, gap_ratio=st.floats(1.1, 6))
-def test_rounding_is_unbiased_at_every_accepted_spacing(width, kind, gap_ratio):
+@every_width
+@pytest.mark.parametrize("kind", ("quadratic", "geometric"))
+@pytest.mark.parametrize("share", (0.0, 0.5, 1.0))
+def test_rounding_is_unbiased_at_every_accepted_spacing(width, kind, share):
+    low, high = levels.MIN_GAP_RATIO, levels.MAX_GAP_RATIO[kind]
+    gap_ratio = low + share * (high - low)
     dq.DynamiQ(spacing=kind, gap_ratio=gap_ratio)
     assert_unbiased(width, oracle.Spacing(kind, gap_ratio), count=20)
 

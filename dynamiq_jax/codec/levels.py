@@ -29,9 +29,11 @@ from dynamiq_jax.codec.arithmetic import PLAIN, Arithmetic, Number, float_to_cod
 Spacing = Literal["quadratic", "geometric"]
 SPACINGS: tuple[str, ...] = get_args(Spacing)
 
-# Below the smaller ratio a float32 logarithm or root no longer finds the right level of 16 bits;
-# above the larger one the polynomial is not exact to float32.
-MIN_GAP_RATIO, MAX_GAP_RATIO = 1.1, 6.0
+# Below this ratio a float32 logarithm or root no longer finds the right level of 16 bits.
+MIN_GAP_RATIO = 1.1
+# Above it the polynomial is not exact to float32; and where quadratic gaps of the fewest levels, 3,
+# grow by the first gap or more, t = 0 rounds to a code below 0.
+MAX_GAP_RATIO = {"quadratic": 2.9, "geometric": 6.0}
 
 # Relative error of `inverse`, with room. Subtracted from it, so that t = 1 never rounds to the code
 # L, which has no gap above it.

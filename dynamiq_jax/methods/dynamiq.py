@@ -85,13 +85,14 @@ class DynamiQ(ChunkedMethod):
             raise ValueError(f"rounding={self.rounding!r} is not known. Give one of {ROUNDINGS}.")
         if self.spacing not in SPACINGS:
             raise ValueError(f"spacing={self.spacing!r} is not known. Give one of {SPACINGS}.")
+        most = MAX_GAP_RATIO[self.spacing]
         if not (
             isinstance(self.gap_ratio, numbers.Real)
-            and (self.gap_ratio == 1 or MIN_GAP_RATIO <= self.gap_ratio <= MAX_GAP_RATIO)
+            and (self.gap_ratio == 1 or MIN_GAP_RATIO <= self.gap_ratio <= most)
         ):
             raise ValueError(
-                f"gap_ratio={self.gap_ratio!r} is not possible. Give 1 for uniform levels, or "
-                f"{MIN_GAP_RATIO:g} to {MAX_GAP_RATIO:g}."
+                f"gap_ratio={self.gap_ratio!r} is not possible with spacing={self.spacing!r}. Give "
+                f"1 for uniform levels, or {MIN_GAP_RATIO:g} to {most:g}."
             )
         if self.fractions is not None:
             self._check_fractions(self.fractions)
