@@ -2,8 +2,9 @@
 
 Measures all-reduces over several numbers of hosts and rates with `dynamiq-jax network` (root and
 iproute2), or takes the JSON files of earlier runs. Codec speeds, the latency, the efficiency of the
-link and how much slower it is when all talk to all are fitted to the points of all rates but one;
-every point is predicted, those of the rate that was left out too. Then the model simulates 8 to
+link and how much slower it is for each topology that talks to more than neighbours (gloo halves the
+speed of partners that exchange) are fitted to the points of all rates but one; every point is
+predicted, those of the rate that was left out too. Then the model simulates 8 to
 8192 workers of an accelerator on links of 1 to 400 Gbit/s.
 """
 
@@ -93,20 +94,27 @@ def wire_seconds(row: dict[str, Any], **network: float) -> float:
     return predict(size, hosts, topology=topology, cost=cost, network=link, codec=FREE).wire
 
 
-def design(rows: list[dict[str, Any]], kinds: list[str], cores: int) -> np.ndarray:
-    """Coefficients of what is fitted, [rows, kinds + 3]: codec speeds (ns), latency (us), time of
-    the wire over bytes at the rate, and what more it is for bytes that all exchange with all.
+def far_topology(row: dict[str, Any]) -> str | None:
+    """Name of a measured setting's topology, if workers send to others than their neighbours."""
+    topology = parse_setting(row["setting"]).topology
+    return topology and next(
+        (name for name, known in TOPOLOGIES.items() if known == topology and known.is_far), None
+    )
+
+
+def design(rows: list[dict[str, Any]], kinds: list[str], fars: list[str], cores: int) -> np.ndarray:
+    """Coefficients of what is fitted, [rows, kinds + 2 + fars]: codec speeds (ns), latency (us),
+    time of the wire over bytes at the rate, and what more it is on each far topology.
     """
-    matrix = np.zeros((len(rows), len(kinds) + 3))
+    matrix = np.zeros((len(rows), len(kinds) + 2 + len(fars)))
     for row, line in zip(rows, matrix, strict=True):
         wire = wire_seconds(row)
         # All hosts share the cores of this machine.
         line[kinds.index(kind(row))] = 1e-9 * row["size"] * row["hosts"] / cores
-        line[-3:] = (
-            wire_seconds(row, latency_us=1.0) - wire,
-            wire,
-            wire_seconds(row, oversubscription=2.0) - wire,
-        )
+        line[len(kinds) : len(kinds) + 2] = wire_seconds(row, latency_us=1.0) - wire, wire
+        if (far := far_topology(row)) is not None:
+            more = wire_seconds(row, oversubscription=2.0) - wire
+            line[len(kinds) + 2 + fars.index(far)] = more
     return matrix
 
 
@@ -116,18 +124,19 @@ def fit_and_predict(
     """Fitted parameters, and rows with the predicted seconds beside the measured ones."""
     kinds = sorted({kind(row) for row in rows})
     seconds = np.array([row["seconds"] for row in rows])
-    matrix = design(rows, kinds, cores)
+    fars = sorted({far for row in rows if (far := far_topology(row)) is not None})
+    matrix = design(rows, kinds, fars, cores)
     fitted = np.array([row["rate"] != config.left_out for row in rows])
     # Relative errors count alike, and no part of a time is negative.
     solution, _ = optimize.nnls(matrix[fitted] / seconds[fitted, None], np.ones(fitted.sum()))
-    *speeds, latency, wire, far = solution
+    speeds, (latency, wire, *more) = solution[: len(kinds)], solution[len(kinds) :]
     parameters = {
         f"{name}_ns_per_coordinate": float(speed) for name, speed in zip(kinds, speeds, strict=True)
     }
+    parameters |= {"latency_us": float(latency), "efficiency": float(1 / wire)}
     parameters |= {
-        "latency_us": float(latency),
-        "efficiency": float(1 / wire),
-        "oversubscription": float(1 + far / wire),
+        f"oversubscription_{far}": float(1 + extra / wire)
+        for far, extra in zip(fars, more, strict=True)
     }
     results = [
         row | {"predicted": float(p), "off": float(p / row["seconds"] - 1), "fitted": bool(f)}
