@@ -45,7 +45,7 @@ def save(path: Path | None, rows: Sequence[dict[str, Any]], link: str) -> None:
             )
             colour, marker = style[family]
             for index, line in enumerate(lines):
-                ordered = sorted(line, key=lambda row: row[key])
+                ordered = sorted(line, key=lambda row: row["bits" if key == "seconds" else key])
                 axis.plot(
                     [row[key] for row in ordered],
                     [row["vnmse"] for row in ordered],
@@ -56,6 +56,10 @@ def save(path: Path | None, rows: Sequence[dict[str, Any]], link: str) -> None:
         axis.set(xlabel=label, ylabel="vNMSE", yscale="log", title=title)
         if key != "bits":
             axis.set_xscale("log")
+        if key == "workers":
+            counts = sorted({row["workers"] for row in drawn})
+            axis.set_xticks(counts, [str(count) for count in counts], minor=False)
+            axis.minorticks_off()
         axis.grid(alpha=0.3)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
