@@ -52,7 +52,7 @@ class Compare:
 
     Simulates an all-reduce of N workers on this machine, with the program that real workers run,
     for each method, topology and number of workers. Gradients come from a file, such as one that
-    `python examples/finetune_lm.py --dump-gradients FILE` writes, or are made up: rows of 256 whose
+    `python examples/dump_gradients.py --output FILE` writes, or are made up: rows of 256 whose
     magnitudes spread as in a language model's gradients.
 
     Errors are those of one all-reduce. A method that is biased, or meant for error feedback, may
