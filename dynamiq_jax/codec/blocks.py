@@ -15,7 +15,6 @@ from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, row_bytes
 from dynamiq_jax.codec.scales import bfloat16_value
 
 NAN_BITS = np.uint16(0x7FC0)
-LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more is subnormal
 _SMALLEST_BITS = np.int32(0x0080)  # 2^-126 as bfloat16: less is subnormal, which backends flush
 
 

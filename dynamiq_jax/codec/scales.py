@@ -12,7 +12,7 @@ from jax import Array, lax
 from dynamiq_jax.codec.arithmetic import PLAIN, Arithmetic
 
 _NAN_BITS = np.uint32(0x7FC0)
-_LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more is subnormal
+LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more is subnormal
 
 
 def group_maxima(rows: Array, group_size: int) -> Array:
@@ -35,7 +35,7 @@ def quantize_super_scales(maxima: Array) -> Array:
     decode to: an integer code cannot carry it.
     """
     rounded_up = (maxima + np.uint32(0xFFFF)) >> np.uint32(16)
-    return jnp.where(maxima <= _LARGEST_BITS, rounded_up, _NAN_BITS)
+    return jnp.where(maxima <= LARGEST_BITS, rounded_up, _NAN_BITS)
 
 
 def quantize_group_scales(maxima: Array, super_bits: Array, ops: Arithmetic = PLAIN) -> Array:

@@ -8,14 +8,13 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.codec.blocks import (
-    LARGEST_BITS,
     NAN_BITS,
     BlockFormat,
     covering_step,
     in_blocks,
     step_value,
 )
-from dynamiq_jax.codec.scales import group_maxima, reciprocal
+from dynamiq_jax.codec.scales import LARGEST_BITS, group_maxima, reciprocal
 from dynamiq_jax.methods.blockwise import BlockwiseMethod
 
 BLOCKS = (32, 64, 128, 256)  # coordinates of a block: rows are whole

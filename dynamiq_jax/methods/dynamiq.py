@@ -290,20 +290,22 @@ class _DynamiQChunks:
         return rows.reshape(-1)
 
     def decompress(self, payloads: Array) -> Array:
-        rows = decompress(
-            payloads, self.order, layout=self.layout, implementation=self.implementation
-        )
+        rows = self._decoded(payloads)
         return self.layout.as_flat(rows if self.shift is None else rows + self.shift[:, None])
 
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _DynamiQChunks]":
         payloads = lax.map(lambda chunk: self.compress(chunk, turn), jnp.arange(len(self.order)))
-        rows = decompress(
-            payloads, self.order, layout=self.layout, implementation=self.implementation
-        )
+        rows = self._decoded(payloads)
         mean = (
             np.float32(0) if self.shift is None else self.shift[:, None] / np.float32(num_workers)
         )
         return self.layout.as_flat(rows + mean), dataclasses.replace(self, rows=rows)
+
+    def _decoded(self, payloads: Array) -> Array:
+        """Rows of the bucket without what `shift` adds: float32 [num_rows, 256]."""
+        return decompress(
+            payloads, self.order, layout=self.layout, implementation=self.implementation
+        )
 
 
 def _finite_mean(statistics: Array) -> Array:

@@ -8,6 +8,7 @@ Inf open, and most formats have no code for it. Codes travel in the planes of `c
 which take whole rows of 256; the standard says nothing of their place in memory.
 """
 
+import abc
 import dataclasses
 from typing import Any, Literal, get_args
 
@@ -19,6 +20,7 @@ from jax import Array, lax
 from dynamiq_jax import compat
 from dynamiq_jax.chunks import ChunkCodec, Payload, RecodedChunks, WireCost
 from dynamiq_jax.codec import minifloat, packing
+from dynamiq_jax.codec.blocks import as_row_chunks, rows_per_chunk
 from dynamiq_jax.codec.minifloat import BLOCK_SIZE, ELEMENTS, NAN_SCALE, Element
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.codec.scales import group_maxima
@@ -44,14 +46,15 @@ class _MX(ChunkedMethod):
             )
 
     @property
+    @abc.abstractmethod
     def _format(self) -> Element:
-        raise NotImplementedError
+        """Format of the elements."""
 
     def wire_cost(self, size: int, num_workers: int, num_chunks: int) -> WireCost:
         """See `Method`. Shared scales are reduced and gathered: twice (n - 1)/n of a byte a
         block, as many as they cost in the messages.
         """
-        rows = _rows_per_chunk(size, num_chunks)
+        rows = rows_per_chunk(size, num_chunks)
         codes, scales = rows * packing.row_bytes(self._format.bits), rows * _BLOCKS
         if not self.shared_scale:
             return WireCost(payload_bytes=codes + scales, statistics_bytes=0)
@@ -69,8 +72,7 @@ class _MX(ChunkedMethod):
         consecutive: bool = False,
     ) -> ChunkCodec:
         """See `ChunkedMethod`."""
-        padded_size = num_chunks * _rows_per_chunk(flat.size, num_chunks) * SUPER_GROUP_SIZE
-        values = jnp.pad(flat, (0, padded_size - flat.size)).reshape(num_chunks, -1)
+        values = as_row_chunks(flat, num_chunks)
         if not self.shared_scale:
             return _rescaled_chunks(self._format, values=values, size=flat.size)
         local = _scales_of(values.astype(jnp.float32), self._format)
@@ -259,10 +261,6 @@ def _with_headroom(scales: Array, num_workers: int) -> Array:
     exponents = 1 + (num_workers - 1).bit_length()  # of two, and of the workers
     raised = scales.astype(jnp.int32) + exponents
     return jnp.minimum(raised, NAN_SCALE).astype(jnp.uint8)
-
-
-def _rows_per_chunk(size: int, num_chunks: int) -> int:
-    return -(-size // (num_chunks * SUPER_GROUP_SIZE))
 
 
 def _check_element(element: str, known: tuple[str, ...]) -> None:
