@@ -24,13 +24,8 @@ def order_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -
         ranked = rank(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
         firsts = np.arange(layout.num_chunks, dtype=np.int32) * layout.rows_per_chunk
         return ranked + firsts[:, None]
-    ranked = rank(norm_bits)
-    dealt = []
-    for width_class in layout.classes:
-        first = layout.num_chunks * width_class.first_row
-        members = ranked[first : first + layout.num_chunks * width_class.rows]
-        dealt.append(members.reshape(width_class.rows, layout.num_chunks).T)
-    return jnp.concatenate(dealt, axis=1)
+    # Dealt like cards: also each class of widths, for its rows follow one another by rank.
+    return rank(norm_bits).reshape(layout.rows_per_chunk, layout.num_chunks).T
 
 
 def rank(norm_bits: Array) -> Array:
