@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax.codec.norms import LARGEST_UNIT
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
 from pallas_kernels import mosaic_gpu_launch as warpgroup
@@ -27,12 +28,12 @@ def statistics(rows: Array) -> tuple[Array, Array]:
         pieces = warpgroup.load_rows(shape, rows_ref, first)
         largest = _over_lanes(jnp.max, [jnp.abs(values) for values in pieces], jnp.maximum)
         # As `dynamiq_jax.codec.norms.l2_norm`, which does not say how threads hold the values.
-        one = np.float32(1)
-        inverse = jnp.where(largest > np.finfo(np.float32).tiny, one / largest, one)
+        unit, one = jnp.minimum(largest, LARGEST_UNIT), np.float32(1)
+        inverse = jnp.where(unit > np.finfo(np.float32).tiny, one / unit, one)
         inverse = warpgroup.spread(inverse, shape, (0,))
         squares = _over_lanes(jnp.sum, [jnp.square(v * inverse) for v in pieces], operator.add)
         total = _over_lanes(jnp.sum, pieces, operator.add)
-        warpgroup.store_column(norms_ref, first, largest * jnp.sqrt(squares))
+        warpgroup.store_column(norms_ref, first, unit * jnp.sqrt(squares))
         warpgroup.store_column(means_ref, first, total * np.float32(1 / SUPER_GROUP_SIZE))
 
     result = shape_like((num_rows,), jnp.float32, rows)

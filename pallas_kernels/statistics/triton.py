@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from dynamiq_jax.codec.norms import scale_of
+from dynamiq_jax.codec.norms import LARGEST_UNIT, scale_of
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.compat import shape_like
 from pallas_kernels.triton_launch import Config, launch
@@ -28,9 +28,10 @@ def statistics(rows: Array, *, config: Config | None = None) -> tuple[Array, Arr
         pieces = gather(rows_ref, row)
         # Where the maximum drops a NaN, as Triton's does, the sum of squares still shows it.
         largest = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, pieces)), axis=1)
-        scaled = [piece * scale_of(largest)[:, None] for piece in pieces]
+        unit = jnp.minimum(largest, LARGEST_UNIT)
+        scaled = [piece * scale_of(unit)[:, None] for piece in pieces]
         squares = jnp.sum(functools.reduce(operator.add, (s * s for s in scaled)), axis=1)
-        norms_ref[row] = largest * jnp.sqrt(squares)
+        norms_ref[row] = unit * jnp.sqrt(squares)
         means_ref[row] = jnp.sum(functools.reduce(operator.add, pieces), axis=1) * _SHARE
 
     shape = shape_like((num_rows,), jnp.float32, rows)
