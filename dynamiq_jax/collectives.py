@@ -12,6 +12,7 @@ from dynamiq_jax.axes import Axes, AxisName, find_axes
 from dynamiq_jax.buckets import Bucket, Options
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import State
+from dynamiq_jax.no_gradient import refuse_gradient
 from dynamiq_jax.topologies import Auto, Topology
 
 Tree = TypeVar("Tree")
@@ -154,7 +155,7 @@ def reduce_tree(
     # The last leaves first: in a backward pass their gradients are there first.
     for number, bucket in reversed(list(enumerate(plan.buckets))):
         state = _initial_state(bucket, axes) if states is None else states[number]
-        flat = buckets.after(earlier, _refuse_gradient(buckets.flatten(bucket, leaves)))
+        flat = buckets.after(earlier, refuse_gradient(buckets.flatten(bucket, leaves)))
         total, next_states[number] = bucket.method.all_reduce(
             axes.scatter(flat),
             axes.slow,
@@ -170,19 +171,3 @@ def reduce_tree(
     return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))]), tuple(
         next_states
     )
-
-
-@jax.custom_vjp
-def _refuse_gradient(flat: Array) -> Array:
-    """Identity without a gradient: that of a rounded value is zero, which would pass unnoticed."""
-    return flat
-
-
-def _refuse(*_: Any) -> Any:
-    raise ValueError(
-        "dq.psum and dq.pmean cannot be differentiated: rounding has no useful gradient. Take the "
-        "gradient first and reduce it afterwards, or differentiate through jax.lax.psum."
-    )
-
-
-_refuse_gradient.defvjp(_refuse, _refuse)

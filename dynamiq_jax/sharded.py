@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax import buckets, checks, compat
-from dynamiq_jax.axes import find_axes
+from dynamiq_jax.axes import Axes, find_axes
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax.no_gradient import refuse_gradient
 from dynamiq_jax.topologies import Auto, Topology
 
 Tree = TypeVar("Tree")
@@ -34,7 +35,7 @@ def psum_scatter(
 
     Args:
       tree: pytree of arrays; floating leaves of at least `exact_below` elements are compressed.
-      axis_name: one axis.
+      axis_name: one axis; not several.
       key: typed PRNG key, the same on all workers, another one at every step.
       scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
         divided by it if tiled.
@@ -56,7 +57,7 @@ def psum_scatter(
     >>> jax.jit(jax.vmap(reduce, axis_name="data"))(gradients).shape
     (2, 256, 64)
     """
-    axes = find_axes(axis_name)
+    axes = _one_axis(axis_name)
     key = checks.check_key(key, axes.names)
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
     leaves, structure = buckets.checked_leaves(tree, axes)
@@ -68,7 +69,7 @@ def psum_scatter(
     result: dict[int, Array] = {index: leaves[index] for index in plan.untouched}
     for index, _ in plan.exact:
         result[index] = lax.psum_scatter(
-            leaves[index], axis_name, scatter_dimension=scatter_dimension, tiled=tiled
+            leaves[index], axes.slow, scatter_dimension=scatter_dimension, tiled=tiled
         )
     earlier = None
     for number, bucket in reversed(list(enumerate(plan.buckets))):
@@ -77,8 +78,10 @@ def psum_scatter(
         granule = SUPER_GROUP_SIZE * bucket.topology.chunks_per_worker
         padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % granule))).reshape(-1)
         total = options.method.reduce_scatter(
-            buckets.after(earlier, padded.astype(buckets.wire_dtype(bucket.dtype))),
-            axis_name,
+            buckets.after(
+                earlier, refuse_gradient(padded.astype(buckets.wire_dtype(bucket.dtype)))
+            ),
+            axes.slow,
             n,
             topology=bucket.topology,
             key=jax.random.fold_in(key, number),
@@ -108,7 +111,7 @@ def all_gather(
 
     Args:
       tree: pytree of arrays; floating leaves of at least `exact_below` elements are compressed.
-      axis_name: one axis.
+      axis_name: one axis; not several.
       key: typed PRNG key, the same on all workers, another one at every step.
       axis: dimension of the result along which the parts lie.
       tiled: join the parts along that dimension; otherwise it is a new one.
@@ -124,7 +127,7 @@ def all_gather(
     >>> jax.jit(jax.vmap(gather, axis_name="data"))(parts).shape
     (2, 512, 64)
     """
-    axes = find_axes(axis_name)
+    axes = _one_axis(axis_name)
     key = checks.check_key(key, axes.names)
     method = resolve_method(method)
     n = axes.num_workers
@@ -133,11 +136,11 @@ def all_gather(
         checks.check_leaf(jax.tree_util.keystr(path), leaf)
         is_small = math.prod(leaf.shape) < max(exact_below, 1)
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_small or n == 1:
-            parts = compat.all_gather(leaf, axis_name)
+            parts = compat.all_gather(leaf, axes.slow)
         else:
             flat = leaf.reshape(-1).astype(buckets.wire_dtype(leaf.dtype))
-            padded = jnp.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE))
-            every = method.all_gather(padded, axis_name, n, key=jax.random.fold_in(key, number))
+            padded = refuse_gradient(jnp.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE)))
+            every = method.all_gather(padded, axes.slow, n, key=jax.random.fold_in(key, number))
             parts = every.reshape(n, -1)[:, : flat.size].reshape(n, *leaf.shape).astype(leaf.dtype)
         stacked = jnp.moveaxis(parts, 0, axis)
         if not tiled:
@@ -149,6 +152,16 @@ def all_gather(
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     gathered = [gather(i, path, leaf) for i, (path, leaf) in enumerate(paths_and_leaves)]
     return jax.tree.unflatten(structure, gathered)
+
+
+def _one_axis(axis_name: Any) -> Axes:
+    axes = find_axes(axis_name)
+    if axes.fast:
+        raise ValueError(
+            f"axis_name={axis_name!r} names {len(axes.names)} axes; dq.psum_scatter and "
+            "dq.all_gather take one. Use jax.lax's over the fast axes and these over the slow one."
+        )
+    return axes
 
 
 def _by_worker(leaf: Array, dimension: int, num_workers: int) -> Array:

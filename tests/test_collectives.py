@@ -397,10 +397,13 @@ def test_leaves_that_differ_along_another_axis_keep_to_themselves():
     assert result["other"].shape == (2 * 8192,)
 
 
-def test_a_gradient_through_it_is_refused():
+@pytest.mark.parametrize("reduce", (dq.psum, dq.pmean, dq.psum_scatter, dq.all_gather))
+def test_a_gradient_through_it_is_refused(reduce):
+    tiled = {} if reduce in (dq.psum, dq.pmean) else {"tiled": True}
+
     def total(local):
-        reduced = jax.vmap(lambda g: dq.psum(g, "data", key=jax.random.key(0)), axis_name="data")
-        return reduced(local).sum()
+        mapped = functools.partial(reduce, axis_name="data", key=jax.random.key(0), **tiled)
+        return jax.vmap(mapped, axis_name="data")(local).sum()
 
     with pytest.raises(ValueError, match="cannot be differentiated"):
         jax.grad(total)(jnp.ones((2, 4096)))

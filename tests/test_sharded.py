@@ -219,6 +219,22 @@ def test_what_does_not_scatter_is_refused(shape, options, words):
         )
 
 
+@pytest.mark.parametrize("half", (dq.psum_scatter, dq.all_gather))
+def test_several_axes_are_refused_and_one_in_a_tuple_is_one(half):
+    def on(axes, g):
+        return half(g, axes, key=KEY, tiled=True)
+
+    g = gradient().reshape(2, 2, 96, 200)
+    for axes in (("data",), "data"):
+        found = jax.vmap(functools.partial(on, axes), axis_name="data")(g[0])
+        assert found.shape[1] in (48, 192)
+    both = jax.vmap(
+        jax.vmap(functools.partial(on, ("hosts", "data")), axis_name="data"), axis_name="hosts"
+    )
+    with pytest.raises(ValueError, match=r"\('hosts', 'data'\) names 2 axes"):
+        both(g)
+
+
 def test_methods_without_halves_say_so():
     method = ErrorFeedback(method=dq.Exact())
     g = gradient((N, 1000))
