@@ -51,9 +51,13 @@ def environment() -> dict[str, Any]:
 def save(name: str, config: dict[str, Any], results: Any) -> Path:
     """Writes a result with its environment and config; returns the path."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    return write(RESULTS / f"{name}.json", config, results)
+
+
+def write(path: Path, config: dict[str, Any], results: Any) -> Path:
+    """As `save`, to any file."""
     record = {"environment": environment(), "config": config, "results": results}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1, default=str) + "\n")
     return path
 
 

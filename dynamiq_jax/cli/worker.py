@@ -8,13 +8,20 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dynamiq_jax.cli.processes import die_with_parent
 
 
-def main(argument: str) -> None:
-    """Serves until told to stop or until the command is gone."""
+def serve(argument: str, make_host: Callable[[dict[str, Any]], Any]) -> None:
+    """Answers until told to stop or until the command is gone.
+
+    Args:
+      argument: JSON of the process's configuration; "parent" is the id of the command's process.
+      make_host: makes of it what answers: a request's "do" names the method, the rest are its
+        arguments, and what it returns is the answer.
+    """
     config = json.loads(argument)
     die_with_parent(config["parent"])
     # gloo and XLA write to standard output; answers go where nobody else writes.
@@ -25,7 +32,7 @@ def main(argument: str) -> None:
         print(json.dumps(content), file=answers, flush=True)
 
     try:
-        host = _Host(config)
+        host = make_host(config)
         for line in sys.stdin:
             request = json.loads(line)
             answer(**getattr(host, request.pop("do"))(**request))
@@ -87,4 +94,4 @@ class _Host:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(sys.argv[1], _Host)

@@ -1,0 +1,259 @@
+"""Time to accuracy over slow links: how much sooner a compressed run gets where the exact one does.
+
+Hosts emulated on this machine (root and iproute2) train the example's language model from the same
+pre-trained weights on the same batches, with each setting and on links of each rate. The clock
+counts training steps only: a first step, which compiles, is thrown away, and it stands still while
+the model is evaluated on text that training never sees.
+
+The target: the exact run (psum) lowers the evaluation loss from that of the pre-trained weights to
+the lowest it ever has. The 99 % target is the loss at which it has made 99 % of that way. A run
+reaches it where its lowest loss so far crosses it, interpolated between evaluations; one that does
+not is reported as "not reached".
+
+A link's rate changes how long a step takes and no bit of its result: parameters of all hosts and
+links are compared at every evaluation, and a difference ends the benchmark. So losses are measured
+once; other seeds add final losses, on an unlimited link. All hosts share the cores of this
+machine, which makes computing and coding slower than on hosts of their own.
+
+    python benchmarks/time_to_accuracy.py                                   # everything
+    python benchmarks/time_to_accuracy.py --rates 100mbit --seeds 0 --settings psum dynamiq:5
+"""
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import common
+import jax
+import numpy as np
+import tyro
+from race import report
+from race.run import Run, check_identical, trainers
+
+import dynamiq_jax as dq
+from dynamiq_jax.cli import namespaces, tables
+from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax.cli.processes import Stopped, stopping_cleanly
+from dynamiq_jax.cli.settings import PSUM, Setting, parse_settings
+from dynamiq_jax.cli.units import parse_rate
+from dynamiq_jax.collectives import is_stateful
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from small_lm.data import load_corpora
+from small_lm.model import ModelConfig
+from small_lm.training import new_model, pretrain
+
+ALONE_STEPS = 20  # that measure how long a step takes without the all-reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    hosts: int = 4
+    """Emulated hosts, one process each."""
+
+    rates: tuple[str, ...] = ("100mbit", "200mbit", "1gbit")
+    """Of every link, as tc spells them. Each takes as long as training with every setting."""
+
+    settings: tuple[str, ...] = (
+        PSUM,
+        "bf16:ring",
+        "mxfp8:ring",
+        "blockint:8:ring",
+        "thc:ring",
+        "dynamiq:4:ring",
+        "dynamiq:5:ring",
+        "dynamiq:6:ring",
+        "dynamiq:4:all_to_all",
+        "dynamiq:5:all_to_all",
+        "dynamiq:6:all_to_all",
+    )
+    """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]. psum, the exact run, sets the target: keep it."""
+
+    steps: int = 100
+    """Training steps of a run."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Choose pre-trained weights, batches and rounding. The first is timed on every link, the
+    others only say where training ends."""
+
+    eval_every: int = 5
+    """Steps between evaluations; few, since times are interpolated between them."""
+
+    batch: int = 1
+    """Windows of each host and step: few, so that the network and not computing takes the time."""
+
+    context: int = 64
+    """Tokens that the model reads."""
+
+    learning_rate: float = 2e-3
+    """Peak, after a warm-up over a tenth of the steps; then it decays to zero."""
+
+    pretrain_steps: int = 150
+    """Steps of pre-training, on one device and without compression, once for each seed."""
+
+    width: int = 256
+    """Features of a token."""
+
+    layers: int = 2
+    """Blocks of the transformer."""
+
+    timeout: float = 120.0
+    """Seconds without an answer, beyond what compiling and the link take, after which all ends."""
+
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE")] = (
+        common.RESULTS / "time_to_accuracy.json"
+    )
+    """Where results go, after every link and seed; the plot goes beside it, as .png."""
+
+    def stops(self) -> list[int]:
+        """Numbers of steps after which a run is looked at."""
+        return [*range(0, self.steps, self.eval_every), self.steps]
+
+
+def check(config: Config) -> tuple[list[Setting], list[float]]:
+    """Settings and rates; raises CommandError if an option makes no sense."""
+    settings = parse_settings(config.settings)
+    if all(setting.method is not None for setting in settings):
+        raise CommandError(f"--settings: add {PSUM}, whose loss is the target of all others.")
+    for setting in settings:
+        if setting.method is not None and is_stateful(setting.method):
+            raise CommandError(
+                f"--settings: {setting.name!r} carries state from step to step, which this "
+                "benchmark does not keep; benchmarks/final_loss.py does."
+            )
+    least = {"steps": 1, "eval_every": 1, "batch": 1, "context": 1, "pretrain_steps": 1}
+    for name, low in (least | {"layers": 1, "timeout": 1}).items():
+        if getattr(config, name) < low:
+            option = name.replace("_", "-")
+            raise CommandError(f"--{option} is {getattr(config, name)}: give at least {low}.")
+    if not 2 <= config.hosts <= namespaces.MAX_HOSTS:
+        raise CommandError(f"--hosts is {config.hosts}: give 2 to {namespaces.MAX_HOSTS}.")
+    if config.width < 8 or config.width % 8:  # heads with an even number of features
+        raise CommandError(f"--width is {config.width}: give a multiple of 8.")
+    rates = [parse_rate(text, "--rates") for text in config.rates]
+    for name, values in (("rates", rates), ("seeds", config.seeds)):
+        if not values or len(set(values)) < len(values) or min(values) < 0:
+            given = " ".join(map(str, getattr(config, name))) or "empty"
+            raise CommandError(f"--{name} is {given}: give one or more, each once, none negative.")
+    if not config.output.absolute().parent.is_dir():
+        raise CommandError(f"--output is {config.output}: its folder does not exist. Make it.")
+    namespaces.check_possible()
+    return settings, rates
+
+
+def prepare(config: Config, folder: Path, console: Any) -> tuple[dict[str, Any], Any]:
+    """Writes text and pre-trained weights for the hosts.
+
+    Returns:
+      The sizes of the model, and the shapes of its parameters.
+    """
+    corpora = load_corpora()
+    np.savez(folder / "text.npz", corpus=corpora.reference, held_out=corpora.held_out)
+    sizes = {"vocabulary": corpora.vocabulary, "width": config.width, "layers": config.layers}
+    with tables.progress(
+        console, "pre-training", config.pretrain_steps * len(config.seeds)
+    ) as advance:
+        for seed in config.seeds:
+            structure, params = new_model(ModelConfig(**sizes), seed)
+            params = pretrain(
+                structure,
+                params,
+                corpora.source_code,
+                steps=config.pretrain_steps,
+                batch=8,
+                context=config.context,
+                seed=seed,
+                on_step=lambda step, loss: advance(""),
+            )
+            np.savez(folder / f"weights{seed}.npz", *map(np.asarray, jax.tree.leaves(params)))
+    return sizes, jax.eval_shape(lambda: params)
+
+
+def costs(settings: list[Setting], shapes: Any, hosts: int) -> dict[str, dict[str, float]]:
+    """Bytes that each host sends in a step, and bits of a coordinate, by setting."""
+    found = {}
+    for setting in settings:
+        cost = setting.wire_report(shapes, hosts)  # refuses what so many hosts cannot do
+        bits = 32.0
+        if setting.method is not None:
+            cost = dq.wire_report(shapes, hosts, method=setting.method, topology=setting.topology)
+            bits = cost.bits
+        found[setting.name] = {"bytes_per_worker": cost.bytes_per_worker, "bits": bits}
+    return found
+
+
+def measure(config: Config) -> None:
+    """Trains, and prints and writes what came of it."""
+    settings, rates = check(config)
+    jax.config.update("jax_platforms", "cpu")  # as the hosts have it
+    console = tables.console()
+    namespaces.remove_stale()
+    first, *others = config.seeds
+    stops = config.stops()
+    rounds = [(rate, first) for rate in rates] + [(None, seed) for seed in others]
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sizes, shapes = prepare(config, folder, console)
+        cost = costs(settings, shapes, config.hosts)
+        told = {"model": sizes} | {
+            option: getattr(config, option)
+            for option in ("batch", "context", "learning_rate", "steps")
+        }
+        with (
+            trainers(config.hosts, folder, config.timeout, told) as hosts,
+            tables.progress(
+                console, "training", len(rounds) * len(settings) * len(stops)
+            ) as advance,
+        ):
+            alone = hosts.alone(first, min(ALONE_STEPS, config.steps))
+            for rate, seed in rounds:
+                for setting in settings:
+                    # Losses do not depend on the link: the first one's count for all.
+                    curve = stops if rate == rates[0] else [stops[-1]] if rate is None else []
+                    runs.append(
+                        hosts.run(
+                            setting.name,
+                            seed,
+                            rate=rate,
+                            stops=stops,
+                            evaluate_at=curve,
+                            bytes_per_worker=int(cost[setting.name]["bytes_per_worker"]),
+                            advance=advance,
+                        )
+                    )
+                check_identical(runs)
+                results = report.summary(runs, cost, alone, num_coordinates(shapes))
+                options = dataclasses.asdict(config)
+                del options["output"]
+                common.write(config.output, options, results)  # after each: a run takes long
+                report.plot(results, config.output.with_suffix(".png"))
+    for table in report.as_tables(results):
+        console.print(table)
+    console.print(f"Written to {config.output} and {config.output.with_suffix('.png')}")
+
+
+def num_coordinates(shapes: Any) -> int:
+    """Coordinates of the gradient."""
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def main(config: Config) -> None:
+    """Ends with one line where something is wrong, and leaves no hosts behind."""
+    try:
+        with stopping_cleanly():
+            measure(config)
+    except CommandError as error:
+        sys.exit(f"time_to_accuracy: {error}")
+    except Stopped as stopped:
+        print(f"time_to_accuracy: {stopped}; hosts are removed.", file=sys.stderr)
+        sys.exit(128 + stopped.number)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
