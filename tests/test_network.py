@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from emulation import emulates
 
 from dynamiq_jax.cli import namespaces
 from dynamiq_jax.cli.errors import CommandError
@@ -21,21 +22,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 HOSTS_FILES = pathlib.Path("/etc/netns")
 TIMEOUT = 90  # seconds for what takes about ten on a free machine
 PATIENCE = "60"  # seconds that the command waits for its processes; those that fail are noticed
-
-
-def cannot_emulate() -> str:
-    """Why hosts cannot be emulated here; empty if they can."""
-    try:
-        namespaces.check_possible()
-        with namespaces.emulated(1) as network:
-            network.set_rate(1e9)
-    except CommandError as error:
-        return str(error)
-    return ""
-
-
-REASON = cannot_emulate()
-emulates = pytest.mark.skipif(bool(REASON), reason=f"hosts cannot be emulated: {REASON}")
 
 
 class Command:

@@ -66,9 +66,7 @@ class Host:
             if setting is not None:
                 parsed = parse_setting(setting)
                 how = {"method": parsed.method, "topology": parsed.topology}
-            self._steps[setting] = data_parallel_step(
-                self._structure, self._optimizer, mesh, **how
-            )
+            self._steps[setting] = data_parallel_step(self._structure, self._optimizer, mesh, **how)
         everywhere = NamedSharding(mesh, P())
 
         def start() -> Any:
@@ -99,7 +97,7 @@ class Host:
         measure.barrier()
         for tokens, key in batches:
             start = time.perf_counter()
-            params, state, loss = jax.block_until_ready(self._step(*self._state, tokens, key))
+            params, state, _ = jax.block_until_ready(self._step(*self._state, tokens, key))
             self._state = params, state
             seconds.append(time.perf_counter() - start)
         self._taken += steps

@@ -6,13 +6,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from race.run import Run
-from race.target import FRACTIONS, reached, target_loss
 from rich.table import Table
 
 from dynamiq_jax.cli import tables
 from dynamiq_jax.cli.settings import BF16_RING, PSUM, is_same, parse_setting
 from dynamiq_jax.cli.units import format_rate, format_seconds
+from race.run import Run
+from race.target import FRACTIONS, reached, target_loss
 
 matplotlib.use("Agg")  # The plot goes to a file: no display is needed.
 from matplotlib import pyplot as plt

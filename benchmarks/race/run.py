@@ -96,9 +96,7 @@ class Trainers:
                 accuracies[stop] = statistics.fmean(answer["accuracy"] for answer in answers)
             advance(f"{setting}, seed {seed}, {at}")
         step_seconds = float(np.median(seconds.max(axis=0)))
-        return Run(
-            setting, seed, rate, stops, clock, checksums, step_seconds, losses, accuracies
-        )
+        return Run(setting, seed, rate, stops, clock, checksums, step_seconds, losses, accuracies)
 
     def _checksum(self, doing: str) -> int:
         found = {answer["checksum"] for answer in self._ask({"do": "checksum"}, doing)}

@@ -1,0 +1,146 @@
+"""The benchmark of time to accuracy: what it makes of runs, what it refuses, and one tiny run."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from emulation import emulates
+
+from dynamiq_jax.cli.errors import CommandError
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+TIMEOUT = 300  # seconds for what takes less than forty on a free machine
+COSTS = {name: {"bits": 1.0, "bytes_per_worker": 1e6} for name in ("psum", "bf16", "dynamiq")}
+
+
+@pytest.fixture
+def benchmark_modules(monkeypatch):
+    """Lets a test import what the script imports."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds the example's folder
+
+
+def make_run(setting: str, losses: list[float], step_seconds: float, rate: float = 1e8):
+    """A run of three evaluations, ten steps apart."""
+    from race.run import Run
+
+    steps = [0, 10, 20]
+    return Run(
+        setting=setting,
+        seed=0,
+        rate=rate,
+        steps=steps,
+        seconds=[step * step_seconds for step in steps],
+        checksums=[7, 8, 9],
+        step_seconds=step_seconds,
+        losses=dict(zip(steps, losses, strict=True)),
+        accuracies=dict.fromkeys(steps, 0.1),
+    )
+
+
+def test_target_is_reached_on_the_line_between_evaluations(benchmark_modules):
+    from race.target import reached, target_loss
+
+    target = target_loss([5.0, 4.0, 4.5], 0.9)  # the lowest, not the last
+    assert target == pytest.approx(4.1)
+    assert reached([0, 10, 20], [5.0, 4.0, 4.5], target) == pytest.approx(9.0)
+    assert reached([0, 10, 20], [5.0, 5.5, 4.0], target) == pytest.approx(19.0)  # from the lowest
+    assert reached([0, 10, 20], [5.0, 4.2, 4.11], target) is None
+    assert reached([0, 10, 20], [5.0, float("nan"), float("nan")], target) is None
+    assert reached([0, 10], [4.0, 3.0], target) == 0
+
+
+def test_summary_tells_how_much_sooner_and_what_was_not_reached(benchmark_modules, tmp_path):
+    from race import report
+
+    runs = [
+        make_run("psum", [5.0, 4.0, 4.0], 0.6),
+        make_run("bf16", [5.0, 4.0, 4.0], 0.3),
+        make_run("dynamiq", [5.0, 4.5, 4.1], 0.1),
+    ]
+    results = report.summary(runs, COSTS, 0.05, 1000)
+    exact, bf16, dynamiq = results["links"]
+    assert exact["to_target"][0.99] == {
+        "seconds": pytest.approx(5.94),
+        "steps": pytest.approx(9.9),
+    }
+    assert exact["times_sooner"] == {"bf16": pytest.approx({0.99: 0.5, 0.995: 0.5}), "mxfp8": {}}
+    assert bf16["times_sooner"]["bf16"] == {}  # itself
+    assert dynamiq["to_target"][0.99] == {"seconds": None, "steps": None}
+    assert dynamiq["times_sooner"]["bf16"] == {}
+    assert dynamiq["compute_share"] == pytest.approx(0.5)
+    assert dynamiq["wire_seconds"] == pytest.approx(0.08)
+    assert results["final_losses"][2]["mean_off"] == pytest.approx(4.1 / 4.0 - 1)
+    assert len(report.as_tables(results)) == 2
+    report.plot(results, tmp_path / "plot.png")
+    json.dumps(results)
+
+
+def test_a_link_that_changes_bits_is_an_error(benchmark_modules):
+    from race.run import check_identical
+
+    run = make_run("psum", [5.0, 4.0, 4.0], 0.6)
+    slower = dataclasses.replace(run, rate=1e7)
+    check_identical([run, slower, dataclasses.replace(run, seed=1, checksums=[1, 2, 3])])
+    with pytest.raises(CommandError, match="psum, seed 0: parameters after 10 steps depend"):
+        check_identical([run, dataclasses.replace(slower, checksums=[7, 6, 6])])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"settings": ("bf16",)}, "--settings: add psum"),
+        ({"settings": ("psum", "ef+mxfp4")}, "--settings: 'ef[+]mxfp4' carries state"),
+        ({"steps": 0}, "--steps is 0: give at least 1"),
+        ({"eval_every": 0}, "--eval-every is 0: give at least 1"),
+        ({"hosts": 1}, "--hosts is 1: give 2 to"),
+        ({"width": 30}, "--width is 30: give a multiple of 8"),
+        ({"rates": ("fast",)}, "--rates: 'fast' is not a rate"),
+        ({"rates": ("1gbit", "1000mbit")}, "--rates is 1gbit 1000mbit: give one or more, each"),
+        ({"seeds": ()}, "--seeds is empty: give one or more"),
+        ({"seeds": (0, -1)}, "--seeds is 0 -1: give one or more, each once, none negative"),
+        ({"output": pathlib.Path("/no/folder/x.json")}, "--output is /no/folder/x.json: its"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(benchmark_modules, options, message):
+    import time_to_accuracy
+
+    with pytest.raises(CommandError, match=message):
+        time_to_accuracy.check(time_to_accuracy.Config(**options))
+
+
+@emulates
+def test_a_tiny_run(tmp_path):
+    output = tmp_path / "result.json"
+    options = "--hosts 2 --steps 2 --eval-every 1 --rates 500mbit 1gbit --seeds 0 1"
+    options += " --settings psum bf16:ring --width 16 --layers 1 --context 16 --pretrain-steps 1"
+    command = [sys.executable, str(BENCHMARKS / "time_to_accuracy.py")]
+    done = subprocess.run(
+        [*command, *options.split(), "--output", str(output)],
+        cwd=tmp_path,  # it finds its checkout by itself
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "500 Mbit/s: time until the exact run's target" in done.stdout
+    results = json.loads(output.read_text())["results"]
+    assert [(row["rate"], row["setting"]) for row in results["links"]] == [
+        (rate, name) for rate in (5e8, 1e9) for name in ("psum", "bf16:ring")
+    ]
+    for row in results["links"]:
+        clock = list(row["seconds"].values())
+        assert clock[0] == 0 < clock[1] < clock[2]
+    psum, bf16 = results["curves"]
+    assert list(psum["losses"]) == ["0", "1", "2"]
+    assert psum["losses"]["0"] == bf16["losses"]["0"] > psum["losses"]["2"]
+    assert psum["bytes_per_worker"] > 1.7 * bf16["bytes_per_worker"]  # small leaves stay exact
+    for row in results["final_losses"]:
+        assert set(row["losses"]) == {"0", "1"} and abs(row["mean_off"]) < 1e-3
+    assert output.with_suffix(".png").stat().st_size > 10_000
