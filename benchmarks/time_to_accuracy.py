@@ -42,7 +42,7 @@ from dynamiq_jax.collectives import is_stateful
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from small_lm.data import load_corpora
+from small_lm.data import all_windows, load_corpora
 from small_lm.model import ModelConfig
 from small_lm.training import new_model, pretrain
 
@@ -153,7 +153,11 @@ def prepare(config: Config, folder: Path, console: Any) -> tuple[dict[str, Any],
       The sizes of the model, and the shapes of its parameters.
     """
     corpora = load_corpora()
-    np.savez(folder / "text.npz", corpus=corpora.reference, held_out=corpora.held_out)
+    try:
+        held_out = all_windows(corpora.held_out, context=config.context, multiple_of=config.hosts)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    np.savez(folder / "text.npz", corpus=corpora.reference, held_out=held_out)
     sizes = {"vocabulary": corpora.vocabulary, "width": config.width, "layers": config.layers}
     with tables.progress(
         console, "pre-training", config.pretrain_steps * len(config.seeds)
@@ -201,6 +205,7 @@ def measure(config: Config) -> None:
         folder = Path(name)
         sizes, shapes = prepare(config, folder, console)
         cost = costs(settings, shapes, config.hosts)
+        sent = {name: int(of["bytes_per_worker"]) for name, of in cost.items()}
         told = {"model": sizes} | {
             option: getattr(config, option)
             for option in ("batch", "context", "learning_rate", "steps")
@@ -213,20 +218,16 @@ def measure(config: Config) -> None:
         ):
             alone = hosts.alone(first, min(ALONE_STEPS, config.steps))
             for rate, seed in rounds:
-                for setting in settings:
-                    # Losses do not depend on the link: the first one's count for all.
-                    curve = stops if rate == rates[0] else [stops[-1]] if rate is None else []
-                    runs.append(
-                        hosts.run(
-                            setting.name,
-                            seed,
-                            rate=rate,
-                            stops=stops,
-                            evaluate_at=curve,
-                            bytes_per_worker=int(cost[setting.name]["bytes_per_worker"]),
-                            advance=advance,
-                        )
-                    )
+                # Losses do not depend on the link: those of the first one count for all.
+                evaluate_at = stops if rate == rates[0] else [stops[-1]] if rate is None else []
+                runs += hosts.train(
+                    sent,
+                    seed,
+                    rate=rate,
+                    stops=stops,
+                    evaluate_at=evaluate_at,
+                    advance=advance,
+                )
                 check_identical(runs)
                 results = report.summary(runs, cost, alone, num_coordinates(shapes))
                 options = dataclasses.asdict(config)

@@ -28,15 +28,13 @@ def make_run(setting: str, losses: list[float], step_seconds: float, rate: float
     """A run of three evaluations, ten steps apart."""
     from race.run import Run
 
-    steps = [0, 10, 20]
+    steps = (0, 10, 20)
     return Run(
         setting=setting,
         seed=0,
         rate=rate,
-        steps=steps,
-        seconds=[step * step_seconds for step in steps],
-        checksums=[7, 8, 9],
-        step_seconds=step_seconds,
+        host_seconds=[(0.5 * step_seconds, step_seconds)] * 20,
+        checksums=dict.fromkeys(steps, 7),
         losses=dict(zip(steps, losses, strict=True)),
         accuracies=dict.fromkeys(steps, 0.1),
     )
@@ -85,9 +83,9 @@ def test_a_link_that_changes_bits_is_an_error(benchmark_modules):
 
     run = make_run("psum", [5.0, 4.0, 4.0], 0.6)
     slower = dataclasses.replace(run, rate=1e7)
-    check_identical([run, slower, dataclasses.replace(run, seed=1, checksums=[1, 2, 3])])
+    check_identical([run, slower, dataclasses.replace(run, seed=1, checksums={0: 1, 10: 1, 20: 1})])
     with pytest.raises(CommandError, match="psum, seed 0: parameters after 10 steps depend"):
-        check_identical([run, dataclasses.replace(slower, checksums=[7, 6, 6])])
+        check_identical([run, dataclasses.replace(slower, checksums={0: 7, 10: 6, 20: 6})])
 
 
 @pytest.mark.parametrize(

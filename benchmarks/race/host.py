@@ -3,9 +3,11 @@
 `run.py` is the other end, `dynamiq_jax/cli/worker.py` has the loop that reads requests.
 """
 
+import itertools
 import sys
 import time
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from dynamiq_jax.cli.worker import serve
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-from small_lm.data import all_windows, random_windows
+from small_lm.data import random_windows
 from small_lm.model import ModelConfig
 from small_lm.training import data_parallel_step, make_optimizer, new_model
 
@@ -34,6 +36,7 @@ class Host:
     def __init__(self, config: dict[str, Any]):
         self._config = config
         self._steps: dict[str | None, Any] = {}  # compiled, by setting
+        self._trainings: dict[str | None, _Training] = {}  # of these, by setting
 
     def join(self) -> dict[str, Any]:
         """Joins the others and reads the text."""
@@ -41,16 +44,13 @@ class Host:
         jax.config.update("jax_num_cpu_devices", 1)
         joining.join(config["coordinator"], config["num_hosts"], config["host"])
         self._everyone, self._alone = _mesh(jax.devices()), _mesh(jax.local_devices())
-        text = np.load(Path(config["folder"]) / "text.npz")
-        self._corpus = text["corpus"]
-        held_out = all_windows(
-            text["held_out"], context=config["context"], multiple_of=config["num_hosts"]
-        )
-        self._share = held_out[config["host"] :: config["num_hosts"]]
+        with np.load(Path(config["folder"]) / "text.npz") as text:
+            self._corpus = text["corpus"]
+            self._held_out = text["held_out"][config["host"] :: config["num_hosts"]]
         self._structure, self._params = new_model(ModelConfig(**config["model"]))
         self._optimizer = make_optimizer(config["learning_rate"], config["steps"])
         self._evaluate = jax.jit(_evaluation_of(self._structure))
-        return {"device": jax.devices()[0].device_kind}
+        return {}
 
     def begin(self, setting: str | None, seed: int) -> dict[str, Any]:
         """Takes one step to compile and to warm up, then goes back to the pre-trained weights.
@@ -59,60 +59,33 @@ class Host:
           setting: how to average gradients; None to train alone, without any network.
           seed: chooses weights, batches and rounding.
         """
-        config = self._config
         mesh = self._alone if setting is None else self._everyone
         if setting not in self._steps:
-            how = {"method": None}
+            how: dict[str, Any] = {"method": None}
             if setting is not None:
                 parsed = parse_setting(setting)
                 how = {"method": parsed.method, "topology": parsed.topology}
             self._steps[setting] = data_parallel_step(self._structure, self._optimizer, mesh, **how)
-        everywhere = NamedSharding(mesh, P())
-
-        def start() -> Any:
-            with np.load(Path(config["folder"]) / f"weights{seed}.npz") as file:
-                leaves = [file[name] for name in file.files]
-            params = jax.tree.unflatten(jax.tree.structure(self._params), leaves)
-            params = jax.tree.map(
-                lambda leaf: jax.make_array_from_process_local_data(everywhere, leaf), params
-            )
-            return params, jax.jit(self._optimizer.init, out_shardings=everywhere)(params)
-
-        key = jax.jit(
-            lambda step: jax.random.fold_in(jax.random.key(seed), step), out_shardings=everywhere
-        )
-        self._batches = [
-            (self._tokens(mesh, seed, step), key(np.uint32(step)))
-            for step in range(config["steps"])
-        ]
-        self._step, self._taken = self._steps[setting], 0
-        jax.block_until_ready(self._step(*start(), *self._batches[0]))
-        self._state = start()
+        step, batches = self._steps[setting], self._batches(mesh, seed)
+        _Training(step, self._start(mesh, seed), batches).advance(1)
+        self._trainings[setting] = _Training(step, self._start(mesh, seed), batches)
         return {}
 
-    def advance(self, steps: int) -> dict[str, Any]:
+    def advance(self, setting: str | None, steps: int) -> dict[str, Any]:
         """Trains on, and says how long every step took until its result was there."""
-        batches = self._batches[self._taken : self._taken + steps]
-        seconds = []
         measure.barrier()
-        for tokens, key in batches:
-            start = time.perf_counter()
-            params, state, _ = jax.block_until_ready(self._step(*self._state, tokens, key))
-            self._state = params, state
-            seconds.append(time.perf_counter() - start)
-        self._taken += steps
-        return {"seconds": seconds}
+        return {"seconds": self._trainings[setting].advance(steps)}
 
-    def checksum(self) -> dict[str, Any]:
+    def checksum(self, setting: str) -> dict[str, Any]:
         """CRC-32 of this host's copy of the parameters."""
         checksum = 0
-        for leaf in jax.tree.leaves(self._own_params()):
+        for leaf in jax.tree.leaves(self._trainings[setting].own_params()):
             checksum = zlib.crc32(np.asarray(leaf), checksum)
         return {"checksum": checksum}
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, setting: str) -> dict[str, Any]:
         """Loss and accuracy on this host's share of the held-out text; no network is involved."""
-        loss, accuracy = self._evaluate(self._own_params(), self._share)
+        loss, accuracy = self._evaluate(self._trainings[setting].own_params(), self._held_out)
         return {"loss": float(loss), "accuracy": float(accuracy)}
 
     def stop(self) -> dict[str, Any]:
@@ -120,23 +93,56 @@ class Host:
         jax.distributed.shutdown()
         return {}
 
-    def _own_params(self) -> Any:
-        return jax.tree.map(lambda leaf: leaf.addressable_data(0), self._state[0])
+    def _start(self, mesh: Mesh, seed: int) -> tuple[Any, Any]:
+        """Pre-trained parameters and the optimizer's state, a copy on every device of a mesh."""
+        everywhere = NamedSharding(mesh, P())
+        with np.load(Path(self._config["folder"]) / f"weights{seed}.npz") as file:
+            leaves = [
+                jax.make_array_from_process_local_data(everywhere, file[name])
+                for name in file.files
+            ]
+        params = jax.tree.unflatten(jax.tree.structure(self._params), leaves)
+        return params, jax.jit(self._optimizer.init, out_shardings=everywhere)(params)
 
-    def _tokens(self, mesh: Mesh, seed: int, step: int) -> jax.Array:
-        """This host's part of a batch, int32 [hosts * batch, context + 1]: the same windows for
-        every setting.
+    def _batches(self, mesh: Mesh, seed: int) -> list[tuple[jax.Array, jax.Array]]:
+        """Tokens, int32 [hosts * batch, context + 1], and key of each step: the same windows for
+        every setting, of which this host has its own.
         """
         config = self._config
-        windows = random_windows(
-            self._corpus,
-            count=config["num_hosts"] * config["batch"],
-            context=config["context"],
-            seed=seed,
-            step=step,
+        everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        key = jax.jit(
+            lambda step: jax.random.fold_in(jax.random.key(seed), step), out_shardings=everywhere
         )
-        own = windows[config["host"] * config["batch"] :][: config["batch"]]
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), own)
+        count, own = config["num_hosts"] * config["batch"], config["host"] * config["batch"]
+        batches = []
+        for step in range(config["steps"]):
+            windows = random_windows(
+                self._corpus, count=count, context=config["context"], seed=seed, step=step
+            )[own : own + config["batch"]]
+            tokens = jax.make_array_from_process_local_data(split, windows)
+            batches.append((tokens, key(np.uint32(step))))
+        return batches
+
+
+class _Training:
+    """One run: its state, and the batches that are left."""
+
+    def __init__(self, step: Any, state: Any, batches: Iterable[tuple[jax.Array, jax.Array]]):
+        self._step, self._state, self._batches = step, state, iter(batches)
+
+    def advance(self, steps: int) -> list[float]:
+        """Takes so many steps; seconds of each."""
+        seconds = []
+        for tokens, key in itertools.islice(self._batches, steps):
+            start = time.perf_counter()
+            params, state, _ = jax.block_until_ready(self._step(*self._state, tokens, key))
+            self._state = params, state
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def own_params(self) -> Any:
+        """This process's copy of the parameters."""
+        return jax.tree.map(lambda leaf: leaf.addressable_data(0), self._state[0])
 
 
 def _mesh(devices: list[jax.Device]) -> Mesh:

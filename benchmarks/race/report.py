@@ -82,15 +82,14 @@ def _on_link(
 ) -> dict[str, Any]:
     """Times of one setting on one link."""
     steps, losses = list(evaluated.losses), list(evaluated.losses.values())
-    clock = dict(zip(run.steps, run.seconds, strict=True))
-    at = [clock[step] for step in steps]
+    at = [run.clock(step) for step in steps]
     wire = 8 * costs[run.setting]["bytes_per_worker"] / (run.rate or np.inf)
     return {
         "rate": run.rate,
         "setting": run.setting,
         "step_seconds": run.step_seconds,
         "wire_seconds": wire,  # of a step: its bytes at the rate, nothing else
-        "seconds": clock,
+        "seconds": dict(zip(steps, at, strict=True)),  # of training, by steps taken
         "to_target": {
             fraction: {
                 "seconds": reached(at, losses, loss),
@@ -118,7 +117,7 @@ def _times_sooner(
 
 def _final_losses(runs: Sequence[Run], settings: Sequence[str]) -> list[dict[str, Any]]:
     """Evaluation loss after all steps, by seed, and how far it is off that of the exact run."""
-    last = runs[0].steps[-1]
+    last = max(runs[0].losses)
     by_seed: dict[str, dict[int, float]] = {name: {} for name in settings}
     for run in runs:
         if last in run.losses:

@@ -1,12 +1,13 @@
-"""Training runs on emulated hosts: one process each, asked for one run after the other."""
+"""Training runs on emulated hosts: one process each, asked to train."""
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,24 @@ _HOST = Path(__file__).with_name("host.py")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run recorded. Lists have an entry for each of `steps`."""
+    """What one run recorded. Dictionaries are by the number of steps taken before."""
 
     setting: str
     seed: int
     rate: float | None  # bits a second of every link; None: unlimited
-    steps: list[int]  # steps taken so far, from 0 to all
-    seconds: list[float]  # that training took so far, evaluation and compilation left out
-    checksums: list[int]  # CRC-32 of the parameters
-    step_seconds: float  # median
-    losses: dict[int, float]  # on the held-out text, by steps taken
-    accuracies: dict[int, float]  # of the next token there
+    host_seconds: list[tuple[float, ...]] = dataclasses.field(default_factory=list)  # of each step
+    checksums: dict[int, int] = dataclasses.field(default_factory=dict)  # CRC-32 of the parameters
+    losses: dict[int, float] = dataclasses.field(default_factory=dict)  # on the held-out text
+    accuracies: dict[int, float] = dataclasses.field(default_factory=dict)  # of the next token
+
+    @property
+    def step_seconds(self) -> float:
+        """Median over steps, of the slowest host."""
+        return float(np.median(np.max(self.host_seconds, axis=1)))
+
+    def clock(self, steps: int) -> float:
+        """Seconds that so many steps took, on the slowest host; evaluation is left out."""
+        return float(np.sum(self.host_seconds[:steps], axis=0).max()) if steps else 0.0
 
 
 class Trainers:
@@ -45,61 +53,67 @@ class Trainers:
 
     def alone(self, seed: int, steps: int) -> float:
         """Seconds of a step of all hosts at once, each by itself: what is not the all-reduce."""
-        self._ask({"do": "begin", "setting": None, "seed": seed}, "compiling")
-        answers = self._ask({"do": "advance", "steps": steps}, "training without a network")
-        return statistics.median(max(s) for s in zip(*(a["seconds"] for a in answers), strict=True))
+        self._ask({"do": "begin", "setting": None, "seed": seed}, "compiling", START_TIMEOUT)
+        answers = self._ask(
+            {"do": "advance", "setting": None, "steps": steps}, "training without a network"
+        )
+        return float(np.median(np.max([answer["seconds"] for answer in answers], axis=0)))
 
-    def run(
+    def train(
         self,
-        setting: str,
+        settings: Mapping[str, int],
         seed: int,
         *,
         rate: float | None,
-        stops: list[int],
+        stops: Sequence[int],
         evaluate_at: Collection[int],
-        bytes_per_worker: int,
         advance: Callable[[str], None],
-    ) -> Run:
-        """Trains from the pre-trained weights of a seed.
+    ) -> list[Run]:
+        """Trains with every setting, from the pre-trained weights of a seed.
+
+        They take turns, a few steps each, so that a change of the machine's load meets all.
 
         Args:
-          setting: how to average gradients.
+          settings: how to average gradients, and the bytes that each host sends in a step.
           seed: chooses weights, batches and rounding.
           rate: of every link, bits a second; None for no limit.
           stops: numbers of steps taken, from 0, at which the clock stops.
           evaluate_at: those of them at which to evaluate.
-          bytes_per_worker: that each host sends in a step.
-          advance: called with a text at every stop.
+          advance: called with a text after every turn.
 
         Raises:
           CommandError: replicas differ, or a process ended, failed or did not answer in time.
         """
         self._network.set_rate(rate)
         at = "an unlimited link" if rate is None else format_rate(rate)
-        doing = f"training with {setting} at {at}"
         # Five times the longest that the link alone takes: it may be slow and not stuck.
-        link = 0.0 if rate is None else 5 * 8 * bytes_per_worker / rate
-        request = {"do": "begin", "setting": setting, "seed": seed}
-        self._ask(request, f"compiling {setting}", START_TIMEOUT + link)
-        seconds = np.empty((self._network.num_hosts, 0))
-        clock, checksums, losses, accuracies = [], [], {}, {}
-        for before, stop in zip([0, *stops], stops, strict=False):
-            if stop > before:
-                request = {"do": "advance", "steps": stop - before}
-                answers = self._ask(request, doing, (stop - before) * link)
-                seconds = np.hstack([seconds, [a["seconds"] for a in answers]])
-            clock.append(float(seconds.sum(axis=1).max()))  # of the slowest host
-            checksums.append(self._checksum(doing))
-            if stop in evaluate_at:
-                answers = self._ask({"do": "evaluate"}, f"evaluating {setting}")
-                losses[stop] = statistics.fmean(answer["loss"] for answer in answers)
-                accuracies[stop] = statistics.fmean(answer["accuracy"] for answer in answers)
-            advance(f"{setting}, seed {seed}, {at}")
-        step_seconds = float(np.median(seconds.max(axis=0)))
-        return Run(setting, seed, rate, stops, clock, checksums, step_seconds, losses, accuracies)
+        link = 0.0 if rate is None else 5 * 8 * max(settings.values()) / rate
+        runs = [Run(setting, seed, rate) for setting in settings]
+        for run in runs:
+            request = {"do": "begin", "setting": run.setting, "seed": seed}
+            self._ask(request, f"compiling {run.setting}", START_TIMEOUT + link)
+        for before, stop in itertools.pairwise([0, *stops]):
+            for run in runs:
+                doing = f"training with {run.setting} at {at}"
+                if stop > before:
+                    request = {"do": "advance", "setting": run.setting, "steps": stop - before}
+                    answers = self._ask(request, doing, (stop - before) * link)
+                    run.host_seconds.extend(zip(*(a["seconds"] for a in answers), strict=True))
+                run.checksums[stop] = self._checksum(run.setting, doing)
+                if stop in evaluate_at:
+                    self._evaluate(run, stop)
+                advance(f"{run.setting}, seed {seed}, {at}")
+        return runs
 
-    def _checksum(self, doing: str) -> int:
-        found = {answer["checksum"] for answer in self._ask({"do": "checksum"}, doing)}
+    def _evaluate(self, run: Run, stop: int) -> None:
+        request = {"do": "evaluate", "setting": run.setting}
+        answers = self._ask(request, f"evaluating {run.setting}")
+        run.losses[stop] = statistics.fmean(answer["loss"] for answer in answers)
+        run.accuracies[stop] = statistics.fmean(answer["accuracy"] for answer in answers)
+
+    def _checksum(self, setting: str, doing: str) -> int:
+        answers = self._ask({"do": "checksum", "setting": setting}, doing)
+        found = {answer["checksum"] for answer in answers}
         if len(found) > 1:
             raise CommandError(f"hosts hold different parameters, {doing}: a bug of the all-reduce")
         return found.pop()
@@ -118,8 +132,8 @@ def trainers(
 
     Args:
       num_hosts: how many.
-      folder: has text.npz (int32 vectors `corpus` and `held_out`) and, for every seed,
-        weights{seed}.npz (the leaves of the parameters in order).
+      folder: has text.npz (int32 `corpus` [tokens] and `held_out` [windows, context + 1], as many
+        for each host) and, for every seed, weights{seed}.npz (leaves of the parameters in order).
       timeout: seconds without an answer, beyond what the link takes, after which all is ended.
       config: what the hosts need to know besides: model, batch, context, learning_rate, steps.
     """
@@ -147,13 +161,9 @@ def check_identical(runs: list[Run]) -> None:
     first: dict[tuple[str, int], Run] = {}
     for run in runs:
         other = first.setdefault((run.setting, run.seed), run)
-        if run.checksums != other.checksums:
-            apart = next(
-                step
-                for step, mine, its in zip(run.steps, run.checksums, other.checksums, strict=True)
-                if mine != its
-            )
+        apart = [step for step, bits in run.checksums.items() if other.checksums[step] != bits]
+        if apart:
             raise CommandError(
-                f"{run.setting}, seed {run.seed}: parameters after {apart} steps depend on the "
+                f"{run.setting}, seed {run.seed}: parameters after {apart[0]} steps depend on the "
                 "link. Training is to be the same bit for bit: a bug of the all-reduce."
             )
