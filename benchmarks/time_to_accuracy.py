@@ -22,6 +22,7 @@ machine, which makes computing and coding slower than on hosts of their own.
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ from dynamiq_jax.collectives import is_stateful
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from small_lm.data import all_windows, load_corpora
+from small_lm.data import Corpora, all_windows, load_corpora
 from small_lm.model import ModelConfig
 from small_lm.training import new_model, pretrain
 
@@ -146,36 +147,36 @@ def check(config: Config) -> tuple[list[Setting], list[float]]:
     return settings, rates
 
 
-def prepare(config: Config, folder: Path, console: Any) -> tuple[dict[str, Any], Any]:
-    """Writes text and pre-trained weights for the hosts.
-
-    Returns:
-      The sizes of the model, and the shapes of its parameters.
-    """
-    corpora = load_corpora()
+def write_text(config: Config, corpora: Corpora, folder: Path) -> None:
+    """Writes what the hosts train on and what they are evaluated on."""
     try:
         held_out = all_windows(corpora.held_out, context=config.context, multiple_of=config.hosts)
     except ValueError as error:
         raise CommandError(str(error)) from None
     np.savez(folder / "text.npz", corpus=corpora.reference, held_out=held_out)
-    sizes = {"vocabulary": corpora.vocabulary, "width": config.width, "layers": config.layers}
-    with tables.progress(
-        console, "pre-training", config.pretrain_steps * len(config.seeds)
-    ) as advance:
-        for seed in config.seeds:
-            structure, params = new_model(ModelConfig(**sizes), seed)
-            params = pretrain(
-                structure,
-                params,
-                corpora.source_code,
-                steps=config.pretrain_steps,
-                batch=8,
-                context=config.context,
-                seed=seed,
-                on_step=lambda step, loss: advance(""),
-            )
-            np.savez(folder / f"weights{seed}.npz", *map(np.asarray, jax.tree.leaves(params)))
-    return sizes, jax.eval_shape(lambda: params)
+
+
+def write_weights(
+    config: Config,
+    model: ModelConfig,
+    corpora: Corpora,
+    folder: Path,
+    advance: Callable[[str], None],
+) -> None:
+    """Writes pre-trained weights of every seed."""
+    for seed in config.seeds:
+        structure, params = new_model(model, seed)
+        params = pretrain(
+            structure,
+            params,
+            corpora.source_code,
+            steps=config.pretrain_steps,
+            batch=8,
+            context=config.context,
+            seed=seed,
+            on_step=lambda step, loss: advance(""),
+        )
+        np.savez(folder / f"weights{seed}.npz", *map(np.asarray, jax.tree.leaves(params)))
 
 
 def costs(settings: list[Setting], shapes: Any, hosts: int) -> dict[str, dict[str, float]]:
@@ -197,51 +198,46 @@ def measure(config: Config) -> None:
     jax.config.update("jax_platforms", "cpu")  # as the hosts have it
     console = tables.console()
     namespaces.remove_stale()
+    corpora = load_corpora()
+    model = ModelConfig(corpora.vocabulary, width=config.width, layers=config.layers)
+    shapes = jax.eval_shape(lambda: new_model(model)[1])
+    cost = costs(settings, shapes, config.hosts)
+    sent = {name: int(of["bytes_per_worker"]) for name, of in cost.items()}
     first, *others = config.seeds
-    stops = config.stops()
     rounds = [(rate, first) for rate in rates] + [(None, seed) for seed in others]
+    stops = config.stops()
+    turns = len(rounds) * len(settings) * len(stops)
+    training = {"model": dataclasses.asdict(model)} | {
+        name: getattr(config, name) for name in ("batch", "context", "learning_rate", "steps")
+    }
+    options = dataclasses.asdict(config)
+    del options["output"]
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sizes, shapes = prepare(config, folder, console)
-        cost = costs(settings, shapes, config.hosts)
-        sent = {name: int(of["bytes_per_worker"]) for name, of in cost.items()}
-        told = {"model": sizes} | {
-            option: getattr(config, option)
-            for option in ("batch", "context", "learning_rate", "steps")
-        }
+        write_text(config, corpora, folder)
+        pretraining = config.pretrain_steps * len(config.seeds)
+        with tables.progress(console, "pre-training", pretraining) as advance:
+            write_weights(config, model, corpora, folder, advance)
         with (
-            trainers(config.hosts, folder, config.timeout, told) as hosts,
-            tables.progress(
-                console, "training", len(rounds) * len(settings) * len(stops)
-            ) as advance,
+            trainers(config.hosts, folder, config.timeout, training) as hosts,
+            tables.progress(console, "training", turns) as advance,
         ):
             alone = hosts.alone(first, min(ALONE_STEPS, config.steps))
             for rate, seed in rounds:
                 # Losses do not depend on the link: those of the first one count for all.
                 evaluate_at = stops if rate == rates[0] else [stops[-1]] if rate is None else []
                 runs += hosts.train(
-                    sent,
-                    seed,
-                    rate=rate,
-                    stops=stops,
-                    evaluate_at=evaluate_at,
-                    advance=advance,
+                    sent, seed, rate=rate, stops=stops, evaluate_at=evaluate_at, advance=advance
                 )
                 check_identical(runs)
-                results = report.summary(runs, cost, alone, num_coordinates(shapes))
-                options = dataclasses.asdict(config)
-                del options["output"]
-                common.write(config.output, options, results)  # after each: a run takes long
+                results = report.summary(runs, cost, alone)
+                results["coordinates"] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+                common.write(config.output, options, results)  # after each: all take long
                 report.plot(results, config.output.with_suffix(".png"))
     for table in report.as_tables(results):
         console.print(table)
     console.print(f"Written to {config.output} and {config.output.with_suffix('.png')}")
-
-
-def num_coordinates(shapes: Any) -> int:
-    """Coordinates of the gradient."""
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def main(config: Config) -> None:

@@ -25,6 +25,7 @@ TARGET = (
 # Of its time to the target, what DynamiQ saves in arXiv 2602.08923.
 PAPER = {"bf16": 0.408, "mxfp8": 0.345}
 REFERENCES = {"bf16": BF16_RING, "mxfp8": "mxfp8:ring"}
+LEGEND = {"loc": "outside right center", "frameon": False, "fontsize": "small"}
 COLOURS = {
     "psum": "tab:gray",
     "bf16": "tab:orange",
@@ -38,7 +39,7 @@ COLOURS = {
 
 
 def summary(
-    runs: Sequence[Run], costs: dict[str, dict[str, float]], compute_seconds: float, size: int
+    runs: Sequence[Run], costs: dict[str, dict[str, float]], compute_seconds: float
 ) -> dict[str, Any]:
     """The record of a benchmark, or of what there is of it so far.
 
@@ -46,7 +47,6 @@ def summary(
       runs: all runs; the first one's link and seed are those that were evaluated on the way.
       costs: bits of a coordinate and bytes that each host sends in a step, by setting.
       compute_seconds: of a step without the all-reduce.
-      size: coordinates of the gradient.
     """
     first = runs[0]
     evaluated = {r.setting: r for r in runs if (r.rate, r.seed) == (first.rate, first.seed)}
@@ -62,14 +62,12 @@ def summary(
     return {
         "target": TARGET,
         "targets": targets,
-        "coordinates": size,
         "compute_seconds": compute_seconds,  # of a step without the all-reduce, all hosts at once
         "same_bits_on_all_hosts": True,  # or there would be no result
         "same_bits_on_all_links": True,
         "links": links,
         "curves": [
             {"setting": name, "seed": run.seed, "losses": run.losses, "accuracies": run.accuracies}
-            | costs[name]
             for name, run in evaluated.items()
         ],
         "final_losses": _final_losses(runs, list(evaluated)),
@@ -87,6 +85,7 @@ def _on_link(
     return {
         "rate": run.rate,
         "setting": run.setting,
+        **costs[run.setting],
         "step_seconds": run.step_seconds,
         "wire_seconds": wire,  # of a step: its bytes at the rate, nothing else
         "seconds": dict(zip(steps, at, strict=True)),  # of training, by steps taken
@@ -137,12 +136,13 @@ def as_tables(results: dict[str, Any]) -> list[Table]:
         table = tables.table(
             f"{format_rate(rate)}: time until the exact run's target",
             ("setting",),
-            ("step", "wire alone", "computing", "99 %", "vs BF16", "vs MXFP8", "99.5 %"),
+            ("bits", "step", "wire alone", "computing", "99 %", "vs BF16", "vs MXFP8", "99.5 %"),
         )
         for row in results["links"]:
             if row["rate"] == rate:
                 table.add_row(
                     row["setting"],
+                    f"{row['bits']:.2f}",
                     format_seconds(row["step_seconds"]),
                     f"{row['wire_seconds'] / row['step_seconds']:.0%}",
                     f"{row['compute_share']:.0%}",
@@ -176,7 +176,7 @@ def as_tables(results: dict[str, Any]) -> list[Table]:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Loss against time on every link; below, what DynamiQ saves, beside the paper's figures."""
     rates = list(dict.fromkeys(row["rate"] for row in results["links"]))
-    figure = plt.figure(figsize=(4.6 * max(2, len(rates)), 8), layout="constrained")
+    figure = plt.figure(figsize=(1.6 + 4 * max(2, len(rates)), 7.5), layout="constrained")
     above, below = figure.subfigures(2, height_ratios=(1.2, 1))
     curves = {curve["setting"]: curve for curve in results["curves"]}
     for axis, rate in zip(above.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
@@ -194,9 +194,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
         if rate == rates[0]:
             axis.set_ylabel("evaluation loss (nats a token)")
-            axis.legend(frameon=False, fontsize="small")
+            above.legend(*axis.get_legend_handles_labels(), **LEGEND)
     for axis, name in zip(below.subplots(1, len(REFERENCES)), REFERENCES, strict=True):
         _draw_saved(axis, name, results["links"], rates)
+    below.legend(*axis.get_legend_handles_labels(), **LEGEND)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -213,11 +214,10 @@ def _draw_saved(axis: Any, name: str, links: list[dict[str, Any]], rates: list[f
         saved = [100 * (1 - 1 / ratio) for ratio in ratios]
         axis.bar(places, saved, width, color=_colour(setting), label=setting, **style)
     percent = 100 * PAPER[name]
-    axis.axhline(percent, color="tab:red", ls="--", label=f"the paper's {percent:.1f} %")
+    axis.axhline(percent, color="tab:red", ls="--", label="the paper")
     axis.set_xticks(range(len(rates)), [format_rate(rate) for rate in rates])
     axis.set(title=f"Time to the 99 % target saved over {name.upper()}", ylabel="%")
     axis.grid(alpha=0.3, axis="y")
-    axis.legend(frameon=False, fontsize="small")
 
 
 def _style(setting: str) -> dict[str, Any]:
