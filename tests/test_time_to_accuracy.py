@@ -13,7 +13,7 @@ from emulation import emulates
 from dynamiq_jax.cli.errors import CommandError
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-TIMEOUT = 300  # seconds for what takes less than forty on a free machine
+TIMEOUT = 600  # seconds for what takes less than forty on a free machine
 COSTS = {name: {"bits": 1.0, "bytes_per_worker": 1e6} for name in ("psum", "bf16", "dynamiq")}
 
 
@@ -112,6 +112,7 @@ def test_options_that_make_no_sense_are_named(benchmark_modules, options, messag
 
 
 @emulates
+@pytest.mark.slow
 def test_a_tiny_run(tmp_path):
     output = tmp_path / "result.json"
     options = "--hosts 2 --steps 2 --eval-every 1 --rates 500mbit 1gbit --seeds 0 1"

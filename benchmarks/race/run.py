@@ -1,4 +1,4 @@
-"""Training runs on emulated hosts: one process each, asked to train."""
+"""Training on emulated hosts: a process each, which are told when to train and when to stop."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ _PORT = 9876  # of the coordinator; free in every fresh namespace
 _HOST = Path(__file__).with_name("host.py")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Run:
     """What one run recorded. Dictionaries are by the number of steps taken before."""
 
