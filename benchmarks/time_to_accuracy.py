@@ -1,9 +1,10 @@
 """Time to accuracy over slow links: how much sooner a compressed run gets where the exact one does.
 
 Hosts emulated on this machine (root and iproute2) train the example's language model from the same
-pre-trained weights on the same batches, with each setting and on links of each rate. The clock
-counts training steps only: a first step, which compiles, is thrown away, and it stands still while
-the model is evaluated on text that training never sees.
+pre-trained weights on the same batches, with each setting and on links of each rate. Settings take
+turns of a few steps, so that a change of the machine's load meets all. The clock counts training
+steps only: a first step, which compiles, is thrown away, and it stands still while the model is
+evaluated on text that training never sees.
 
 The target: the exact run (psum) lowers the evaluation loss from that of the pre-trained weights to
 the lowest it ever has. The 99 % target is the loss at which it has made 99 % of that way. A run
