@@ -1,0 +1,220 @@
+"""Writes the tables of the pages that come from result files or from the library itself.
+
+    python docs/tables.py
+
+A page has `<!-- table: NAME -->` and `<!-- end -->` around each; what is between them is written
+here. tests/test_docs.py fails where a page and this script disagree.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import dynamiq_jax as dq
+from dynamiq_jax.cli.advise import Advise, Option, predictions
+from dynamiq_jax.cli.units import format_seconds
+from dynamiq_jax.methods import METHODS, ErrorFeedback, resolve_method
+from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Butterfly, Ring
+from dynamiq_jax.topologies.cost_model import CODEC_SPEEDS
+from dynamiq_jax.topologies.error_law import error_growth
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def methods() -> str:
+    """Bits of every method with its defaults, and what `dynamiq-jax compare` measured of it."""
+    measured = {row["setting"]: row for row in _results("compare_ring") if row["workers"] == 8}
+    # How the settings of the result file spell the defaults.
+    settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
+    settings["flash_communication"] = "flash_communication:5"
+    gradient = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
+    rows = []
+    for name in METHODS:
+        method = resolve_method(name)
+        if isinstance(method, ErrorFeedback):
+            continue  # costs what the method inside costs
+        bits = [f"{dq.wire_report(gradient, n, method=method).bits:.2f}" for n in (8, 64)]
+        found = measured.get(f"{settings.get(name, name)}:ring")
+        error, time = ("", "")
+        if found:
+            error = _exponent(_mean([step["vnmse"] for step in found["steps"].values()]))
+            time = f"{found['codec_ns']:.0f}"
+        rows.append([f'`"{name}"`', *bits, error, time])
+    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE", "codec ns a coordinate"]
+    return _markdown(header, rows)
+
+
+def break_even() -> str:
+    """The link below which 5 bits beat `psum`, by the cost model of `dynamiq-jax advise`."""
+    rows = []
+    for device, size in (("gpu", "7G"), ("cpu", "100M")):
+        for gradient in ("f32", "bf16"):
+            question = Advise(link="10gbit", size=size, device=device, gradient=gradient)
+            plain, ours = (option.all_reduce for option in _best(question))
+            # Wire times shrink as the link gets faster, codec times stay; latencies are nothing.
+            gbit_per_s = 10 * (plain.wire - ours.wire) / (ours.codec - plain.codec)
+            what = {"f32": "float32", "bf16": "bfloat16"}[gradient]
+            ns = f"{CODEC_SPEEDS[device].ns_per_coordinate:g} ns"
+            rows.append([device.upper(), ns, what, f"{gbit_per_s:.2g} Gbit/s"])
+    header = ["codec on a", "for a coordinate", "`psum` of", "compress below"]
+    return _markdown(header, rows)
+
+
+def steps() -> str:
+    """What `dynamiq-jax advise --size 7G` predicts for a training step on several links."""
+    rows = []
+    for link in ("1gbit", "10gbit", "25gbit", "100gbit", "400gbit", "1600gbit"):
+        plain, ours = _best(Advise(link=link, size="7G"))
+        hidden, ours_hidden = _best(Advise(link=link, size="7G", overlap=0.5))
+        rows.append(
+            [
+                link.replace("gbit", " Gbit/s"),
+                format_seconds(plain.all_reduce.total),
+                format_seconds(ours.all_reduce.total),
+                f"{plain.all_reduce.total / ours.all_reduce.total:.2f}x",
+                f"{plain.step / ours.step:.2f}x",
+                f"{hidden.step / ours_hidden.step:.2f}x",
+            ]
+        )
+    header = ["link of each worker", "`psum`, bfloat16", "5 bits", "all-reduce", "step"]
+    return _markdown([*header, "step, half of it hides transfers"], rows)
+
+
+def topologies() -> str:
+    """Steps and error of every topology over 16 workers, from benchmarks/results/error.json."""
+    measured: dict[str, list[float]] = {}
+    for row in _results("error"):
+        if row["preset"] == "default" and row["workers"] == 16 and abs(row["bits"] - 5) < 0.1:
+            measured.setdefault(row["topology"], []).append(row["vnmse"])
+    rows = []
+    for topology in (Ring(), Butterfly(), AllToAll()):
+        name = {type(t): n for n, t in TOPOLOGIES.items()}[type(topology)]
+        rows.append(
+            [
+                f'`"{name}"`',
+                str(topology.steps(16)),
+                f"{_mean(measured[name]) / _mean(measured['ring']):.2f}",
+                *(f"{error_growth(topology, n, agreement=0.1):.1f}" for n in (4, 16, 64)),
+            ]
+        )
+    header = ["topology", "steps, 16 workers", "vNMSE, 16 workers, ring = 1"]
+    return _markdown([*header, *(f"law, {n} workers" for n in (4, 16, 64))], rows)
+
+
+def emulated() -> str:
+    """Times that `dynamiq-jax network` measured, from benchmarks/results/cost_model.json."""
+    points = _results("cost_model")["points"]
+    seconds = {(p["rate"], p["hosts"], p["setting"]): p["seconds"] for p in points}
+    rows = []
+    for rate, hosts in sorted({(rate, hosts) for rate, hosts, _ in seconds}):
+        psum, bf16, *ours = (
+            seconds[rate, hosts, setting]
+            for setting in ("psum", "bf16:ring", "dynamiq:5:ring", "dynamiq:4:ring")
+        )
+        faster = [f"{s:.2f} s: {psum / s:.1f}x, {bf16 / s:.1f}x" for s in ours]
+        link = f"{rate / 1e6:g} Mbit/s"
+        rows.append([link, str(hosts), f"{psum:.2f} s", f"{bf16:.2f} s", *faster])
+    return _markdown(
+        ["link", "hosts", "`lax.psum`", "BF16 ring", "5 bits, ring", "4 bits, ring"], rows
+    )
+
+
+def losses() -> str:
+    """Final losses of the three committed runs of the example."""
+    rows = []
+    for path in sorted(RESULTS.glob("finetune_seed*.json")):
+        summary = json.loads(path.read_text())["summary"]
+        exact, ours = (summary[run]["evaluation_loss"] for run in ("exact", "compressed"))
+        off = f"{ours / exact - 1:+.2%}"
+        rows.append([path.stem[-1], f"{exact:.4f}", f"{ours:.4f}", off])
+    return _markdown(["seed", "exact mean", "DynamiQ, 5 bits", "difference"], rows)
+
+
+def compile_times() -> str:
+    """benchmarks/results/compile_time.json."""
+    rows = [
+        [str(row["workers"]), f"{row['exact']:.1f} s", f"{row['compressed']:.1f} s"]
+        for row in _results("compile_time")
+    ]
+    return _markdown(["workers", "`lax.pmean`", "`dq.pmean`"], rows)
+
+
+def environments() -> str:
+    """Every result file: which command wrote it, when, and with which versions."""
+    commands = {
+        "aot_h200": "python benchmarks/aot_h200.py",
+        "codec": "python benchmarks/codec.py",
+        "compare_ring": "dynamiq-jax compare",
+        "compare_topologies": "dynamiq-jax compare",
+        "compile_time": "python benchmarks/compile_time.py",
+        "cost_model": "python benchmarks/cost_model.py",
+        "error": "python benchmarks/error.py",
+        "final_loss": "python benchmarks/final_loss.py",
+        "paper_tables": "python benchmarks/paper_tables.py",
+    }
+    rows = []
+    for name, command in commands.items():
+        of = json.loads((RESULTS / f"{name}.json").read_text())["environment"]
+        rows.append(
+            [
+                f"`{name}.json`",
+                f"`{command}`",
+                of["date"],
+                f"{of['cpu']}, {of['cores']} cores",
+                f"{of['jax']}, {of['python']}",
+            ]
+        )
+    return _markdown(["file", "command", "date", "hardware", "JAX, Python"], rows)
+
+
+_ALL = (methods, topologies, break_even, steps, emulated, losses, compile_times, environments)
+TABLES = {function.__name__: function for function in _ALL}
+
+
+def rewritten(page: str) -> str:
+    """The text of a page with its tables as they should be."""
+    return _TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
+
+
+def _best(question: Advise) -> tuple[Option, Option]:
+    """What `psum` of bfloat16 and the fastest topology at 5 bits take."""
+    plain, *compressed = predictions(question)
+    at_five_bits = [option for option in compressed if option.bits == 5]
+    return plain, min(at_five_bits, key=lambda option: (option.step, option.error_growth))
+
+
+def _results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _exponent(value: float) -> str:
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    """Writes all tables of all pages."""
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text()
+        if (new := rewritten(text)) != text:
+            page.write_text(new)
+            print(f"wrote {page.relative_to(DOCS)}")
+
+
+if __name__ == "__main__":
+    main()
