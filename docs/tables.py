@@ -17,7 +17,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.cli.advise import Advise, Option, predictions
 from dynamiq_jax.cli.units import format_seconds
 from dynamiq_jax.methods import METHODS, ErrorFeedback, resolve_method
-from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Butterfly, Ring
+from dynamiq_jax.topologies import TOPOLOGIES
 from dynamiq_jax.topologies.cost_model import CODEC_SPEEDS
 from dynamiq_jax.topologies.error_law import error_growth
 
@@ -93,8 +93,8 @@ def topologies() -> str:
         if row["preset"] == "default" and row["workers"] == 16 and abs(row["bits"] - 5) < 0.1:
             measured.setdefault(row["topology"], []).append(row["vnmse"])
     rows = []
-    for topology in (Ring(), Butterfly(), AllToAll()):
-        name = {type(t): n for n, t in TOPOLOGIES.items()}[type(topology)]
+    for name in ("ring", "butterfly", "all_to_all"):
+        topology = TOPOLOGIES[name]()
         rows.append(
             [
                 f'`"{name}"`',
