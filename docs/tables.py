@@ -61,7 +61,7 @@ def break_even() -> str:
             gbit_per_s = 10 * (plain.wire - ours.wire) / (ours.codec - plain.codec)
             what = {"f32": "float32", "bf16": "bfloat16"}[gradient]
             ns = f"{CODEC_SPEEDS[device].ns_per_coordinate:g} ns"
-            rows.append([device.upper(), ns, what, f"{gbit_per_s:.2g} Gbit/s"])
+            rows.append([device.upper(), ns, what, f"{float(f'{gbit_per_s:.2g}'):g} Gbit/s"])
     header = ["codec on a", "for a coordinate", "`psum` of", "compress below"]
     return _markdown(header, rows)
 
@@ -90,16 +90,18 @@ def topologies() -> str:
     """Steps and error of every topology over 16 workers, from benchmarks/results/error.json."""
     measured: dict[str, list[float]] = {}
     for row in _results("error"):
+        # The same order of training steps for each.
         if row["preset"] == "default" and row["workers"] == 16 and abs(row["bits"] - 5) < 0.1:
             measured.setdefault(row["topology"], []).append(row["vnmse"])
     rows = []
     for name in ("ring", "butterfly", "all_to_all"):
         topology = TOPOLOGIES[name]()
+        ratios = [a / b for a, b in zip(measured[name], measured["ring"], strict=True)]
         rows.append(
             [
                 f'`"{name}"`',
                 str(topology.steps(16)),
-                f"{_mean(measured[name]) / _mean(measured['ring']):.2f}",
+                f"{_mean(ratios):.2f}",
                 *(f"{error_growth(topology, n, agreement=0.1):.1f}" for n in (4, 16, 64)),
             ]
         )

@@ -1,0 +1,151 @@
+"""Draws the figures of how_it_works.md from the library itself.
+
+python docs/figures.py
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from matplotlib import pyplot as plt
+
+import dynamiq_jax as dq
+from dynamiq_jax.chunks import RecodedChunks
+from dynamiq_jax.codec.allocation import POSITIONS, REFERENCE_LOG2_NORMS
+from dynamiq_jax.codec.levels import make_levels, num_levels
+from dynamiq_jax.codec.rounding import offsets
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from dynamiq_jax.topologies.error_law import error_growth
+
+FIGURES = Path(__file__).parent / "figures"
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "svg.fonttype": "none",  # letters, not outlines: a tenth of the size
+    "svg.hashsalt": "dynamiq-jax",  # the same file every time
+}
+
+
+def levels() -> plt.Figure:
+    """What codes of 2 to 5 bits stand for."""
+    figure, axes = plt.subplots(figsize=(7, 2.4))
+    for width in (2, 3, 4, 5):
+        codes = jnp.arange(num_levels(width) + 1, dtype=jnp.float32)
+        positions = np.asarray(
+            make_levels(width, "quadratic", dq.DynamiQ().gap_ratio).position(codes)
+        )
+        both = np.concatenate([-positions[:0:-1], positions])
+        axes.plot(both, np.full(both.shape, width), "|", ms=16, mew=1.5)
+    axes.set(xlabel="value over the scale of its group", ylabel="bits of a code")
+    axes.set(yticks=(2, 3, 4, 5), ylim=(1.5, 5.5))
+    return figure
+
+
+def allocation() -> plt.Figure:
+    """How large super-groups are, and which share of them gets which width."""
+    figure, (norms, shares) = plt.subplots(1, 2, figsize=(8, 3), width_ratios=(2, 3))
+    norms.plot(1 - np.array(POSITIONS), REFERENCE_LOG2_NORMS, "C0")
+    norms.set(xlabel="super-groups, largest first", ylabel="log2 of the norm (median 0)")
+    budgets = (3.0, 4.0, 5.0, 6.0)
+    for bits in budgets:
+        left = 0.0
+        classes = dq.DynamiQ(bits=bits).layout(2**24, 1).classes
+        total = sum(width_class.rows for width_class in classes)
+        for width_class in classes:
+            share = width_class.rows / total
+            color = plt.get_cmap("viridis")(1 - width_class.width / 12)
+            shares.barh(bits, share, left=left, height=0.7, color=color, edgecolor="white")
+            if share > 0.04:
+                dark = width_class.width > 5
+                label = str(width_class.width)
+                middle = left + share / 2
+                shares.text(
+                    middle, bits, label, ha="center", va="center", color="w" if dark else "k"
+                )
+            left += share
+    shares.set(xlabel="share of the super-groups, by width", ylabel="bits=", yticks=budgets)
+    return figure
+
+
+def ring_paths(workers: int) -> np.ndarray:
+    """Worker that makes each hop of each chunk in a ring: float32 [chunks, hops]."""
+
+    def all_reduce(_: Array) -> Array:
+        me = lax.axis_index("data").astype(jnp.float32)
+        codec = RecodedChunks(
+            values=jnp.zeros((workers, workers)),
+            encode=lambda values, chunk, turn: values.at[turn].set(me),
+            decode=lambda payload: payload,
+            size=workers * workers,
+        )
+        return Ring().all_reduce(codec, "data", workers)
+
+    paths = jax.vmap(all_reduce, axis_name="data")(jnp.zeros(workers))[0]
+    return np.asarray(paths).reshape(workers, workers)
+
+
+def ring() -> plt.Figure:
+    """Where the partial sum of each chunk is after every hop."""
+    workers = 5
+    figure, axes = plt.subplots(figsize=(7, 3))
+    for chunk, visited in enumerate(ring_paths(workers)):
+        # A line for each chunk, broken where the ring closes.
+        line = visited.copy()
+        wraps = np.flatnonzero(np.diff(line) < 0) + 1
+        hops = np.insert(np.arange(workers, dtype=float), wraps, np.nan)
+        axes.plot(hops, np.insert(line, wraps, np.nan), color=f"C{chunk}", lw=2)
+        axes.plot(range(workers), visited, "o", ms=17, color=f"C{chunk}", label=f"chunk {chunk}")
+        for hop, worker in enumerate(visited):
+            axes.text(hop, worker, str(hop + 1), ha="center", va="center", color="white")
+    axes.set(xlabel="hop", ylabel="worker", xticks=range(workers), yticks=range(workers))
+    axes.set(xlim=(-0.4, workers + 0.9))
+    axes.legend(frameon=False, loc="center right", markerscale=0.4)
+    return figure
+
+
+def rounding() -> plt.Figure:
+    """Offsets of one coordinate at the hops of its path."""
+    figure, rows = plt.subplots(2, 1, figsize=(7, 2.6), sharex=True)
+    seed = jnp.array([1, 2], jnp.uint32)
+    row_ids = jnp.arange(1, dtype=jnp.uint32)
+    for axes, kind in zip(rows, ("independent", "correlated"), strict=True):
+        for hop in range(8):
+            offset = np.asarray(offsets(row_ids, hop, seed, kind))[0, 3]
+            axes.plot(offset, 0, "o", ms=14, color="C0")
+            axes.text(offset, 0, str(hop), ha="center", va="center", color="white")
+        axes.set(yticks=(), ylabel=kind, xlim=(0, 1))
+        axes.spines.left.set_visible(False)
+    rows[-1].set(xlabel="offset of one coordinate at hops 0 to 7")
+    return figure
+
+
+def error() -> plt.Figure:
+    """vNMSE of a sum over that of one compression, on more and more workers."""
+    figure, axes = plt.subplots(figsize=(7, 3))
+    counts = [2**power for power in range(1, 9)]
+    for topology in (Ring(), Butterfly(), AllToAll()):
+        growth = [error_growth(topology, n, agreement=0.1) for n in counts]
+        axes.loglog(counts, growth, "o-", label=type(topology).__name__, base=2)
+    axes.set(xlabel="workers", ylabel="vNMSE, one compression = 1")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.legend(frameon=False)
+    return figure
+
+
+def main() -> None:
+    """Draws all figures."""
+    plt.switch_backend("agg")
+    with plt.rc_context(STYLE):
+        for draw in (levels, allocation, ring, rounding, error):
+            figure = draw()
+            figure.savefig(FIGURES / f"{draw.__name__}.svg", metadata={"Date": None})
+            plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
