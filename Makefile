@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help demo test test-fast lint benchmarks clean
+.PHONY: help demo test test-fast lint docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -23,17 +23,28 @@ lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+docs: $(VENV)/docs-installed  ## build the documentation into site/; a warning is an error
+	$(RUN) -m mkdocs build --quiet --strict
+
+build: $(VENV)/installed  ## build the wheel and the source distribution into dist/
+	$(RUN) -m pip install --quiet 'build>=1.2'
+	$(RUN) -m build --outdir dist
+
 benchmarks: $(VENV)/installed  ## measure the codec and the error on this machine
 	$(RUN) benchmarks/codec.py
 	$(RUN) benchmarks/error.py
 	$(RUN) benchmarks/compile_time.py
 
-clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove the virtual environments, caches and what was built
+	rm -rf dist site $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(RUN) -m pip install --quiet --editable '.[docs]'
 	@touch $@

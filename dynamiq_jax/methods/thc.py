@@ -52,7 +52,7 @@ class THC(ChunkedMethod):
         integers of `bits` bits. So both ways carry sums, and the width grows with the workers.
       - The grid is uniform. The paper also has tables of unequal steps, looked up at the server.
       - A norm for each block, where the paper has one for each tensor: finer, at 16 bits a block.
-      - No error feedback of its own: `ErrorFeedback(inner=THC())` has it, and so no bias in time.
+      - No error feedback of its own: `ErrorFeedback(method=THC())` has it, and so no bias in time.
     """
 
     bits: int = 4  # of one worker's integer, -7 .. 7; one more quarters the error

@@ -1,0 +1,75 @@
+"""What a release says of itself: metadata, versions, and what the base dependencies suffice for."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import dynamiq_jax as dq
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PACKAGES = ("dynamiq_jax", "pallas_kernels")
+
+
+def test_one_version_everywhere():
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert PROJECT["version"] == dq.__version__ == cited[1]
+    assert f"[{dq.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_requirements_are_valid_and_extras_name_extras_that_exist():
+    assert {"bench", "cli", "cuda13", "docs", "examples", "test"} <= EXTRAS.keys()
+    for text in (*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)):
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            assert requirement.extras <= EXTRAS.keys(), text
+        else:
+            assert requirement.specifier, f"{text}: from which version on?"
+
+
+def test_packages_are_typed_and_nothing_else_is_installed():
+    assert tuple(PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == PACKAGES
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+
+
+def test_files_of_the_source_distribution_exist():
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert [name for name in included if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_library_imports_its_dependencies_only(package):
+    """Those of the base installation, outside of the command line, which has an extra."""
+    allowed = {Requirement(text).name for text in PROJECT["dependencies"]}
+    allowed |= {*PACKAGES, *sys.stdlib_module_names}
+    for path in (ROOT / package).rglob("*.py"):
+        if "cli" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {name.split(".")[0] for name in names} <= allowed, f"{path}: {names}"
+
+
+def test_everything_public_is_there_without_optional_packages():
+    """In a process where importing one is an error."""
+    optional = {Requirement(line).name for extra in EXTRAS.values() for line in extra}
+    optional -= {PROJECT["name"], *(Requirement(text).name for text in PROJECT["dependencies"])}
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({sorted(name.replace("-", "_") for name in optional)}))
+import dynamiq_jax as dq
+print([getattr(dq, name).__name__ for name in dq.__all__] == dq.__all__)
+"""
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown == "True\n"
