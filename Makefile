@@ -24,7 +24,7 @@ lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m mypy
 
 docs: $(VENV)/docs-installed  ## build the documentation into site/; a warning is an error
-	$(RUN) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
 build: $(VENV)/installed  ## build the wheel and the source distribution into dist/
 	$(RUN) -m pip install --quiet 'build>=1.2'
