@@ -50,7 +50,15 @@ def shell_lines() -> list[tuple[str, list[str]]]:
 # ----------------------------------------------------------------------------------------- Python
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(PAGES[page], "python")])
+@pytest.mark.parametrize(
+    "page",
+    [
+        # Whole training steps, and a kernel that is interpreted.
+        pytest.param(page, marks=slow if "recipes/" in page or "CONTRIBUTING" in page else ())
+        for page in PAGES
+        if code_blocks(PAGES[page], "python")
+    ],
+)
 def test_python_of_a_page_runs_in_order_and_prints_what_it_says(page):
     """In one namespace, on eight devices. A comment behind `print` is what it prints."""
     blocks = code_blocks(PAGES[page], "python")
