@@ -39,7 +39,7 @@ class Config:
     simulated: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)  # workers, by vmap
     beyond: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)  # workers, by the law alone
     agreements: tuple[float, ...] = (0.0, 0.1)  # share of the energy that workers have in common
-    rows_per_chunk: int = 32  # of 256 coordinates: fewer cannot take all widths in their shares
+    rows_per_chunk: int = 64  # of 256 coordinates: of 32, none can take the widest width's share
     bits: float = 5.0  # on the wire
     rounding: str = "correlated"  # of DynamiQ; the law takes roundings as independent
     save: bool = True  # write the result to benchmarks/results/error_law.json and .png
@@ -58,7 +58,8 @@ def simulate(stacked: np.ndarray, topology: Topology, config: Config) -> float:
         key = jax.random.key(0)
         return dq.psum(gradient, "data", key=key, method=method, topology=topology)
 
-    estimate = np.asarray(jax.jit(jax.vmap(local, axis_name="data"))(stacked)[0], np.float64)
+    summed = jax.jit(lambda gradients: jax.vmap(local, axis_name="data")(gradients)[0])(stacked)
+    estimate = np.asarray(summed, np.float64)
     truth = stacked.sum(axis=0, dtype=np.float64)
     return float(np.sum((estimate - truth) ** 2) / np.sum(truth**2))
 
@@ -69,7 +70,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
     for agreement in config.agreements:
         found: dict[tuple[str, int], float] = {}
         for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
-            size = ROW * config.rows_per_chunk * max(workers, 64)
+            size = ROW * config.rows_per_chunk * workers
             stacked = gradients(workers, size, agreement)
             for name, topology in TOPOLOGIES.items():
                 found[name, workers] = simulate(stacked, topology, config)
