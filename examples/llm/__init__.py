@@ -1,0 +1,1 @@
+"""Decoders of the Llama and Gemma families: configuration, network and checkpoint files."""

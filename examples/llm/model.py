@@ -1,0 +1,281 @@
+"""The network: a decoder-only transformer of the Llama or the Gemma 3 family.
+
+Parameters are float32; they are cast to the dtype of computation where they are used. Weights
+are `[out, in]`, as checkpoint files have them, so that loading one is a plain copy.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from .config import DecoderConfig, RopeScaling
+
+
+class Linear(nnx.Module):
+    """Matrix product; `weight` is float32 `[out, in]`."""
+
+    def __init__(self, into: int, out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.dtype = dtype
+        self.weight = nnx.Param(nnx.initializers.normal(into**-0.5)(rngs.params(), (out, into)))
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., in]` to `[..., out]`, both in the dtype of computation."""
+        return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(self.dtype))
+
+
+class Embedding(nnx.Module):
+    """Features of every token id; `weight` is float32 `[vocabulary, width]`."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.dtype = dtype
+        shape = (config.vocabulary, config.width)
+        self.weight = nnx.Param(nnx.initializers.normal(config.width**-0.5)(rngs.params(), shape))
+        self.scale = math.sqrt(config.width) if config.family == "gemma3" else None
+
+    def __call__(self, tokens: Array) -> Array:
+        """Maps int32 `[...]` to `[..., width]`."""
+        x = self.weight[...][tokens].astype(self.dtype)
+        # The factor is rounded to the dtype of computation: Gemma was trained so.
+        return x if self.scale is None else x * jnp.asarray(self.scale, self.dtype)
+
+    def logits(self, x: Array) -> Array:
+        """Maps `[..., width]` to `[..., vocabulary]`: the tied output layer."""
+        return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(self.dtype))
+
+
+class RMSNorm(nnx.Module):
+    """Divides features by their root mean square, in float32; `weight` is float32 `[features]`.
+
+    Gemma stores what its factors have above one.
+    """
+
+    def __init__(self, features: int, config: DecoderConfig):
+        self.epsilon = config.norm_epsilon
+        self.offset = 1.0 if config.family == "gemma3" else 0.0
+        self.weight = nnx.Param(jnp.full(features, 1.0 - self.offset))
+
+    def __call__(self, x: Array) -> Array:
+        """Normalizes the last axis; shape and dtype are kept."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        return (y * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
+    """Radians that each pair of features turns from one position to the next.
+
+    Args:
+        head_dim: Features per head.
+        theta: Base of the frequencies.
+        scaling: How they are stretched.
+
+    Returns:
+        float32 `[head_dim / 2]`.
+    """
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    # Pairs that turn often over the original context tell near tokens apart and stay as they are.
+    turns = scaling.original_positions * frequency / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequency * (kept + (1.0 - kept) / scaling.factor)
+
+
+def rotate(x: Array, angle: Array) -> Array:
+    """Rotary position embedding: turns pairs of features, those half a head apart.
+
+    Args:
+        x: Queries or keys `[batch, time, heads, head_dim]`.
+        angle: float32 `[batch or 1, time, 1, head_dim / 2]`.
+
+    Returns:
+        The shape and dtype of `x`; computed in float32.
+    """
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def attention_mask(time: int, segments: Array | None, window: int | None) -> Array:
+    """Which tokens (third axis) see which (last axis).
+
+    Args:
+        time: Tokens per row.
+        segments: int32 `[batch, time]`, the document that each token belongs to; None for one.
+        window: How many tokens, its own among them, each one sees; None for all before it.
+
+    Returns:
+        bool `[batch or 1, 1, time, time]`.
+    """
+    ago = jnp.arange(time)[:, None] - jnp.arange(time)[None, :]
+    seen = ago >= 0
+    if window is not None:
+        seen &= ago < window
+    seen = seen[None, None]
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    return seen
+
+
+def attend(query: Array, key: Array, value: Array, mask: Array, scale: float) -> Array:
+    """Averages the values of the tokens that each token sees, by how well keys fit its query.
+
+    Args:
+        query: `[batch, time, heads, head_dim]`.
+        key: `[batch, time, kv_heads, head_dim]`; each is that of `heads / kv_heads` queries.
+        value: The same shape.
+        mask: bool `[batch or 1, 1, time, time]`, from `attention_mask`.
+        scale: Factor of the products of queries and keys.
+
+    Returns:
+        The shape and dtype of `query`.
+    """
+    batch, time, _, head_dim = query.shape
+    grouped = query.reshape(batch, time, key.shape[2], -1, head_dim)
+    # `jax.nn.dot_product_attention` does the same, but not where implicit promotion is forbidden.
+    fit = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    fit = jnp.where(mask[:, :, None], fit * scale, -jnp.inf)
+    shares = jax.nn.softmax(fit, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", shares, value).reshape(query.shape)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with keys and values shared by groups of heads."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.head_dim = config.head_dim
+        self.scale = (config.query_scale or config.head_dim) ** -0.5
+        into, size = config.width, config.head_dim
+        self.query = Linear(into, config.heads * size, dtype=dtype, rngs=rngs)
+        self.key = Linear(into, config.kv_heads * size, dtype=dtype, rngs=rngs)
+        self.value = Linear(into, config.kv_heads * size, dtype=dtype, rngs=rngs)
+        self.out = Linear(config.heads * size, into, dtype=dtype, rngs=rngs)
+        self.query_norm = RMSNorm(size, config) if config.family == "gemma3" else None
+        self.key_norm = RMSNorm(size, config) if config.family == "gemma3" else None
+
+    def __call__(self, x: Array, angle: Array, mask: Array) -> Array:
+        """Mixes each token with those it sees; `[batch, time, width]` in and out."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        query, key, value = (
+            layer(x).reshape(heads) for layer in (self.query, self.key, self.value)
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        mixed = attend(rotate(query, angle), rotate(key, angle), value, mask, self.scale)
+        return self.out(mixed.reshape(*x.shape[:2], -1))
+
+
+class GatedMLP(nnx.Module):
+    """Two-layer perceptron whose hidden features are gated: SwiGLU, or GeGLU in Gemma."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.activation = nnx.gelu if config.family == "gemma3" else nnx.silu
+        self.gate = Linear(config.width, config.mlp_width, dtype=dtype, rngs=rngs)
+        self.up = Linear(config.width, config.mlp_width, dtype=dtype, rngs=rngs)
+        self.down = Linear(config.mlp_width, config.width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Transforms each token on its own; `[..., width]` in and out."""
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Attention, then the MLP, each beside a residual path; Gemma also norms what they add."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.width, config)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.width, config)
+        self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+        gemma = config.family == "gemma3"
+        self.attention_out_norm = RMSNorm(config.width, config) if gemma else None
+        self.mlp_out_norm = RMSNorm(config.width, config) if gemma else None
+
+    def __call__(self, x: Array, angle: Array, mask: Array) -> Array:
+        """Refines all tokens; `[batch, time, width]` in and out."""
+        added = self.attention(self.attention_norm(x), angle, mask)
+        x = x + (self.attention_out_norm(added) if self.attention_out_norm else added)
+        added = self.mlp(self.mlp_norm(x))
+        return x + (self.mlp_out_norm(added) if self.mlp_out_norm else added)
+
+
+class Decoder(nnx.Module):
+    """Predicts every next token of a sequence.
+
+    Args:
+        config: Its shape.
+        dtype: What to compute in; parameters are float32.
+        remat: Whether to keep only the input of every block for the backward pass, and compute
+            the rest again: less memory for a third more work.
+        rngs: Initialises the parameters.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.remat = remat
+        self.embedding = Embedding(config, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List(
+            [Block(config, dtype=dtype, rngs=rngs) for _ in range(config.layers)]
+        )
+        self.norm = RMSNorm(config.width, config)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.width, config.vocabulary, dtype=dtype, rngs=rngs)
+        )
+
+    def __call__(
+        self, tokens: Array, *, positions: Array | None = None, segments: Array | None = None
+    ) -> Array:
+        """Scores every token id as the next token.
+
+        Args:
+            tokens: int32 `[batch, time]`.
+            positions: int32 `[batch, time]`, for rows packed from several documents, each of
+                which starts at 0; None counts from the start of the row.
+            segments: int32 `[batch, time]`, the document that each token belongs to: it sees
+                no other; None for one document a row.
+
+        Returns:
+            Logits, float32 `[batch, time, vocabulary]`.
+        """
+        config, time = self.config, tokens.shape[1]
+        if positions is None:
+            positions = jnp.arange(time, dtype=jnp.int32)[None]
+        at = positions[:, :, None, None].astype(jnp.float32)
+        size = config.head_dim
+        # What a block needs to know of positions: local ones differ from the others.
+        views = {
+            False: (
+                at * rope_frequencies(size, config.rope_theta, config.rope_scaling),
+                attention_mask(time, segments, None),
+            ),
+            True: (
+                at * rope_frequencies(size, config.local_rope_theta, None),
+                attention_mask(time, segments, config.sliding_window),
+            ),
+        }
+        x = self.embedding(tokens)
+        run = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        for layer, block in enumerate(self.blocks):
+            x = run(block, x, *views[config.is_local(layer)])
+        x = self.norm(x)
+        logits = self.embedding.logits(x) if self.head is None else self.head(x)
+        return logits.astype(jnp.float32)
