@@ -146,7 +146,7 @@ class DecoderConfig:
             rope_theta=float(rope["rope_theta"]),
             rope_scaling=_rope_scaling(rope),
             local_rope_theta=float(local_rope["rope_theta"]),
-            sliding_window=read.get("sliding_window") if family == "gemma3" else None,
+            sliding_window=read["sliding_window"] if any(local_layers) else None,
             local_layers=local_layers if any(local_layers) else (),
             query_scale=None if query_scale == head_dim else query_scale,
             tie_embeddings=read["tie_word_embeddings"],

@@ -279,3 +279,8 @@ class Decoder(nnx.Module):
         x = self.norm(x)
         logits = self.embedding.logits(x) if self.head is None else self.head(x)
         return logits.astype(jnp.float32)
+
+
+def abstract_params(config: DecoderConfig) -> nnx.State:
+    """Names and shapes of a decoder's parameters, float32, without their values."""
+    return nnx.eval_shape(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param))
