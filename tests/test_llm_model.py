@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from llm.checkpoint import load
 from llm.config import DecoderConfig, RopeScaling
-from llm.model import Decoder
+from llm.model import Decoder, Embedding
 
 TIME = 20
 
@@ -121,18 +121,17 @@ def test_bfloat16_is_near_and_logits_are_float32(family):
 def test_packed_documents_give_the_logits_of_separate_ones(family):
     _, config, params = family
     model = decoder(config, params, dtype=jnp.float32)
-    tokens = random_tokens()
-    lengths = (7, 2, TIME - 9)
-    segments = np.repeat(np.arange(3, dtype=np.int32), lengths)[None].repeat(2, axis=0)
-    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
-    positions = positions[None].repeat(2, axis=0)
-    packed = run(model, tokens, positions=positions, segments=segments)
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        alone = model(jnp.asarray(tokens[:, part]))
-        np.testing.assert_allclose(packed[:, part], alone, rtol=1e-5, atol=1e-5)
-        start += length
+    lengths = (8, 2, TIME - 10)
+    # One document a row, each followed by what it cannot see.
+    alone = random_tokens(rows=3)
+    rows = zip(alone, lengths, strict=True)
+    packed = np.concatenate([row[:length] for row, length in rows])[None].repeat(3, axis=0)
+    segments = np.repeat(np.arange(3, dtype=np.int32), lengths)[None].repeat(3, axis=0)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])[None]
+    found = run(model, packed, positions=positions.repeat(3, axis=0), segments=segments)[0]
+    rows = zip(run(model, alone), lengths, strict=True)
+    expected = np.concatenate([row[:length] for row, length in rows])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_recomputing_blocks_changes_no_gradient(family):
@@ -149,26 +148,22 @@ def test_recomputing_blocks_changes_no_gradient(family):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_new_parameters_are_float32_and_give_moderate_logits():
-    for family in ("llama", "gemma3"):
-        config = DecoderConfig(
-            family=family,
-            vocabulary=48,
-            width=24,
-            mlp_width=40,
-            layers=1,
-            heads=2,
-            kv_heads=1,
-            head_dim=8,
-        )
-        model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-        assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {np.dtype("float32")}
-        assert 0.1 < float(model(random_tokens()).std()) < 10
+@pytest.mark.parametrize("hf", [LLAMA, GEMMA], ids=["llama", "gemma3"])
+def test_new_parameters_are_float32_and_give_moderate_logits(hf):
+    config = dataclasses.replace(DecoderConfig.from_hf(hf), layers=1, local_layers=())
+
+    @jax.jit
+    def new(tokens):
+        model = Decoder(config, rngs=nnx.Rngs(0))
+        return nnx.state(model, nnx.Param), model(tokens)
+
+    params, logits = new(random_tokens())
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
+    assert 0.1 < logits.std() < 10
 
 
 def test_scale_of_the_gemma_embedding_is_rounded():
-    config = DecoderConfig.from_hf(GEMMA)
-    embedding = Decoder(config, rngs=nnx.Rngs(0)).embedding
+    embedding = Embedding(DecoderConfig.from_hf(GEMMA), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     table = embedding.weight[...].astype(jnp.bfloat16)
     factor = jnp.bfloat16(np.sqrt(24))
     assert float(factor) != np.sqrt(24)

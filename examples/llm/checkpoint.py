@@ -157,7 +157,11 @@ _INSIDE: dict[Family, dict[str, str]] = {
 }
 
 # Files with an image encoder put the language model one level down; old Llama files list a table.
-_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
 _SKIPPED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$")
 
 
@@ -182,7 +186,7 @@ def _plain_name(stored: str, config: DecoderConfig) -> str | None:
     for prefix, plain in _PREFIXES:
         if stored.startswith(prefix):
             return plain + stored.removeprefix(prefix)
-    return stored.removeprefix("language_model.")
+    return stored
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -190,11 +194,14 @@ def _plain_name(stored: str, config: DecoderConfig) -> str | None:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of an open file, not read yet; the dtype is spelled as the file does."""
+    """A tensor of an open file, of which indexing reads a part; its dtype as files spell it."""
 
-    part: Any  # Indexing it reads.
+    stored: Any
     shape: tuple[int, ...]
     dtype: str
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self.stored[index]
 
 
 def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict[str, _Tensor]:
@@ -208,11 +215,14 @@ def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict
             raise ValueError(
                 f"{file} is no complete safetensors file: {error}. Copy or download it again."
             ) from error
-        for stored in opened.keys():  # noqa: SIM118 It is no mapping.
-            name = _plain_name(stored, config)
-            if name is not None:
-                part = opened.get_slice(stored)
-                found[name] = _Tensor(part, tuple(part.get_shape()), part.get_dtype())
+        for stored_name in opened.keys():  # noqa: SIM118 It is no mapping.
+            name = _plain_name(stored_name, config)
+            if name is None:
+                continue
+            if name in found:
+                raise ValueError(f"{name} is in two files of {folder}; remove one of them.")
+            stored = opened.get_slice(stored_name)
+            found[name] = _Tensor(stored, tuple(stored.get_shape()), stored.get_dtype())
     return found
 
 
@@ -251,7 +261,7 @@ def _read(tensor: _Tensor, sharding: Sharding, dtype: DTypeLike | None) -> jax.A
     wanted = DTYPES[tensor.dtype] if dtype is None else dtype
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
-        return tensor.part[index].astype(wanted, copy=False)
+        return tensor[index].astype(wanted, copy=False)
 
     array = jax.make_array_from_callback(tensor.shape, sharding, part)
     # One transfer at a time: each one in flight keeps its source in memory.
