@@ -96,12 +96,9 @@ def family(request, tmp_path_factory):
 # ----------------------------------------------------------------------------------------- logits
 
 
-@pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("hf", CASES.values(), ids=CASES.keys())
-def test_logits_are_those_of_the_oracle(hf, files, tmp_path):
-    if files > 1 and hf not in (LLAMA, GEMMA):
-        pytest.skip("How files are cut does not depend on these.")
-    oracle.write(tmp_path, hf, oracle.random_tensors(hf), files)
+def test_logits_are_those_of_the_oracle(hf, tmp_path):
+    oracle.write(tmp_path, hf, oracle.random_tensors(hf), files=1 if hf["rope_scaling"] else 3)
     tokens = random_tokens()
     found = run(decoder(*load(tmp_path), dtype=jnp.float32), tokens)
     assert found.shape == (2, TIME, 48)
@@ -134,8 +131,9 @@ def test_packed_documents_give_the_logits_of_separate_ones(family):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_recomputing_blocks_changes_no_gradient(family):
-    _, config, params = family
+def test_recomputing_blocks_changes_no_gradient(tmp_path):
+    oracle.write(tmp_path, GEMMA, oracle.random_tensors(GEMMA))
+    config, params = load(tmp_path)
 
     def gradient(remat):
         structure = nnx.split(decoder(config, params, dtype=jnp.float32, remat=remat), nnx.Param)[0]
