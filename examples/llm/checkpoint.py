@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders: `config.json` beside one or several safetensors files.
 
-Tensors are read one by one, the largest first, and placed at once where they are to stay, so that
-a process never holds much more than its own share of the checkpoint.
+Tensors are read a few at a time, the largest first, and placed at once where they are to stay, so
+that a process never holds much more than its own share of the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+READERS = 4
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 
 Params = Any  # An `nnx.State` of the decoder's parameters, or the same as a tree of dicts.
@@ -68,11 +70,14 @@ def load(
     with ExitStack() as files:
         found = _find_tensors(folder, config, files)
         _check(folder, found, {hf_name(name, config.family): s for name, s in shapes.items()})
-        # The last tensors are read beside all others in memory, so these should be small ones.
-        arrays = {
-            name: _read(found[hf_name(name, config.family)], placed[name], dtype)
-            for name in sorted(shapes, key=lambda name: math.prod(shapes[name]), reverse=True)
-        }
+        # The last tensors are copied beside all others in memory, so these should be small ones.
+        order = sorted(shapes, key=lambda name: math.prod(shapes[name]), reverse=True)
+        # Several at once, so that some are copied while others wait for storage.
+        with ThreadPoolExecutor(READERS) as readers:
+            read = readers.map(
+                lambda name: _read(found[hf_name(name, config.family)], placed[name], dtype), order
+            )
+            arrays = dict(zip(order, read, strict=True))
     leaves = [arrays[name] for name in shapes]
     return config, jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
@@ -196,12 +201,15 @@ def _plain_name(stored: str, config: DecoderConfig) -> str | None:
 class _Tensor:
     """A tensor of an open file, of which indexing reads a part; its dtype as files spell it."""
 
-    stored: Any
+    file: Any
+    stored_name: str
     shape: tuple[int, ...]
     dtype: str
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self.stored[index]
+        if all(part == slice(None) for part in index):
+            return self.file.get_tensor(self.stored_name)  # faster than a slice of everything
+        return self.file.get_slice(self.stored_name)[index]
 
 
 def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict[str, _Tensor]:
@@ -222,7 +230,8 @@ def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict
             if name in found:
                 raise ValueError(f"{name} is in two files of {folder}; remove one of them.")
             stored = opened.get_slice(stored_name)
-            found[name] = _Tensor(stored, tuple(stored.get_shape()), stored.get_dtype())
+            shape = tuple(stored.get_shape())
+            found[name] = _Tensor(opened, stored_name, shape, stored.get_dtype())
     return found
 
 
@@ -264,7 +273,7 @@ def _read(tensor: _Tensor, sharding: Sharding, dtype: DTypeLike | None) -> jax.A
         return tensor[index].astype(wanted, copy=False)
 
     array = jax.make_array_from_callback(tensor.shape, sharding, part)
-    # One transfer at a time: each one in flight keeps its source in memory.
+    # Each transfer in flight keeps its source in memory.
     return jax.block_until_ready(array)
 
 
@@ -272,7 +281,7 @@ def _shardings_by_name(shardings: Shardings | None, abstract: Params) -> dict[st
     if shardings is None:
         shardings = SingleDeviceSharding(jax.devices()[0])
     names = [name for name, _ in named_leaves(abstract)]
-    if isinstance(shardings, Callable):
+    if callable(shardings):
         return {name: shardings(name) for name in names}
     leaves = jax.tree.leaves(jax.tree.broadcast(shardings, abstract))
     return dict(zip(names, leaves, strict=True))
