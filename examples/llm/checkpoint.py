@@ -92,8 +92,8 @@ def save(
 ) -> None:
     """Writes a checkpoint, in place of one that the folder may hold.
 
-    With several processes all of them call this, and the first one writes. The files appear
-    when they are complete.
+    With several processes all of them call this, the first one writes, and all wait for it. The
+    files appear when they are complete.
 
     Args:
         folder: Where to; made if it does not exist.
@@ -130,6 +130,8 @@ def save(
                 _write_json(Path(scratch, INDEX), index)
             _write_json(Path(scratch, CONFIG), config.to_hf())
             _replace_files(Path(scratch), folder)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("checkpoint saved")
 
 
 # ------------------------------------------------------------------------------------------ names
