@@ -1,0 +1,73 @@
+"""What a run records: one line of JSON a step, and TensorBoard's files where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Metrics:
+    """The records of a run, each of a step, of which each has one at most.
+
+    A process that is not the first writes nothing.
+    """
+
+    def __init__(self, folder: Path, *, steps: int, writes: bool = True):
+        """Opens the records of a run that goes on after `steps` steps, and forgets later ones:
+        steps that a killed process took after its last checkpoint are taken again.
+        """
+        self.path = folder / "metrics.jsonl"
+        self.records = [record for record in read(self.path) if record["step"] <= steps]
+        self._file = self._board = None
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = folder / "metrics.jsonl.partial"
+            partial.write_text("".join(map(_line, self.records)))
+            partial.replace(self.path)
+            self._file = self.path.open("a")
+            if importlib.util.find_spec("tensorboardX") is not None:
+                from tensorboardX import SummaryWriter
+
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
+
+    def append(self, record: Record) -> None:
+        """Adds the record of a step; a reader of the file sees it at once."""
+        self.records.append(record)
+        if self._file is not None:
+            self._file.write(_line(record))
+            self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, record["step"])
+
+    def sync(self) -> None:
+        """Returns when what was recorded would survive a crash of the machine."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        """Ends writing."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file, none if there is no file."""
+    if not path.exists():
+        return []
+    # A process that was killed may have left its last line unfinished.
+    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record) + "\n"

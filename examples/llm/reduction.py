@@ -1,0 +1,138 @@
+"""The mean gradient: compressed, as the first part of an optimizer, and measured now and then.
+
+Over "data" gradients are reduced by dynamiq_jax. Along "fsdp" every device reduces its own part of
+them, so that no gradient is ever whole on one device, or sent twice. That takes two maps: the
+training step is manual over "data" and leaves "fsdp" to the compiler; around the reduction, a map
+inside it makes "fsdp" manual too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.cli.settings import Setting
+from dynamiq_jax.optimizer import AllReduceState
+
+from .mesh import fsdp_specs
+
+
+class ReductionState(NamedTuple):
+    """State of `reduction`.
+
+    Attributes:
+        all_reduce: That of `dq.all_reduce_gradients`. The method's own, such as a residual, is
+            another one on every device: its arrays have an axis of all devices in front.
+        norm: float32 scalar: norm of the last mean.
+        vnmse: float32 scalar: its squared distance from the exact mean, relative to that one's
+            square; NaN in a step that did not measure it.
+    """
+
+    all_reduce: AllReduceState
+    norm: jax.Array
+    vnmse: jax.Array
+
+
+# What each axis of the mesh cuts, for the map that makes it manual.
+OVER_DATA = ReductionState(AllReduceState(step=P(), method=P("data")), norm=P(), vnmse=P())
+OVER_FSDP = AllReduceState(step=P(), method=P("fsdp"))
+PLACED = ReductionState(AllReduceState(step=P(), method=P(("data", "fsdp"))), norm=P(), vnmse=P())
+
+
+def reduction(setting: Setting, mesh: Mesh, seed: int) -> optax.GradientTransformationExtraArgs:
+    """Averages gradients over "data". `init` and `update` run where that axis is manual.
+
+    Args:
+        setting: How; `jax.lax.pmean` if it names no method.
+        mesh: Axes "data" and "fsdp".
+        seed: Of the rounding noise.
+
+    Returns:
+        A transformation whose `update` takes `measure`, a bool scalar: whether to reduce exactly
+        too and compare.
+    """
+    reduce = _transformation(setting, seed)
+
+    def init(params: Any) -> ReductionState:
+        def local(params: Any) -> AllReduceState:
+            return _with_device_axis(reduce.init(params))
+
+        specs = fsdp_specs(params, mesh)
+        state = jax.shard_map(local, in_specs=(specs,), out_specs=OVER_FSDP, axis_names={"fsdp"})(
+            params
+        )
+        return ReductionState(state, norm=jnp.float32(0), vnmse=jnp.float32(jnp.nan))
+
+    def update(
+        grads: Any, state: ReductionState, params: Any = None, *, measure: jax.Array, **_: Any
+    ) -> tuple[Any, ReductionState]:
+        def local(grads: Any, state: AllReduceState) -> tuple[Any, AllReduceState]:
+            mean, state = reduce.update(grads, _without_device_axis(state))
+            return mean, _with_device_axis(state)
+
+        specs = fsdp_specs(grads, mesh), OVER_FSDP
+        mean, after = jax.shard_map(local, in_specs=specs, out_specs=specs, axis_names={"fsdp"})(
+            grads, state.all_reduce
+        )
+        vnmse = jax.lax.cond(
+            measure,
+            lambda: dq.vnmse(mean, jax.lax.pmean(grads, "data")),
+            lambda: jnp.float32(jnp.nan),
+        )
+        return mean, ReductionState(after, norm=optax.global_norm(mean), vnmse=vnmse)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def wire_report(setting: Setting, params: Any, mesh: Mesh) -> dq.WireReport:
+    """What every device sends in one reduction.
+
+    Args:
+        setting: How it reduces.
+        params: The parameters, or their shapes.
+        mesh: Axes "data" and "fsdp".
+
+    Raises:
+        dynamiq_jax.cli.errors.CommandError: The setting is not possible with so many workers.
+    """
+    workers, specs = mesh.shape["data"], fsdp_specs(params, mesh)
+    parts = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            jax.NamedSharding(mesh, spec).shard_shape(leaf.shape), jnp.float32
+        ),
+        params,
+        specs,
+    )
+    if setting.method is None or setting.topology is None:
+        return dq.wire_report(parts, workers, mask=False)
+    return dq.wire_report(parts, workers, method=setting.method, topology=setting.topology)
+
+
+def _transformation(setting: Setting, seed: int) -> optax.GradientTransformation:
+    if setting.method is None or setting.topology is None:
+
+        def init(params: Any) -> AllReduceState:
+            return AllReduceState(step=jnp.int32(0), method=())
+
+        def update(grads: Any, state: AllReduceState, params: Any = None):
+            return jax.lax.pmean(grads, "data"), state._replace(step=state.step + 1)
+
+        return optax.GradientTransformation(init, update)
+    return dq.all_reduce_gradients(
+        "data", method=setting.method, topology=setting.topology, seed=seed
+    )
+
+
+def _with_device_axis(state: AllReduceState) -> AllReduceState:
+    """Scalars of a state too have something to be laid side by side along."""
+    return state._replace(method=jax.tree.map(lambda leaf: leaf[None], state.method))
+
+
+def _without_device_axis(state: AllReduceState) -> AllReduceState:
+    return state._replace(method=jax.tree.map(lambda leaf: leaf[0], state.method))
