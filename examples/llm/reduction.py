@@ -109,9 +109,9 @@ def wire_report(setting: Setting, params: Any, mesh: Mesh) -> dq.WireReport:
         params,
         specs,
     )
-    if setting.method is None or setting.topology is None:
-        return dq.wire_report(parts, workers, mask=False)
-    return dq.wire_report(parts, workers, method=setting.method, topology=setting.topology)
+    # `jax.lax.pmean` sends what an exact ring does.
+    method, topology = setting.method or dq.Exact(), setting.topology or "ring"
+    return dq.wire_report(parts, workers, method=method, topology=topology)
 
 
 def _transformation(setting: Setting, seed: int) -> optax.GradientTransformation:

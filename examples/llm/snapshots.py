@@ -70,8 +70,8 @@ def _check_same(before: Facts, now: Facts, folder: Path) -> None:
     if "workers" in other:
         raise ValueError(
             f"--workers is {now['workers']}, but the run in {folder} was begun with "
-            f"{before['workers']}. Each worker has a share of the batch, and rounding or a residual "
-            f"of its own, so that the run would become another one. {remedy}"
+            f"{before['workers']}. Each worker has a share of the batch, and rounding or a "
+            f"residual of its own, so that the run would become another one. {remedy}"
         )
     if other:
         changes = ", ".join(f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in other)

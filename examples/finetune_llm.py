@@ -1,0 +1,348 @@
+"""Fine-tunes a checkpoint of the Llama or Gemma family with compressed gradients.
+
+    python examples/finetune_llm.py                                       # offline, minutes on CPUs
+    python examples/finetune_llm.py --checkpoint Llama-3.2-1B --data chats.jsonl --method dynamiq:5
+
+A checkpoint is a folder of Hugging Face's layout with config.json, tokenizer.json and
+*.safetensors; the result is written in the same layout to OUTPUT_DIR/model. Without one, a small
+decoder is pre-trained on the source code of the standard library and fine-tuned twice, with the
+exact and with a compressed mean gradient, from the same weights and on the same batches.
+
+Interrupted? The same command goes on from its last checkpoint, bit for bit as if nothing had
+happened. On several hosts, start it on each with --coordinator, --num-processes and --process-id;
+OUTPUT_DIR has to be on a file system that all of them see.
+
+The step is in llm/training.py, the compressed mean in llm/reduction.py, the loop in
+llm/finetuning.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+from jax.sharding import Mesh
+from llm import checkpoint, curves, demo
+from llm.config import DecoderConfig
+from llm.documents import hold_out, read_documents
+from llm.encoding import Encoder
+from llm.export import write_model
+from llm.finetuning import Every, Task, finetune
+from llm.mesh import fsdp_specs, make_mesh, on_mesh
+from llm.metrics import Record
+from llm.model import Decoder
+from llm.packing import pack
+from llm.reduction import wire_report
+from llm.training import Recipe
+from rich.console import Console
+from small_lm import report
+from small_lm.progress import progress
+from tokenizers import Tokenizer
+
+from dynamiq_jax.cli import joining
+from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax.cli.settings import PSUM, Setting, parse_setting
+from dynamiq_jax.cli.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """Fine-tune a language model with compressed gradients. Without arguments, a small one that is
+    made on the spot, exact against compressed. The same command goes on where it was interrupted.
+    """
+
+    checkpoint: Path | None = None
+    """Folder of the model: config.json, tokenizer.json, *.safetensors, of the Llama or Gemma 3
+    family. None pre-trains a small one first."""
+
+    data: Path | None = None
+    """Text to train on: a .txt file, or .jsonl with one document a line, {"text": ...} or
+    {"messages": [{"role": ..., "content": ...}]}. Of chats, only the assistant's turns are
+    learned."""
+
+    evaluation_data: Path | None = None
+    """Text to evaluate on. None holds out the last part of --data."""
+
+    evaluation_share: float = 0.05
+    """How much of --data to hold out, unless --evaluation-data is given."""
+
+    method: str = "dynamiq:5"
+    """How gradients are averaged: psum for the exact mean, or METHOD[:BITS][:TOPOLOGY], such as
+    dynamiq:4:butterfly, mxfp8, bf16 or ef+topk_chunked:2 (ef+ adds error feedback). A wrong one
+    lists what there is; `dynamiq-jax advise` says what pays."""
+
+    compare: bool | None = None
+    """Also fine-tune with the exact mean, for a table and plots of both. None compares in the
+    demonstration only."""
+
+    workers: int | None = None
+    """Data-parallel workers. Between these, gradients travel compressed. None for one on every
+    device (eight virtual ones on CPUs), divided by --fsdp."""
+
+    fsdp: int = 1
+    """Devices over which each worker spreads its parameters, optimizer state and rows, for models
+    that do not fit one. Traffic between them is exact: choose those with fast links."""
+
+    steps: int = 160
+    """Updates."""
+
+    batch: int = 2
+    """Rows per worker and micro-batch; a multiple of --fsdp."""
+
+    accumulate: int = 1
+    """Micro-batches whose gradients are added up before one update. Takes more time instead of
+    more memory, and gradients travel once for all of them."""
+
+    context: int | None = None
+    """Tokens per row. Short documents share one, without seeing each other; long ones are cut.
+    None is 128 in the demonstration and 1024 otherwise."""
+
+    learning_rate: float | None = None
+    """Peak of the learning rate, which rises over a tenth of the steps and falls as a cosine. None
+    is 2e-3 in the demonstration and 2e-5 otherwise."""
+
+    weight_decay: float = 0.01
+    """Of AdamW, on matrices and embeddings."""
+
+    clip: float = 1.0
+    """Largest norm of the mean gradient; longer ones are shortened to it."""
+
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """What the model computes in; weights and optimizer state are float32 anyway. None is bfloat16
+    on accelerators and float32 on CPUs, which are slow at anything else."""
+
+    remat: bool = False
+    """Compute activations of a block again in the backward pass instead of keeping them: less
+    memory for a third more work."""
+
+    seed: int = 0
+    """Chooses the order of rows and the rounding of gradients."""
+
+    evaluate_every: int = 20
+    """Steps between evaluations on the held-out text."""
+
+    save_every: int = 50
+    """Steps between checkpoints; what a crash costs at most."""
+
+    sample_vnmse: int = 20
+    """Steps between measurements of the mean gradient's error, each of which takes an exact mean
+    beside the compressed one."""
+
+    pretrain_steps: int = 240
+    """Steps of pre-training in the demonstration."""
+
+    output_dir: Path = Path("results/finetune_llm")
+    """Where checkpoints, metrics.jsonl, plots and the fine-tuned model go."""
+
+    restart: bool = False
+    """Delete what --output-dir has of an earlier run, instead of going on with it."""
+
+    coordinator: str | None = None
+    """HOST:PORT of the first of several processes."""
+
+    num_processes: int | None = None
+    """How many processes there are."""
+
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+
+    def __post_init__(self) -> None:
+        at_least_one = ("fsdp", "steps", "batch", "accumulate", "pretrain_steps")
+        every = ("evaluate_every", "save_every", "sample_vnmse")
+        for name in (*at_least_one, *every):
+            self._require(name, getattr(self, name) >= 1, "give at least 1")
+        for name in ("workers", "context", "num_processes"):
+            self._require(name, (getattr(self, name) or 1) >= 1, "give at least 1")
+        self._require("learning_rate", (self.learning_rate or 1) > 0, "give a positive number")
+        self._require("clip", self.clip > 0, "give a positive number")
+        self._require("weight_decay", self.weight_decay >= 0, "give 0 or more")
+        self._require("seed", self.seed >= 0, "give 0 or more")
+        share = self.evaluation_share
+        self._require("evaluation_share", 0 < share < 1, "give a part between 0 and 1")
+        even = self.batch % self.fsdp == 0
+        self._require("batch", even, f"give a multiple of --fsdp, which is {self.fsdp}")
+        both = (self.checkpoint is None) == (self.data is None)
+        self._require("data", both, "give --checkpoint and --data, or neither")
+        several = [self.coordinator, self.num_processes, self.process_id]
+        together = several.count(None) in (0, 3)
+        remedy = "give --coordinator, --num-processes and --process-id, or none of them"
+        self._require("coordinator", together, remedy)
+        alone = self.checkpoint is not None or self.coordinator is None
+        self._require("coordinator", alone, "the demonstration is for one process")
+
+    def _require(self, name: str, fine: bool, remedy: str) -> None:
+        if not fine:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is {getattr(self, name)}: {remedy}.")
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether to make a model and data."""
+        return self.checkpoint is None
+
+    @property
+    def compares(self) -> bool:
+        """Whether to fine-tune with the exact mean too."""
+        return self.is_demo if self.compare is None else self.compare
+
+
+def main(options: Options) -> None:
+    """Reads, fine-tunes, writes, reports."""
+    start = time.perf_counter()
+    try:  # What is wrong with the options shows here, before minutes of training.
+        setting = parse_setting(options.method, "--method")
+        if options.coordinator is not None:
+            joining.join(options.coordinator, options.num_processes, options.process_id)
+        mesh = make_mesh(options.workers, options.fsdp, options.num_processes or 1)
+        first = jax.process_index() == 0
+        console = Console(quiet=not first)
+        if options.restart and first:
+            shutil.rmtree(options.output_dir, ignore_errors=True)
+        if options.is_demo:
+            options = with_demo(options, console)
+        config, task = read_task(options, mesh)
+        sent = wire_report(setting, task.shapes, mesh)
+    except (CommandError, ValueError, FileNotFoundError) as problem:
+        raise SystemExit(f"finetune_llm.py: {problem}") from None
+    count = sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
+    console.print(
+        f"{count:,} parameters, {mesh.shape['data']} workers of {mesh.shape['fsdp']} devices of "
+        f"kind {mesh.devices.flat[0].device_kind}, {len(task.rows.tokens):,} rows; a device sends "
+        f"{format_bytes(sent.bytes_per_worker)} a step",
+        highlight=False,
+    )
+    runs: dict[str, list[Record]] = {}
+    if options.compares:
+        exact = parse_setting(PSUM)
+        _, runs["exact"] = train(options, task, exact, options.output_dir / "exact", console)
+    params, runs[options.method] = train(options, task, setting, options.output_dir, console)
+    model = options.output_dir / "model"
+    write_model(model, config, params, options.checkpoint, mesh)
+    if first:
+        console.print(f"wrote {model}", soft_wrap=True, highlight=False)
+        show(runs, options, setting, task, mesh, console)
+    console.print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def with_demo(options: Options, console: Console) -> Options:
+    """Options with a checkpoint and data that were just made, and what suits them."""
+    with progress(console, "pre-training", options.pretrain_steps) as on_step:
+        made = demo.prepare(options.output_dir, steps=options.pretrain_steps, on_step=on_step)
+    return dataclasses.replace(
+        options,
+        checkpoint=made.checkpoint,
+        data=made.data,
+        evaluation_data=made.evaluation_data,
+        compare=options.compares,
+        context=options.context or 128,
+        learning_rate=options.learning_rate or 2e-3,
+    )
+
+
+def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
+    """Everything to train on but the weights, which are read when a run begins."""
+    tokenizer = options.checkpoint / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ValueError(f"--checkpoint is {options.checkpoint}: it has no tokenizer.json.")
+    encoder = Encoder(Tokenizer.from_file(str(tokenizer)))
+    documents = read_documents(options.data, "--data")
+    if options.evaluation_data is not None:
+        held_out = read_documents(options.evaluation_data, "--evaluation-data")
+    else:
+        documents, held_out = hold_out(documents, options.evaluation_share)
+    context = options.context or 1024
+    rows, held_out_rows = (pack(encoder.encode(part), context) for part in (documents, held_out))
+
+    config = checkpoint.load_config(options.checkpoint)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    dtype = jnp.dtype(options.dtype or ("float32" if on_cpu else "bfloat16"))
+
+    def make() -> Decoder:
+        return Decoder(config, dtype=dtype, remat=options.remat, rngs=nnx.Rngs(0))
+
+    structure, shapes = nnx.split(nnx.eval_shape(make), nnx.Param)
+    shardings = on_mesh(fsdp_specs(shapes, mesh), mesh)
+
+    def load():
+        _, params = checkpoint.load(options.checkpoint, dtype=jnp.float32, shardings=shardings)
+        return params
+
+    task = Task(
+        structure, shapes, load, rows, held_out_rows, mesh, options.batch, options.accumulate
+    )
+    return config, task
+
+
+def train(
+    options: Options, task: Task, setting: Setting, folder: Path, console: Console
+) -> tuple[nnx.State, list[Record]]:
+    """One run, with its progress on the console."""
+    recipe = Recipe(
+        setting,
+        options.steps,
+        options.learning_rate or 2e-5,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+        seed=options.seed,
+    )
+    every = Every(options.evaluate_every, options.save_every, options.sample_vnmse)
+    seen: Record = {}
+
+    with progress(console, f"fine-tuning, {setting.name}", options.steps) as show_step:
+
+        def on_step(record: Record) -> None:
+            seen.update(record)  # What is not measured in every step stays in sight.
+            parts = [
+                f"loss {seen['loss']:.3f}",
+                f"held-out {seen['evaluation_loss']:.3f}" if "evaluation_loss" in seen else "",
+                f"{seen['tokens_per_second']:,.0f} tokens/s",
+                f"{format_bytes(seen['bytes_sent'])} sent",
+                f"vNMSE {seen['vnmse']:.1e}" if "vnmse" in seen else "",
+            ]
+            show_step(record["step"] - 1, ", ".join(filter(None, parts)))
+
+        try:
+            return finetune(task, recipe, every, folder, on_step)
+        except ValueError as problem:
+            raise SystemExit(f"finetune_llm.py: {problem}") from None
+
+
+def show(
+    runs: dict[str, list[Record]],
+    options: Options,
+    setting: Setting,
+    task: Task,
+    mesh: Mesh,
+    console: Console,
+) -> None:
+    """Tables on the console, plots and a JSON file in the folder."""
+    folder = options.output_dir
+    console.print(curves.table(runs))
+    curves.save_plot(runs, folder / "losses.png")
+    written = [folder / "losses.png", folder / "metrics.jsonl"]
+    if options.compares:
+        wires = (wire_report(s, task.shapes, mesh) for s in (parse_setting(PSUM), setting))
+        comparison = report.Comparison(
+            options.method,
+            *map(curves.as_run, runs.values()),
+            *(report.Wire(w.bytes_per_worker, w.bits, w.ratio_f32, w.ratio_bf16) for w in wires),
+            curves.vnmse_by_step(runs[options.method]),
+        )
+        console.print(report.table(comparison))
+        report.save_plot(comparison, folder / "curves.png")
+        report.save_json(comparison, dataclasses.asdict(options), folder / "results.json")
+        written += [folder / "curves.png", folder / "results.json"]
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

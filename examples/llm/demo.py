@@ -1,0 +1,91 @@
+"""Something to fine-tune without a download: a small decoder of the Llama family, pre-trained here
+on the source code of the Python standard library, and the Python language reference as data.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from small_lm.data import END_OF_TEXT, Corpora, load_corpora
+from small_lm.training import pretrain
+
+from . import checkpoint
+from .config import DecoderConfig
+from .model import Decoder
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Files that take the place of a user's own.
+
+    Attributes:
+        checkpoint: A checkpoint folder.
+        data: Documents to train on.
+        evaluation_data: Documents to evaluate on.
+    """
+
+    checkpoint: Path
+    data: Path
+    evaluation_data: Path
+
+
+def prepare(folder: Path, *, steps: int, on_step: Callable[[int, str], None]) -> Demo:
+    """Writes a checkpoint and data; later calls find them again.
+
+    Args:
+        folder: Where to write.
+        steps: Steps of pre-training.
+        on_step: Called after each with its index and a message.
+
+    Returns:
+        Where everything is.
+    """
+    target = folder / f"pretrained_{steps}"
+    demo = Demo(target, target / "train.jsonl", target / "evaluation.jsonl")
+    if target.exists():
+        return demo
+    corpora = load_corpora()
+    config = DecoderConfig(
+        family="llama",
+        vocabulary=corpora.vocabulary,
+        width=256,
+        mlp_width=768,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        tie_embeddings=True,
+    )
+    model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    structure, params = nnx.split(model, nnx.Param)
+    params = pretrain(
+        structure,
+        params,
+        corpora.source_code,
+        steps=steps,
+        on_step=lambda step, loss: on_step(step, f"loss {loss:.3f}"),
+    )
+    partial = folder / f"{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    checkpoint.save(partial, config, params)
+    corpora.tokenizer.save(str(partial / "tokenizer.json"))
+    _write(partial / demo.data.name, corpora, corpora.reference)
+    _write(partial / demo.evaluation_data.name, corpora, corpora.held_out)
+    partial.replace(target)  # All of it or nothing: a later call trusts what it finds.
+    return demo
+
+
+def _write(path: Path, corpora: Corpora, tokens: np.ndarray) -> None:
+    """The documents of a corpus, in which each ends with a token, one a line."""
+    ends = np.flatnonzero(tokens == corpora.tokenizer.token_to_id(END_OF_TEXT))
+    documents = np.split(tokens, ends + 1)[:-1]
+    lines = (json.dumps({"text": corpora.tokenizer.decode(ids[:-1])}) for ids in documents)
+    path.write_text("\n".join(lines) + "\n")
