@@ -19,6 +19,7 @@ llm/finetuning.py.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import time
 from dataclasses import dataclass
@@ -261,7 +262,7 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
     context = options.context or 1024
     rows, held_out_rows = (pack(encoder.encode(part), context) for part in (documents, held_out))
 
-    config = checkpoint.load_config(options.checkpoint)
+    config = DecoderConfig.from_hf(json.loads((options.checkpoint / "config.json").read_text()))
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.dtype(options.dtype or ("float32" if on_cpu else "bfloat16"))
 
