@@ -277,7 +277,15 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
         return params
 
     task = Task(
-        structure, shapes, load, rows, held_out_rows, mesh, options.batch, options.accumulate
+        structure,
+        shapes,
+        load,
+        rows,
+        held_out_rows,
+        mesh,
+        model=f"{options.checkpoint.resolve().name} in {dtype}",
+        batch=options.batch,
+        micro_batches=options.accumulate,
     )
     return config, task
 

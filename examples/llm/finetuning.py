@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Task:
         rows: Rows to train on, as NumPy arrays.
         held_out: Rows to evaluate on.
         mesh: Axes "data" and "fsdp".
+        model: What the model is, in a word. A run goes on with the same only.
         batch: Rows per worker and micro-batch.
         micro_batches: How many of them make one step.
     """
@@ -44,6 +46,7 @@ class Task:
     rows: Rows
     held_out: Rows
     mesh: Mesh
+    model: str
     batch: int
     micro_batches: int = 1
 
@@ -97,45 +100,44 @@ def finetune(
 
     with Snapshots(folder, _facts(task, recipe)) as snapshots:
         done = snapshots.step
-        state = snapshots.restore(abstract) if done else start(task.load())
-        metrics = Metrics(folder, steps=done if done else -1, writes=first)
-        if not done:
-            metrics.append({"step": 0, **evaluate(state.params)._asdict()})
-        for step in range(done, steps):
-            begin = time.perf_counter()
-            indices = rows_of_step(
-                len(task.rows.tokens),
-                count=task.micro_batches * batch,
-                seed=recipe.seed,
-                step=step,
-            )
-            rows = place(task.rows, indices.reshape(task.micro_batches, batch), mesh)
-            measure = step % every.vnmse == 0
-            state, report = take_step(state, rows, np.bool_(measure))
-            # Waiting is more than a matter of timing: several steps in flight on virtual CPU
-            # devices would compete for the few threads that their collectives need.
-            jax.block_until_ready(state)
-            seconds = time.perf_counter() - begin
-            record: Record = {
-                "step": step + 1,
-                "loss": float(report.loss),
-                "gradient_norm": float(report.norm),
-                "learning_rate": float(schedule(step)),
-                "seconds": seconds,
-                "tokens_per_second": int(report.tokens) / seconds,
-                "bytes_sent": bytes_sent.bytes_per_worker,
-            }
-            if measure:
-                record["vnmse"] = float(report.vnmse)
-            last = step + 1 == steps
-            if last or (step + 1) % every.evaluate == 0:
-                record |= evaluate(state.params)._asdict()
-            metrics.append(record)
-            if last or (step + 1) % every.save == 0:
-                metrics.sync()  # First: a checkpoint says that its steps are recorded.
-                snapshots.save(step + 1, state)
-            on_step(record)
-        metrics.close()
+        with closing(Metrics(folder, steps=done if done else -1, writes=first)) as metrics:
+            state = snapshots.restore(abstract) if done else start(task.load())
+            if not done:
+                metrics.append({"step": 0, **evaluate(state.params)._asdict()})
+            for step in range(done, steps):
+                begin = time.perf_counter()
+                indices = rows_of_step(
+                    len(task.rows.tokens),
+                    count=task.micro_batches * batch,
+                    seed=recipe.seed,
+                    step=step,
+                )
+                rows = place(task.rows, indices.reshape(task.micro_batches, batch), mesh)
+                measure = step % every.vnmse == 0
+                state, report = take_step(state, rows, np.bool_(measure))
+                # Waiting is more than a matter of timing: several steps in flight on virtual CPU
+                # devices would compete for the few threads that their collectives need.
+                jax.block_until_ready(state)
+                seconds = time.perf_counter() - begin
+                record: Record = {
+                    "step": step + 1,
+                    "loss": float(report.loss),
+                    "gradient_norm": float(report.norm),
+                    "learning_rate": float(schedule(step)),
+                    "seconds": seconds,
+                    "tokens_per_second": int(report.tokens) / seconds,
+                    "bytes_sent": bytes_sent.bytes_per_worker,
+                }
+                if measure:
+                    record["vnmse"] = float(report.vnmse)
+                last = step + 1 == steps
+                if last or (step + 1) % every.evaluate == 0:
+                    record |= evaluate(state.params)._asdict()
+                metrics.append(record)
+                if last or (step + 1) % every.save == 0:
+                    metrics.sync()  # First: a checkpoint says that its steps are recorded.
+                    snapshots.save(step + 1, state)
+                on_step(record)
     return state.params, metrics.records
 
 
@@ -150,6 +152,6 @@ def _facts(task: Task, recipe: Recipe) -> Facts:
         "fsdp": task.mesh.shape["fsdp"],
         "batch": task.batch,
         "micro_batches": task.micro_batches,
-        "model": hashlib.blake2b(repr(task.structure).encode(), digest_size=8).hexdigest(),
+        "model": task.model,
         "data": digest.hexdigest(),
     }

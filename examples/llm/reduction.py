@@ -85,7 +85,7 @@ def reduction(setting: Setting, mesh: Mesh, seed: int) -> optax.GradientTransfor
             lambda: dq.vnmse(mean, jax.lax.pmean(grads, "data")),
             lambda: jnp.float32(jnp.nan),
         )
-        return mean, ReductionState(after, norm=optax.global_norm(mean), vnmse=vnmse)
+        return mean, ReductionState(after, norm=optax.tree.norm(mean), vnmse=vnmse)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -79,10 +79,11 @@ class Recipe:
 
     def schedule(self) -> optax.Schedule:
         """Learning rate by step: a linear rise, then a cosine to a tenth."""
+        rise = round(self.warmup * self.steps)
         return optax.warmup_cosine_decay_schedule(
-            init_value=0.0,
+            init_value=self.learning_rate / (rise + 1),  # From zero, a step would be wasted.
             peak_value=self.learning_rate,
-            warmup_steps=round(self.warmup * self.steps),
+            warmup_steps=rise,
             decay_steps=self.steps,
             end_value=0.1 * self.learning_rate,
         )

@@ -1,0 +1,42 @@
+"""A tiny checkpoint and data for the fine-tuning example."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from llm import checkpoint
+from llm.config import DecoderConfig
+from llm.model import Decoder
+from test_llm_data import MARKS, byte_tokenizer
+
+WORDS = ("the", "gradient", "of", "a", "loss", "is", "sent", "in", "five", "bits", "as", "mean")
+
+
+def write(folder: pathlib.Path) -> None:
+    """Writes FOLDER/start, a checkpoint with random weights, and FOLDER/chats.jsonl."""
+    tokenizer = byte_tokenizer(MARKS["llama3"])
+    config = DecoderConfig(
+        family="llama",
+        vocabulary=tokenizer.get_vocab_size(),
+        width=32,
+        mlp_width=64,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        tie_embeddings=True,
+    )
+    start = folder / "start"
+    start.mkdir()
+    model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    checkpoint.save(start, config, nnx.state(model, nnx.Param))
+    tokenizer.save(str(start / "tokenizer.json"))
+    rng = np.random.default_rng(0)
+    with (folder / "chats.jsonl").open("w") as file:
+        for _ in range(60):
+            user, assistant = (" ".join(rng.choice(WORDS, 6)) for _ in range(2))
+            turns = [("user", user), ("assistant", assistant)]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
