@@ -226,7 +226,7 @@ def main(options: Options) -> None:
         _, runs["exact"] = train(options, task, exact, options.output_dir / "exact", console)
     params, runs[options.method] = train(options, task, setting, options.output_dir, console)
     model = options.output_dir / "model"
-    write_model(model, config, params, options.checkpoint, mesh)
+    write_model(model, config, params, options.checkpoint)
     if first:
         console.print(f"wrote {model}", soft_wrap=True, highlight=False)
         show(runs, options, setting, task, mesh, console)

@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from . import checkpoint
 from .config import DecoderConfig
@@ -25,33 +21,18 @@ COPIED = (
 )
 
 
-def write_model(folder: Path, config: DecoderConfig, params: Any, source: Path, mesh: Mesh) -> None:
+def write_model(folder: Path, config: DecoderConfig, params: Any, source: Path) -> None:
     """Writes weights in the dtype that config.json names, and the tokenizer. All processes call it.
 
     Args:
-        folder: Where to write; replaced as a whole if it is there.
+        folder: Where to write, in place of a model that it may hold.
         config: That of the model.
         params: float32, in parts on the devices of all processes.
         source: The folder that the model came from.
-        mesh: Its devices.
     """
-    dtype = jnp.dtype(config.source.get("torch_dtype") or config.source.get("dtype") or "float32")
-    whole = jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=NamedSharding(mesh, P()))
-    first = jax.process_index() == 0
-
-    def on_host(leaf: jax.Array) -> np.ndarray | None:
-        gathered = whole(leaf)  # One leaf at a time: no device need hold the whole model.
-        return np.asarray(gathered) if first else None
-
-    params = jax.tree.map(on_host, params)
-    if not first:
-        return
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    checkpoint.save(partial, config, params)
-    for name in COPIED:
-        if (source / name).is_file():
-            shutil.copy(source / name, partial / name)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.replace(folder)
+    dtype = config.source.get("torch_dtype") or config.source.get("dtype") or "float32"
+    checkpoint.save(folder, config, params, dtype=dtype)
+    if jax.process_index() == 0:
+        for name in COPIED:
+            if (source / name).is_file():
+                shutil.copy(source / name, folder / name)
