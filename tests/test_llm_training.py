@@ -1,0 +1,274 @@
+"""The fine-tuning example: one command from a checkpoint to another, that survives being killed."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import finetune_llm
+import jax
+import llm_files
+import numpy as np
+import processes
+import pytest
+from jax.sharding import AxisType
+from llm.finetuning import Every, finetune
+from llm.metrics import Metrics, read
+from llm.snapshots import Snapshots
+from llm.training import Recipe
+from safetensors.numpy import load_file
+
+from dynamiq_jax.cli.settings import parse_setting
+
+SCRIPT = pathlib.Path(finetune_llm.__file__)
+STEPS, WORKERS = 8, 2
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a checkpoint and chats."""
+    folder = tmp_path_factory.mktemp("llm")
+    llm_files.write(folder)
+    return folder
+
+
+def arguments(files, output, method, *more) -> list[str]:
+    options = {
+        "checkpoint": files / "start",
+        "data": files / "chats.jsonl",
+        "output-dir": output,
+        "method": method,
+        "workers": WORKERS,
+        "steps": STEPS,
+        "context": 64,
+        "learning-rate": 1e-2,
+        "evaluate-every": 4,
+        "save-every": 2,
+        "sample-vnmse": 3,
+    }
+    return [text for k, v in options.items() for text in (f"--{k}", str(v))] + [*map(str, more)]
+
+
+def begin(files, *own) -> subprocess.Popen:
+    """Starts the command; runs of the same program compile it once."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(SCRIPT.parent.parent),
+        "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, "-W", "error", str(SCRIPT), *arguments(files, *own)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def end(process: subprocess.Popen) -> str:
+    try:
+        output = process.communicate(timeout=processes.TIMEOUT)[0]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def losses(output: pathlib.Path) -> list[dict]:
+    """All that was recorded but times."""
+    records = read(output / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(files):
+    """Runs the command once for every method; returns where its output is."""
+    done = {}
+
+    def run(method, *more):
+        if method not in done:
+            output = files / f"uninterrupted {len(done)}"
+            text = end(begin(files, output, method, *more))
+            assert "perplexity" in text and (output / "losses.png").exists()
+            done[method] = output
+        return done[method]
+
+    return run
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_learns_and_writes_a_checkpoint_that_it_can_read(files, uninterrupted):
+    output = uninterrupted("dynamiq:5")
+    records = losses(output)
+    assert [record["step"] for record in records] == list(range(STEPS + 1))
+    assert [r["step"] for r in records if "evaluation_loss" in r] == [0, 4, 8]
+    assert [r["step"] for r in records if "vnmse" in r] == [1, 4, 7]
+    assert all(1e-5 < r["vnmse"] < 0.05 for r in records if "vnmse" in r)
+    for record in records[::4]:
+        assert record["perplexity"] == pytest.approx(np.exp(record["evaluation_loss"]))
+    assert records[-1]["evaluation_loss"] < 0.8 * records[0]["evaluation_loss"]
+    assert records[-1]["accuracy"] > records[0]["accuracy"]
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (files / "start", output / "model")
+    )
+    assert before.keys() == after.keys()
+    assert all(np.any(before[name] != after[name]) for name in before)
+    assert (output / "model/tokenizer.json").read_text() == (
+        files / "start/tokenizer.json"
+    ).read_text()
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "killed_after"),
+    (
+        pytest.param("dynamiq:5", (), 3, id="dynamiq"),  # its rounding noise has a place to go on
+        # A residual and factors on every device, and in the middle of a checkpoint.
+        pytest.param(
+            "ef+topk_chunked:4", ("--fsdp", 2, "--save-every", 1), 5, id="feedback", marks=slow
+        ),
+        pytest.param(
+            "powersgd", ("--accumulate", 2, "--dtype", "bfloat16"), 6, id="powersgd", marks=slow
+        ),
+    ),
+)
+def test_killed_and_started_again_it_ends_with_the_same_bits(
+    method, more, killed_after, files, uninterrupted, tmp_path
+):
+    process = begin(files, tmp_path, method, *more)
+    try:
+        # Records come before checkpoints: this may be before, in or after the one of that step.
+        deadline = time.monotonic() + processes.TIMEOUT
+        while len(read(tmp_path / "metrics.jsonl")) <= killed_after:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()[: saved + 1]
+    assert 0 < saved < STEPS
+
+    end(begin(files, tmp_path, method, *more))
+    expected = uninterrupted(method, *more)
+    assert losses(tmp_path) == losses(expected)
+    # Steps before the checkpoint were not taken again: even their times are those of then.
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[: saved + 1] == before
+    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (tmp_path, expected))
+    assert ours == theirs
+
+
+def test_two_processes_have_the_losses_of_one_with_two_devices(files, uninterrupted, tmp_path):
+    joined = ("--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", 2)
+    running = [
+        begin(files, tmp_path, "dynamiq:5", *joined, "--process-id", rank) for rank in range(2)
+    ]
+    try:
+        texts = [end(process) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert "perplexity" in texts[0] and "perplexity" not in texts[1]  # one of them reports
+    assert losses(tmp_path) == losses(uninterrupted("dynamiq:5"))
+
+
+# ----------------------------------------------------------------------------------------- the step
+
+
+def trained(files, folder, workers, fsdp, *more):
+    """Records and parameters of an exact run in this process, on so many devices."""
+    axes = (AxisType.Auto,) * 2
+    devices = jax.devices()[: workers * fsdp]
+    mesh = jax.make_mesh((workers, fsdp), ("data", "fsdp"), axis_types=axes, devices=devices)
+    options = finetune_llm.Options(
+        checkpoint=files / "start", data=files / "chats.jsonl", context=64, **dict(*more)
+    )
+    # Optax adds float32 to int32, which the tests forbid elsewhere.
+    with jax.numpy_dtype_promotion("standard"):
+        _, task = finetune_llm.read_task(options, mesh)
+        recipe = Recipe(parse_setting("psum"), steps=3, learning_rate=1e-2)
+        params, records = finetune(task, recipe, Every(save=9), folder)
+    return jax.device_get(jax.tree.leaves(params)), [r["loss"] for r in records[1:]], params
+
+
+@pytest.fixture(scope="module")
+def four_rows(files, tmp_path_factory):
+    return trained(files, tmp_path_factory.mktemp("plain"), 2, 1, {"batch": 4})
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "options"),
+    (
+        pytest.param(2, {"batch": 4, "fsdp": 2}, id="sharded parameters"),
+        pytest.param(1, {"batch": 2, "accumulate": 2}, id="two micro-batches"),
+    ),
+)
+def test_what_only_saves_memory_trains_the_same(fsdp, options, four_rows, files, tmp_path):
+    leaves, own_losses, params = trained(files, tmp_path, 2, fsdp, options)
+    np.testing.assert_allclose(own_losses, four_rows[1], rtol=1e-5)
+    for ours, theirs in zip(leaves, four_rows[0], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
+    if fsdp > 1:
+        large = [leaf for leaf in jax.tree.leaves(params) if leaf.size >= 1024]
+        assert {leaf.size // leaf.addressable_shards[0].data.size for leaf in large} == {fsdp}
+
+
+# ------------------------------------------------------------------------------------- what is kept
+
+
+def test_another_number_of_workers_or_another_run_is_refused(uninterrupted):
+    output = uninterrupted("dynamiq:5")
+    facts = json.loads((output / "run.json").read_text())
+    with Snapshots(output, facts) as snapshots:
+        assert snapshots.step == STEPS
+    with pytest.raises(ValueError, match=r"--workers is 4, but .* begun with 2.*--restart"):
+        Snapshots(output, facts | {"workers": 4})
+    with pytest.raises(ValueError, match=r"begun with seed 0, now 1\."):
+        Snapshots(output, facts | {"seed": 1})
+
+
+def test_metrics_forget_what_comes_after_the_checkpoint_and_torn_lines(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    metrics = Metrics(tmp_path, steps=1)
+    metrics.append({"step": 2, "loss": 1.0})
+    metrics.close()
+    expected = [{"step": 0}, {"step": 1}, {"step": 2, "loss": 1.0}]
+    assert metrics.records == read(tmp_path / "metrics.jsonl") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    (
+        ({"steps": 0}, "--steps is 0: give at least 1"),
+        ({"fsdp": 2, "batch": 3}, "--batch is 3: give a multiple of --fsdp, which is 2"),
+        ({"checkpoint": pathlib.Path("a")}, "--data is None: give --checkpoint and --data"),
+        ({"num_processes": 2}, "give --coordinator, --num-processes and --process-id"),
+        ({"evaluation_share": 1.0}, "--evaluation-share is 1.0"),
+    ),
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        finetune_llm.Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    (
+        ({"method": "dynamic"}, "--method: 'dynamic': no method 'dynamic'"),
+        ({"checkpoint": pathlib.Path("none"), "data": pathlib.Path("none")}, "--checkpoint"),
+    ),
+)
+def test_what_shows_later_is_refused_in_one_line(options, words, monkeypatch, data_mesh):
+    axes = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 1), ("data", "fsdp"), axis_types=axes, devices=jax.devices()[:2])
+    monkeypatch.setattr(finetune_llm, "make_mesh", lambda *_: mesh)
+    with pytest.raises(SystemExit, match=f"^finetune_llm.py: {words}"):
+        finetune_llm.main(finetune_llm.Options(**options))
