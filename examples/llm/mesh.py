@@ -59,7 +59,7 @@ def fsdp_specs(tree: Any, mesh: Mesh) -> Any:
 
     def spec(leaf: Any) -> P:
         even = [axis for axis, size in enumerate(leaf.shape) if size % parts == 0]
-        if parts == 1 or not even or math.prod(leaf.shape) < WHOLE_BELOW:
+        if not even or math.prod(leaf.shape) < WHOLE_BELOW:
             return P()
         longest = max(even, key=lambda axis: leaf.shape[axis])
         return P(*[None] * longest, "fsdp")

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.cli.settings import Setting
+from dynamiq_jax.compat import varying_axes
 from dynamiq_jax.optimizer import AllReduceState
 
 from .mesh import fsdp_specs
@@ -74,9 +75,10 @@ def reduction(setting: Setting, mesh: Mesh, seed: int) -> optax.GradientTransfor
     ) -> tuple[Any, ReductionState]:
         def local(grads: Any, state: AllReduceState) -> tuple[Any, AllReduceState]:
             mean, state = reduce.update(grads, _without_device_axis(state))
-            return mean, _with_device_axis(state)
+            return jax.tree.map(_same_everywhere, mean, parts), _with_device_axis(state)
 
-        specs = fsdp_specs(grads, mesh), OVER_FSDP
+        parts = fsdp_specs(grads, mesh)
+        specs = parts, OVER_FSDP
         mean, after = jax.shard_map(local, in_specs=specs, out_specs=specs, axis_names={"fsdp"})(
             grads, state.all_reduce
         )
@@ -127,6 +129,14 @@ def _transformation(setting: Setting, seed: int) -> optax.GradientTransformation
     return dq.all_reduce_gradients(
         "data", method=setting.method, topology=setting.topology, seed=seed
     )
+
+
+def _same_everywhere(mean: jax.Array, spec: P) -> jax.Array:
+    """A mean that is whole on all devices along "fsdp", as JAX wants it said: a method's state
+    differs from device to device, but not the part of it that this one came from.
+    """
+    differs = "fsdp" in varying_axes(mean) and "fsdp" not in spec
+    return jax.lax.pmax(mean, "fsdp") if differs else mean
 
 
 def _with_device_axis(state: AllReduceState) -> AllReduceState:
