@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from llm import checkpoint, curves, demo
 from llm.config import DecoderConfig
@@ -40,7 +41,7 @@ from llm.finetuning import Every, Task, finetune
 from llm.mesh import fsdp_specs, make_mesh, on_mesh
 from llm.metrics import Record
 from llm.model import Decoder
-from llm.packing import pack
+from llm.packing import Rows, pack
 from llm.reduction import wire_report
 from llm.training import Recipe
 from rich.console import Console
@@ -74,6 +75,9 @@ class Options:
 
     evaluation_share: float = 0.05
     """How much of --data to hold out, unless --evaluation-data is given."""
+
+    evaluation_rows: int = 256
+    """Most rows to evaluate on; of more, as many are taken evenly."""
 
     method: str = "dynamiq:5"
     """How gradients are averaged: psum for the exact mean, or METHOD[:BITS][:TOPOLOGY], such as
@@ -156,13 +160,15 @@ class Options:
     """Which of them this is, from 0."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("fsdp", "steps", "batch", "accumulate", "pretrain_steps")
+        at_least_one = ("fsdp", "steps", "batch", "accumulate", "pretrain_steps", "evaluation_rows")
         every = ("evaluate_every", "save_every", "sample_vnmse")
         for name in (*at_least_one, *every):
             self._require(name, getattr(self, name) >= 1, "give at least 1")
         for name in ("workers", "context", "num_processes"):
-            self._require(name, (getattr(self, name) or 1) >= 1, "give at least 1")
-        self._require("learning_rate", (self.learning_rate or 1) > 0, "give a positive number")
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "give at least 1")
+        rate = self.learning_rate
+        self._require("learning_rate", rate is None or rate > 0, "give a positive number")
         self._require("clip", self.clip > 0, "give a positive number")
         self._require("weight_decay", self.weight_decay >= 0, "give 0 or more")
         self._require("seed", self.seed >= 0, "give 0 or more")
@@ -205,8 +211,10 @@ def main(options: Options) -> None:
         mesh = make_mesh(options.workers, options.fsdp, options.num_processes or 1)
         first = jax.process_index() == 0
         console = Console(quiet=not first)
-        if options.restart and first:
-            shutil.rmtree(options.output_dir, ignore_errors=True)
+        if mesh.shape["data"] == 1 and setting.method is not None:
+            raise ValueError("--workers is 1: nothing travels. Give more, or --method psum.")
+        if options.restart:
+            delete(options.output_dir)
         if options.is_demo:
             options = with_demo(options, console)
         config, task = read_task(options, mesh)
@@ -215,9 +223,10 @@ def main(options: Options) -> None:
         raise SystemExit(f"finetune_llm.py: {problem}") from None
     count = sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
     console.print(
-        f"{count:,} parameters, {mesh.shape['data']} workers of {mesh.shape['fsdp']} devices of "
-        f"kind {mesh.devices.flat[0].device_kind}, {len(task.rows.tokens):,} rows; a device sends "
-        f"{format_bytes(sent.bytes_per_worker)} a step",
+        f"{count:,} parameters, {len(task.rows.tokens):,} rows, {mesh.shape['data']} worker(s) of "
+        f"{mesh.shape['fsdp']} device(s) of kind {mesh.devices.flat[0].device_kind}, each of which "
+        f"sends {format_bytes(sent.bytes_per_worker)} a step",
+        soft_wrap=True,
         highlight=False,
     )
     runs: dict[str, list[Record]] = {}
@@ -231,6 +240,13 @@ def main(options: Options) -> None:
         console.print(f"wrote {model}", soft_wrap=True, highlight=False)
         show(runs, options, setting, task, mesh, console)
     console.print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def delete(folder: Path) -> None:
+    """Deletes a folder; all processes call it, and go on when it is gone."""
+    if jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    multihost_utils.sync_global_devices("deleted")
 
 
 def with_demo(options: Options, console: Console) -> Options:
@@ -261,8 +277,8 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
         documents, held_out = hold_out(documents, options.evaluation_share)
     context = options.context or 1024
     rows, held_out_rows = (pack(encoder.encode(part), context) for part in (documents, held_out))
-
     config = DecoderConfig.from_hf(json.loads((options.checkpoint / "config.json").read_text()))
+    check_fits(options, config, rows, held_out_rows)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.dtype(options.dtype or ("float32" if on_cpu else "bfloat16"))
 
@@ -281,13 +297,26 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
         shapes,
         load,
         rows,
-        held_out_rows,
+        held_out_rows.evenly(options.evaluation_rows),
         mesh,
         model=f"{options.checkpoint.resolve().name} in {dtype}",
         batch=options.batch,
         micro_batches=options.accumulate,
     )
     return config, task
+
+
+def check_fits(options: Options, config: DecoderConfig, *rows: Rows) -> None:
+    """Refuses rows that the model cannot read."""
+    context, longest = rows[0].tokens.shape[1], config.max_positions
+    if context > longest:
+        raise ValueError(f"--context is {context}: the model was made for {longest} at most.")
+    largest = max(int(part.targets.max()) for part in rows)
+    if largest >= config.vocabulary:
+        raise ValueError(
+            f"--checkpoint is {options.checkpoint}: its tokenizer.json gives token {largest}, but "
+            f"its config.json has a vocabulary of {config.vocabulary}. They do not belong together."
+        )
 
 
 def train(

@@ -183,6 +183,15 @@ def test_rows_are_packed_tightly_and_pieces_with_nothing_to_learn_left_out():
         pack([document(50, learn=False), document(1)], 9)
 
 
+@given(st.integers(1, 30), st.integers(1, 40))
+def test_rows_are_thinned_out_evenly(num_rows, count):
+    places = np.arange(num_rows)[:, None]
+    chosen = Rows(*[places] * 5).evenly(count).tokens[:, 0]
+    assert len(chosen) == min(num_rows, count) and chosen[0] == 0
+    gaps = np.diff([*chosen, num_rows])
+    assert gaps.min() > 0 and gaps.max() - gaps.min() <= 1
+
+
 # ------------------------------------------------------------------------------------------ batches
 
 

@@ -130,7 +130,11 @@ def test_the_command_learns_and_writes_a_checkpoint_that_it_can_read(files, unin
         pytest.param("dynamiq:5", (), 3, id="dynamiq"),  # its rounding noise has a place to go on
         # A residual and factors on every device, and in the middle of a checkpoint.
         pytest.param(
-            "ef+topk_chunked:4", ("--fsdp", 2, "--save-every", 1), 5, id="feedback", marks=slow
+            "ef+topk_chunked:4",
+            ("--fsdp", 2, "--save-every", 1, "--remat"),
+            5,
+            id="feedback",
+            marks=slow,
         ),
         pytest.param(
             "powersgd", ("--accumulate", 2, "--dtype", "bfloat16"), 6, id="powersgd", marks=slow
@@ -164,6 +168,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     assert ours == theirs
 
 
+@slow
 def test_two_processes_have_the_losses_of_one_with_two_devices(files, uninterrupted, tmp_path):
     joined = ("--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", 2)
     running = [
@@ -248,6 +253,7 @@ def test_metrics_forget_what_comes_after_the_checkpoint_and_torn_lines(tmp_path)
     ("options", "words"),
     (
         ({"steps": 0}, "--steps is 0: give at least 1"),
+        ({"context": 0}, "--context is 0: give at least 1"),
         ({"fsdp": 2, "batch": 3}, "--batch is 3: give a multiple of --fsdp, which is 2"),
         ({"checkpoint": pathlib.Path("a")}, "--data is None: give --checkpoint and --data"),
         ({"num_processes": 2}, "give --coordinator, --num-processes and --process-id"),

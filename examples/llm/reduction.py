@@ -101,7 +101,7 @@ def wire_report(setting: Setting, params: Any, mesh: Mesh) -> dq.WireReport:
         mesh: Axes "data" and "fsdp".
 
     Raises:
-        dynamiq_jax.cli.errors.CommandError: The setting is not possible with so many workers.
+        ValueError: The setting is not possible with so many workers.
     """
     workers, specs = mesh.shape["data"], fsdp_specs(params, mesh)
     parts = jax.tree.map(
