@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from llm import checkpoint, curves, demo
 from llm.config import DecoderConfig
@@ -43,6 +41,7 @@ from llm.metrics import Record
 from llm.model import Decoder
 from llm.packing import Rows, pack
 from llm.reduction import wire_report
+from llm.snapshots import forget
 from llm.training import Recipe
 from rich.console import Console
 from small_lm import report
@@ -53,6 +52,8 @@ from dynamiq_jax.cli import joining
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.settings import PSUM, Setting, parse_setting
 from dynamiq_jax.cli.units import format_bytes
+
+EXACT = "exact"  # The run to compare with, and its folder.
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ class Options:
     """Where checkpoints, metrics.jsonl, plots and the fine-tuned model go."""
 
     restart: bool = False
-    """Delete what --output-dir has of an earlier run, instead of going on with it."""
+    """Delete the checkpoints and metrics of an earlier run in --output-dir, instead of going on
+    with it."""
 
     coordinator: str | None = None
     """HOST:PORT of the first of several processes."""
@@ -214,7 +216,8 @@ def main(options: Options) -> None:
         if mesh.shape["data"] == 1 and setting.method is not None:
             raise ValueError("--workers is 1: nothing travels. Give more, or --method psum.")
         if options.restart:
-            delete(options.output_dir)
+            forget(options.output_dir)
+            forget(options.output_dir / EXACT)
         if options.is_demo:
             options = with_demo(options, console)
         config, task = read_task(options, mesh)
@@ -232,7 +235,7 @@ def main(options: Options) -> None:
     runs: dict[str, list[Record]] = {}
     if options.compares:
         exact = parse_setting(PSUM)
-        _, runs["exact"] = train(options, task, exact, options.output_dir / "exact", console)
+        _, runs[EXACT] = train(options, task, exact, options.output_dir / EXACT, console)
     params, runs[options.method] = train(options, task, setting, options.output_dir, console)
     model = options.output_dir / "model"
     write_model(model, config, params, options.checkpoint)
@@ -240,13 +243,6 @@ def main(options: Options) -> None:
         console.print(f"wrote {model}", soft_wrap=True, highlight=False)
         show(runs, options, setting, task, mesh, console)
     console.print(f"{time.perf_counter() - start:.0f} s in all")
-
-
-def delete(folder: Path) -> None:
-    """Deletes a folder; all processes call it, and go on when it is gone."""
-    if jax.process_index() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    multihost_utils.sync_global_devices("deleted")
 
 
 def with_demo(options: Options, console: Console) -> Options:
@@ -288,8 +284,11 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
     structure, shapes = nnx.split(nnx.eval_shape(make), nnx.Param)
     shardings = on_mesh(fsdp_specs(shapes, mesh), mesh)
 
-    def load():
-        _, params = checkpoint.load(options.checkpoint, dtype=jnp.float32, shardings=shardings)
+    def load() -> nnx.State:
+        try:
+            _, params = checkpoint.load(options.checkpoint, dtype=jnp.float32, shardings=shardings)
+        except (ValueError, FileNotFoundError) as problem:
+            raise CommandError(f"--checkpoint: {problem}") from None
         return params
 
     task = Task(
@@ -349,7 +348,7 @@ def train(
 
         try:
             return finetune(task, recipe, every, folder, on_step)
-        except ValueError as problem:
+        except CommandError as problem:
             raise SystemExit(f"finetune_llm.py: {problem}") from None
 
 

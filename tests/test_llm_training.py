@@ -17,10 +17,11 @@ import pytest
 from jax.sharding import AxisType
 from llm.finetuning import Every, finetune
 from llm.metrics import Metrics, read
-from llm.snapshots import Snapshots
+from llm.snapshots import Snapshots, forget
 from llm.training import Recipe
 from safetensors.numpy import load_file
 
+from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.settings import parse_setting
 
 SCRIPT = pathlib.Path(finetune_llm.__file__)
@@ -233,10 +234,19 @@ def test_another_number_of_workers_or_another_run_is_refused(uninterrupted):
     facts = json.loads((output / "run.json").read_text())
     with Snapshots(output, facts) as snapshots:
         assert snapshots.step == STEPS
-    with pytest.raises(ValueError, match=r"--workers is 4, but .* begun with 2.*--restart"):
+    with pytest.raises(CommandError, match=r"--workers is 4, but .* begun with 2.*--restart"):
         Snapshots(output, facts | {"workers": 4})
-    with pytest.raises(ValueError, match=r"begun with seed 0, now 1\."):
+    with pytest.raises(CommandError, match=r"begun with seed 0, now 1\."):
         Snapshots(output, facts | {"seed": 1})
+
+
+def test_to_forget_a_run_leaves_everything_else(tmp_path):
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    for name in ("run.json", "metrics.jsonl", "thesis.txt"):
+        (tmp_path / name).touch()
+    forget(tmp_path)
+    forget(tmp_path / "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_metrics_forget_what_comes_after_the_checkpoint_and_torn_lines(tmp_path):

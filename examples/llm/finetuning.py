@@ -87,7 +87,7 @@ def finetune(
         the first update, and of every step after its update.
 
     Raises:
-        ValueError: The folder has a run that was begun otherwise.
+        CommandError: The folder has a run that was begun otherwise.
     """
     mesh, steps = task.mesh, recipe.steps
     optimizer = recipe.optimizer(mesh)

@@ -7,12 +7,16 @@ may die at any moment: what is there is whole.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from dynamiq_jax.cli.errors import CommandError
 
 Facts = dict[str, Any]
 
@@ -28,7 +32,7 @@ class Snapshots:
             facts: All that the losses of the run depend on, as JSON.
 
         Raises:
-            ValueError: The folder has checkpoints of a run with other facts.
+            CommandError: The folder has checkpoints of a run with other facts.
         """
         self.folder = folder.absolute()
         # Saving waits until all is written: a step donates the buffers that would be read.
@@ -45,7 +49,7 @@ class Snapshots:
 
     def save(self, step: int, state: Any) -> None:
         """Saves the state after `step` steps, and returns when it is there."""
-        self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+        self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, abstract: Any) -> Any:
         """The last state, of the given shapes, dtypes and shardings."""
@@ -63,16 +67,27 @@ class Snapshots:
         self._manager.close()
 
 
+def forget(folder: Path) -> None:
+    """Deletes what a run left in a folder, and nothing else. All processes call it, and go on when
+    it is done.
+    """
+    if jax.process_index() == 0:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in ("run.json", "metrics.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+    multihost_utils.sync_global_devices("forgotten")
+
+
 def _check_same(before: Facts, now: Facts, folder: Path) -> None:
     """Refuses to go on with another run than the one that was begun."""
     other = sorted(key for key in before | now if before.get(key) != now.get(key))
     remedy = "Go on with what it was begun with, or give --restart or another --output-dir."
     if "workers" in other:
-        raise ValueError(
+        raise CommandError(
             f"--workers is {now['workers']}, but the run in {folder} was begun with "
             f"{before['workers']}. Each worker has a share of the batch, and rounding or a "
             f"residual of its own, so that the run would become another one. {remedy}"
         )
     if other:
         changes = ", ".join(f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in other)
-        raise ValueError(f"The run in {folder} was begun with {changes}. {remedy}")
+        raise CommandError(f"The run in {folder} was begun with {changes}. {remedy}")
