@@ -56,10 +56,11 @@ def arguments(files, output, method, *more) -> list[str]:
 
 def begin(files, *own) -> subprocess.Popen:
     """Starts the command; runs of the same program compile it once."""
+    paths = (str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH"))
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(SCRIPT.parent.parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
