@@ -56,6 +56,10 @@ def arguments(files, output, method, *more) -> list[str]:
 
 def begin(files, *own) -> subprocess.Popen:
     """Starts the command; runs of the same program compile it once."""
+    return command(files, arguments(files, *own))
+
+
+def command(files, options) -> subprocess.Popen:
     paths = (str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH"))
     environment = {
         **os.environ,
@@ -64,9 +68,9 @@ def begin(files, *own) -> subprocess.Popen:
         "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [sys.executable, "-W", "error", str(SCRIPT), *arguments(files, *own)]
+    words = [sys.executable, "-W", "error", str(SCRIPT), *options]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -126,20 +130,30 @@ def test_the_command_learns_and_writes_a_checkpoint_that_it_can_read(files, unin
     ).read_text()
 
 
+@slow
+def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
+    short = ("--pretrain-steps", 1, "--steps", 1, "--workers", 2, "--method", "bf16")
+    options = [*map(str, short), "--output-dir", str(tmp_path)]
+    text = end(command(files, options))
+    assert "after: exact" in text and "after: bf16" in text and "compression against" in text
+    for name in ("curves.png", "losses.png", "results.json", "model/model.safetensors"):
+        assert (tmp_path / name).stat().st_size > 0
+    exact, compressed = losses(tmp_path / "exact"), losses(tmp_path)
+    assert exact[0] == compressed[0] and exact[1]["loss"] == compressed[1]["loss"]
+    assert exact[1]["evaluation_loss"] != compressed[1]["evaluation_loss"]
+
+
 @pytest.mark.parametrize(
     ("method", "more", "killed_after"),
     (
         pytest.param("dynamiq:5", (), 3, id="dynamiq"),  # its rounding noise has a place to go on
-        # A residual and factors on every device, and in the middle of a checkpoint.
+        # Residuals and factors, other ones on each of four devices; in the middle of a checkpoint.
         pytest.param(
-            "ef+topk_chunked:4",
-            ("--fsdp", 2, "--save-every", 1, "--remat"),
+            "ef+powersgd",
+            ("--fsdp", 2, "--accumulate", 2, "--dtype", "bfloat16", "--remat", "--save-every", 1),
             5,
-            id="feedback",
+            id="feedback and factors",
             marks=slow,
-        ),
-        pytest.param(
-            "powersgd", ("--accumulate", 2, "--dtype", "bfloat16"), 6, id="powersgd", marks=slow
         ),
     ),
 )
