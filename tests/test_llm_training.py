@@ -15,10 +15,12 @@ import numpy as np
 import processes
 import pytest
 from jax.sharding import AxisType
+from llm.batches import rows_of_step
 from llm.finetuning import Every, finetune
 from llm.metrics import Metrics, read
+from llm.packing import Rows
 from llm.snapshots import Snapshots, forget
-from llm.training import Recipe
+from llm.training import Recipe, loss_and_hits
 from safetensors.numpy import load_file
 
 from dynamiq_jax.cli.errors import CommandError
@@ -203,42 +205,65 @@ def test_two_processes_have_the_losses_of_one_with_two_devices(files, uninterrup
 # ----------------------------------------------------------------------------------------- the step
 
 
-def trained(files, folder, workers, fsdp, *more):
-    """Records and parameters of an exact run in this process, on so many devices."""
-    axes = (AxisType.Auto,) * 2
-    devices = jax.devices()[: workers * fsdp]
-    mesh = jax.make_mesh((workers, fsdp), ("data", "fsdp"), axis_types=axes, devices=devices)
-    options = finetune_llm.Options(
-        checkpoint=files / "start", data=files / "chats.jsonl", context=64, **dict(*more)
-    )
+def task_of(files, fsdp=1, **options):
+    """What two workers train on in this process."""
+    axes, devices = (AxisType.Auto,) * 2, jax.devices()[: WORKERS * fsdp]
+    mesh = jax.make_mesh((WORKERS, fsdp), ("data", "fsdp"), axis_types=axes, devices=devices)
+    return finetune_llm.read_task(
+        finetune_llm.Options(
+            checkpoint=files / "start", data=files / "chats.jsonl", context=64, fsdp=fsdp, **options
+        ),
+        mesh,
+    )[1]
+
+
+def trained(task, folder):
+    """Parameters and records of three exact steps."""
+    recipe = Recipe(parse_setting("psum"), steps=3, learning_rate=1e-2)
     # Optax adds float32 to int32, which the tests forbid elsewhere.
     with jax.numpy_dtype_promotion("standard"):
-        _, task = finetune_llm.read_task(options, mesh)
-        recipe = Recipe(parse_setting("psum"), steps=3, learning_rate=1e-2)
         params, records = finetune(task, recipe, Every(save=9), folder)
-    return jax.device_get(jax.tree.leaves(params)), [r["loss"] for r in records[1:]], params
+    return jax.tree.leaves(params), records
 
 
 @pytest.fixture(scope="module")
-def four_rows(files, tmp_path_factory):
-    return trained(files, tmp_path_factory.mktemp("plain"), 2, 1, {"batch": 4})
+def plain(files, tmp_path_factory):
+    return trained(task_of(files, batch=4), tmp_path_factory.mktemp("plain"))
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_targets(files, plain):
+    """Workers have different numbers of targets: a mean of their own means would be another."""
+    task = task_of(files, batch=4)
+    rows = Rows(*(f[rows_of_step(len(f), count=8, seed=0, step=0)] for f in task.rows))
+    counts = rows.learned.reshape(WORKERS, -1).sum(axis=1)
+    assert counts[0] != counts[1]
+
+    def loss(params):
+        return loss_and_hits(task.structure, params, rows)[0] / np.float32(counts.sum())
+
+    expected, grads = jax.value_and_grad(loss)(jax.device_get(task.load()))
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    _, records = plain
+    assert records[1]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert records[1]["gradient_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "options"),
+    "options",
     (
-        pytest.param(2, {"batch": 4, "fsdp": 2}, id="sharded parameters"),
-        pytest.param(1, {"batch": 2, "accumulate": 2}, id="two micro-batches"),
+        pytest.param({"batch": 4, "fsdp": 2}, id="sharded parameters"),
+        pytest.param({"batch": 2, "accumulate": 2}, id="two micro-batches"),
     ),
 )
-def test_what_only_saves_memory_trains_the_same(fsdp, options, four_rows, files, tmp_path):
-    leaves, own_losses, params = trained(files, tmp_path, 2, fsdp, options)
-    np.testing.assert_allclose(own_losses, four_rows[1], rtol=1e-5)
-    for ours, theirs in zip(leaves, four_rows[0], strict=True):
+def test_what_only_saves_memory_trains_the_same(options, plain, files, tmp_path):
+    leaves, records = trained(task_of(files, **options), tmp_path)
+    for name in ("loss", "gradient_norm"):
+        own, other = ([record[name] for record in r[1:]] for r in (records, plain[1]))
+        np.testing.assert_allclose(own, other, rtol=1e-4)
+    for ours, theirs in zip(leaves, plain[0], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
-    if fsdp > 1:
-        large = [leaf for leaf in jax.tree.leaves(params) if leaf.size >= 1024]
-        assert {leaf.size // leaf.addressable_shards[0].data.size for leaf in large} == {fsdp}
+    parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in leaves}
+    assert max(parts) == options.get("fsdp", 1)
 
 
 # ------------------------------------------------------------------------------------- what is kept
