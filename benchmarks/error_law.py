@@ -70,7 +70,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
     for agreement in config.agreements:
         found: dict[tuple[str, int], float] = {}
         for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
-            size = ROW * config.rows_per_chunk * workers
+            # Few workers get larger chunks: of few rows, one heavy one would decide everything.
+            size = ROW * config.rows_per_chunk * max(workers, 32)
             stacked = gradients(workers, size, agreement)
             for name, topology in TOPOLOGIES.items():
                 found[name, workers] = simulate(stacked, topology, config)
