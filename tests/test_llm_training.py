@@ -241,7 +241,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_targets(files, plain):
     def loss(params):
         return loss_and_hits(task.structure, params, rows)[0] / np.float32(counts.sum())
 
-    expected, grads = jax.value_and_grad(loss)(jax.device_get(task.load()))
+    expected, grads = jax.jit(jax.value_and_grad(loss))(jax.device_get(task.load()))
     norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
     _, records = plain
     assert records[1]["loss"] == pytest.approx(float(expected), rel=1e-5)

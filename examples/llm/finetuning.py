@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -50,6 +51,11 @@ class Task:
     batch: int
     micro_batches: int = 1
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of one micro-batch of all workers."""
+        return self.mesh.shape["data"] * self.batch
+
 
 @dataclass(frozen=True)
 class Every:
@@ -93,27 +99,20 @@ def finetune(
     optimizer = recipe.optimizer(mesh)
     start, abstract = initial_state(optimizer, task.shapes, mesh)
     take_step = train_step(task.structure, optimizer, abstract, mesh)
-    batch = mesh.shape["data"] * task.batch
-    evaluate = evaluator(task.structure, task.held_out, batch, mesh)
-    schedule, bytes_sent = recipe.schedule(), wire_report(recipe.setting, task.shapes, mesh)
-    first = jax.process_index() == 0
+    evaluate = evaluator(task.structure, task.held_out, task.rows_at_once, mesh)
+    sent = wire_report(recipe.setting, task.shapes, mesh).bytes_per_worker
+    schedule = recipe.schedule()
 
     with Snapshots(folder, _facts(task, recipe)) as snapshots:
         done = snapshots.step
-        with closing(Metrics(folder, steps=done if done else -1, writes=first)) as metrics:
-            state = snapshots.restore(abstract) if done else start(task.load())
+        state = snapshots.restore(abstract) if done else start(task.load())
+        with closing(Metrics(folder, steps=done if done else -1)) as metrics:
             if not done:
                 metrics.append({"step": 0, **evaluate(state.params)._asdict()})
             for step in range(done, steps):
                 begin = time.perf_counter()
-                indices = rows_of_step(
-                    len(task.rows.tokens),
-                    count=task.micro_batches * batch,
-                    seed=recipe.seed,
-                    step=step,
-                )
-                rows = place(task.rows, indices.reshape(task.micro_batches, batch), mesh)
                 measure = step % every.vnmse == 0
+                rows = _rows_of_step(task, recipe.seed, step)
                 state, report = take_step(state, rows, np.bool_(measure))
                 # Waiting is more than a matter of timing: several steps in flight on virtual CPU
                 # devices would compete for the few threads that their collectives need.
@@ -126,7 +125,7 @@ def finetune(
                     "learning_rate": float(schedule(step)),
                     "seconds": seconds,
                     "tokens_per_second": int(report.tokens) / seconds,
-                    "bytes_sent": bytes_sent.bytes_per_worker,
+                    "bytes_sent": sent,
                 }
                 if measure:
                     record["vnmse"] = float(report.vnmse)
@@ -139,6 +138,13 @@ def finetune(
                     snapshots.save(step + 1, state)
                 on_step(record)
     return state.params, metrics.records
+
+
+def _rows_of_step(task: Task, seed: int, step: int) -> Rows:
+    """Rows `[micro_batches, rows_at_once, context]` on their devices."""
+    shape = task.micro_batches, task.rows_at_once
+    indices = rows_of_step(len(task.rows.tokens), count=math.prod(shape), seed=seed, step=step)
+    return place(task.rows, indices.reshape(shape), task.mesh)
 
 
 def _facts(task: Task, recipe: Recipe) -> Facts:

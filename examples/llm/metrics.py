@@ -8,23 +8,25 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
+
 Record = dict[str, Any]
 
 
 class Metrics:
     """The records of a run, each of a step, of which each has one at most.
 
-    A process that is not the first writes nothing.
+    Of several processes, the first one writes.
     """
 
-    def __init__(self, folder: Path, *, steps: int, writes: bool = True):
+    def __init__(self, folder: Path, *, steps: int):
         """Opens the records of a run that goes on after `steps` steps, and forgets later ones:
         steps that a killed process took after its last checkpoint are taken again.
         """
         self.path = folder / "metrics.jsonl"
         self.records = [record for record in read(self.path) if record["step"] <= steps]
         self._file = self._board = None
-        if writes:
+        if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / "metrics.jsonl.partial"
             partial.write_text("".join(map(_line, self.records)))

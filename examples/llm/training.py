@@ -136,16 +136,19 @@ def state_shardings(state: State, mesh: Mesh) -> State:
     return on_mesh(specs, mesh)
 
 
-def initial_state(optimizer: optax.GradientTransformationExtraArgs, params: Params, mesh: Mesh):
+def initial_state(
+    optimizer: optax.GradientTransformationExtraArgs, shapes: Params, mesh: Mesh
+) -> tuple[Callable[[Params], State], State]:
     """Builds the state before the first step, each part on its devices.
 
     Args:
         optimizer: That of the recipe.
-        params: float32 parameters; donated. Shapes will do for the abstract state.
+        shapes: Shapes of the parameters.
         mesh: Axes "data" and "fsdp".
 
     Returns:
-        A function of the parameters, and the shapes and shardings of what it returns.
+        A function of float32 parameters, which are donated, and the shapes and shardings of what
+        it returns.
     """
 
     def start(params: Params) -> State:
@@ -158,14 +161,14 @@ def initial_state(optimizer: optax.GradientTransformationExtraArgs, params: Para
         out_specs=State(P(), (OVER_DATA, P())),
         axis_names={"data"},
     )
-    shapes = jax.eval_shape(mapped, params)
-    shardings = state_shardings(shapes, mesh)
+    state = jax.eval_shape(mapped, shapes)
+    shardings = state_shardings(state, mesh)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
+        state,
         shardings,
     )
-    return jax.jit(mapped, out_shardings=shardings), abstract
+    return jax.jit(mapped, donate_argnums=0, out_shardings=shardings), abstract
 
 
 def train_step(
@@ -196,22 +199,22 @@ def train_step(
         targets = jax.lax.psum(jnp.sum(rows.learned, dtype=jnp.int32), "data")
         tokens = jax.lax.psum(jnp.sum(rows.segments > 0, dtype=jnp.int32), "data")
 
-        def micro_batch(total, rows):
-            loss, grads = jax.value_and_grad(
-                lambda params: loss_and_hits(structure, params, rows)[0]
-            )(params)
-            return jax.tree.map(jnp.add, total, (loss, grads)), None
+        def add_micro_batch(total, rows):
+            def loss(params):
+                return loss_and_hits(structure, params, rows)[0]
+
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params)), None
 
         zero = jax.lax.pcast(jnp.float32(0), "data", to="varying")
         nothing = (zero, jax.tree.map(jnp.zeros_like, params))
-        (loss, grads), _ = jax.lax.scan(micro_batch, nothing, rows)
+        (loss, grads), _ = jax.lax.scan(add_micro_batch, nothing, rows)
         # Workers have different numbers of targets. Divided by their mean rather than by each
         # worker's own, gradients average to that of the mean over all targets.
-        share = workers / jnp.maximum(targets, 1).astype(jnp.float32)
-        grads = jax.tree.map(lambda grad: grad * share, grads)
+        scale = workers / jnp.maximum(targets, 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda grad: grad * scale, grads)
         updates, after = optimizer.update(grads, state.optimizer, state.params, measure=measure)
         report = Report(
-            loss=jax.lax.pmean(loss * share, "data"),
+            loss=jax.lax.pmean(loss * scale, "data"),
             norm=after[0].norm,
             vnmse=after[0].vnmse,
             tokens=tokens,
