@@ -22,7 +22,8 @@ from dynamiq_jax.topologies.cost_model import CODEC_SPEEDS
 from dynamiq_jax.topologies.error_law import error_growth
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks" / "results"
+ROOT = DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
@@ -138,6 +139,30 @@ def losses() -> str:
     return _markdown(["seed", "exact mean", "DynamiQ, 5 bits", "difference"], rows)
 
 
+def accuracy() -> str:
+    """Time to the exact run's 99 % target, and final losses: time_to_accuracy.json."""
+    results = _results("time_to_accuracy")
+    final = {row["setting"]: row["mean_off"] for row in results["final_losses"]}
+    rates = list(dict.fromkeys(row["rate"] for row in results["links"]))
+    reached = {
+        (row["setting"], row["rate"]): row["to_target"]["0.99"]["seconds"]
+        for row in results["links"]
+    }
+    rows = []
+    for setting in dict.fromkeys(row["setting"] for row in results["links"]):
+        bits = next(row["bits"] for row in results["links"] if row["setting"] == setting)
+        cells = []
+        for rate in rates:
+            mine = reached[setting, rate]
+            others = [reached[other, rate] for other in ("bf16:ring", "mxfp8:ring")]
+            sooner = ", ".join(f"{t / mine:.2f}x" for t in others if mine and t)
+            cells.append(f"{mine:.1f} s ({sooner})" if mine else "not reached")
+        name = "`lax.psum`, float32" if setting == "psum" else f"`{setting}`"
+        rows.append([name, f"{bits:.1f}", *cells, f"{final[setting]:+.2%}"])
+    links = [f"{rate / 1e6:g} Mbit/s" for rate in rates]
+    return _markdown(["", "bits", *links, "final loss"], rows)
+
+
 def compile_times() -> str:
     """benchmarks/results/compile_time.json."""
     rows = [
@@ -152,13 +177,16 @@ def environments() -> str:
     commands = {
         "aot_h200": "python benchmarks/aot_h200.py",
         "codec": "python benchmarks/codec.py",
+        "checkpoint_loading": "python benchmarks/checkpoint_loading.py",
         "compare_ring": "dynamiq-jax compare",
         "compare_topologies": "dynamiq-jax compare",
         "compile_time": "python benchmarks/compile_time.py",
         "cost_model": "python benchmarks/cost_model.py",
         "error": "python benchmarks/error.py",
+        "error_law": "python benchmarks/error_law.py",
         "final_loss": "python benchmarks/final_loss.py",
         "paper_tables": "python benchmarks/paper_tables.py",
+        "time_to_accuracy": "python benchmarks/time_to_accuracy.py",
     }
     rows = []
     for name, command in commands.items():
@@ -175,7 +203,17 @@ def environments() -> str:
     return _markdown(["file", "command", "date", "hardware", "JAX, Python"], rows)
 
 
-_ALL = (methods, topologies, break_even, steps, emulated, losses, compile_times, environments)
+_ALL = (
+    methods,
+    topologies,
+    break_even,
+    steps,
+    emulated,
+    accuracy,
+    losses,
+    compile_times,
+    environments,
+)
 TABLES = {function.__name__: function for function in _ALL}
 
 
@@ -211,11 +249,11 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def main() -> None:
     """Writes all tables of all pages."""
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = page.read_text()
         if (new := rewritten(text)) != text:
             page.write_text(new)
-            print(f"wrote {page.relative_to(DOCS)}")
+            print(f"wrote {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -207,11 +207,43 @@ class _Tensor:
     stored_name: str
     shape: tuple[int, ...]
     dtype: str
+    path: Path
+    start: int  # of its bytes in the file
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        if all(part == slice(None) for part in index):
-            return self.file.get_tensor(self.stored_name)  # faster than a slice of everything
-        return self.file.get_slice(self.stored_name)[index]
+        if any(part != slice(None) for part in index):
+            return self.file.get_slice(self.stored_name)[index]
+        # Read to where JAX, on a CPU, can leave it: a copy would touch as much memory again.
+        dtype = np.dtype(DTYPES[self.dtype])
+        bits = _aligned(math.prod(self.shape) * dtype.itemsize)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            done = 0
+            while done < bits.size:
+                count = file.readinto(bits.data[done:])
+                if not count:
+                    raise ValueError(f"{self.path} became shorter while it was read.")
+                done += count
+        return bits.view(dtype).reshape(self.shape)
+
+
+def _aligned(size: int) -> np.ndarray:
+    """uint8 [size], not initialised, that starts at a multiple of 64 bytes."""
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Where the bytes of each tensor start in a file of safetensors, by its header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {
+        name: 8 + length + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict[str, _Tensor]:
@@ -225,6 +257,7 @@ def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict
             raise ValueError(
                 f"{file} is no complete safetensors file: {error}. Copy or download it again."
             ) from error
+        starts = _starts(file)
         for stored_name in opened.keys():  # noqa: SIM118 It is no mapping.
             name = _plain_name(stored_name, config)
             if name is None:
@@ -233,7 +266,9 @@ def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict
                 raise ValueError(f"{name} is in two files of {folder}; remove one of them.")
             stored = opened.get_slice(stored_name)
             shape = tuple(stored.get_shape())
-            found[name] = _Tensor(opened, stored_name, shape, stored.get_dtype())
+            found[name] = _Tensor(
+                opened, stored_name, shape, stored.get_dtype(), file, starts[stored_name]
+            )
     return found
 
 
