@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-# Its reciprocal is still a normal number; those of larger ones are not, and hardware flushes them.
-LARGEST_UNIT = np.float32(2.0**126)
+from dynamiq_jax.codec.scales import LARGEST_BITS
+
+LARGEST_UNIT = LARGEST_BITS.view(np.float32)  # hardware flushes the reciprocals of larger ones
 
 
 def l2_norm(values: Array, axis: int) -> Array:

@@ -287,16 +287,26 @@ def _existing(file: Path) -> Path:
     return file
 
 
-def _check(folder: Path, found: Mapping[str, _Tensor], wanted: Mapping[str, tuple]) -> None:
-    """Refuses files that do not hold exactly the tensors of a decoder, and names the others."""
+def _misfits(found: Mapping[str, tuple], wanted: Mapping[str, tuple]) -> list[str]:
+    """Where names and shapes are not those that are wanted, in words."""
     problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - wanted.keys()]
-    for name in wanted.keys() & found.keys():
-        tensor = found[name]
-        if tensor.shape != wanted[name]:
-            problems.append(f"{name} has shape {tensor.shape}; it needs {wanted[name]}")
-        if tensor.dtype not in DTYPES:
-            problems.append(f"{name} has dtype {tensor.dtype}; it may be {', '.join(DTYPES)}")
+    problems += [
+        f"{name} has shape {found[name]}; it needs {wanted[name]}"
+        for name in wanted.keys() & found.keys()
+        if found[name] != wanted[name]
+    ]
+    return problems
+
+
+def _check(folder: Path, found: Mapping[str, _Tensor], wanted: Mapping[str, tuple]) -> None:
+    """Refuses files that do not hold exactly the tensors of a decoder, and names the others."""
+    problems = _misfits({name: tensor.shape for name, tensor in found.items()}, wanted)
+    problems += [
+        f"{name} has dtype {found[name].dtype}; it may be {', '.join(DTYPES)}"
+        for name in wanted.keys() & found.keys()
+        if found[name].dtype not in DTYPES
+    ]
     if problems:
         listed = "\n  ".join(sorted(problems))
         raise ValueError(f"{folder} does not fit its {CONFIG}:\n  {listed}")
@@ -330,14 +340,13 @@ def _shardings_by_name(shardings: Shardings | None, abstract: Params) -> dict[st
 def _check_saved(leaves: Mapping[str, Any], config: DecoderConfig, dtype: DTypeLike | None) -> None:
     """Refuses parameters that `load` would refuse to read."""
     wanted = {name: leaf.shape for name, leaf in named_leaves(abstract_params(config))}
-    problems = [f"{name} is missing" for name in wanted.keys() - leaves.keys()]
-    problems += [f"{name} is unexpected" for name in leaves.keys() - wanted.keys()]
-    for name in wanted.keys() & leaves.keys():
-        leaf = leaves[name]
-        if leaf.shape != wanted[name]:
-            problems.append(f"{name} has shape {leaf.shape}; it needs {wanted[name]}")
-        if np.dtype(leaf.dtype if dtype is None else dtype) not in map(np.dtype, DTYPES.values()):
-            problems.append(f"{name} has dtype {leaf.dtype}; it may be bfloat16, float16, float32")
+    problems = _misfits({name: leaf.shape for name, leaf in leaves.items()}, wanted)
+    problems += [
+        f"{name} has dtype {leaves[name].dtype}; it may be bfloat16, float16, float32"
+        for name in wanted.keys() & leaves.keys()
+        if np.dtype(leaves[name].dtype if dtype is None else dtype)
+        not in map(np.dtype, DTYPES.values())
+    ]
     if problems:
         raise ValueError("params do not fit config:\n  " + "\n  ".join(sorted(problems)))
 
