@@ -10,7 +10,7 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 demo: $(VENV)/installed  ## fine-tune a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
-	$(RUN) examples/finetune_lm.py $(ARGS)
+	$(RUN) examples/finetune_llm.py $(ARGS)
 
 test: lint  ## run lint, the type checker and all tests
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jax.sharding import Mesh
-from llm import checkpoint, curves, demo
+from llm import checkpoint, demo, report
 from llm.config import DecoderConfig
 from llm.documents import hold_out, read_documents
 from llm.encoding import Encoder
@@ -40,12 +40,11 @@ from llm.mesh import fsdp_specs, make_mesh, on_mesh
 from llm.metrics import Record
 from llm.model import Decoder
 from llm.packing import Rows, pack
+from llm.progress import progress
 from llm.reduction import wire_report
 from llm.snapshots import forget
 from llm.training import Recipe
 from rich.console import Console
-from small_lm import report
-from small_lm.progress import progress
 from tokenizers import Tokenizer
 
 from dynamiq_jax.cli import joining
@@ -232,16 +231,18 @@ def main(options: Options) -> None:
         soft_wrap=True,
         highlight=False,
     )
-    runs: dict[str, list[Record]] = {}
-    if options.compares:
-        exact = parse_setting(PSUM)
-        _, runs[EXACT] = train(options, task, exact, options.output_dir / EXACT, console)
-    params, runs[options.method] = train(options, task, setting, options.output_dir, console)
+    runs = []
+    if options.compares and setting.method is not None:  # Else it is the exact run itself.
+        folder = options.output_dir / EXACT
+        runs.append(train(options, task, parse_setting(PSUM), folder, console)[1])
+    params, compressed = train(options, task, setting, options.output_dir, console)
+    runs.append(compressed)
     model = options.output_dir / "model"
     write_model(model, config, params, options.checkpoint)
     if first:
-        console.print(f"wrote {model}", soft_wrap=True, highlight=False)
-        show(runs, options, setting, task, mesh, console)
+        console.print(report.table(runs))
+        for path in (*write_report(runs, options), model):
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
     console.print(f"{time.perf_counter() - start:.0f} s in all")
 
 
@@ -320,7 +321,7 @@ def check_fits(options: Options, config: DecoderConfig, *rows: Rows) -> None:
 
 def train(
     options: Options, task: Task, setting: Setting, folder: Path, console: Console
-) -> tuple[nnx.State, list[Record]]:
+) -> tuple[nnx.State, report.Run]:
     """One run, with its progress on the console."""
     recipe = Recipe(
         setting,
@@ -347,38 +348,19 @@ def train(
             show_step(record["step"] - 1, ", ".join(filter(None, parts)))
 
         try:
-            return finetune(task, recipe, every, folder, on_step)
+            params, records = finetune(task, recipe, every, folder, on_step)
         except CommandError as problem:
             raise SystemExit(f"finetune_llm.py: {problem}") from None
+    name = EXACT if setting.method is None else setting.name
+    return params, report.Run(name, records, wire_report(setting, task.shapes, task.mesh))
 
 
-def show(
-    runs: dict[str, list[Record]],
-    options: Options,
-    setting: Setting,
-    task: Task,
-    mesh: Mesh,
-    console: Console,
-) -> None:
-    """Tables on the console, plots and a JSON file in the folder."""
+def write_report(runs: list[report.Run], options: Options) -> list[Path]:
+    """Writes a plot and a JSON file; returns where everything about the runs is."""
     folder = options.output_dir
-    console.print(curves.table(runs))
-    curves.save_plot(runs, folder / "losses.png")
-    written = [folder / "losses.png", folder / "metrics.jsonl"]
-    if options.compares:
-        wires = (wire_report(s, task.shapes, mesh) for s in (parse_setting(PSUM), setting))
-        comparison = report.Comparison(
-            options.method,
-            *map(curves.as_run, runs.values()),
-            *(report.Wire(w.bytes_per_worker, w.bits, w.ratio_f32, w.ratio_bf16) for w in wires),
-            curves.vnmse_by_step(runs[options.method]),
-        )
-        console.print(report.table(comparison))
-        report.save_plot(comparison, folder / "curves.png")
-        report.save_json(comparison, dataclasses.asdict(options), folder / "results.json")
-        written += [folder / "curves.png", folder / "results.json"]
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    report.save_plot(runs, folder / "curves.png")
+    report.save_json(runs, dataclasses.asdict(options), folder / "results.json")
+    return [folder / name for name in ("curves.png", "results.json", "metrics.jsonl")]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ PAGES = {
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
 COMMANDS = ("bench", "network", "advise", "compare")
-EXAMPLE = ROOT / "examples" / "finetune_lm.py"
+EXAMPLE = ROOT / "examples" / "finetune_llm.py"
 slow = pytest.mark.slow
 
 
@@ -194,7 +194,7 @@ def test_every_public_name_method_and_topology_has_its_page():
 def test_example_help_names_the_options_that_pages_use():
     command = [sys.executable, str(EXAMPLE), "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for option in ("--method", "--bits", "--topology", "--workers", "--steps", "--seed"):
+    for option in ("--checkpoint", "--data", "--method", "--compare", "--fsdp", "--restart"):
         assert option in shown
 
 

@@ -1,1 +1,1 @@
-"""A small language model to fine-tune: its text, its network, its training and its report."""
+"""A small language model to measure with: its text, its network, its training, its gradients."""

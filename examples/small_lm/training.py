@@ -103,27 +103,6 @@ def data_parallel_step(
     return jax.jit(sharded, donate_argnums=(0, 1))
 
 
-def compression_error(
-    structure: nnx.GraphDef, mesh: Mesh, *, method: Method, topology: str = "ring"
-) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    """Builds the measurement of what compression does to one mean gradient.
-
-    Returns:
-        A compiled function `(params, tokens, key) -> vNMSE`, a float32 scalar: the squared
-        distance of the compressed mean from the exact one, relative to the exact one's square.
-    """
-    loss_fn = loss_of(structure)
-
-    def measure(params, tokens, key):
-        own = jax.lax.pcast(params, "data", to="varying")
-        grads = jax.grad(loss_fn)(own, tokens)
-        exact = jax.lax.pmean(grads, "data")
-        compressed = dq.pmean(grads, "data", key=key, method=method, topology=topology)
-        return dq.vnmse(compressed, exact)
-
-    return jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P()))
-
-
 def pretrain(
     structure: nnx.GraphDef,
     params: Params,
