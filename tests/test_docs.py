@@ -196,17 +196,3 @@ def test_example_help_names_the_options_that_pages_use():
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for option in ("--checkpoint", "--data", "--method", "--compare", "--fsdp", "--restart"):
         assert option in shown
-
-
-@slow
-def test_example_runs_end_to_end_at_small_size(tmp_path):
-    options = "--workers 2 --pretrain-steps 2 --steps 3 --width 64 --layers 1 --heads 2"
-    options += " --context 32 --batch 1"
-    finished = subprocess.run(
-        [sys.executable, str(EXAMPLE), *options.split(), "--output-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "bits per coordinate" in finished.stdout
-    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".json"}
