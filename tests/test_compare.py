@@ -1,6 +1,9 @@
 """`dynamiq-jax compare`: what it reads, what it measures, and what it says."""
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -52,6 +55,20 @@ def test_safetensors_and_half_precision_are_read_as_well(tmp_path):
     assert (label, none) == ("", [])
     assert found["embedding"].dtype == np.float32
     np.testing.assert_array_equal(found["embedding"], arrays["embedding"].astype(np.float32))
+
+
+@pytest.mark.slow
+def test_the_example_writes_such_a_file(tmp_path):
+    """Different gradients of every worker; those of a later step are others."""
+    script = pathlib.Path(__file__).parents[1] / "examples/dump_gradients.py"
+    path = tmp_path / "g.npz"
+    options = f"--workers 2 --steps 0 1 --pretrain-steps 1 --output {path}"
+    subprocess.run([sys.executable, str(script), *options.split()], check=True)
+    first, second = gradient_files.load(path).values()
+    assert first.keys() == second.keys()
+    for name, leaf in first.items():
+        assert leaf.shape[0] == 2 and 0 < vnmse(*leaf) < 100, name
+        assert np.any(leaf != second[name]), name
 
 
 @pytest.mark.parametrize(
