@@ -35,7 +35,9 @@ def progress(console: Console, phase: str, steps: int) -> Iterator[Show]:
 
         def line(step: int, message: str) -> None:
             if (step + 1) % LINE_EVERY == 0 or step + 1 == steps:
-                console.print(f"{phase} {step + 1}/{steps}  {message}", highlight=False)
+                console.print(
+                    f"{phase} {step + 1}/{steps}  {message}", soft_wrap=True, highlight=False
+                )
 
         yield line
         return

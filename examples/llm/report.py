@@ -80,7 +80,7 @@ def table(runs: Sequence[Run]) -> Table:
     add("next token right", "accuracy", "{:.2%}".format)
     add(f"training loss, last {LAST_STEPS} steps", "train_loss", "{:.4f}".format, "+.2%")
     rows.add_section()
-    add("bytes sent per device and step", "bytes_per_worker", "{:,}".format, "+.1%")
+    add("bytes sent a step", "bytes_per_worker", "{:,}".format, "+.1%")
     add("bits per coordinate", "bits", "{:.2f}".format)
     add("compression against float32", "ratio_f32", "{:.2f}x".format)
     add("compression against bfloat16", "ratio_bf16", "{:.2f}x".format)
