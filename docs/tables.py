@@ -16,7 +16,7 @@ import jax
 import dynamiq_jax as dq
 from dynamiq_jax.cli.advise import Advise, Option, predictions
 from dynamiq_jax.cli.units import format_seconds
-from dynamiq_jax.methods import METHODS, ErrorFeedback, resolve_method
+from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
 from dynamiq_jax.topologies.cost_model import CODEC_SPEEDS
 from dynamiq_jax.topologies.error_law import error_growth
@@ -38,8 +38,6 @@ def methods() -> str:
     rows = []
     for name in METHODS:
         method = resolve_method(name)
-        if isinstance(method, ErrorFeedback):
-            continue  # costs what the method inside costs
         bits = [f"{dq.wire_report(gradient, n, method=method).bits:.2f}" for n in (8, 64)]
         found = measured.get(f"{settings.get(name, name)}:ring")
         error, time = ("", "")

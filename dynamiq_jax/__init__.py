@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from dynamiq_jax.collectives import pmean, psum
     from dynamiq_jax.methods import BF16, DynamiQ, Exact
     from dynamiq_jax.metrics import vnmse
-    from dynamiq_jax.optimizer import all_reduce_gradients
+    from dynamiq_jax.optimizer import AllReduceState, all_reduce_gradients
     from dynamiq_jax.report import WireReport, wire_report
     from dynamiq_jax.sharded import all_gather, psum_scatter
 
 __version__ = "0.1.0"
 
-# Loaded when asked for: the codec and the kernels, which lie below, need neither optax nor each
-# other's callers.
+# Loaded when first asked for. Methods import pallas_kernels, which imports dynamiq_jax.codec and
+# with it this file: it must not need methods in turn.
+_SUBMODULES = ("methods", "optimizer", "topologies")
 _MODULES = {
+    "AllReduceState": "optimizer",
     "BF16": "methods",
     "DynamiQ": "methods",
     "Exact": "methods",
@@ -37,6 +39,7 @@ _MODULES = {
 
 __all__ = [
     "BF16",
+    "AllReduceState",
     "DynamiQ",
     "Exact",
     "WireReport",
@@ -52,6 +55,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -60,4 +65,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

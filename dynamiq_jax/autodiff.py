@@ -56,8 +56,8 @@ def value_and_grad(
       compressed, all the same on all workers.
 
     Raises:
-      ValueError: the mesh has no such axis, or a leading axis does not divide by its size (when
-        called).
+      ValueError: the mesh has no such axis; the method carries state; or when called, a leading
+        axis does not divide by the axis size.
     """
     names = axis_names(axis_name)
     if not names or not set(names) <= set(mesh.axis_names):
@@ -65,10 +65,13 @@ def value_and_grad(
             f"axis_name={axis_name!r} is not an axis of the mesh. Give one of {mesh.axis_names}."
         )
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
+    collectives.refuse_state(options.method, "value_and_grad")
     num_workers = math.prod(mesh.shape[name] for name in names)
     whole = {replicated_argnums} if isinstance(replicated_argnums, int) else set(replicated_argnums)
     # The same mesh with axes that the compiler manages: shardings are its business here.
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    automatic = Mesh(
+        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
+    )
     replicated, split = PartitionSpec(), PartitionSpec(names)
 
     def local(key: Array, params: Any, *args: Any) -> Any:
@@ -92,13 +95,18 @@ def value_and_grad(
             specs.append(replicated if is_replicated else split)
             if not is_replicated:
                 _check_divides(arg, position, num_workers, axis_name)
+        # Under `jax.set_mesh` with JAX's default axis types, shardings are part of types instead.
+        is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
         mapped = jax.shard_map(
             local,
-            mesh=mesh,
+            mesh=None if is_explicit else automatic,
             in_specs=(replicated, replicated, *specs),
             out_specs=(replicated, replicated),
             axis_names=set(names),
         )
+        if is_explicit:
+            like_params = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, params)
+            mapped = jax.sharding.auto_axes(mapped, out_sharding=(replicated, like_params))
         return mapped(key, params, *args)
 
     return value_and_grad_fn

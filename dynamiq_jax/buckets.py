@@ -93,8 +93,9 @@ def checked_leaves(tree: Any, axes: Axes) -> tuple[list[Array], Any]:
             leaf = jnp.asarray(leaf)
         name = jax.tree_util.keystr(path)
         checks.check_leaf(name, leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
             checks.check_not_reduced(name, leaf, axes.names)
+            checks.check_flattens(name, leaf)
         leaves.append(leaf)
     return leaves, structure
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax import compat
@@ -29,8 +30,8 @@ def check_axis(name: Any, axis_name: Any) -> int:
         raise ValueError(
             f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
             "jax.shard_map over a mesh with that axis, or inside "
-            f"jax.vmap(..., axis_name={name!r}); outside of both, dq.value_and_grad sets it "
-            "up for you."
+            f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
+            "methods that carry no state."
         ) from None
 
 
@@ -80,6 +81,19 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
             )
 
 
+def check_flattens(path: str, leaf: Array) -> None:
+    """Raises ValueError for a leaf that is split over an axis whose shardings are part of types:
+    how the flat vector would be split, these types do not say.
+    """
+    split = [name for name in jax.typeof(leaf).sharding.spec if name is not None]
+    if split:
+        raise ValueError(
+            f"tree{path} is split over axis {split[0]!r}, which is of type AxisType.Explicit: it "
+            "cannot be made part of a flat vector. Make the mesh with AxisType.Auto for that axis, "
+            "or name it in the axis_names of shard_map too."
+        )
+
+
 def check_leaf(path: str, leaf: Any) -> None:
     """Raises TypeError for a leaf that is not an array or number."""
     if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or jnp.issubdtype(
@@ -89,6 +103,22 @@ def check_leaf(path: str, leaf: Any) -> None:
             f"tree{path} is a {type(leaf).__name__}, which cannot be summed. Give a pytree of "
             "arrays of numbers."
         )
+
+
+def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> int:
+    """The dimension, from 0, along which the parts of a gathered leaf lie.
+
+    Raises:
+      ValueError: the result has no such dimension.
+    """
+    rank = leaf.ndim if tiled else leaf.ndim + 1
+    if not (isinstance(axis, int | np.integer) and -rank <= axis < rank):
+        remedy = f"Give one from {-rank} to {rank - 1}." if rank else "Give tiled=False."
+        raise ValueError(
+            f"axis={axis!r} is not a dimension that the parts of tree{path}, of shape "
+            f"{leaf.shape}, can lie along. {remedy}"
+        )
+    return int(axis) % rank
 
 
 def check_scatters(path: str, leaf: Array, dimension: int, num_workers: int, tiled: bool) -> None:

@@ -90,12 +90,17 @@ def pmean(
 
 
 def _reduce(tree: Tree, axis_name: AxisName, key: Array, options: Options, *, mean: bool) -> Tree:
-    if is_stateful(options.method):
-        raise ValueError(
-            f"method={options.method!r} carries state from step to step, which psum and pmean "
-            "cannot keep. Use dq.all_reduce_gradients, whose optimizer state holds it."
-        )
+    refuse_state(options.method, "pmean" if mean else "psum")
     return reduce_tree(tree, axis_name, key=key, options=options, mean=mean, states=None)[0]
+
+
+def refuse_state(method: Method, function: str) -> None:
+    """Raises ValueError for a method whose state a function has nowhere to keep."""
+    if is_stateful(method):
+        raise ValueError(
+            f"method={method!r} carries state from step to step, which dq.{function} cannot keep. "
+            "Use dq.all_reduce_gradients inside jax.shard_map: its optimizer state holds it."
+        )
 
 
 def is_stateful(method: Method) -> bool:
@@ -119,6 +124,21 @@ def _initial_state(bucket: Bucket, axes: Axes) -> State:
     """A constant for all workers, but what follows it is not."""
     state = bucket.method.init_state(bucket.part_size, axes.num_slow)
     return compat.vary_over(state, axes.names)
+
+
+def _check_states(states: tuple[State, ...], planned: Sequence[Bucket], axes: Axes) -> None:
+    """Raises ValueError for states that were made for other buckets."""
+    wanted = jax.eval_shape(lambda: tuple(_initial_state(bucket, axes) for bucket in planned))
+    shapes = [
+        [(jax.tree_util.keystr(path), np.shape(leaf)) for path, leaf in found]
+        for found in map(jax.tree_util.tree_leaves_with_path, (states, wanted))
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"state.method has arrays of shapes {shapes[0]}, but these gradients need {shapes[1]}. "
+            "It belongs to leaves of other shapes or dtypes, or to another method, mask, "
+            "exact_below, bucket_bytes or number of workers. Call init with what update gets."
+        )
 
 
 def reduce_tree(
@@ -147,6 +167,8 @@ def reduce_tree(
     plan = buckets.plan(
         leaves, axes, options, compress=compress, kinds=buckets.other_axes(leaves, axes)
     )
+    if states is not None:
+        _check_states(states, plan.buckets, axes)
     divisor = axes.num_workers if mean else 1
     result = exact.all_reduce({index: leaves[index] for index, _ in plan.exact}, axes, divisor)
     result |= {index: leaves[index] for index in plan.untouched}

@@ -39,3 +39,14 @@ def all_reduce(leaves: dict[int, Array], axes: Axes, divisor: int) -> dict[int, 
         for (index, leaf), part in zip(group.items(), jnp.split(total, offsets), strict=True):
             result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
     return result
+
+
+def reduce_scatter(leaf: Array, axis_name: str, dimension: int, *, tiled: bool) -> Array:
+    """Part of the exact sum of one leaf over an axis, by the rules of `all_reduce`."""
+    wide = leaf
+    if leaf.dtype == jnp.bool_:
+        wide = leaf.astype(jnp.int32)
+    elif jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
+        wide = leaf.astype(jnp.float32)
+    total = lax.psum_scatter(wide, axis_name, scatter_dimension=dimension, tiled=tiled)
+    return total.astype(leaf.dtype)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dynamiq_jax.codec.norms import LARGEST_UNIT, scale_of
+
 
 def vnmse(estimate: Any, truth: Any) -> Array:
     """Vector-normalised mean squared error ||estimate - truth||^2 / ||truth||^2 over all leaves of
@@ -41,7 +43,7 @@ def vnmse(estimate: Any, truth: Any) -> Array:
     scale = jnp.max(
         jnp.stack([jnp.float32(0), *(jnp.max(jnp.abs(_number(t)), initial=0) for _, t in pairs)])
     )
-    inverse = jnp.where(scale > 0, 1 / scale, jnp.float32(1))
+    inverse = scale_of(jnp.minimum(scale, LARGEST_UNIT))
     zero = jnp.float32(0)
     errors = [jnp.abs(_number(e) - _number(t)) * inverse for e, t in pairs]
     error = sum((jnp.sum(e**2) for e in errors), zero)

@@ -16,8 +16,12 @@ from dynamiq_jax.topologies import Auto, Topology
 
 
 class AllReduceState(NamedTuple):
-    """State of `all_reduce_gradients`: a plain pytree, the same on all workers unless the method
-    says otherwise.
+    """State of `all_reduce_gradients`: a plain pytree.
+
+    Each array of `method` has a leading axis of size 1, the worker. Between calls of
+    `jax.shard_map`, states of all workers lie side by side along it, whatever the method:
+
+        specs = dq.AllReduceState(step=P(), method=P("data"))
     """
 
     step: Array  # int32 scalar: steps taken, which with the seed makes the key of a step
@@ -65,7 +69,7 @@ def all_reduce_gradients(
         states = ()
         if stateful:
             flags = buckets.mask_flags(mask, params)
-            states = collectives.init_states(params, axis_name, options, flags)
+            states = _with_worker_axis(collectives.init_states(params, axis_name, options, flags))
         return AllReduceState(step=jnp.asarray(start_step, jnp.int32), method=states)
 
     def update(
@@ -79,8 +83,17 @@ def all_reduce_gradients(
             options=options,
             compress=buckets.mask_flags(mask, updates),
             mean=True,
-            states=state.method if stateful else None,
+            states=_without_worker_axis(state.method) if stateful else None,
         )
-        return updates, AllReduceState(step=state.step + 1, method=states if stateful else ())
+        after = _with_worker_axis(states) if stateful else ()
+        return updates, AllReduceState(step=state.step + 1, method=after)
 
     return optax.GradientTransformation(init, update)
+
+
+def _with_worker_axis(states: tuple[State, ...]) -> tuple[State, ...]:
+    return jax.tree.map(lambda leaf: leaf[None], states)
+
+
+def _without_worker_axis(states: tuple[State, ...]) -> tuple[State, ...]:
+    return jax.tree.map(lambda leaf: leaf[0], states)

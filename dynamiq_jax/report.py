@@ -62,9 +62,7 @@ def wire_report(
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
-    leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for _, leaf in paths_and_leaves]
-    for name, leaf in zip(names, leaves, strict=True):
-        checks.check_leaf(name, leaf)
+    leaves = [_as_traced(jax.tree_util.keystr(path), leaf) for path, leaf in paths_and_leaves]
     plan = buckets.plan(leaves, axes, options, compress=buckets.mask_flags(mask, tree))
 
     compressed = sum(
@@ -91,6 +89,15 @@ def wire_report(
         ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
         exact_leaves=tuple((names[index], why) for index, why in plan.exact),
     )
+
+
+def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype that a leaf has inside a program, where numbers have 32 bits unless
+    `jax_enable_x64` is set.
+    """
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    checks.check_leaf(name, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _axes(axis_size: int | tuple[int, ...]) -> Axes:

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from dynamiq_jax import buckets, checks, compat
+from dynamiq_jax import buckets, checks, compat, exact
 from dynamiq_jax.axes import Axes, find_axes
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.methods import DynamiQ, Method, resolve_method
@@ -15,6 +15,8 @@ from dynamiq_jax.no_gradient import refuse_gradient
 from dynamiq_jax.topologies import Auto, Topology
 
 Tree = TypeVar("Tree")
+
+_GATHER = 0x67617468  # keeps the noise of a gather apart from that of a scatter with the same key
 
 
 def psum_scatter(
@@ -36,7 +38,7 @@ def psum_scatter(
     Args:
       tree: pytree of arrays; floating leaves of at least `exact_below` elements are compressed.
       axis_name: one axis; not several.
-      key: typed PRNG key, the same on all workers, another one at every step.
+      key: typed PRNG key, the same on all workers, another one at every call.
       scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
         divided by it if tiled.
       tiled: keep that dimension, divided by the size of the axis; otherwise it goes.
@@ -68,8 +70,8 @@ def psum_scatter(
     plan = buckets.plan(leaves, axes, options, kinds=buckets.other_axes(leaves, axes))
     result: dict[int, Array] = {index: leaves[index] for index in plan.untouched}
     for index, _ in plan.exact:
-        result[index] = lax.psum_scatter(
-            leaves[index], axes.slow, scatter_dimension=scatter_dimension, tiled=tiled
+        result[index] = exact.reduce_scatter(
+            leaves[index], axes.slow, scatter_dimension, tiled=tiled
         )
     earlier = None
     for number, bucket in reversed(list(enumerate(plan.buckets))):
@@ -112,14 +114,18 @@ def all_gather(
     Args:
       tree: pytree of arrays; floating leaves of at least `exact_below` elements are compressed.
       axis_name: one axis; not several.
-      key: typed PRNG key, the same on all workers, another one at every step.
-      axis: dimension of the result along which the parts lie.
+      key: typed PRNG key, the same on all workers, another one at every step; that of the
+        `psum_scatter` before will do.
+      axis: dimension of the result along which the parts lie; a negative one counts from the end.
       tiled: join the parts along that dimension; otherwise it is a new one.
       method: how numbers become bytes.
       exact_below: leaves of fewer elements are gathered exactly.
 
     Returns:
       A tree of the same structure and dtypes with all of every leaf.
+
+    Raises:
+      ValueError: as `psum`; no such dimension.
 
     >>> import jax, jax.numpy as jnp
     >>> parts = jax.random.normal(jax.random.key(0), (2, 256, 64))
@@ -128,12 +134,15 @@ def all_gather(
     (2, 512, 64)
     """
     axes = _one_axis(axis_name)
-    key = checks.check_key(key, axes.names)
+    key = jax.random.fold_in(checks.check_key(key, axes.names), _GATHER)
     method = resolve_method(method)
     n = axes.num_workers
 
     def gather(number: int, path: Any, leaf: Array) -> Array:
-        checks.check_leaf(jax.tree_util.keystr(path), leaf)
+        name = jax.tree_util.keystr(path)
+        checks.check_leaf(name, leaf)
+        checks.check_flattens(name, leaf)
+        dimension = checks.check_gathers(name, leaf, axis, tiled)
         is_small = math.prod(leaf.shape) < max(exact_below, 1)
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_small or n == 1:
             parts = compat.all_gather(leaf, axes.slow)
@@ -142,11 +151,11 @@ def all_gather(
             padded = refuse_gradient(jnp.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE)))
             every = method.all_gather(padded, axes.slow, n, key=jax.random.fold_in(key, number))
             parts = every.reshape(n, -1)[:, : flat.size].reshape(n, *leaf.shape).astype(leaf.dtype)
-        stacked = jnp.moveaxis(parts, 0, axis)
+        stacked = jnp.moveaxis(parts, 0, dimension)
         if not tiled:
             return stacked
         shape = list(leaf.shape)
-        shape[axis] *= n
+        shape[dimension] *= n
         return stacked.reshape(shape)
 
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)

@@ -34,7 +34,7 @@ from llm import checkpoint, demo, report
 from llm.config import DecoderConfig
 from llm.documents import hold_out, read_documents
 from llm.encoding import Encoder
-from llm.export import write_model
+from llm.export import write_model, written_dtype
 from llm.finetuning import Every, Task, finetune
 from llm.mesh import fsdp_specs, make_mesh, on_mesh
 from llm.metrics import Record
@@ -52,7 +52,8 @@ from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.settings import PSUM, Setting, parse_setting
 from dynamiq_jax.cli.units import format_bytes
 
-EXACT = "exact"  # The run to compare with, and its folder.
+EXACT = "exact"  # Folder of the run to compare with.
+MODEL = "model"  # Folder of what comes out.
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,13 @@ def main(options: Options) -> None:
         setting = parse_setting(options.method, "--method")
         if options.coordinator is not None:
             joining.join(options.coordinator, options.num_processes, options.process_id)
-        mesh = make_mesh(options.workers, options.fsdp, options.num_processes or 1)
+        mesh = make_mesh(
+            options.workers,
+            options.fsdp,
+            options.num_processes or 1,
+            # A demonstration of what travels needs two workers at least.
+            at_least=2 if options.is_demo and setting.method is not None else 1,
+        )
         first = jax.process_index() == 0
         console = Console(quiet=not first)
         if mesh.shape["data"] == 1 and setting.method is not None:
@@ -237,7 +244,7 @@ def main(options: Options) -> None:
         runs.append(train(options, task, parse_setting(PSUM), folder, console)[1])
     params, compressed = train(options, task, setting, options.output_dir, console)
     runs.append(compressed)
-    model = options.output_dir / "model"
+    model = options.output_dir / MODEL
     write_model(model, config, params, options.checkpoint)
     if first:
         console.print(report.table(runs))
@@ -263,6 +270,11 @@ def with_demo(options: Options, console: Console) -> Options:
 
 def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
     """Everything to train on but the weights, which are read when a run begins."""
+    if options.checkpoint.resolve() == (options.output_dir / MODEL).resolve():
+        raise ValueError(
+            f"--checkpoint is {options.checkpoint}, which --output-dir {options.output_dir} would "
+            "overwrite. Give another --output-dir."
+        )
     tokenizer = options.checkpoint / "tokenizer.json"
     if not tokenizer.is_file():
         raise ValueError(f"--checkpoint is {options.checkpoint}: it has no tokenizer.json.")
@@ -276,6 +288,7 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
     rows, held_out_rows = (pack(encoder.encode(part), context) for part in (documents, held_out))
     config = DecoderConfig.from_hf(json.loads((options.checkpoint / "config.json").read_text()))
     check_fits(options, config, rows, held_out_rows)
+    written_dtype(config)  # Better refused now than after training.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.dtype(options.dtype or ("float32" if on_cpu else "bfloat16"))
 
@@ -311,7 +324,7 @@ def check_fits(options: Options, config: DecoderConfig, *rows: Rows) -> None:
     context, longest = rows[0].tokens.shape[1], config.max_positions
     if context > longest:
         raise ValueError(f"--context is {context}: the model was made for {longest} at most.")
-    largest = max(int(part.targets.max()) for part in rows)
+    largest = max(int(ids.max()) for part in rows for ids in (part.tokens, part.targets))
     if largest >= config.vocabulary:
         raise ValueError(
             f"--checkpoint is {options.checkpoint}: its tokenizer.json gives token {largest}, but "
@@ -351,7 +364,7 @@ def train(
             params, records = finetune(task, recipe, every, folder, on_step)
         except CommandError as problem:
             raise SystemExit(f"finetune_llm.py: {problem}") from None
-    name = EXACT if setting.method is None else setting.name
+    name = "exact (psum)" if setting.method is None else setting.name
     return params, report.Run(name, records, wire_report(setting, task.shapes, task.mesh))
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax import cli
+from dynamiq_jax.methods import METHODS, ErrorFeedback
 from dynamiq_jax.topologies import TOPOLOGIES
 
 ROOT = Path(__file__).parents[1]
@@ -181,7 +182,7 @@ def test_every_public_name_method_and_topology_has_its_page():
     for name in dq.__all__:
         assert re.search(rf"^::: [\w.]+\.{name}$", reference, re.MULTILINE), name
     topologies = PAGES["docs/api/topologies.md"]
-    for cls in (*dq.methods.METHODS.values(), *TOPOLOGIES.values()):
+    for cls in (*METHODS.values(), ErrorFeedback, *TOPOLOGIES.values()):
         assert f"::: {cls.__module__}.{cls.__name__}\n" in reference + topologies
         page = cls.__module__.rpartition(".")[2]
         assert {f"docs/methods/{page}.md", f"docs/topologies/{page}.md"} & PAGES.keys()

@@ -20,7 +20,6 @@ from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD
-from dynamiq_jax.optimizer import AllReduceState
 from dynamiq_jax.topologies import AllToAll, Ring
 
 NUM_WORKERS, STEPS = 4, 6
@@ -134,7 +133,7 @@ def steps_of(method: Method | str):
     def local(_, gradients):
         def step(state, gradient):
             output, state = reduce.update(gradient, state)
-            return state, (output, state.method[0].residual)
+            return state, (output, state.method[0].residual[0])
 
         state, (outputs, residuals) = jax.lax.scan(step, reduce.init(gradients[0]), gradients)
         return outputs.reshape(-1, SIZE), residuals, state
@@ -228,7 +227,7 @@ def test_state_has_the_size_of_its_bucket():
         return reduce.init(tree)
 
     state = jax.eval_shape(jax.vmap(init, axis_name="data"), jnp.zeros(NUM_WORKERS))
-    shapes = jax.tree.map(lambda leaf: leaf.shape[1:], [tuple(s) for s in state.method])
+    shapes = jax.tree.map(lambda leaf: leaf.shape[2:], [tuple(s) for s in state.method])
     assert shapes == [((5000,), ()), ((3000,), ((50, 2),))]
     assert {leaf.dtype for leaf in jax.tree.leaves(state.method)} == {jnp.dtype(jnp.float32)}
 
@@ -237,7 +236,7 @@ def test_state_has_the_size_of_its_bucket():
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path, check_vma):
     """As the docstring of ErrorFeedback says to carry it: each worker's residual is in there."""
     reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
-    specs = AllReduceState(step=P(), method=P("data"))
+    specs = dq.AllReduceState(step=P(), method=P("data"))
     options = {"mesh": data_mesh(NUM_WORKERS), "check_vma": check_vma}
     init = jax.shard_map(
         lambda g: reduce.init(g[0, 0]), in_specs=P("data"), out_specs=specs, **options
@@ -259,7 +258,7 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path, check_vma
         return outputs, state
 
     start = jax.jit(init)(gradients())
-    assert start.method[0].residual.shape == (NUM_WORKERS * SIZE,)
+    assert start.method[0].residual.shape == (NUM_WORKERS, SIZE)
     uninterrupted, last = run(start, 0, 4)
     before, half = run(start, 0, 2)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -297,7 +296,7 @@ def test_statistics_travel_once(data_mesh):
 
 def test_feedback_is_given_once():
     with pytest.raises(ValueError, match=r"method=ErrorFeedback.*second residual.*Give PowerSGD"):
-        ErrorFeedback(method=ErrorFeedback())
+        ErrorFeedback(method=FEEDBACK)
 
 
 def test_something_that_is_not_a_method():

@@ -242,6 +242,15 @@ def test_gradients_that_are_already_summed(data_mesh, reduce):
         gradient_step(data_mesh, check_vma=True, mark=False, reduce=reduce)
 
 
+def test_complex_gradients_that_are_already_summed(data_mesh):
+    """Not compressed, but n times too large all the same."""
+    mapped = jax.shard_map(
+        lambda g: dq.pmean(g, "data", key=KEY), mesh=data_mesh(2), in_specs=P(), out_specs=P()
+    )
+    with raises(ValueError, "already summed", "jax.lax.pcast"):
+        mapped(jnp.ones(8, jnp.complex64))
+
+
 def test_the_fix_that_the_message_names_is_one(data_mesh):
     expected, ours = gradient_step(data_mesh, check_vma=True, mark=True)
     assert 0 < dq.vnmse(ours, expected) < 0.02
@@ -263,6 +272,37 @@ def test_a_stateful_method_in_a_stateless_collective(reduce):
     method = Remembering()
     with raises(ValueError, f"method={method!r}", "carries state", "dq.all_reduce_gradients"):
         simulated(lambda key, g: reduce(g, "data", key=key, method=method))(KEY, GRADIENT)
+
+
+def test_value_and_grad_of_a_stateful_method(data_mesh):
+    with raises(ValueError, "carries state", "dq.value_and_grad", "dq.all_reduce_gradients"):
+        dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="data", method=Remembering())
+
+
+def test_a_state_of_other_buckets():
+    """Made for all leaves at once, and used for each by itself."""
+    tree = {"a": GRADIENT, "b": GRADIENT}
+    wide, narrow = (
+        dq.all_reduce_gradients("data", method=Remembering(), bucket_bytes=size)
+        for size in (1 << 20, 1024)
+    )
+    state = simulated(lambda key, g: wide.init(g))(KEY, tree)
+    with raises(ValueError, "state.method", "these gradients need", "bucket_bytes", "Call init"):
+        simulated(lambda key, g, state: narrow.update(g, state))(KEY, tree, state)
+
+
+@pytest.mark.parametrize("collective", (dq.psum, dq.psum_scatter, dq.all_gather))
+def test_leaves_split_along_an_axis_that_types_tell(collective):
+    """JAX's default axis types: the compiler may not choose how a reshaped leaf is split."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    reduce = lambda g: collective(g, "data", key=KEY)  # noqa: E731
+    with jax.set_mesh(mesh):
+        leaf = jax.reshard(jnp.ones((4, 64, 64)), P("data", None, "model"))
+        mapped = jax.shard_map(
+            lambda g: reduce({"w": g}), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+        )
+        with raises(ValueError, "tree['w']", "'model'", "Explicit", "AxisType.Auto"):
+            jax.jit(mapped)(leaf)
 
 
 def test_value_and_grad_over_an_axis_that_the_mesh_does_not_have(data_mesh):

@@ -30,7 +30,7 @@ WRITTEN = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n[Yes.<|eot_id|>]"
     ),
     "gemma": (
-        "<bos><start_of_turn>user\nBe brief.<end_of_turn>\n<start_of_turn>user\nHi<end_of_turn>\n"
+        "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
         "<start_of_turn>model\n[Yes.<end_of_turn>]\n"
     ),
     "plain": "### system\nBe brief.</s>\n### user\nHi</s>\n### assistant\n[Yes.</s>]\n",
@@ -69,6 +69,26 @@ def with_brackets(document: Encoded, tokenizer: Tokenizer) -> str:
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_chats_are_written_as_the_tokenizer_knows_and_only_the_assistant_is_learned(kind):
     assert with_brackets(*encoded(CHAT, kind)) == WRITTEN[kind]
+
+
+def test_white_space_around_a_turn_and_repeated_system_turns_are_joined():
+    chat = (
+        *(Turn("system", " A "), Turn("system", "B"), Turn("user", "\nHi ")),
+        *(Turn("assistant", " Yes. "), Turn("system", "C")),
+    )
+    assert with_brackets(*encoded(chat, "gemma")) == (
+        "<bos><start_of_turn>user\nA\n\nB\n\nHi<end_of_turn>\n"
+        "<start_of_turn>model\n[Yes.<end_of_turn>]\n<start_of_turn>user\nC<end_of_turn>\n"
+    )
+
+
+def test_what_a_tokenizer_does_for_inference_is_not_done_to_pieces():
+    tokenizer = byte_tokenizer(MARKS["llama3"])
+    expected = [list(document.ids) for document in Encoder(tokenizer).encode(["a b" * 9, CHAT])]
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=32)
+    documents = Encoder(tokenizer).encode(["a b" * 9, CHAT])
+    assert [list(document.ids) for document in documents] == expected
 
 
 def test_all_of_a_text_is_learned_but_its_beginning():

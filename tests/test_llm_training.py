@@ -1,12 +1,14 @@
 """The fine-tuning example: one command from a checkpoint to another, that survives being killed."""
 
 import json
+import math
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import finetune_llm
 import jax
@@ -16,7 +18,9 @@ import orbax.checkpoint as ocp
 import processes
 import pytest
 from jax.sharding import AxisType
+from llm import report
 from llm.batches import rows_of_step
+from llm.export import written_dtype
 from llm.finetuning import Every, finetune
 from llm.metrics import Metrics, read
 from llm.packing import Rows
@@ -24,6 +28,7 @@ from llm.snapshots import Snapshots, forget
 from llm.training import Recipe, loss_and_hits
 from safetensors.numpy import load_file
 
+import dynamiq_jax as dq
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.settings import parse_setting
 from dynamiq_jax.collectives import is_stateful
@@ -146,7 +151,7 @@ def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
     short = ("--pretrain-steps", 1, "--steps", 1, "--workers", 2, "--method", "bf16")
     options = [*map(str, short), "--output-dir", str(tmp_path)]
     text = end(command(files, options))
-    assert all(f" {name} " in text for name in ("before", "exact", "bf16", "difference"))
+    assert all(f" {name} " in text for name in ("before", "exact (psum)", "bf16", "difference"))
     for name in ("curves.png", "model/model.safetensors"):
         assert (tmp_path / name).stat().st_size > 0
     summaries = json.loads((tmp_path / "results.json").read_text())["runs"]
@@ -157,7 +162,7 @@ def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
 
 
 # Each carries another state: a residual, a basis of each matrix, what did not fit.
-STATEFUL = [name for name in METHODS if is_stateful(resolve_method(name))]
+STATEFUL = [name for name in METHODS if is_stateful(resolve_method(name))] + ["ef+topk_chunked"]
 
 
 @pytest.mark.parametrize(
@@ -225,12 +230,11 @@ def test_two_processes_have_the_losses_of_one_with_two_devices(files, uninterrup
 
 def task_of(files, fsdp=1, **options):
     """What two workers train on in this process."""
+    options = {"checkpoint": files / "start"} | options
     axes, devices = (AxisType.Auto,) * 2, jax.devices()[: WORKERS * fsdp]
     mesh = jax.make_mesh((WORKERS, fsdp), ("data", "fsdp"), axis_types=axes, devices=devices)
     return finetune_llm.read_task(
-        finetune_llm.Options(
-            checkpoint=files / "start", data=files / "chats.jsonl", context=64, fsdp=fsdp, **options
-        ),
+        finetune_llm.Options(data=files / "chats.jsonl", context=64, fsdp=fsdp, **options),
         mesh,
     )[1]
 
@@ -287,6 +291,11 @@ def test_what_only_saves_memory_trains_the_same(options, plain, files, tmp_path)
 # ------------------------------------------------------------------------------------- what is kept
 
 
+def test_a_model_is_not_written_over_the_one_it_came_from(files):
+    with pytest.raises(ValueError, match=r"--checkpoint is .*/model, which --output-dir"):
+        task_of(files, checkpoint=files / "model", output_dir=files)
+
+
 def test_another_number_of_workers_or_another_run_is_refused(uninterrupted):
     output = uninterrupted("dynamiq:5")
     facts = json.loads((output / "run.json").read_text())
@@ -317,6 +326,26 @@ def test_metrics_forget_what_comes_after_the_checkpoint_and_torn_lines(tmp_path)
     assert metrics.records == read(tmp_path / "metrics.jsonl") == expected
 
 
+def test_a_run_that_diverged_is_reported(tmp_path):
+    bad = {"loss": math.nan, "seconds": 1.0, "vnmse": math.inf}
+    ends = {"evaluation_loss": math.nan, "perplexity": math.nan, "accuracy": 0.1}
+    wire = dq.wire_report(jax.ShapeDtypeStruct((4096,), "float32"), 2)
+    run = report.Run("bad", [{"step": 0} | ends, {"step": 1} | bad | ends], wire)
+    report.save_plot([run], tmp_path / "a.png")
+    report.save_json([run], {}, tmp_path / "a.json")
+    assert report.table([run]).row_count == 10
+    content = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert content["runs"]["bad"]["accuracy"] == 0.1
+
+
+def test_weights_are_written_as_config_says_or_refused():
+    for source, dtype in (({}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16")):
+        assert written_dtype(SimpleNamespace(source=source)) == dtype
+    for name in ("float64", "auto"):
+        with pytest.raises(ValueError, match=f"config.json has dtype '{name}'.*one of bfloat16"):
+            written_dtype(SimpleNamespace(source={"dtype": name}))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     (
@@ -343,6 +372,6 @@ def test_bad_options_are_refused(options, words):
 def test_what_shows_later_is_refused_in_one_line(options, words, monkeypatch, data_mesh):
     axes = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 1), ("data", "fsdp"), axis_types=axes, devices=jax.devices()[:2])
-    monkeypatch.setattr(finetune_llm, "make_mesh", lambda *_: mesh)
+    monkeypatch.setattr(finetune_llm, "make_mesh", lambda *_, **__: mesh)
     with pytest.raises(SystemExit, match=f"^finetune_llm.py: {words}"):
         finetune_llm.main(finetune_llm.Options(**options))

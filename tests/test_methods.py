@@ -13,7 +13,7 @@ from workers import simulated
 import dynamiq_jax as dq
 from dynamiq_jax.buckets import BUCKET_BYTES, EXACT_BELOW, resolve_options
 from dynamiq_jax.collectives import is_stateful, reduce_tree
-from dynamiq_jax.methods import METHODS, MXFP8, Method, resolve_method
+from dynamiq_jax.methods import METHODS, MXFP8, ErrorFeedback, Method, PowerSGD, resolve_method
 from dynamiq_jax.methods.base import ChunkedMethod
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, Topology, resolve_topology
 
@@ -22,6 +22,7 @@ MATRIX = (177, 113)  # of as many coordinates: a vector has no rank
 KEY = jax.random.key(0)
 CASES = {
     **{name: resolve_method(name) for name in METHODS},
+    "error_feedback": ErrorFeedback(method=PowerSGD()),
     "paper": dq.DynamiQ.paper(),
     "mxfp8_shared": MXFP8(shared_scale=True),
 }

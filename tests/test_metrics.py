@@ -32,6 +32,12 @@ def test_scale_does_not_matter(power):
     assert expected > 0
 
 
+@pytest.mark.parametrize("truth", (8e37, 2e38, 3.4e38))
+def test_reciprocals_that_hardware_flushes_are_not_needed(truth):
+    truth = jnp.full(3, truth, jnp.float32)
+    assert float(dq.vnmse(truth / 2, truth)) == pytest.approx(0.25, rel=1e-6)
+
+
 def test_the_ends_of_the_scale():
     zero, one = jnp.zeros(3), jnp.ones(3)
     assert float(dq.vnmse(one, one)) == 0

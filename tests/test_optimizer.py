@@ -13,7 +13,7 @@ from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.collectives import is_stateful
-from dynamiq_jax.methods import METHODS, resolve_method
+from dynamiq_jax.methods import METHODS, ErrorFeedback, OmniReduce, resolve_method
 
 NUM_WORKERS = 4
 SHAPES = {"kernel": (64, 96), "bias": (32,), "embedding": (40, 128)}
@@ -162,6 +162,34 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(momentum, tmp_path):
 
 
 # --------------------------------------------------------------------------------- steps and seeds
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+@pytest.mark.parametrize(
+    "method",
+    (
+        *(resolve_method(name) for name in METHODS if is_stateful(resolve_method(name))),
+        ErrorFeedback(method=OmniReduce()),
+    ),
+    ids=lambda method: type(method).__name__,
+)
+def test_states_of_all_workers_lie_side_by_side(data_mesh, method, check_vma):
+    """Between calls of shard_map, whatever a method remembers."""
+    reduce = dq.all_reduce_gradients("data", method=method)
+    specs = dq.AllReduceState(step=P(), method=P("data"))
+    options = {"mesh": data_mesh(2), "check_vma": check_vma}
+    init = jax.shard_map(reduce.init, in_specs=P(), out_specs=specs, **options)
+    update = jax.shard_map(
+        reduce.update, in_specs=(P("data"), specs), out_specs=(P(), specs), **options
+    )
+    start = jax.jit(init)(jnp.zeros((64, 96)))
+    mean, state = jax.jit(update)(of_workers(0, 2, 64 * 96).reshape(128, 96), start)
+    assert mean.shape == (64, 96)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
+    assert jax.tree.leaves(state.method) and {len(x) for x in jax.tree.leaves(state.method)} == {2}
+    pairs = zip(*map(jax.tree.leaves, (state, start)), strict=True)
+    changed = [not np.array_equal(after, before) for after, before in pairs]
+    assert sum(changed) >= 2  # the step, and what the method remembers
 
 
 def test_every_step_has_its_own_noise_and_the_seed_fixes_all_of_it():

@@ -68,6 +68,7 @@ def test_everything_public_is_there_without_optional_packages():
 import sys
 sys.modules.update(dict.fromkeys({sorted(name.replace("-", "_") for name in optional)}))
 import dynamiq_jax as dq
+dq.methods.THC, dq.topologies.Ring, dq.optimizer
 print([getattr(dq, name).__name__ for name in dq.__all__] == dq.__all__)
 """
     command = [sys.executable, "-c", program]

@@ -249,7 +249,7 @@ def test_parts_of_a_bucket_have_factors_of_their_own(check_vma):
             return state, mean
 
         state, means = jax.lax.scan(step, reduce.init(g[0]), None, 3)
-        return means[-1:], state.method[0][0][None]
+        return means[-1:], state.method[0][0]
 
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=check_vma

@@ -13,7 +13,7 @@ from test_wire_report import collectives
 from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import ErrorFeedback
+from dynamiq_jax.methods import BlockInt, ErrorFeedback
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 
 N = 4
@@ -86,7 +86,7 @@ def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled, dtype):
     assert vnmse(ours, theirs) < 1e-4
 
 
-@pytest.mark.parametrize("axis", (0, 1, 2))
+@pytest.mark.parametrize("axis", (0, 1, 2, -1))
 @pytest.mark.parametrize("tiled", (True, False))
 def test_a_gather_has_the_shapes_of_lax_and_the_same_bits_everywhere(axis, tiled):
     parts = gradient((6, 10, 40))
@@ -100,6 +100,45 @@ def test_a_gather_has_the_shapes_of_lax_and_the_same_bits_everywhere(axis, tiled
     assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
     assert (ours == ours[0]).all()
     assert 1e-6 < vnmse(ours, expected) < 0.02
+
+
+@pytest.mark.parametrize(("axis", "tiled"), ((2, True), (-3, True), (3, False), (0.0, True)))
+def test_a_gather_along_a_dimension_that_does_not_exist(axis, tiled):
+    with pytest.raises(ValueError, match=rf"axis={axis} is not a dimension.*tree\['w'\].*Give one"):
+        simulated(lambda key, g: dq.all_gather({"w": g}, "data", key=key, axis=axis, tiled=tiled))(
+            KEY, gradient((8, 8))
+        )
+
+
+def test_both_halves_may_have_one_key():
+    """Noise that both shared would not average out: errors of many keys have to."""
+    method = BlockInt(bits=4, rounding="stochastic")
+    g = gradient((64, 64))[:2]
+    truth = g.sum(axis=0, dtype=np.float64)
+
+    def local(key, g):
+        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=method)
+        return dq.all_gather(part, "data", key=key, tiled=True, method=method)
+
+    run = simulated(local)
+    results = [np.asarray(run(jax.random.key(k), g)[0], float) for k in range(64)]
+    single = np.mean([vnmse(result, truth) for result in results])
+    assert 48 < single / vnmse(np.mean(results, axis=0), truth) < 84  # 64; 31 with shared noise
+
+
+def test_exact_parts_follow_the_rules_of_the_exact_sum():
+    """Half precision adds up in single, and of booleans there is whether any is True."""
+    ones = np.ones((N, N), np.float32)
+    tree = {
+        "half": jnp.asarray(np.concatenate([256 * ones[:1], ones[1:]]), jnp.bfloat16),
+        "flag": np.eye(N, k=1, dtype=bool),
+    }
+    parts = simulated(lambda key, t: dq.psum_scatter(t, "data", key=key, tiled=True))(KEY, tree)
+    whole = simulated(lambda key, t: dq.psum(t, "data", key=key))(KEY, tree)
+    for name, leaf in parts.items():
+        assert leaf.dtype == whole[name].dtype
+        np.testing.assert_array_equal(leaf[:, 0], whole[name][0])
+    assert whole["half"][0, 0] == 260 and list(whole["flag"][0]) == [False, True, True, True]
 
 
 def test_trees_keep_small_and_integer_leaves_exact():

@@ -152,7 +152,7 @@ def test_the_state_adds_up_over_steps_on_a_mesh(data_mesh, check_vma):
     def local(_, gradients):
         def step(state, gradient):
             update, state = reduce.update(gradient, state)
-            return state, (update, state.method[0])
+            return state, (update, jax.tree.map(lambda leaf: leaf[0], state.method[0]))
 
         return jax.lax.scan(step, reduce.init(gradients[0]), gradients)[1]
 

@@ -239,6 +239,25 @@ def test_a_mesh_of_the_default_axis_types():
     np.testing.assert_allclose(grads, expected[1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("split", (False, True), ids=("whole batch", "split batch"))
+def test_under_set_mesh_with_the_default_axis_types(split):
+    """Shardings are part of types there. Those of the parameters are kept."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2), {"mean": jnp.mean(x)}
+
+    grad_fn = dq.value_and_grad(loss, mesh=mesh, axis_name="data", has_aux=True, method=TWO_CLASSES)
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    x = jax.random.normal(jax.random.key(1), (32, 64))
+    expected = grad_fn(params, x, key=jax.random.key(2))
+    with jax.set_mesh(mesh):
+        params = jax.reshard(params, P(None, "model"))
+        ours = grad_fn(params, jax.reshard(x, P("data")) if split else x, key=jax.random.key(2))
+        assert jax.typeof(ours[1]["w"]).sharding.spec == P(None, "model")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), ours, expected)
+
+
 @pytest.mark.parametrize("positions", (0, 3, (1, -1)))
 def test_replicated_positions_that_do_not_exist(positions):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])

@@ -212,6 +212,13 @@ def test_dtypes_have_buckets_of_their_own(data_mesh):
 
 
 def test_a_report_takes_arrays_as_well_as_shapes():
-    arrays = {"w": of_workers(0, 1, 5000)[0], "steps": 3}
-    shapes = {"w": jax.ShapeDtypeStruct((5000,), jnp.float32), "steps": np.int64(3)}
+    arrays = {"w": of_workers(0, 1, 5000)[0], "steps": 3, "rate": 0.5, "loss": np.float64(1)}
+    single = jax.ShapeDtypeStruct((), jnp.float32)
+    shapes = {
+        "w": jax.ShapeDtypeStruct((5000,), jnp.float32),
+        "steps": jax.ShapeDtypeStruct((), jnp.int32),
+        "rate": single,
+        "loss": single,
+    }
     assert dq.wire_report(arrays, 4) == dq.wire_report(shapes, 4)
+    assert dq.wire_report(arrays, 4).exact_bytes == 18  # 3 numbers of 32 bits, 3/4 of them twice

@@ -29,7 +29,6 @@ METHODS: dict[str, type[Method]] = {
     "omnireduce": OmniReduce,
     "topk_chunked": TopKChunked,
     "powersgd": PowerSGD,
-    "error_feedback": ErrorFeedback,
 }
 
 # Names of the command line for a method with other defaults.

@@ -9,7 +9,6 @@ from jax import Array
 
 from dynamiq_jax.chunks import WireCost
 from dynamiq_jax.methods.base import Method, State
-from dynamiq_jax.methods.power_sgd import PowerSGD
 from dynamiq_jax.topologies.base import Topology
 
 
@@ -43,11 +42,12 @@ class ErrorFeedback(Method):
     `dq.all_reduce_gradients` along the axis, in `in_specs` and `out_specs` alike; a checkpoint then
     holds the residuals of all workers:
 
-        dq.optimizer.AllReduceState(step=P(), method=P("data"))
+        dq.AllReduceState(step=P(), method=P("data"))
 
     >>> import jax, jax.numpy as jnp
     >>> import dynamiq_jax as dq
-    >>> reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(method=PowerSGD(rank=1)))
+    >>> method = ErrorFeedback(method=dq.methods.PowerSGD(rank=1))
+    >>> reduce = dq.all_reduce_gradients("data", method=method)
     >>> gradients = jax.random.normal(jax.random.key(0), (2, 64, 32))
     >>> state = jax.jit(jax.vmap(reduce.init, axis_name="data"))(gradients)
     >>> step = jax.jit(jax.vmap(reduce.update, axis_name="data"))
@@ -57,8 +57,7 @@ class ErrorFeedback(Method):
     True
     """
 
-    # What leaves something out: biased and coarse methods gain most.
-    method: Method = dataclasses.field(default_factory=PowerSGD)
+    method: Method  # What leaves something out: biased and coarse methods gain most.
 
     def __post_init__(self):
         if not isinstance(self.method, Method):

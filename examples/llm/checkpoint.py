@@ -342,9 +342,9 @@ def _check_saved(leaves: Mapping[str, Any], config: DecoderConfig, dtype: DTypeL
     wanted = {name: leaf.shape for name, leaf in named_leaves(abstract_params(config))}
     problems = _misfits({name: leaf.shape for name, leaf in leaves.items()}, wanted)
     problems += [
-        f"{name} has dtype {leaves[name].dtype}; it may be bfloat16, float16, float32"
+        f"{name} would have dtype {saved}; it may be bfloat16, float16, float32"
         for name in wanted.keys() & leaves.keys()
-        if np.dtype(leaves[name].dtype if dtype is None else dtype)
+        if (saved := np.dtype(leaves[name].dtype if dtype is None else dtype))
         not in map(np.dtype, DTYPES.values())
     ]
     if problems:

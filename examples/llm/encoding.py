@@ -45,6 +45,7 @@ class ChatTemplate:
         end: Says that the turn is over; the last token to learn.
         after: Between turns.
         roles: Roles that have another name here.
+        has_system: Whether there is a system turn; otherwise its words begin the user's first.
     """
 
     open: str
@@ -52,12 +53,12 @@ class ChatTemplate:
     end: str
     after: str = ""
     roles: dict[str, str] = field(default_factory=dict)
+    has_system: bool = True
 
 
 LLAMA3 = ChatTemplate("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")
-# Gemma has no system turn; its own template gives the system's words as the user's.
 GEMMA = ChatTemplate(
-    "<start_of_turn>", "\n", "<end_of_turn>", "\n", {"assistant": "model", "system": "user"}
+    "<start_of_turn>", "\n", "<end_of_turn>", "\n", {"assistant": "model"}, has_system=False
 )
 
 
@@ -70,6 +71,9 @@ class Encoder:
         Raises:
             ValueError: It has no token for the end of a text.
         """
+        # What files carry for inference would cut or fill every piece of a document.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.beginning = self._first_known(BEGINNINGS)
         self.ending = self._first_known(ENDINGS)
@@ -100,12 +104,12 @@ class Encoder:
 
     def _chat(self, turns: Sequence[Turn]) -> list[tuple[list[int], bool]]:
         template, parts = self.template, [(self._marks(self.beginning or ""), False)]
-        for turn in turns:
+        for turn in turns if template.has_system else _without_system(turns):
             role = template.roles.get(turn.role, turn.role)
             learn = turn.role == "assistant"
             parts += [
                 (self._marks(f"{template.open}{role}{template.close}"), False),
-                (self._words(turn.content), learn),
+                (self._words(turn.content.strip()), learn),
                 (self._marks(template.end), learn),
                 (self._marks(template.after), False),
             ]
@@ -126,3 +130,18 @@ class Encoder:
 
     def _first_known(self, tokens: Sequence[str]) -> str | None:
         return next(filter(self._knows, tokens), None)
+
+
+def _without_system(turns: Sequence[Turn]) -> list[Turn]:
+    """The same chat with what the system says in front of the next turn of the user."""
+    merged: list[Turn] = []
+    said = ""
+    for turn in turns:
+        if turn.role == "system":
+            said += turn.content.strip() + "\n\n"
+        elif turn.role == "user":
+            merged.append(Turn("user", said + turn.content.strip()))
+            said = ""
+        else:
+            merged.append(turn)
+    return [*merged, Turn("user", said.strip())] if said else merged

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import checkpoint
 from .config import DecoderConfig
@@ -21,6 +22,22 @@ COPIED = (
 )
 
 
+def written_dtype(config: DecoderConfig) -> jnp.dtype:
+    """The dtype that config.json names for the weights, float32 if it names none.
+
+    Raises:
+        ValueError: It is none that a checkpoint is written in.
+    """
+    name = config.source.get("torch_dtype") or config.source.get("dtype") or "float32"
+    known = {dtype.dtype.name: dtype.dtype for dtype in checkpoint.DTYPES.values()}
+    if name not in known:
+        raise ValueError(
+            f"config.json has dtype {name!r}, in which no weights are written. Change it to one of "
+            f"{', '.join(known)}."
+        )
+    return known[name]
+
+
 def write_model(folder: Path, config: DecoderConfig, params: Any, source: Path) -> None:
     """Writes weights in the dtype that config.json names, and the tokenizer. All processes call it.
 
@@ -30,8 +47,7 @@ def write_model(folder: Path, config: DecoderConfig, params: Any, source: Path) 
         params: float32, in parts on the devices of all processes.
         source: The folder that the model came from.
     """
-    dtype = config.source.get("torch_dtype") or config.source.get("dtype") or "float32"
-    checkpoint.save(folder, config, params, dtype=dtype)
+    checkpoint.save(folder, config, params, dtype=written_dtype(config))
     if jax.process_index() == 0:
         for name in COPIED:
             if (source / name).is_file():

@@ -13,14 +13,15 @@ WHOLE_BELOW = 1024  # Elements: cutting a norm's scale would save nothing.
 VIRTUAL_DEVICES = 8  # On CPUs, unless told.
 
 
-def make_mesh(workers: int | None, fsdp: int, processes: int = 1) -> Mesh:
-    """A mesh of axes "data" and "fsdp", over the accelerators if there are several, else over
+def make_mesh(workers: int | None, fsdp: int, processes: int = 1, *, at_least: int = 1) -> Mesh:
+    """A mesh of axes "data" and "fsdp", over the accelerators if there are enough, else over
     virtual CPU devices. Comes before anything else of JAX, once all processes have joined.
 
     Args:
         workers: Size of "data"; None for all devices there are.
         fsdp: Size of "fsdp".
         processes: How many share the mesh.
+        at_least: Fewest workers, where `workers` leaves it open.
 
     Raises:
         ValueError: There are too few devices, or some would be left over.
@@ -28,7 +29,7 @@ def make_mesh(workers: int | None, fsdp: int, processes: int = 1) -> Mesh:
     virtual = workers * fsdp if workers else max(VIRTUAL_DEVICES, fsdp)
     jax.config.update("jax_num_cpu_devices", max(virtual // processes, 1))
     devices = jax.devices()
-    if len(devices) == 1 and (workers or 1) * fsdp > 1:
+    if len(devices) == 1 and (workers or at_least) * fsdp > 1:
         devices = jax.devices("cpu")
         jax.config.update("jax_default_device", devices[0])
     workers = workers or len(devices) // fsdp

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.cli.settings import Setting
 from dynamiq_jax.compat import varying_axes
-from dynamiq_jax.optimizer import AllReduceState
 
 from .mesh import fsdp_specs
 
@@ -29,21 +28,23 @@ class ReductionState(NamedTuple):
 
     Attributes:
         all_reduce: That of `dq.all_reduce_gradients`. The method's own, such as a residual, is
-            another one on every device: its arrays have an axis of all devices in front.
+            another one on every device; they lie side by side along the first axis.
         norm: float32 scalar: norm of the last mean.
         vnmse: float32 scalar: its squared distance from the exact mean, relative to that one's
             square; NaN in a step that did not measure it.
     """
 
-    all_reduce: AllReduceState
+    all_reduce: dq.AllReduceState
     norm: jax.Array
     vnmse: jax.Array
 
 
 # What each axis of the mesh cuts, for the map that makes it manual.
-OVER_DATA = ReductionState(AllReduceState(step=P(), method=P("data")), norm=P(), vnmse=P())
-OVER_FSDP = AllReduceState(step=P(), method=P("fsdp"))
-PLACED = ReductionState(AllReduceState(step=P(), method=P(("data", "fsdp"))), norm=P(), vnmse=P())
+OVER_DATA = ReductionState(dq.AllReduceState(step=P(), method=P("data")), norm=P(), vnmse=P())
+OVER_FSDP = dq.AllReduceState(step=P(), method=P("fsdp"))
+PLACED = ReductionState(
+    dq.AllReduceState(step=P(), method=P(("data", "fsdp"))), norm=P(), vnmse=P()
+)
 
 
 def reduction(setting: Setting, mesh: Mesh, seed: int) -> optax.GradientTransformationExtraArgs:
@@ -61,21 +62,18 @@ def reduction(setting: Setting, mesh: Mesh, seed: int) -> optax.GradientTransfor
     reduce = _transformation(setting, seed)
 
     def init(params: Any) -> ReductionState:
-        def local(params: Any) -> AllReduceState:
-            return _with_device_axis(reduce.init(params))
-
         specs = fsdp_specs(params, mesh)
-        state = jax.shard_map(local, in_specs=(specs,), out_specs=OVER_FSDP, axis_names={"fsdp"})(
-            params
+        local = jax.shard_map(
+            reduce.init, in_specs=(specs,), out_specs=OVER_FSDP, axis_names={"fsdp"}
         )
-        return ReductionState(state, norm=jnp.float32(0), vnmse=jnp.float32(jnp.nan))
+        return ReductionState(local(params), norm=jnp.float32(0), vnmse=jnp.float32(jnp.nan))
 
     def update(
         grads: Any, state: ReductionState, params: Any = None, *, measure: jax.Array, **_: Any
     ) -> tuple[Any, ReductionState]:
-        def local(grads: Any, state: AllReduceState) -> tuple[Any, AllReduceState]:
-            mean, state = reduce.update(grads, _without_device_axis(state))
-            return jax.tree.map(_same_everywhere, mean, parts), _with_device_axis(state)
+        def local(grads: Any, state: dq.AllReduceState) -> tuple[Any, dq.AllReduceState]:
+            mean, state = reduce.update(grads, state)
+            return jax.tree.map(_same_everywhere, mean, parts), state
 
         parts = fsdp_specs(grads, mesh)
         specs = parts, OVER_FSDP
@@ -119,10 +117,10 @@ def wire_report(setting: Setting, params: Any, mesh: Mesh) -> dq.WireReport:
 def _transformation(setting: Setting, seed: int) -> optax.GradientTransformation:
     if setting.method is None or setting.topology is None:
 
-        def init(params: Any) -> AllReduceState:
-            return AllReduceState(step=jnp.int32(0), method=())
+        def init(params: Any) -> dq.AllReduceState:
+            return dq.AllReduceState(step=jnp.int32(0), method=())
 
-        def update(grads: Any, state: AllReduceState, params: Any = None):
+        def update(grads: Any, state: dq.AllReduceState, params: Any = None):
             return jax.lax.pmean(grads, "data"), state._replace(step=state.step + 1)
 
         return optax.GradientTransformation(init, update)
@@ -137,12 +135,3 @@ def _same_everywhere(mean: jax.Array, spec: P) -> jax.Array:
     """
     differs = "fsdp" in varying_axes(mean) and "fsdp" not in spec
     return jax.lax.pmax(mean, "fsdp") if differs else mean
-
-
-def _with_device_axis(state: AllReduceState) -> AllReduceState:
-    """Scalars of a state too have something to be laid side by side along."""
-    return state._replace(method=jax.tree.map(lambda leaf: leaf[None], state.method))
-
-
-def _without_device_axis(state: AllReduceState) -> AllReduceState:
-    return state._replace(method=jax.tree.map(lambda leaf: leaf[0], state.method))

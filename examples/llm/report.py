@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -92,9 +92,9 @@ def table(runs: Sequence[Run]) -> Table:
 
 def save_json(runs: Sequence[Run], options: dict[str, Any], path: Path) -> None:
     """Writes the summaries of runs and the options that led to them."""
-    # Ratios are NaN where nothing travels, which JSON does not have.
+    # JSON has neither NaN nor Inf: ratios where nothing travels, losses of a run that diverged.
     summaries = {
-        run.name: {name: value for name, value in run.summary().items() if not isnan(value)}
+        run.name: {name: value for name, value in run.summary().items() if isfinite(value)}
         for run in runs
     }
     content = {"options": options, "runs": summaries}
@@ -128,7 +128,8 @@ def save_plot(runs: Sequence[Run], path: Path) -> None:
         errors = runs[-1].by_step("vnmse")
         error.plot(*zip(*errors.items(), strict=True), "o-", color=ERROR_COLOR)
         error.ticklabel_format(axis="y", scilimits=(0, 0))
-        error.set_ylim(0, 1.25 * max(errors.values()) or 1)
+        # A run that diverged has errors that are none.
+        error.set_ylim(0, 1.25 * max(filter(isfinite, errors.values()), default=0) or 1)
         error.set_ylabel("vNMSE of the mean")
         error.set_xlabel("fine-tuning step")
         for axes in (losses, error):
