@@ -13,7 +13,7 @@ from workers import TWO_CLASSES, on_mesh, simulated
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.methods.base import Method
-from dynamiq_jax.topologies import TOPOLOGIES, resolve_topology
+from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, resolve_topology
 
 KEY = jax.random.key(0)
 GRADIENT = np.ones((2, 2048), np.float32)
@@ -124,6 +124,22 @@ def test_unknown_method(method):
 def test_unknown_topology(topology):
     with raises(ValueError, f"topology={topology!r}", "Give one of", *sorted(TOPOLOGIES)):
         resolve_topology(topology)
+
+
+@pytest.mark.parametrize("value", ("x", 1, None))
+@pytest.mark.parametrize(
+    ("made", "name"), ((Ring, "bidirectional"), (Ring, "unroll"), (dq.DynamiQ, "centre"))
+)
+def test_flags_are_true_or_false(made, name, value):
+    with raises(ValueError, f"{name}={value!r}", "Give True or False"):
+        made(**{name: value})
+
+
+def test_what_is_no_network_or_speed():
+    with raises(ValueError, "network=5", "Give one", "Network("):
+        Auto(network=5)
+    with raises(ValueError, "codec=8.0", "Give None", "CodecSpeed("):
+        Auto(codec=8.0)
 
 
 @pytest.mark.parametrize(

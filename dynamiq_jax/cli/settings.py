@@ -117,25 +117,16 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     """
     name, *parts = text.removeprefix(_FEEDBACK).split(":")
     if name == PSUM:
-        if parts:
-            raise CommandError(f"{option}: {text!r}: psum takes no options. Give {PSUM!r}.")
+        if parts or text != PSUM:
+            takes = "no options" if parts else "no error feedback: it loses nothing"
+            raise CommandError(f"{option}: {text!r}: {PSUM} takes {takes}. Give {PSUM!r}.")
         return Setting(text)
     if name not in METHODS and name not in PRESETS:
         raise CommandError(f"{option}: {text!r}: no method {name!r}. Give {grammar()}.")
-    topology_name, named = _DEFAULT_TOPOLOGY, {}
-    for part in parts:
-        field, equals, value = part.partition("=")
-        if equals:
-            named[field] = _literal(value)
-        elif part in TOPOLOGIES:
-            topology_name = part
-        elif isinstance(_literal(part), int | float):
-            named["bits"] = float(part)
-        else:
-            raise CommandError(
-                f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
-                f"Give {grammar()}."
-            )
+    topologies, named = topologies_in(text), _named_fields(text, option)
+    if len(topologies) > 1:
+        raise CommandError(f"{option}: {text!r}: {topologies} are several topologies. Give one.")
+    topology_name = topologies[0] if topologies else _DEFAULT_TOPOLOGY
     make_method, make_topology = PRESETS.get(name) or METHODS[name], TOPOLOGIES[topology_name]
     fields = [_field_names(type(make_method())), _field_names(make_topology)]
     for field in named:
@@ -156,13 +147,51 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     return Setting(text, method, topology)
 
 
+def topologies_in(text: str) -> list[str]:
+    """The topologies that a setting names.
+
+    >>> topologies_in("dynamiq:4:butterfly"), topologies_in("psum")
+    (['butterfly'], [])
+    """
+    return [part for part in text.split(":")[1:] if part in TOPOLOGIES]
+
+
+def _named_fields(text: str, option: str) -> dict[str, Any]:
+    """Field to value, of all that a setting gives but its method and topology."""
+    named: dict[str, Any] = {}
+    for part in text.split(":")[1:]:
+        if part in TOPOLOGIES:
+            continue
+        field, equals, value = part.partition("=")
+        if not equals and not _is_number(part):
+            raise CommandError(
+                f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
+                f"Give {grammar()}."
+            )
+        field, given = (field, _literal(value)) if equals else ("bits", float(part))
+        if field in named:
+            raise CommandError(
+                f"{option}: {text!r}: {part!r} gives {field!r} a second time. Give it once."
+            )
+        named[field] = given
+    return named
+
+
 def _field_names(made: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(made) if field.init}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _literal(text: str) -> Any:
     """A Python literal, or the text itself."""
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, TypeError, ValueError):  # of a set of lists, TypeError
         return text

@@ -83,6 +83,8 @@ class DynamiQ(ChunkedMethod):
             )
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r} is not known. Give one of {ROUNDINGS}.")
+        if type(self.centre) is not bool:
+            raise ValueError(f"centre={self.centre!r} is not possible. Give True or False.")
         if self.spacing not in SPACINGS:
             raise ValueError(f"spacing={self.spacing!r} is not known. Give one of {SPACINGS}.")
         most = MAX_GAP_RATIO[self.spacing]

@@ -35,6 +35,18 @@ class Auto:
     network: Network = dataclasses.field(default_factory=Network)
     codec: CodecSpeed | None = None  # None: what was measured on this kind of device
 
+    def __post_init__(self):
+        if not isinstance(self.network, Network):
+            raise ValueError(
+                f"network={self.network!r} is not a network. Give one, such as "
+                "Network(gbit_per_s=25)."
+            )
+        if not isinstance(self.codec, CodecSpeed | None):
+            raise ValueError(
+                f"codec={self.codec!r} is not a speed. Give None, for what was measured on this "
+                "kind of device, or CodecSpeed(ns_per_coordinate=0.02)."
+            )
+
     def choose(
         self, method: _HasWireCost, size: int, num_workers: int
     ) -> tuple[Topology, str | None]:

@@ -20,6 +20,12 @@ class Ring(Topology):
     bidirectional: bool = False  # one direction's transfer runs under the other's kernel, on a GPU
     unroll: bool = False  # steps without a loop, so that a backward pass can run under them
 
+    def __post_init__(self):
+        for name in ("bidirectional", "unroll"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ValueError(f"{name}={value!r} is not possible. Give True or False.")
+
     def arrivals(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> tuple[Arrival, ...]:
         """See `Topology`."""
         last = num_workers - 1
