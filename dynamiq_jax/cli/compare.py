@@ -15,7 +15,7 @@ from dynamiq_jax.cli import compare_plot, gradient_files, tables
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.gradient_files import Gradients
 from dynamiq_jax.cli.measure import worker_gradient
-from dynamiq_jax.cli.settings import Setting, parse_settings
+from dynamiq_jax.cli.settings import PSUM, Setting, parse_settings, topologies_in
 from dynamiq_jax.cli.simulate import Simulation, codec_ns
 from dynamiq_jax.cli.units import format_rate, format_seconds, parse_rate, parse_size
 from dynamiq_jax.topologies import TOPOLOGIES, Topology
@@ -127,6 +127,17 @@ class Compare:
         return tables.warn_unequal(console, rows)
 
     def _check(self) -> None:
+        for method in self.methods:
+            if topologies_in(method):
+                raise CommandError(
+                    f"--methods: {method!r} names a topology. Give it to --topologies, with which "
+                    "every method is measured."
+                )
+            if method == PSUM:
+                raise CommandError(
+                    f"--methods: {method!r} is not simulated. Give 'exact', sums without "
+                    "compression on the same topologies."
+                )
         for topology in self.topologies:
             if topology not in TOPOLOGIES or topology == "auto":
                 known = sorted(set(TOPOLOGIES) - {"auto"})
