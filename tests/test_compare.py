@@ -78,6 +78,19 @@ def test_the_example_writes_such_a_file(tmp_path):
         ({"w": np.full((4, 5000), np.nan)}, "NaN or Inf"),
         ({"w": np.ones((4, 10))}, "no array of 1024 coordinates"),
         ({"w": np.ones((4, 5000)), "v": np.ones((3, 5000))}, r"\[3, 4\] workers"),
+        ({"w": np.ones((0, 5000))}, "first axis is the worker"),
+        ({"w": np.ones((4, 5000), complex)}, "'w' has dtype complex128. Give real numbers"),
+        ({"w": np.full((4, 5000), "x")}, "'w' has dtype <U1. Give real numbers"),
+        ({"w": np.zeros((4, 5000))}, "every array holds only zeros"),
+        ({"1/w": np.ones((4, 5000)), "20/w": np.zeros((4, 5000))}, "step 20 holds only zeros"),
+        (
+            {"1/w": np.ones((4, 50, 100)), "20/w": np.ones((4, 100, 50))},
+            r"'w' is of \(50, 100\) coordinates in step 1 and of \(100, 50\) in step 20. Give all",
+        ),
+        (
+            {"1/w": np.ones((4, 5000)), "1/v": np.ones((4, 5000)), "20/w": np.ones((4, 5000))},
+            r"'v' is of \(5000,\) coordinates in step 1 and of less than 1024 in step 20",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path, arrays, says):
@@ -92,6 +105,15 @@ def test_files_that_are_none_are_refused(tmp_path):
     (tmp_path / "g.txt").write_text("")
     with pytest.raises(CommandError, match=r"\.npz or a \.safetensors"):
         gradient_files.load(tmp_path / "g.txt")
+
+
+@pytest.mark.parametrize("content", (b"", b"PK\x03\x04", b"nothing", b"\x93NUMPY"))
+@pytest.mark.parametrize("suffix", ("npz", "safetensors"))
+def test_damaged_files_are_refused(tmp_path, suffix, content):
+    path = tmp_path / f"g.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=rf"--gradients .*cannot be read as \.{suffix}.* wrote"):
+        gradient_files.load(path)
 
 
 # ---------------------------------------------------------------------- how methods are written
