@@ -13,6 +13,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from dynamiq_jax import cli
@@ -133,6 +135,18 @@ def test_bytes_are_those_of_the_method():
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+@example(16_100, "K", False)  # 16.1 * 1000 is 16100.000000000002 in binary
+@settings(max_examples=200)
+@given(st.integers(1, 10**12), st.sampled_from(("K", "M", "G")), st.booleans())
+def test_what_is_whole_in_decimals_is_a_size(size, unit, zeros):
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}[unit]
+    digits = len(str(factor)) - 1
+    text = f"{size // factor}.{size % factor:0{digits}}"
+    assert parse_size((text if zeros else text.rstrip("0")) + unit) == size
+    with pytest.raises(CommandError, match=r"--sizes: .* is not a whole number"):
+        parse_size(f"{text}5{unit}")
 
 
 @pytest.mark.parametrize("text", ["", "8mi", "-1Mi", "0", "1.5", "Mi", "1.2.3K", "8 M i"])

@@ -1,6 +1,7 @@
 """Sizes and rates as people write them: 8Mi coordinates, 200mbit a second."""
 
 import re
+from decimal import Decimal
 
 from dynamiq_jax.cli.errors import CommandError
 
@@ -20,7 +21,7 @@ def parse_size(text: str, option: str = "--sizes") -> int:
 
 def parse_rate(text: str, option: str = "--rate") -> float:
     """Bits a second, from "200mbit" or "1gbit"."""
-    return _parse(text.lower(), _RATES, option, "a rate", "200mbit, 1gbit or 2.5gbit")
+    return float(_parse(text.lower(), _RATES, option, "a rate", "200mbit, 1gbit or 2.5gbit"))
 
 
 def format_size(size: int) -> str:
@@ -71,9 +72,10 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def _parse(text: str, units: dict[str, int], option: str, what: str, example: str) -> float:
+def _parse(text: str, units: dict[str, int], option: str, what: str, example: str) -> Decimal:
     match = _NUMBER.fullmatch(text.strip())
-    number = float(match[1]) if match and match[1].count(".") <= 1 and match[1] != "." else 0.0
+    # Decimal: 16.1 * 1000 is not whole in binary floating point.
+    number = Decimal(match[1] if match and match[1].count(".") <= 1 and match[1] != "." else 0)
     if match is None or match[2] not in units or number <= 0:
         raise CommandError(f"{option}: {text!r} is not {what}. Give one such as {example}.")
     return number * units[match[2]]
