@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dynamiq_jax.cli.settings import Setting
 
 AXIS = "workers"
+MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
 _ROW = 256  # coordinates that share a magnitude
 _OCTAVES = 2.5  # standard deviation of the rows' magnitudes, as in a language model's gradients
 
