@@ -47,7 +47,8 @@ class Counted:
         return self._payload(payloads, chunk, turn)
 
     def accumulate(self, payloads, chunk):
-        return self._local(payloads, chunk)["workers"].astype(jnp.float32)
+        workers = self._local(payloads, chunk)["workers"]
+        return jnp.append(workers, chunk).astype(jnp.float32)
 
     def decompress(self, payloads):
         names = ("workers", "turns", "chunk", "depth", "sizes")
@@ -120,7 +121,9 @@ def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, 
 def test_a_reduce_scatter_ends_with_the_own_chunks(name, n):
     topology = TOPOLOGIES[name]
     result = np.asarray(run_counted(topology, n, scatter=True))
-    np.testing.assert_array_equal(result, np.ones((n, topology.chunks_per_worker * n)))
+    workers, chunk = np.split(result.reshape(topology.num_chunks(n), n + 1), (n,), axis=1)
+    np.testing.assert_array_equal(workers, 1)
+    np.testing.assert_array_equal(chunk[:, 0], np.arange(topology.num_chunks(n)))
 
 
 @every_size
