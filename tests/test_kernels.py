@@ -195,6 +195,9 @@ def test_every_kernel_lowers_for_a_gpu(kernel, name, dtype, gpu_target):
             lower_for_gpu(bind(compress, layout=layout), rows, order, scalar, scalar, seed),
             lower_for_gpu(bind(hop, layout=layout), messages, rows, order, scalar, scalar, seed),
             lower_for_gpu(bind(decompress, layout=layout), messages, order),
+            lower_for_gpu(
+                bind(decompress_accumulate, layout=layout), messages, rows, order, scalar
+            ),
             lower_for_gpu(bind(statistics), rows),
         ]
     assert [text.count("custom_call @") for text in texts] == [1] * len(texts)
