@@ -105,6 +105,15 @@ def test_every_chunk_gets_its_share_of_every_class(num_workers, rows, fractions,
         assert np.all(np.diff(dealt, axis=0) == 1)
 
 
+@pytest.mark.parametrize("rows", (2**17, 2**17 + 1), ids=("one_word", "argsort"))
+def test_rows_are_ranked_either_side_of_what_one_word_holds(rows):
+    """2^17 rows are the most whose norm and index share 32 bits."""
+    bits = random_norms(0, rows)
+    order = jax.jit(ordering.rank)(bits)
+    assert order.dtype == np.int32
+    np.testing.assert_array_equal(order, np.argsort(-bits.astype(int), kind="stable"))
+
+
 def test_ties_keep_their_order():
     shape = layout_of(2, 33, ((8, 0.3), (4, 0.7)))
     order = np.asarray(order_rows(np.full(66, 0x3F80, np.uint16), shape))
