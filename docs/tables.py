@@ -142,6 +142,27 @@ def final_losses() -> str:
     return _markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
 
 
+def limits() -> str:
+    """What any code could reach, beside what was measured: rate_distortion.json, compare_ring.json.
+
+    Both are of the same gradients.
+    """
+    measured = {(row["setting"], row["workers"]): row["steps"] for row in _results("compare_ring")}
+    rows = []
+    for bound in _results("rate_distortion"):
+        step, workers, bits = bound["step"], bound["workers"], bound["bits"]
+        if bits in (4, 5):
+            ours, mxfp8 = (
+                measured[setting, workers][step]["vnmse"]
+                for setting in (f"dynamiq:{bits:g}:ring", "mxfp8:ring")
+            )
+            errors = map(_exponent, (bound["message"], bound["ring"], ours, mxfp8))
+            rows.append([f"{bits:g}", str(workers), step.removeprefix("step "), *errors])
+    rows.sort(key=lambda row: (row[0], int(row[1])))
+    header = ["bits", "workers", "step", "least, gathered message alone", "least, ring"]
+    return _markdown([*header, "`DynamiQ`", "`MXFP8`, 8.25 bits"], rows)
+
+
 def accuracy() -> str:
     """Time to the exact run's 99 % target, and final losses: time_to_accuracy.json."""
     results = _results("time_to_accuracy")
@@ -189,6 +210,7 @@ def environments() -> str:
         "error_law": "python benchmarks/error_law.py",
         "final_loss": "python benchmarks/final_loss.py",
         "paper_tables": "python benchmarks/paper_tables.py",
+        "rate_distortion": "python benchmarks/rate_distortion.py",
         "time_to_accuracy": "python benchmarks/time_to_accuracy.py",
     }
     rows = []
@@ -214,6 +236,7 @@ _ALL = (
     emulated,
     accuracy,
     final_losses,
+    limits,
     compile_times,
     environments,
 )
