@@ -315,7 +315,7 @@ def test_bench_runs_from_the_command_line(tmp_path):
         ("network --rate quick", "'quick' is not a rate"),
         ("network --timeout 0", "--timeout is 0.0: give at least 1"),
         ("network --seed -1", "--seed is -1: give 0 to 2147483647"),
-        ("network --hosts 3 --settings bf16:butterfly", "bf16:butterfly.*3 workers.*power of two"),
+        ("network --hosts 3 --settings bf16:butterfly", "butterfly.*3 workers.*such as 2 or 4"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, says, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -165,13 +166,50 @@ def test_an_unrolled_ring_is_the_ring_without_a_loop(bidirectional):
     assert loops(Ring(bidirectional=bidirectional, unroll=True)) == 0
 
 
-@pytest.mark.parametrize("n", (3, 6, 12))
-def test_a_butterfly_says_which_sizes_it_supports(n):
-    with pytest.raises(ValueError, match=r"butterfly.* 12? ?workers|butterfly.*power of two"):
+@pytest.mark.parametrize(("n", "sizes"), ((3, "2 or 4"), (6, "4 or 8"), (12, "8 or 16")))
+def test_a_butterfly_says_which_sizes_it_supports(n, sizes):
+    message = re.escape(
+        f"topology=Butterfly() does not support an axis of {n} workers. Give an axis of a size "
+        f"that it supports, such as {sizes}, or topology='ring' or 'all_to_all'"
+    )
+    with pytest.raises(ValueError, match=message):
         dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, n, topology="butterfly")
     gradients = of_workers(0, n, 2000)
-    with pytest.raises(ValueError, match=f"axis of {n} workers.*ring"):
+    with pytest.raises(ValueError, match=message):
         simulated(lambda key, g: dq.psum(g, "data", key=key, topology="butterfly"))(KEY, gradients)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewSizes(Ring):
+    """A ring that overrides `supports`, and nothing else."""
+
+    sizes: tuple[int, ...]
+
+    def supports(self, num_workers: int) -> bool:
+        return num_workers in self.sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    (
+        ((3, 20), "a size that it supports, such as 3, or topology="),
+        ((4, 5, 7), "a size that it supports, such as 5 or 7, or topology="),
+        ((), "6 workers. Give topology='ring' or 'all_to_all', which support every size."),
+    ),
+)
+def test_to_override_supports_is_enough_to_refuse_a_size(sizes, named):
+    """Whatever asks: `supports` and `check` cannot disagree."""
+    topology = FewSizes(sizes=sizes)
+    for n in range(2, 10):
+        if topology.supports(n):
+            topology.check(n)
+            continue
+        with pytest.raises(ValueError, match=rf"FewSizes\(.* does not support an axis of {n} "):
+            topology.check(n)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        simulated(lambda key, g: dq.psum(g, "data", key=key, topology=topology))(
+            KEY, of_workers(0, 6, 2000)
+        )
 
 
 @functools.cache

@@ -52,11 +52,21 @@ class Topology(abc.ABC):
         return True
 
     def supports(self, num_workers: int) -> bool:
-        """Whether the topology works for an axis size: every one, if not said otherwise."""
+        """Whether the topology works for an axis size. Override this alone: `check` asks it."""
         return True
 
-    def check(self, num_workers: int) -> None:  # noqa: B027  every size, if not said otherwise
-        """Raises ValueError for an axis size that the topology does not support."""
+    def check(self, num_workers: int) -> None:
+        """Raises ValueError for an axis size that `supports` does not accept."""
+        if self.supports(num_workers):
+            return
+        below = next((n for n in range(num_workers - 1, 1, -1) if self.supports(n)), None)
+        above = next((n for n in range(num_workers + 1, 2 * num_workers) if self.supports(n)), None)
+        sizes = " or ".join(str(n) for n in (below, above) if n is not None)
+        raise ValueError(
+            f"topology={self!r} does not support an axis of {num_workers} workers. Give "
+            + (f"an axis of a size that it supports, such as {sizes}, or " if sizes else "")
+            + "topology='ring' or 'all_to_all', which support every size."
+        )
 
     def num_chunks(self, num_workers: int) -> int:
         """Chunks that a bucket is cut into: as many for each worker."""

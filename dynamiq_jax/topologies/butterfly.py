@@ -61,16 +61,6 @@ class Butterfly(Topology):
         """See `Topology`: a power of two."""
         return num_workers & (num_workers - 1) == 0
 
-    def check(self, num_workers: int) -> None:
-        """See `Topology`."""
-        if not self.supports(num_workers):
-            below = 1 << num_workers.bit_length() - 1
-            raise ValueError(
-                f"topology='butterfly' does not support an axis of {num_workers} workers. Give an "
-                f"axis whose size is a power of two, such as {below} or {2 * below}, or "
-                "topology='ring' or 'all_to_all', which support every size."
-            )
-
 
 def _part(messages: Payload, first: Array, chunks: int) -> Payload:
     return jax.tree.map(
