@@ -40,7 +40,6 @@ from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.processes import Stopped, stopping_cleanly
 from dynamiq_jax.cli.settings import PSUM, Setting, parse_settings
 from dynamiq_jax.cli.units import parse_rate
-from dynamiq_jax.collectives import is_stateful
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -123,7 +122,7 @@ def check(config: Config) -> tuple[list[Setting], list[float]]:
     if all(setting.method is not None for setting in settings):
         raise CommandError(f"--settings: add {PSUM}, whose loss is the target of all others.")
     for setting in settings:
-        if setting.method is not None and is_stateful(setting.method):
+        if setting.method is not None and setting.method.is_stateful:
             raise CommandError(
                 f"--settings: {setting.name!r} carries state from step to step, which this "
                 "benchmark does not keep; benchmarks/final_loss.py does."

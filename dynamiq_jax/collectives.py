@@ -96,16 +96,11 @@ def _reduce(tree: Tree, axis_name: AxisName, key: Array, options: Options, *, me
 
 def refuse_state(method: Method, function: str) -> None:
     """Raises ValueError for a method whose state a function has nowhere to keep."""
-    if is_stateful(method):
+    if method.is_stateful:
         raise ValueError(
             f"method={method!r} carries state from step to step, which dq.{function} cannot keep. "
             "Use dq.all_reduce_gradients inside jax.shard_map: its optimizer state holds it."
         )
-
-
-def is_stateful(method: Method) -> bool:
-    """Whether a method carries state from step to step."""
-    return type(method).init_state is not Method.init_state
 
 
 def init_states(

@@ -63,7 +63,7 @@ def all_reduce_gradients(
       restored like any pytree.
     """
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
-    stateful = collectives.is_stateful(options.method)
+    stateful = options.method.is_stateful
 
     def init(params: Any) -> AllReduceState:
         states = ()

@@ -31,7 +31,6 @@ from safetensors.numpy import load_file
 import dynamiq_jax as dq
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.settings import parse_setting
-from dynamiq_jax.collectives import is_stateful
 from dynamiq_jax.methods import METHODS, resolve_method
 
 SCRIPT = pathlib.Path(finetune_llm.__file__)
@@ -162,7 +161,7 @@ def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
 
 
 # Each carries another state: a residual, a basis of each matrix, what did not fit.
-STATEFUL = [name for name in METHODS if is_stateful(resolve_method(name))] + ["ef+topk_chunked"]
+STATEFUL = [name for name in METHODS if resolve_method(name).is_stateful] + ["ef+topk_chunked"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from workers import simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.buckets import BUCKET_BYTES, EXACT_BELOW, resolve_options
-from dynamiq_jax.collectives import is_stateful, reduce_tree
+from dynamiq_jax.collectives import reduce_tree
 from dynamiq_jax.methods import METHODS, MXFP8, ErrorFeedback, Method, PowerSGD, resolve_method
 from dynamiq_jax.methods.base import ChunkedMethod
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, Topology, resolve_topology
@@ -58,7 +58,7 @@ def psum_with(name: str, topology: str):
     options = resolve_options(CASES[name], topology, EXACT_BELOW, BUCKET_BYTES)
 
     def local(key, tree):
-        if is_stateful(options.method):
+        if options.method.is_stateful:
             # Low rank sums vectors exactly.
             matrices = jax.tree.map(lambda x: x.reshape(MATRIX) if x.ndim == 1 else x, tree)
             total, _ = reduce_tree(
@@ -187,4 +187,4 @@ def test_state_is_stable_under_update(name):
     before, updates, after = jax.eval_shape(jax.vmap(local, axis_name="data"), gradient())
     assert updates["w"].shape == (NUM_WORKERS, *MATRIX)
     assert after == before
-    assert bool(jax.tree.leaves(before.method)) == is_stateful(CASES[name])
+    assert bool(jax.tree.leaves(before.method)) == CASES[name].is_stateful

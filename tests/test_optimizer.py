@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import is_stateful
 from dynamiq_jax.methods import METHODS, ErrorFeedback, OmniReduce, resolve_method
 
 NUM_WORKERS = 4
@@ -119,9 +118,7 @@ def test_the_chain_is_the_mean_followed_by_the_rest(momentum):
 # --------------------------------------------------------------------------------------- the state
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in METHODS if not is_stateful(resolve_method(name))]
-)
+@pytest.mark.parametrize("name", [name for name in METHODS if not resolve_method(name).is_stateful])
 def test_the_state_is_a_plain_pytree_that_keeps_its_shape(name):
     """Conformance: abstract init, init and update agree, and carry the dtypes of the gradients."""
     reduce = dq.all_reduce_gradients("data", method=name, start_step=5)
@@ -168,7 +165,7 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(momentum, tmp_path):
 @pytest.mark.parametrize(
     "method",
     (
-        *(resolve_method(name) for name in METHODS if is_stateful(resolve_method(name))),
+        *(resolve_method(name) for name in METHODS if resolve_method(name).is_stateful),
         ErrorFeedback(method=OmniReduce()),
     ),
     ids=lambda method: type(method).__name__,

@@ -30,6 +30,13 @@ class Method(abc.ABC):
         """
         return self
 
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the method carries state from step to step: it does if it has an `init_state` of
+        its own.
+        """
+        return type(self).init_state is not Method.init_state
+
     def init_state(self, size: int, num_workers: int) -> State:
         """State before the first step, for a bucket of `size` coordinates."""
         return ()

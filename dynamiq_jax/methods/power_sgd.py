@@ -55,7 +55,7 @@ class PowerSGD(Method):
             raise ValueError(f"rank={self.rank!r} is not possible. Give a positive integer.")
         if not isinstance(self.inner, Method):
             raise ValueError(f"inner={self.inner!r} is not a method. Give one, such as dq.BF16().")
-        if type(self.inner).init_state is not Method.init_state:
+        if self.inner.is_stateful:
             raise ValueError(
                 f"inner={self.inner!r} carries state, and each step hands it two messages. Give a "
                 "method without, such as dq.BF16()."
