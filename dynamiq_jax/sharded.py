@@ -136,6 +136,7 @@ def all_gather(
     axes = _one_axis(axis_name)
     key = jax.random.fold_in(checks.check_key(key, axes.names), _GATHER)
     method = resolve_method(method)
+    buckets.check_exact_below(exact_below)
     n = axes.num_workers
 
     def gather(number: int, path: Any, leaf: Array) -> Array:

@@ -1,6 +1,7 @@
 """Leaves to buckets: each leaf once, in order, in buckets that are not too large."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,25 @@ def test_buckets_have_rounding_noise_of_their_own():
     assert np.any(result["a"] != result["b"])
 
 
-@pytest.mark.parametrize("bucket_bytes", (0, -1, 1e6, None))
+@pytest.mark.parametrize("bucket_bytes", (0, -1, 1e6, True, None))
 def test_bucket_bytes_that_are_not_bytes(bucket_bytes):
-    with pytest.raises(ValueError, match=f"bucket_bytes={bucket_bytes!r}"):
+    with pytest.raises(ValueError, match=f"bucket_bytes={bucket_bytes!r} .* Give a positive int"):
         dq.wire_report({}, 2, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("exact_below", (-1, 1e3, float("inf"), True, "1024", None))
+def test_exact_below_that_is_not_a_number_of_elements(exact_below):
+    message = re.escape(f"exact_below={exact_below!r} is not a number of elements. Give 0 ")
+    with pytest.raises(ValueError, match=message):
+        dq.wire_report({}, 2, exact_below=exact_below)
+    for collective in (dq.psum, dq.pmean, dq.psum_scatter, dq.all_gather):
+        with pytest.raises(ValueError, match=message):
+            simulated(lambda key, g, c=collective: c(g, "data", key=key, exact_below=exact_below))(
+                KEY, of_workers(0, 2, 8192)
+            )
+
+
+def test_sizes_may_be_numpy_integers():
+    few = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    report = dq.wire_report(few, 2, exact_below=np.int64(5000), bucket_bytes=np.int64(1 << 20))
+    assert report.exact_leaves[0][1] == "4096 elements are fewer than exact_below=5000"
