@@ -76,7 +76,7 @@ def test_topologies_differ_in_error_not_in_bytes():
         ({"size": "many"}, "--size: 'many'"),
         ({"bits": (1.0,)}, "bits=1.0"),
         ({"latency_us": -1.0}, "latency_us=-1.0"),
-        ({"codec_ns": -1.0}, "ns_per_coordinate=-1.0"),
+        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give 0 or more"),
     ),
 )
 def test_questions_that_make_no_sense(changes, says):

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import dynamiq_jax as dq
 from dynamiq_jax import cli
 from dynamiq_jax.cli import bench, measure, tables
 from dynamiq_jax.cli.errors import CommandError
@@ -32,6 +33,7 @@ from dynamiq_jax.cli.units import (
 )
 from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES, Ring
+from dynamiq_jax.topologies.cost_model import CodecSpeed
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
@@ -220,10 +222,36 @@ def test_break_even_is_where_both_take_the_same_time():
 
 def test_a_known_link_does_not_count_as_codec_time():
     results = [result("psum", 0.05, 10**6), result("dynamiq:5", 0.03, 10**5)]
-    free = bench.record(results[1], results, None)
+    free = bench.record(results[1], results, None, 1)
     assert free["codec_seconds"] == 0.03 and free["break_even"] == {"psum": math.inf}
-    linked = bench.record(results[1], results, 1e9)
+    linked = bench.record(results[1], results, 1e9, 1)
     assert linked["codec_seconds"] == pytest.approx(0.03 - 8e5 / 1e9)
+
+
+@pytest.mark.parametrize(("link", "sharing"), ((None, 1), (None, 4), (1e9, 1), (1e9, 4)))
+def test_codec_ns_is_what_the_cost_model_calls_it(link, sharing):
+    """Of one worker: those that share the cores of a machine take as many times that."""
+    row = bench.record(result("dynamiq:5", 0.03, 10**5), [], link, sharing)
+    speed = CodecSpeed(ns_per_coordinate=row["codec_ns"])
+    assert sharing * speed.seconds(row["size"], 9) == pytest.approx(row["codec_seconds"])
+
+
+def test_workers_on_cpus_share_a_machine(data_mesh):
+    assert measure.workers_per_machine(data_mesh(4)) == 4
+
+
+def test_the_command_that_goes_on_is_that_of_the_largest_size():
+    made = [
+        result(name, seconds, 10**5, size=size)
+        for size in (1024, 4096)
+        for name, seconds in (("psum", 1e-3), ("dynamiq:8:ring", 3e-3), ("dynamiq:6", 2.048e-3))
+    ]
+    rows = [bench.record(each, made, None, 4) for each in made]
+    text = bench.to_advise(rows, "cpu", with_wire=False)
+    assert text.endswith("\ndynamiq-jax advise --device cpu --codec-ns 125")
+    assert "dynamiq:6 with 4Ki coordinates" in text and "--link takes it out" not in text
+    assert "--link takes it out" in bench.to_advise(rows, "gpu", with_wire=True)
+    assert bench.to_advise(rows[:1], "cpu", with_wire=False) is None
 
 
 # ------------------------------------------------------------------- tables and records
@@ -231,8 +259,9 @@ def test_a_known_link_does_not_count_as_codec_time():
 
 def test_the_table_names_break_even_speeds():
     results = [result("psum", 0.01, 6 * 10**6), result("dynamiq:5", 0.03, 10**6)]
-    text = shown(bench.bench_table([bench.record(r, results, None) for r in results]))
+    text = shown(bench.bench_table([bench.record(r, results, None, 4) for r in results]))
     assert "2 Gbit/s" in text and "dynamiq:5" in text and "30 ms" in text and "1Ki" in text
+    assert "codec ns" in text and "7324" in text  # 30 ms, 1024 coordinates, 4 workers
 
 
 def test_unequal_replicas_are_an_error():
@@ -297,7 +326,14 @@ def test_bench_runs_from_the_command_line(tmp_path):
     for row in record["results"]:
         assert row["workers"] == 2 and row["replicas_equal"] and len(row["repeats"]) == 2
         assert ("psum" in row["break_even"]) == (row["setting"] != "psum")
+        assert 2e-9 * row["codec_ns"] * row["size"] == pytest.approx(row["seconds"])
     assert plot_path.stat().st_size > 1000
+
+    name, *pasted = done.stdout.splitlines()[-1].split()
+    assert name == "dynamiq-jax" and pasted[:2] == ["advise", "--device"]
+    assert float(pasted[-1]) == pytest.approx(record["results"][-1]["codec_ns"], rel=0.01)
+    advised = command(*pasted)
+    assert advised.returncode == 0, advised.stderr
 
 
 @pytest.mark.parametrize(
@@ -341,13 +377,21 @@ def test_bench_runs_over_several_processes(tmp_path):
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "4Ki float32 coordinates, 2 workers" in first.stdout
     assert "4Ki" not in second.stdout  # the first one reports
-    assert [row["workers"] for row in json.loads(path.read_text())["results"]] == [2, 2]
+    rows = json.loads(path.read_text())["results"]
+    assert [row["workers"] for row in rows] == [2, 2]
+    for row in rows:  # both processes are on this machine
+        assert 2e-9 * row["codec_ns"] * row["size"] == pytest.approx(row["seconds"])
 
 
 def test_one_device_has_nothing_to_exchange():
     done = command("bench", "--cpu-devices", "1")
     assert done.returncode == 1
     assert re.fullmatch("dynamiq-jax: .*nothing to exchange.*--cpu-devices 8.*\n", done.stderr)
+
+
+def test_the_version():
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"dynamiq-jax {dq.__version__}\n")
 
 
 def test_help_teaches():

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import dynamiq_jax
+
 _NEEDED = ("tyro", "rich")
 
 _DESCRIPTION = """Measures compressed gradient all-reduce on your hardware, or on a slow network
@@ -20,11 +22,14 @@ examples:
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
 A setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum. `dynamiq-jax COMMAND --help` explains
-each command."""
+each command, `dynamiq-jax --version` prints the version."""
 
 
 def main() -> None:
     """Entry point of `dynamiq-jax`."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"dynamiq-jax {dynamiq_jax.__version__}")
+        return
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(

@@ -12,6 +12,7 @@ from dynamiq_jax.buckets import bytes_sent
 from dynamiq_jax.cli import tables
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.units import (
+    check_codec_ns,
     format_bytes,
     format_rate,
     format_seconds,
@@ -52,7 +53,7 @@ class Advise:
 
     Predicts the time of a training step from the speed of the link, the size of the gradient and
     the speed of the codec. Nothing is run: a minute with `dynamiq-jax bench` on your hardware gives
-    a better --codec-ns than the built-in one.
+    a better --codec-ns than the built-in one, in its last line.
     """
 
     link: str = "10gbit"
@@ -79,7 +80,8 @@ class Advise:
     """Where the codec runs."""
 
     codec_ns: float | None = None
-    """Nanoseconds of codec for each coordinate of the gradient, as `bench` measures."""
+    """Nanoseconds of codec of a worker for each coordinate of its gradient: what `bench` calls
+    codec ns."""
 
     latency_us: float = 50.0
     """Microseconds from the start of a transfer to its first byte."""
@@ -117,6 +119,7 @@ def predictions(question: Advise) -> list[Option]:
         raise CommandError(f"--step-time is {question.step_time}: give seconds above 0.")
     if not 0 <= question.overlap <= 1:
         raise CommandError(f"--overlap is {question.overlap}: give a share from 0 to 1.")
+    check_codec_ns(question.codec_ns)
     size, workers = parse_size(question.size, "--size"), question.workers
     try:
         network = Network(

@@ -16,7 +16,13 @@ from rich.table import Table
 from dynamiq_jax.cli import tables
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.joining import join
-from dynamiq_jax.cli.measure import MAX_SEED, Measurement, make_mesh, measure
+from dynamiq_jax.cli.measure import (
+    MAX_SEED,
+    Measurement,
+    make_mesh,
+    measure,
+    workers_per_machine,
+)
 from dynamiq_jax.cli.processes import MALLOC
 from dynamiq_jax.cli.settings import (
     BF16_RING,
@@ -24,6 +30,7 @@ from dynamiq_jax.cli.settings import (
     PSUM,
     Setting,
     is_same,
+    parse_setting,
     parse_settings,
 )
 from dynamiq_jax.cli.units import (
@@ -34,6 +41,7 @@ from dynamiq_jax.cli.units import (
     parse_rate,
     parse_size,
 )
+from dynamiq_jax.methods import DynamiQ
 
 _MALLOC_HINT = (
     "With glibc, all of this takes half of the time or less on CPU devices where malloc keeps "
@@ -46,7 +54,8 @@ class Bench:
     """All-reduce on the devices of this process, or of several processes.
 
     Times every setting at every size, in turns, beside the bytes that it sends and its error, and
-    says below which speed of a link it would beat jax.lax.psum and a ring of BF16.
+    says below which speed of a link it would beat jax.lax.psum and a ring of BF16. Its last line is
+    the `dynamiq-jax advise` that goes on from there.
 
     On a machine without accelerators this uses virtual CPU devices. To run over several processes,
     start the same command in each of them with --coordinator HOST:PORT --num-processes N
@@ -109,12 +118,17 @@ class Bench:
         device = mesh.devices[0].device_kind
         console.print(f"{mesh.size} workers on devices of kind {device}", highlight=False)
         results = measure_all(settings, mesh, sizes, self, console)
-        rows = [record(result, results, link) for result in results]
+        sharing = workers_per_machine(mesh)
+        rows = [record(result, results, link, sharing) for result in results]
         if first:
             for size in sizes:
                 console.print(bench_table([row for row in rows if row["size"] == size]))
-            if mesh.devices[0].platform == "cpu" and "GLIBC_TUNABLES" not in os.environ:
+            platform = "cpu" if mesh.devices[0].platform == "cpu" else "gpu"
+            if platform == "cpu" and "GLIBC_TUNABLES" not in os.environ:
                 console.print(_MALLOC_HINT, highlight=False)
+            if found := to_advise(rows, platform, with_wire=link is None and sharing < mesh.size):
+                # Not wrapped: a line to paste.
+                console.print(found, highlight=False, soft_wrap=True)
             tables.save_json(self.json, device, dataclasses.asdict(self), rows)
             tables.save_plot(self.plot, "time of one all-reduce", _series(rows))
         return tables.warn_unequal(console, rows)
@@ -190,17 +204,22 @@ def measure_all(
     return results
 
 
-def record(result: Measurement, results: list[Measurement], link: float | None) -> dict[str, Any]:
+def record(
+    result: Measurement, results: list[Measurement], link: float | None, sharing: int
+) -> dict[str, Any]:
     """What the table and the JSON file say of one measurement.
 
     Args:
       result: the measurement.
       results: all of the run, among them those to compare with.
       link: bits a second of the links between the devices; None if they share a memory.
+      sharing: workers that share the cores of one machine.
     """
     row = dataclasses.asdict(result) | {
         "bandwidth": result.bandwidth,
         "codec_seconds": _codec_seconds(result, link),
+        # `CodecSpeed.ns_per_coordinate`: of a worker that has the machine for itself.
+        "codec_ns": 1e9 * _codec_seconds(result, link) / (result.size * sharing),
         "break_even": {},
     }
     for name in (PSUM, BF16_RING):
@@ -220,23 +239,59 @@ def bench_table(rows: list[dict[str, Any]]) -> Table:
     table = tables.table(
         f"{format_size(rows[0]['size'])} float32 coordinates, {rows[0]['workers']} workers",
         ("setting",),
-        ("time", "GB/s", "bits", "sent by each", "vNMSE", "beats psum below", "beats BF16 below"),
+        (
+            "time",
+            "GB/s",
+            "codec ns",
+            "bits",
+            "sent by each",
+            "vNMSE",
+            "beats psum below",
+            "beats BF16 below",
+        ),
     )
     for row in rows:
         table.add_row(
             row["setting"],
             format_seconds(row["seconds"]),
             f"{row['bandwidth'] / 1e9:.2f}",
+            _ns(row["codec_ns"]),
             f"{row['bits']:.2f}",
             format_bytes(row["bytes_per_worker"]),
             f"{row['vnmse']:.1e}",
             *(_rate(row["break_even"].get(name)) for name in (PSUM, BF16_RING)),
         )
     table.caption = (
-        "GB/s: float32 bytes reduced in a second. beats ... below: speed of a link under which the "
-        "setting takes less time, with the codec as fast as here."
+        "GB/s: float32 bytes reduced in a second. codec ns: nanoseconds of a worker for each "
+        "coordinate, everything but the known link; where workers share the cores of a machine, "
+        "as if one had them alone. beats ... below: speed of a link under which the setting takes "
+        "less time, with the codec as fast as here."
     )
     return table
+
+
+def to_advise(rows: Sequence[dict[str, Any]], device: str, *, with_wire: bool) -> str | None:
+    """How to go on with `dynamiq-jax advise`, the command on a line of its own; None if no setting
+    is DynamiQ, of which it gives advice.
+
+    Args:
+      rows: as from `record`.
+      device: "cpu" or "gpu".
+      with_wire: whether codec ns hold the time on the links between the devices.
+    """
+    ours = [(row, parse_setting(row["setting"]).method) for row in rows]
+    dynamiq = [(row, method) for row, method in ours if isinstance(method, DynamiQ)]
+    if not dynamiq:
+        return None
+    # The largest size: steps and caches count least. And the bits nearest to the default.
+    row, _ = min(dynamiq, key=lambda each: (-each[0]["size"], abs(each[1].bits - 5)))
+    text = f"From {row['setting']} with {format_size(row['size'])} coordinates"
+    if with_wire:
+        text += ", which holds the time on the links between these devices: --link takes it out"
+    return (
+        f"{text}. For your network, add its --link, --size and --workers:\n"
+        f"dynamiq-jax advise --device {device} --codec-ns {_ns(row['codec_ns'])}"
+    )
 
 
 def _codec_seconds(result: Measurement, link: float | None) -> float:
@@ -246,6 +301,10 @@ def _codec_seconds(result: Measurement, link: float | None) -> float:
 
 def _find(results: list[Measurement], name: str, size: int) -> Measurement | None:
     return next((r for r in results if r.size == size and is_same(r.setting, name)), None)
+
+
+def _ns(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _rate(value: float | None) -> str:

@@ -17,7 +17,13 @@ from dynamiq_jax.cli.gradient_files import Gradients
 from dynamiq_jax.cli.measure import worker_gradient
 from dynamiq_jax.cli.settings import PSUM, Setting, parse_settings, topologies_in
 from dynamiq_jax.cli.simulate import Simulation, codec_ns
-from dynamiq_jax.cli.units import format_rate, format_seconds, parse_rate, parse_size
+from dynamiq_jax.cli.units import (
+    check_codec_ns,
+    format_rate,
+    format_seconds,
+    parse_rate,
+    parse_size,
+)
 from dynamiq_jax.topologies import TOPOLOGIES, Topology
 
 DEFAULTS = (
@@ -80,9 +86,10 @@ class Compare:
     link: str = "10gbit"
     """Speed of each worker's link, for the time that an all-reduce would take."""
 
-    codec: float | None = None
-    """Nanoseconds of codec for each coordinate, of all methods alike, for that time: 0.02 is what a
-    kernel at the memory speed of a large GPU takes. By default what was measured here, on a CPU."""
+    codec_ns: float | None = None
+    """Nanoseconds of codec of a worker for each coordinate, as in `advise`, of all methods alike,
+    for that time: 0.02 is what a kernel at the memory speed of a large GPU takes. By default what
+    was measured here, on one core of a CPU."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write everything that was measured, with versions and hardware, to this file."""
@@ -151,8 +158,7 @@ class Compare:
             raise CommandError("--workers and --topologies: give at least one of each.")
         if self.seeds < 1:
             raise CommandError(f"--seeds is {self.seeds}: give at least 1.")
-        if self.codec is not None and self.codec < 0:
-            raise CommandError(f"--codec is {self.codec}: give 0 or more nanoseconds.")
+        check_codec_ns(self.codec_ns)
 
     def _load(self) -> dict[str, Gradients]:
         most = max(self.workers)
@@ -199,7 +205,7 @@ def _compare(
         advance(f"{name}, {at}")
     size = sum(math.prod(shape.shape) for shape in shapes.values())
     measured = codec_ns(min(each.seconds for each in found.values()), size, workers)
-    codec = measured if options.codec is None else options.codec
+    codec = measured if options.codec_ns is None else options.codec_ns
     wire_seconds = 8 * report.bytes_per_worker / rate
     method, _, topology = name.rpartition(":")
     return {

@@ -6,6 +6,7 @@ all of them run the same calls in the same order.
 
 import dataclasses
 import math
+import platform
 import statistics
 import time
 import zlib
@@ -78,6 +79,16 @@ def barrier() -> None:
     """Waits until all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("dynamiq_jax.cli.measure")
+
+
+def workers_per_machine(mesh: Mesh) -> int:
+    """Most workers that share the cores of one machine: 1 where each has a device of its own."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return 1
+    name = zlib.crc32(platform.node().encode())
+    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    machines, workers = on_all_processes([name, here], np.uint32).T
+    return int(max(workers[machines == machine].sum() for machine in machines))
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:

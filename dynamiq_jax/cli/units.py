@@ -1,5 +1,6 @@
 """Sizes and rates as people write them: 8Mi coordinates, 200mbit a second."""
 
+import math
 import re
 from decimal import Decimal
 
@@ -22,6 +23,12 @@ def parse_size(text: str, option: str = "--sizes") -> int:
 def parse_rate(text: str, option: str = "--rate") -> float:
     """Bits a second, from "200mbit" or "1gbit"."""
     return float(_parse(text.lower(), _RATES, option, "a rate", "200mbit, 1gbit or 2.5gbit"))
+
+
+def check_codec_ns(value: float | None) -> None:
+    """Raises CommandError for a --codec-ns that is no time."""
+    if value is not None and not 0 <= value < math.inf:
+        raise CommandError(f"--codec-ns is {value}: give 0 or more nanoseconds.")
 
 
 def format_size(size: int) -> str:
