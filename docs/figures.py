@@ -79,7 +79,7 @@ def ring_paths(workers: int) -> np.ndarray:
         codec = RecodedChunks(
             values=jnp.zeros((workers, workers)),
             encode=lambda values, chunk, turn: values.at[turn].set(me),
-            decode=lambda payload: payload,
+            decode=lambda payload, chunk: payload,
             size=workers * workers,
         )
         return Ring().all_reduce(codec, "data", workers)

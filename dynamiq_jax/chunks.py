@@ -61,7 +61,7 @@ class RecodedChunks:
 
     values: Array  # float [chunks, chunk size], of the chunks from `first` on
     encode: Callable[[Array, Array, Array | int], Payload]  # (float32 [chunk size], chunk, turn)
-    decode: Callable[[Payload], Array]  # to float32 [chunk size]
+    decode: Callable[[Payload, Array], Array]  # (payload, chunk) to float32 [chunk size]
     size: int  # coordinates of the bucket, before padding
     first: Array | int = 0
 
@@ -76,18 +76,20 @@ class RecodedChunks:
     def accumulate(self, payloads: Payload, chunk: Array) -> Array:
         """See `ChunkCodec`."""
         total = self._local(chunk)
-        for message in range(jax.tree.leaves(payloads)[0].shape[0]):
-            total = total + self.decode(jax.tree.map(lambda leaf, m=message: leaf[m], payloads))
+        for message in range(_length(payloads)):
+            one = jax.tree.map(lambda leaf, m=message: leaf[m], payloads)
+            total = total + self.decode(one, chunk)
         return total
 
     def decompress(self, payloads: Payload) -> Array:
         """See `ChunkCodec`."""
-        return jax.vmap(self.decode)(payloads).reshape(-1)[: self.size]
+        values = jax.vmap(self.decode)(payloads, jnp.arange(_length(payloads)))
+        return values.reshape(-1)[: self.size]
 
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, RecodedChunks]":
         """See `ChunkCodec`."""
         chunks = jnp.arange(self.values.shape[0])
-        values = lax.map(lambda chunk: self.decode(self.compress(chunk, turn)), chunks)
+        values = lax.map(lambda chunk: self.decode(self.compress(chunk, turn), chunk), chunks)
         return values.reshape(-1)[: self.size], dataclasses.replace(self, values=values)
 
     def _local(self, chunk: Array) -> Array:
@@ -133,6 +135,10 @@ class SummedChunks:
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, SummedChunks]":
         """See `ChunkCodec`. What is encoded is what is summed: it has been compressed already."""
         return self.decompress(self.encoded), self
+
+
+def _length(stacked: Payload) -> int:
+    return jax.tree.leaves(stacked)[0].shape[0]
 
 
 def as_chunks(flat: Array, num_chunks: int) -> Array:

@@ -17,6 +17,7 @@ from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.codec import packing
+from dynamiq_jax.codec.blocks import as_row_chunks
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
 from dynamiq_jax.topologies import resolve_topology
 
@@ -183,8 +184,10 @@ def shared_sums(name: str, topology: str):
 
     def local(key, flat):
         n = jax.lax.axis_size("data")
-        codec = method.bind(flat, "data", n, carrier.num_chunks(n), key)
-        return carrier.all_reduce(codec, "data", n), codec.scales.reshape(-1)
+        num_chunks = carrier.num_chunks(n)
+        codec = method.bind(flat, "data", n, num_chunks, key)
+        scales = method._shared_scales(as_row_chunks(flat, num_chunks), "data", n)
+        return carrier.all_reduce(codec, "data", n), scales.reshape(-1)
 
     return simulated(local)
 

@@ -47,6 +47,6 @@ def _chunks(**held: Any) -> RecodedChunks:
         encode=lambda values, chunk, turn: lax.bitcast_convert_type(
             values.astype(jnp.bfloat16), jnp.uint16
         ),
-        decode=lambda bits: lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32),
+        decode=lambda bits, chunk: lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32),
         **held,
     )

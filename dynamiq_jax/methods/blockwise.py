@@ -82,5 +82,5 @@ class BlockwiseMethod(ChunkedMethod):
             noise = jnp.asarray(offsets(row_ids, turn, seed, "independent"))
         return self.format.pack(*self.encode_rows(rows, noise))
 
-    def _decode(self, payload: Array) -> Array:
+    def _decode(self, payload: Array, chunk: Array) -> Array:
         return self.decode_rows(*self.format.unpack(payload)).reshape(-1)

@@ -12,13 +12,12 @@ import abc
 import dataclasses
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax import compat
-from dynamiq_jax.chunks import ChunkCodec, Payload, RecodedChunks, WireCost
+from dynamiq_jax.chunks import RecodedChunks, WireCost
 from dynamiq_jax.codec import minifloat, packing
 from dynamiq_jax.codec.blocks import as_row_chunks, rows_per_chunk
 from dynamiq_jax.codec.minifloat import BLOCK_SIZE, ELEMENTS, NAN_SCALE, Element
@@ -70,19 +69,13 @@ class _MX(ChunkedMethod):
         key: Array,
         *,
         consecutive: bool = False,
-    ) -> ChunkCodec:
+    ) -> RecodedChunks:
         """See `ChunkedMethod`."""
         values = as_row_chunks(flat, num_chunks)
         if not self.shared_scale:
             return _rescaled_chunks(self._format, values=values, size=flat.size)
-        local = _scales_of(values.astype(jnp.float32), self._format)
-        scales = _with_headroom(lax.pmax(local, axis_name), num_workers)
-        return _SharedScaleChunks(
-            values=values,
-            scales=scales.reshape(num_chunks, -1, _BLOCKS),
-            element=self._format,
-            size=flat.size,
-        )
+        scales = self._shared_scales(values, axis_name, num_workers)
+        return _shared_scale_chunks(self._format, scales, values=values, size=flat.size)
 
     def bind_part(self, part: Array, axis_name: str, num_workers: int, key: Array) -> RecodedChunks:
         """See `ChunkedMethod`. Nothing is summed, so parts always carry scales of their own."""
@@ -92,6 +85,12 @@ class _MX(ChunkedMethod):
             size=num_workers * part.size,
             first=lax.axis_index(axis_name),
         )
+
+    def _shared_scales(self, values: Array, axis_name: str, num_workers: int) -> Array:
+        """Scales of all workers for float [chunks, chunk size]: uint8 [chunks, rows, blocks]."""
+        local = _scales_of(values.astype(jnp.float32), self._format)
+        scales = _with_headroom(lax.pmax(local, axis_name), num_workers)
+        return scales.reshape(values.shape[0], -1, _BLOCKS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,46 +159,19 @@ class MXINT8(_MX):
         return ELEMENTS["int8"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _SharedScaleChunks:
-    """`ChunkCodec` of a bucket whose scales all workers know: messages are codes alone."""
+def _shared_scale_chunks(element: Element, scales: Array, **held: Any) -> RecodedChunks:
+    """Codec whose messages are codes alone, under scales that all workers know: uint8 [chunks,
+    rows, blocks].
+    """
 
-    values: Array  # float [chunks, chunk size]
-    scales: Array  # E8M0 bytes, uint8 [chunks, rows, blocks], the same on all workers
-    element: Element
-    size: int  # coordinates of the bucket, before padding
+    def of(chunk: Array) -> Array:
+        return lax.dynamic_index_in_dim(scales, chunk, keepdims=False)
 
-    def compress(self, chunk: Array, turn: Array | int) -> Array:
-        return self._encode(self._local(chunk), chunk)
-
-    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Array:
-        return self._encode(self.accumulate(payloads, chunk), chunk)
-
-    def accumulate(self, payloads: Payload, chunk: Array) -> Array:
-        total, scales = self._local(chunk), self._scales(chunk)
-        for message in range(payloads.shape[0]):
-            total = total + _decode(payloads[message], scales, self.element)
-        return total
-
-    def decompress(self, payloads: Payload) -> Array:
-        decode = jax.vmap(lambda codes, scales: _decode(codes, scales, self.element))
-        return decode(payloads, self.scales).reshape(-1)[: self.size]
-
-    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _SharedScaleChunks]":
-        def compressed(chunk: Array) -> Array:
-            return _decode(self.compress(chunk, turn), self._scales(chunk), self.element)
-
-        values = lax.map(compressed, jnp.arange(self.values.shape[0]))
-        return values.reshape(-1)[: self.size], dataclasses.replace(self, values=values)
-
-    def _encode(self, values: Array, chunk: Array) -> Array:
-        return _encode(values, self._scales(chunk), self.element)
-
-    def _local(self, chunk: Array) -> Array:
-        return lax.dynamic_index_in_dim(self.values, chunk, keepdims=False).astype(jnp.float32)
-
-    def _scales(self, chunk: Array) -> Array:
-        return lax.dynamic_index_in_dim(self.scales, chunk, keepdims=False)
+    return RecodedChunks(
+        encode=lambda values, chunk, turn: _encode(values, of(chunk), element),
+        decode=lambda codes, chunk: _decode(codes, of(chunk), element),
+        **held,
+    )
 
 
 def _rescaled_chunks(element: Element, **held: Any) -> RecodedChunks:
@@ -209,7 +181,7 @@ def _rescaled_chunks(element: Element, **held: Any) -> RecodedChunks:
         scales = _scales_of(values, element)
         return jnp.concatenate([_encode(values, scales, element), scales.reshape(-1)])
 
-    def decode(payload: Array) -> Array:
+    def decode(payload: Array, chunk: Array) -> Array:
         rows = payload.size // (packing.row_bytes(element.bits) + _BLOCKS)
         codes, scales = jnp.split(payload, [rows * packing.row_bytes(element.bits)])
         return _decode(codes, scales.reshape(rows, _BLOCKS), element)
