@@ -32,8 +32,7 @@ from dynamiq_jax.cli.units import (
     parse_size,
 )
 from dynamiq_jax.methods import METHODS
-from dynamiq_jax.topologies import TOPOLOGIES, Ring
-from dynamiq_jax.topologies.cost_model import CodecSpeed
+from dynamiq_jax.topologies import TOPOLOGIES, CodecSpeed, Ring
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default

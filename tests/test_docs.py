@@ -182,6 +182,11 @@ def test_every_public_name_method_and_topology_has_its_page():
     for name in dq.__all__:
         assert re.search(rf"^::: [\w.]+\.{name}$", reference, re.MULTILINE), name
     topologies = PAGES["docs/api/topologies.md"]
+    exported = re.findall(r"^::: [\w.]+\.(\w+)$", topologies, re.MULTILINE)
+    classes = [
+        name for name in dq.topologies.__all__ if isinstance(getattr(dq.topologies, name), type)
+    ]
+    assert sorted(exported) == sorted(classes)
     for cls in (*METHODS.values(), ErrorFeedback, *TOPOLOGIES.values()):
         assert f"::: {cls.__module__}.{cls.__name__}\n" in reference + topologies
         page = cls.__module__.rpartition(".")[2]

@@ -19,11 +19,10 @@ from dynamiq_jax.cli.units import (
     parse_rate,
     parse_size,
 )
-from dynamiq_jax.topologies import AllToAll, Butterfly, Network, Ring, Topology
+from dynamiq_jax.topologies import AllToAll, Butterfly, CodecSpeed, Network, Ring, Topology
 from dynamiq_jax.topologies.cost_model import (
     CODEC_SPEEDS,
     SUM_SPEEDS,
-    CodecSpeed,
     Prediction,
     predict,
     predict_exact,

@@ -4,7 +4,7 @@ from dynamiq_jax.topologies.all_to_all import AllToAll
 from dynamiq_jax.topologies.auto import Auto
 from dynamiq_jax.topologies.base import Topology
 from dynamiq_jax.topologies.butterfly import Butterfly
-from dynamiq_jax.topologies.cost_model import Network
+from dynamiq_jax.topologies.cost_model import CodecSpeed, Network
 from dynamiq_jax.topologies.ring import Ring
 
 TOPOLOGIES: dict[str, type[Topology | Auto]] = {
@@ -19,6 +19,7 @@ __all__ = [
     "AllToAll",
     "Auto",
     "Butterfly",
+    "CodecSpeed",
     "Network",
     "Ring",
     "Topology",

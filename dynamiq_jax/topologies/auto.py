@@ -33,7 +33,8 @@ class Auto:
     """
 
     network: Network = dataclasses.field(default_factory=Network)
-    codec: CodecSpeed | None = None  # None: what was measured on this kind of device
+    # None: `CODEC_SPEEDS` of the device, measured on a CPU, estimated from bytes on a GPU.
+    codec: CodecSpeed | None = None
 
     def __post_init__(self):
         if not isinstance(self.network, Network):
