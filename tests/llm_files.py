@@ -9,7 +9,7 @@ from flax import nnx
 from llm import checkpoint
 from llm.config import DecoderConfig
 from llm.model import Decoder
-from test_llm_data import MARKS, byte_tokenizer
+from llm_tokenizers import MARKS, byte_tokenizer
 
 WORDS = ("the", "gradient", "of", "a", "loss", "is", "sent", "in", "five", "bits", "as", "mean")
 

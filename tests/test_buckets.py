@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import of_workers
+from hlo import collectives
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from test_wire_report import collectives
 from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq

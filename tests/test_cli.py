@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 import pytest
+from commands import command, shown
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -36,26 +37,6 @@ from dynamiq_jax.topologies import TOPOLOGIES, CodecSpeed, Ring
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `dynamiq-jax` with arguments, from a folder that is not the checkout."""
-    return subprocess.run(
-        [sys.executable, "-m", "dynamiq_jax.cli", *arguments],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def shown(*renderables) -> str:
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(*renderables)
-    return capture.get()
 
 
 # ---------------------------------------------------------------------------- settings

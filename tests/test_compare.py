@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+from commands import command, shown
 from gradients import of_workers, vnmse
 from safetensors.numpy import save_file
-from test_cli import command, shown
 
 import dynamiq_jax as dq
 from dynamiq_jax.cli import compare, compare_plot, gradient_files

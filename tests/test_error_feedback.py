@@ -11,11 +11,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from gradients import of_workers, vnmse
+from hlo import PRESETS, sent_bytes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from test_power_sgd import sent_bytes
-from test_wire_report import PRESETS
 from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import heavy_tailed, of_workers, vnmse
+from hlo import compiled_collectives
 from hypothesis import given
 from hypothesis import strategies as st
-from test_wire_report import NUM_WORKERS as WIRE_WORKERS
-from test_wire_report import compiled_collectives
 from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import FlashCommunication
 
 KEY = jax.random.key(0)
+WIRE_WORKERS = 8
 N, SIZE = 4, 3 * 256 - 7
 seeds = st.integers(0, 2**32 - 1)
 METHODS = (

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from gradients import of_workers, vnmse
+from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_wire_report import collectives
 from workers import TWO_CLASSES
 
 import dynamiq_jax as dq

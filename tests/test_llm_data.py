@@ -12,17 +12,10 @@ from llm.batches import place, rows_of_step
 from llm.documents import Turn, hold_out, read_documents
 from llm.encoding import Encoded, Encoder
 from llm.packing import Rows, pack
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from llm_tokenizers import MARKS, byte_tokenizer
+from tokenizers import Tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
-MARKS = {
-    "llama3": (
-        *("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
-        *("<|start_header_id|>", "<|end_header_id|>"),
-    ),
-    "gemma": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-    "plain": ("</s>",),
-}
 WRITTEN = {
     "llama3": (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
@@ -35,16 +28,6 @@ WRITTEN = {
     ),
     "plain": "### system\nBe brief.</s>\n### user\nHi</s>\n### assistant\n[Yes.</s>]\n",
 }
-
-
-def byte_tokenizer(marks) -> Tokenizer:
-    """A token for every byte, and for each of the marks."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    return tokenizer
 
 
 def encoded(document, kind="llama3"):

@@ -12,54 +12,10 @@ from flax import nnx
 from llm.checkpoint import load
 from llm.config import DecoderConfig, RopeScaling
 from llm.model import Decoder, Embedding
+from llm_configs import GEMMA, LLAMA
 
 TIME = 20
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 48,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    # wavelengths of 6, 30, 141 and 664 tokens: one is kept, one is between, two are stretched
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": [2, 3],
-}
-GEMMA = {
-    "model_type": "gemma3_text",
-    "vocab_size": 48,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000.0,
-    "rope_local_base_freq": 100.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    "query_pre_attn_scalar": 11,
-    "sliding_window": 5,
-    "sliding_window_pattern": 2,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
-}
 CASES = {
     "llama": LLAMA,
     "llama, tied, no scaling": LLAMA | {"tie_word_embeddings": True, "rope_scaling": None},

@@ -10,9 +10,9 @@ import numpy as np
 import oracle
 import pytest
 from gradients import of_workers, vnmse
+from hlo import compiled_collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_wire_report import compiled_collectives
 from workers import on_mesh, simulated
 
 import dynamiq_jax as dq

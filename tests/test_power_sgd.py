@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import vnmse
+from hlo import sent_bytes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_wire_report import collectives
 from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD
+from dynamiq_jax.methods import ErrorFeedback, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
 
 NUM_WORKERS = 4
@@ -311,23 +311,6 @@ def test_a_gradient_of_zeros_does_not_end_the_search():
 
 
 # ------------------------------------------------------------------------------------------ bytes
-
-
-def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
-    """Bytes of each worker in the compiled program of a step, whose state comes out with it."""
-    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
-
-    def local(stacked):
-        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
-        updates, state = reduce.update(mine, reduce.init(mine))
-        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
-
-    stacked = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((NUM_WORKERS, *leaf.shape), leaf.dtype), tree
-    )
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")))
-    found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
-    return sum(c.sent_bytes(NUM_WORKERS) for c in found)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import of_workers, vnmse
+from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_wire_report import collectives
 from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq

@@ -1,109 +1,21 @@
 """The report against the compiled program: every byte of every collective, and what they hold."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import of_workers
+from hlo import PRESETS, SIZE, TREE, compiled_collectives
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import THC, Method
-from dynamiq_jax.topologies import Ring, Topology
+from dynamiq_jax.topologies import Ring
 
 NUM_WORKERS = 8
-SIZE = 4 << 20
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
-ITEM_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8}
-KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce-scatter")
-
-PRESETS = {
-    "default": dq.DynamiQ(),
-    "paper": dq.DynamiQ.paper(),
-    "centred": dq.DynamiQ.paper(centre=True),
-    "bf16": dq.BF16(),
-    "exact": dq.Exact(),
-    "thc": THC(),
-}
-# One leaf that is compressed and, beside it, all that is not.
-TREE = {
-    "w": jax.ShapeDtypeStruct((1024, SIZE // 1024), jnp.float32),
-    "bias": jax.ShapeDtypeStruct((512,), jnp.float32),
-    "norm": jax.ShapeDtypeStruct((64,), jnp.bfloat16),
-    "steps": jax.ShapeDtypeStruct((8,), jnp.int32),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a compiled program."""
-
-    kind: str
-    dtypes: frozenset[str]
-    result_bytes: int
-    looped: bool  # inside the body of a while
-
-    def sent_bytes(self, n: int) -> float:
-        """Bytes that each of n workers sends, the whole program long."""
-        share = {
-            "collective-permute": 1,
-            "all-to-all": (n - 1) / n,
-            "all-gather": (n - 1) / n,
-            "all-reduce": 2 * (n - 1) / n,
-        }[self.kind]
-        return self.result_bytes * share * (n - 1 if self.looped else 1)
-
-
-def collectives(hlo: str) -> list[Collective]:
-    """The collectives of an HLO module, with those of loop bodies marked.
-
-    A ring's loop runs n - 1 times, and nothing else here loops over a collective.
-    """
-    computations, name = {}, None
-    for line in hlo.splitlines():
-        opening = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{", line)
-        if opening:
-            name = opening.group(1)
-        computations.setdefault(name, []).append(line)
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
-    callers = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
-    looped, frontier = set(bodies), list(bodies)
-    while frontier:
-        called = set(callers.findall("\n".join(computations.get(frontier.pop(), ())))) - looped
-        looped |= called
-        frontier += called
-    found = []
-    pattern = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
-    for name, lines in computations.items():
-        for match in filter(None, map(pattern.search, lines)):
-            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match.group(1))
-            size = sum(
-                ITEM_BYTES[dtype] * int(np.prod([int(d) for d in dims.split(",") if d]))
-                for dtype, dims in arrays
-            )
-            kind, dtypes = match.group(2), frozenset(dtype for dtype, _ in arrays)
-            found.append(Collective(kind, dtypes, size, name in looped))
-    return found
-
-
-def compiled_collectives(
-    mesh, tree, method: Method, topology: Topology | str = "ring"
-) -> list[Collective]:
-    def local(key, stacked):
-        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
-        return dq.pmean(mine, "data", key=key, method=method, topology=topology)
-
-    stacked = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((NUM_WORKERS, *leaf.shape), leaf.dtype), tree
-    )
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    return collectives(jax.jit(mapped).lower(jax.random.key(0), stacked).compile().as_text())
 
 
 @pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))

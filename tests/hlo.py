@@ -1,0 +1,120 @@
+"""Compiled programs: their collectives, and the bytes that these send."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import THC, Method
+from dynamiq_jax.topologies import Topology
+
+SIZE = 4 << 20
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+ITEM_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8}
+KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce-scatter")
+
+PRESETS = {
+    "default": dq.DynamiQ(),
+    "paper": dq.DynamiQ.paper(),
+    "centred": dq.DynamiQ.paper(centre=True),
+    "bf16": dq.BF16(),
+    "exact": dq.Exact(),
+    "thc": THC(),
+}
+# One leaf that is compressed and, beside it, all that is not.
+TREE = {
+    "w": jax.ShapeDtypeStruct((1024, SIZE // 1024), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((512,), jnp.float32),
+    "norm": jax.ShapeDtypeStruct((64,), jnp.bfloat16),
+    "steps": jax.ShapeDtypeStruct((8,), jnp.int32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program."""
+
+    kind: str
+    dtypes: frozenset[str]
+    result_bytes: int
+    looped: bool  # inside the body of a while
+
+    def sent_bytes(self, n: int) -> float:
+        """Bytes that each of n workers sends, the whole program long."""
+        share = {
+            "collective-permute": 1,
+            "all-to-all": (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "all-reduce": 2 * (n - 1) / n,
+        }[self.kind]
+        return self.result_bytes * share * (n - 1 if self.looped else 1)
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """The collectives of an HLO module, with those of loop bodies marked.
+
+    A ring's loop runs n - 1 times, and nothing else here loops over a collective.
+    """
+    computations, name = {}, None
+    for line in hlo.splitlines():
+        opening = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{", line)
+        if opening:
+            name = opening.group(1)
+        computations.setdefault(name, []).append(line)
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
+    callers = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+    looped, frontier = set(bodies), list(bodies)
+    while frontier:
+        called = set(callers.findall("\n".join(computations.get(frontier.pop(), ())))) - looped
+        looped |= called
+        frontier += called
+    found = []
+    pattern = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+    for name, lines in computations.items():
+        for match in filter(None, map(pattern.search, lines)):
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match.group(1))
+            size = sum(
+                ITEM_BYTES[dtype] * int(np.prod([int(d) for d in dims.split(",") if d]))
+                for dtype, dims in arrays
+            )
+            kind, dtypes = match.group(2), frozenset(dtype for dtype, _ in arrays)
+            found.append(Collective(kind, dtypes, size, name in looped))
+    return found
+
+
+def compiled_collectives(
+    mesh, tree, method: Method, topology: Topology | str = "ring"
+) -> list[Collective]:
+    """The collectives of a mean over the axis "data" of a mesh."""
+
+    def local(key, stacked):
+        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
+        return dq.pmean(mine, "data", key=key, method=method, topology=topology)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    lowered = jax.jit(mapped).lower(jax.random.key(0), _stacked(tree, mesh.size))
+    return collectives(lowered.compile().as_text())
+
+
+def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
+    """Bytes of each worker in the compiled program of a step, whose state comes out with it."""
+    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
+
+    def local(stacked):
+        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
+        updates, state = reduce.update(mine, reduce.init(mine))
+        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")))
+    found = collectives(jax.jit(mapped).lower(_stacked(tree, mesh.size)).compile().as_text())
+    return sum(c.sent_bytes(mesh.size) for c in found)
+
+
+def _stacked(tree, num_workers: int):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((num_workers, *leaf.shape), leaf.dtype), tree
+    )
