@@ -1,9 +1,6 @@
 """What every benchmark shares: timing, a description of the machine, and where results go."""
 
-import datetime
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -13,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
-import numpy as np
 
-from dynamiq_jax.cli.machine import cpu_name
+from dynamiq_jax.cli import environment as cli_environment
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,19 +28,9 @@ def median_seconds(function: Callable[..., Any], *args: Any, repeats: int = 15) 
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and date, to be kept with every result."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
-        "device": jax.devices()[0].device_kind,
-        "platform": jax.default_backend(),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "numpy": np.__version__,
-    }
+    """Hardware, versions and date, to be kept with every result, and the commit."""
+    known = cli_environment.environment(jax.devices()[0].device_kind)
+    return known | {"commit": _commit(), "platform": jax.default_backend()}
 
 
 def save(name: str, config: dict[str, Any], results: Any) -> Path:

@@ -1,24 +1,19 @@
 """What every command shows and keeps: progress, tables, a JSON record, a plot."""
 
 import contextlib
-import datetime
-import importlib.metadata
 import importlib.util
 import json
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jaxlib
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dynamiq_jax.cli.environment import environment
 from dynamiq_jax.cli.errors import CommandError
-from dynamiq_jax.cli.machine import cpu_name, num_cores
 from dynamiq_jax.cli.units import format_seconds
 
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -82,26 +77,6 @@ def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
             raise CommandError(f"--plot is {plot_path}: end its name in one of {_PLOT_SUFFIXES}.")
         if importlib.util.find_spec("matplotlib") is None:
             raise CommandError("--plot needs matplotlib: pip install 'dynamiq-jax[cli]'")
-
-
-def environment(device: str) -> dict[str, Any]:
-    """Hardware, versions and date, to be kept with every result.
-
-    Args:
-      device: kind of the devices that were measured.
-    """
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "dynamiq_jax": importlib.metadata.version("dynamiq-jax"),
-        "device": device,
-        "cpu": cpu_name(),
-        "cores": num_cores(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "numpy": np.__version__,
-    }
 
 
 def save_json(
