@@ -35,6 +35,15 @@ def test_requirements_are_valid_and_extras_name_extras_that_exist():
             assert requirement.specifier, f"{text}: from which version on?"
 
 
+def test_each_requirement_is_stated_once():
+    """Extras include others. Only JAX is there again, with what GPUs need, from one version on."""
+    lines = (*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra))
+    others = [r for r in map(Requirement, lines) if r.name != PROJECT["name"]]
+    stated = [(r.name, *sorted(r.extras)) for r in others]
+    assert sorted(stated) == sorted(set(stated))
+    assert len({(r.name, str(r.specifier)) for r in others}) == len({r.name for r in others})
+
+
 def test_packages_are_typed_and_nothing_else_is_installed():
     assert tuple(PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == PACKAGES
     for package in PACKAGES:
