@@ -185,9 +185,7 @@ def headline() -> str:
     }
     settings = ("psum", "bf16:ring", "mxfp8:ring", "dynamiq:5:ring", "dynamiq:4:ring")
     header, rows = _times(settings, ("bf16:ring",))
-    rows = [
-        [*row, f"{final[setting]:+.2%}"] for setting, row in zip(settings, rows, strict=True)
-    ]
+    rows = [[*row, f"{final[setting]:+.2%}"] for setting, row in zip(settings, rows, strict=True)]
     return _markdown([*header, "final loss"], rows)
 
 
@@ -195,9 +193,7 @@ def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], l
     """Header and rows of seconds to the 99 % target, with the speed-ups over other settings."""
     links = _results("time_to_accuracy")["links"]
     bits = {row["setting"]: row["bits"] for row in links}
-    reached = {
-        (row["setting"], row["rate"]): row["to_target"]["0.99"]["seconds"] for row in links
-    }
+    reached = {(row["setting"], row["rate"]): row["to_target"]["0.99"]["seconds"] for row in links}
     rates = list(dict.fromkeys(row["rate"] for row in links))
     rows = []
     for setting in settings:

@@ -118,6 +118,45 @@ def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, 
     np.testing.assert_array_equal(sizes, np.broadcast_to(expected, (chunks, n)))
 
 
+class Timed:
+    """A codec that notes at which turn each worker compresses a chunk, for topologies of n."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def compress(self, chunk, turn):
+        return self._noted(jnp.zeros(self.n, jnp.int32), turn)
+
+    def hop(self, payloads, chunk, turn):
+        return self._noted(payloads.sum(0), turn)
+
+    def decompress(self, payloads):
+        return payloads
+
+    def _noted(self, turns, turn):
+        return turns.at[lax.axis_index("data")].set(jnp.asarray(turn, jnp.int32))
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_turns_are_those_of_the_wire_format(name):
+    n, topology = 8, TOPOLOGIES[name]
+    turns = jax.vmap(
+        lambda _: topology.all_reduce(Timed(n), "data", n),
+        axis_name="data",
+        axis_size=n,
+        in_axes=None,
+    )(0)[0]
+    chunk, worker = np.indices(turns.shape)
+    owner = chunk // topology.chunks_per_worker
+    forward, backward = (worker - owner - 1) % n, (owner - worker - 1) % n
+    expected = {
+        "bidirectional": np.where(chunk % 2 == 0, forward, backward),
+        "butterfly": n - 1 - (worker ^ owner),
+        "all_to_all": backward,
+    }.get(name, forward)
+    np.testing.assert_array_equal(turns, expected)
+
+
 @every_size
 def test_a_reduce_scatter_ends_with_the_own_chunks(name, n):
     topology = TOPOLOGIES[name]

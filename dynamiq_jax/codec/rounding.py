@@ -31,7 +31,7 @@ def offsets(
 
     Args:
       row_ids: uint32 [rows], `chunk * rows_per_chunk + place`.
-      hop: compressions that the chunk has gone through before this one.
+      hop: the turn of this compression, see section 4 of docs/wire_format.md.
       seed: uint32 [2], the same on all workers.
       rounding: see the module; `nearest` is deterministic and biased.
 

@@ -31,7 +31,7 @@ def hop(
       rows: local bucket in its original order, float [num_rows, 256].
       order: original row of every place, int32 [num_chunks, rows_per_chunk].
       chunk: which chunk the messages are of.
-      hop_index: compressions that the chunk has gone through.
+      hop_index: the turn of this compression, see section 4 of docs/wire_format.md.
       seed: uint32 [2].
       layout: static layout of the message.
       implementation: backend, see `pallas_kernels.implementation.run`.
