@@ -37,6 +37,11 @@ def value_and_grad(
     `loss_fn` sees its worker's part; it should return a mean over it. Other axes of the mesh are
     left to the compiler.
 
+    What is returned is the mean of the workers' means. Where workers have different numbers of
+    targets (padding, masks), that is not the mean over all targets: return the sum over the
+    worker's own times `workers / targets of all workers`, whose mean over the workers is. Inside
+    `loss_fn`, `jax.lax.psum` counts them and `jax.lax.axis_size` gives the workers.
+
     Args:
       loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
       mesh: mesh with the axis.
