@@ -1,5 +1,5 @@
 """Compile time of `pmean` of a tree of 100 leaves on 8 and 64 virtual CPU devices, exact against
-compressed.
+compressed, in one bucket and in several.
 """
 
 import dataclasses
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from typing import Any
 
 import common
 import jax
@@ -29,11 +30,16 @@ class Config:
     )  # virtual devices; each number is measured in its own process
     leaves: int = 100  # leaves of the tree
     leaf_size: int = 40_960  # coordinates of each
+    buckets: tuple[int, ...] = (1, 8)  # in as many the tree is compressed
     save: bool = True  # write the result to benchmarks/results/compile_time.json
 
 
-def compile_seconds(workers: int, leaves: int, leaf_size: int) -> dict[str, float]:
-    """Seconds from a traced function to an executable, for an exact and a compressed mean."""
+def compile_seconds(
+    workers: int, leaves: int, leaf_size: int, buckets: tuple[int, ...]
+) -> dict[str, Any]:
+    """Seconds from a traced function to an executable: of an exact mean, and of a compressed one by
+    the number of its buckets.
+    """
     jax.config.update("jax_num_cpu_devices", workers)
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,))
     tree = {
@@ -43,11 +49,16 @@ def compile_seconds(workers: int, leaves: int, leaf_size: int) -> dict[str, floa
     def exact(tree, key):
         return jax.lax.pmean(jax.tree.map(lambda leaf: leaf[0], tree), "data")
 
-    def compressed(tree, key):
-        return dq.pmean(jax.tree.map(lambda leaf: leaf[0], tree), "data", key=key)
+    def compressed(number):
+        bucket_bytes = 4 * leaf_size * -(-leaves // number)
 
-    result = {}
-    for name, function in (("exact", exact), ("compressed", compressed)):
+        def mean(tree, key):
+            own = jax.tree.map(lambda leaf: leaf[0], tree)
+            return dq.pmean(own, "data", key=key, bucket_bytes=bucket_bytes)
+
+        return mean
+
+    def seconds(function):
         mapped = jax.shard_map(
             function,
             mesh=mesh,
@@ -56,8 +67,12 @@ def compile_seconds(workers: int, leaves: int, leaf_size: int) -> dict[str, floa
         )
         start = time.perf_counter()
         jax.jit(mapped).lower(tree, jax.random.key(0)).compile()
-        result[name] = time.perf_counter() - start
-    return result
+        return time.perf_counter() - start
+
+    return {
+        "exact": seconds(exact),
+        "compressed": {str(number): seconds(compressed(number)) for number in buckets},
+    }
 
 
 def main(config: Config) -> None:
@@ -65,7 +80,8 @@ def main(config: Config) -> None:
     console = Console()
     results = []
     for workers in config.workers:
-        call = f"compile_time.compile_seconds({workers}, {config.leaves}, {config.leaf_size})"
+        shape = f"{workers}, {config.leaves}, {config.leaf_size}, {config.buckets}"
+        call = f"compile_time.compile_seconds({shape})"
         code = f"import json, compile_time; print(json.dumps({call}))"
         output = subprocess.run(
             [sys.executable, "-c", code],
@@ -78,10 +94,12 @@ def main(config: Config) -> None:
     table = Table(
         title=f"Trace, lower and compile: pmean of {config.leaves} leaves of {config.leaf_size} f32"
     )
-    for heading in ("workers", "exact, s", "compressed, s"):
+    columns = (f"compressed, {number} bucket(s), s" for number in config.buckets)
+    for heading in ("workers", "exact, s", *columns):
         table.add_column(heading, justify="right")
     for row in results:
-        table.add_row(str(row["workers"]), f"{row['exact']:.2f}", f"{row['compressed']:.2f}")
+        times = (row["exact"], *row["compressed"].values())
+        table.add_row(str(row["workers"]), *(f"{time:.2f}" for time in times))
     console.print(table)
     if config.save:
         console.print(

@@ -210,11 +210,13 @@ def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], l
 
 def compile_times() -> str:
     """benchmarks/results/compile_time.json."""
+    results = _results("compile_time")
     rows = [
-        [str(row["workers"]), f"{row['exact']:.1f} s", f"{row['compressed']:.1f} s"]
-        for row in _results("compile_time")
+        [str(row["workers"]), *(f"{s:.1f} s" for s in (row["exact"], *row["compressed"].values()))]
+        for row in results
     ]
-    return _markdown(["workers", "`lax.pmean`", "`dq.pmean`"], rows)
+    buckets = (f"{number} bucket" + "s" * (number != "1") for number in results[0]["compressed"])
+    return _markdown(["workers", "`lax.pmean`", *(f"`dq.pmean`, {name}" for name in buckets)], rows)
 
 
 def environments() -> str:
