@@ -32,7 +32,7 @@ def coder(method: BlockInt):
     def code(key, values, chunk=0, turn=0):
         codec = method.bind(jnp.tile(values, 2), "data", 2, 2, key)
         message = codec.encode(jnp.pad(values, (0, -values.size % 256)), chunk, turn)
-        return message, codec.decode(message)[: values.size]
+        return message, codec.decode(message, jnp.int32(0))[: values.size]
 
     return jax.jit(code)
 
