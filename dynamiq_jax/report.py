@@ -62,7 +62,7 @@ def wire_report(
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
-    leaves = [_as_traced(jax.tree_util.keystr(path), leaf) for path, leaf in paths_and_leaves]
+    leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
     plan = buckets.plan(leaves, axes, options, compress=buckets.mask_flags(mask, tree))
 
     compressed = sum(

@@ -164,4 +164,5 @@ def test_everything_public_says_what_it_is(path):
 
 def test_the_public_api_is_small_and_real():
     assert len(dq.__all__) <= 13
+    assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
     assert all(getattr(dq, name).__doc__ for name in dq.__all__)

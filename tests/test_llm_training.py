@@ -202,6 +202,8 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     assert losses(tmp_path) == losses(expected)
     # Steps before the checkpoint were not taken again: even their times are those of then.
     assert (tmp_path / "metrics.jsonl").read_text().splitlines()[: saved + 1] == before
+    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (tmp_path, expected))
+    assert ours == theirs
     ours, theirs = (last_state(output) for output in (tmp_path, expected))
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for own, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

@@ -17,8 +17,8 @@ from dynamiq_jax.cli import tables
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.joining import join
 from dynamiq_jax.cli.measure import (
-    MAX_SEED,
     Measurement,
+    check_seed,
     make_mesh,
     measure,
     workers_per_machine,
@@ -107,8 +107,7 @@ class Bench:
             raise CommandError("--sizes: nothing to measure. Give one such as 8Mi.")
         if self.repeats < 1:
             raise CommandError(f"--repeats is {self.repeats}: give at least 1.")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise CommandError(f"--seed is {self.seed}: give 0 to {MAX_SEED}.")
+        check_seed(self.seed)
         tables.check_outputs(self.json, self.plot)
         mesh = make_mesh(self._devices())
         for setting in settings:

@@ -21,10 +21,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.settings import Setting
 
 AXIS = "workers"
-MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
+_MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
 _ROW = 256  # coordinates that share a magnitude
 _OCTAVES = 2.5  # standard deviation of the rows' magnitudes, as in a language model's gradients
 
@@ -79,6 +80,12 @@ def barrier() -> None:
     """Waits until all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("dynamiq_jax.cli.measure")
+
+
+def check_seed(seed: int) -> None:
+    """Raises CommandError for a --seed that `worker_gradient` does not take."""
+    if not 0 <= seed <= _MAX_SEED:
+        raise CommandError(f"--seed is {seed}: give 0 to {_MAX_SEED}.")
 
 
 def workers_per_machine(mesh: Mesh) -> int:

@@ -15,7 +15,7 @@ from rich.table import Table
 from dynamiq_jax.cli import namespaces, tables
 from dynamiq_jax.cli.errors import CommandError
 from dynamiq_jax.cli.joining import START_TIMEOUT
-from dynamiq_jax.cli.measure import MAX_SEED
+from dynamiq_jax.cli.measure import check_seed
 from dynamiq_jax.cli.processes import Workers, python_command, python_environment
 from dynamiq_jax.cli.settings import (
     BF16_RING,
@@ -86,8 +86,7 @@ class Network:
         for name, low in (("repeats", 1), ("timeout", 1)):
             if getattr(self, name) < low:
                 raise CommandError(f"--{name} is {getattr(self, name)}: give at least {low}.")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise CommandError(f"--seed is {self.seed}: give 0 to {MAX_SEED}.")
+        check_seed(self.seed)
         for count in self.hosts:
             if not 2 <= count <= namespaces.MAX_HOSTS:
                 raise CommandError(f"--hosts: {count}: give 2 to {namespaces.MAX_HOSTS}.")
