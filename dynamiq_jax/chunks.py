@@ -5,7 +5,8 @@ four things: the first payload of a chunk, the payload after received partial su
 (one in a ring, several in a butterfly or an all-to-all), the values of such a sum, and the values
 of the final payloads. Several payloads are one tree, stacked on a leading axis. Methods that decode
 and encode again at each hop do so in `hop` (`RecodedChunks`); for methods whose encoded form can be
-summed directly `hop` is a sum of payloads (`SummedChunks`).
+summed directly `hop` is a sum of payloads (`SummedChunks`). A `SumCodec` may encode the final sums
+in a way of their own.
 """
 
 import dataclasses
@@ -27,7 +28,17 @@ class WireCost:
     statistics_bytes: int  # sent by each worker before the first payload
 
 
-class ChunkCodec(Protocol):
+class SumCodec(Protocol):
+    """The last two steps of an all-reduce: the owner makes a payload of the sum, all decode it."""
+
+    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+        """Payload of received partial sums of a chunk, stacked, plus the local values."""
+
+    def decompress(self, payloads: Payload) -> Array:
+        """Payloads of all chunks, stacked on a leading axis, to the sum: float32 [size]."""
+
+
+class ChunkCodec(SumCodec, Protocol):
     """One bucket of one collective on one worker, in as many chunks as the topology asks for.
 
     `turn` numbers the compressions of one chunk, from 0, on all workers together: no two of them
@@ -37,17 +48,18 @@ class ChunkCodec(Protocol):
     def compress(self, chunk: Array, turn: Array | int) -> Payload:
         """Payload of the local values of a chunk."""
 
-    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
-        """Payload of received partial sums of a chunk, stacked, plus the local values."""
-
     def accumulate(self, payloads: Payload, chunk: Array) -> Array:
         """Values of the received partial sums of a chunk plus the local ones: float32 [chunk size].
 
         Only where chunks hold consecutive coordinates (see `ChunkedMethod.bind`).
         """
 
-    def decompress(self, payloads: Payload) -> Array:
-        """Payloads of all chunks, stacked on a leading axis, to the sum: float32 [size]."""
+    def for_sums(self) -> SumCodec:
+        """What makes a payload of a whole sum with less error, at the price of another pass over
+        its values: for topologies where this one compression is most of the error. Payloads have
+        the same bytes, but only its own `decompress` reads them. A codec that knows nothing better
+        returns itself.
+        """
 
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, ChunkCodec]":
         """Local values after a compression of their own, float32 [size], and a codec that carries
@@ -85,6 +97,10 @@ class RecodedChunks:
         """See `ChunkCodec`."""
         values = jax.vmap(self.decode)(payloads, jnp.arange(_length(payloads)))
         return values.reshape(-1)[: self.size]
+
+    def for_sums(self) -> "RecodedChunks":
+        """See `ChunkCodec`."""
+        return self
 
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, RecodedChunks]":
         """See `ChunkCodec`."""
@@ -131,6 +147,10 @@ class SummedChunks:
     def decompress(self, payloads: Payload) -> Array:
         """See `ChunkCodec`."""
         return self.decode(payloads).reshape(-1)[: self.size]
+
+    def for_sums(self) -> "SummedChunks":
+        """See `ChunkCodec`."""
+        return self
 
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, SummedChunks]":
         """See `ChunkCodec`. What is encoded is what is summed: it has been compressed already."""

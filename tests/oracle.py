@@ -9,7 +9,7 @@ Shapes: a bucket of `size` values on `n` workers is n * R rows of 256 lanes; a r
 G = 256 / group_size groups; a chunk is R rows, and `class_rows` ((width, rows), ...) adds up to R.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -351,7 +351,7 @@ def parse_message(payload: U8, class_rows: ClassRows, group_size: int) -> tuple[
     return codes, group_scales, super_scales
 
 
-# ------------------------------------------------------------------------------ chunks and the ring
+# --------------------------------------------------------------------------- chunks and their paths
 
 
 def encode_chunk(
@@ -375,52 +375,123 @@ def decode_message(payload: U8, class_rows: ClassRows, group_size: int, spacing:
     return np.concatenate(parts)
 
 
-def ring_all_reduce(
+class Kind(NamedTuple):
+    """What the messages of a bucket have in common."""
+
+    class_rows: ClassRows
+    group_size: int
+    spacing: Spacing
+    rounding: str
+    seed: tuple[int, int]
+
+
+def compress(x: F32, chunk: int, turn: int, kind: Kind) -> U8:
+    """The message of a chunk's rows f32[R, 256], in the order in which they are sent."""
+    u = rounding_offsets(chunk * len(x) + np.arange(len(x)), turn, kind.seed, kind.rounding)
+    sent = encode_chunk(x, kind.class_rows, kind.group_size, kind.spacing, u)
+    return pack_message(sent.codes, sent.group_scales, sent.super_scales, kind.class_rows)
+
+
+def decompress(payload: U8, kind: Kind) -> F32:
+    """The values f32[R, 256] of a message."""
+    decoded = decode_message(payload, kind.class_rows, kind.group_size, kind.spacing)
+    return decoded.astype(np.float32)
+
+
+def ring(own: F32, chunk: int, kind: Kind) -> tuple[F32, U8]:
+    """Sum f32[R, 256] of one chunk of all workers f32[n, R, 256], and its last message.
+
+    It starts at worker chunk + 1 and ends at worker chunk; each on the way decodes, adds its own
+    rows in float32 and compresses again.
+    """
+    n = len(own)
+    payload = compress(own[(chunk + 1) % n], chunk, 0, kind)
+    for turn in range(1, n):
+        partial = decompress(payload, kind) + own[(chunk + 1 + turn) % n]
+        payload = compress(partial, chunk, turn, kind)
+    return decompress(payload, kind), payload
+
+
+def all_to_all(own: F32, chunk: int, kind: Kind) -> tuple[F32, U8]:
+    """The same where every worker sends its rows to the owner."""
+    n = len(own)
+    total = own[chunk]
+    for turn in range(n - 1):
+        total = total + decompress(compress(own[chunk - 1 - turn], chunk, turn, kind), kind)
+    if n == 2:
+        payload = compress(total, chunk, n - 1, kind)
+        return decompress(payload, kind), payload
+    payload = compress_reallocated(total, chunk, n - 1, kind)
+    return decompress_reallocated(payload, kind), payload
+
+
+def all_reduce(
+    topology: Callable[[F32, int, Kind], tuple[F32, U8]],
     grads: F32,
-    class_rows: ClassRows,
-    group_size: int,
-    spacing: Spacing,
-    rounding: str,
-    seed: tuple[int, int],
+    kind: Kind,
     centre: bool = False,
     norm_bits: U16 | None = None,
 ) -> tuple[F32, list[U8]]:
-    """Sum of grads f32[n, size] over a ring: estimate f32[size], final payload of each chunk.
+    """Sum of grads f32[n, size]: estimate f32[size], final payload of each chunk.
 
-    Chunk c starts at worker c + 1 (hop 0) and ends at worker c (hop n - 1); each worker on the way
-    decodes, adds its own rows in float32 and compresses again. One worker: exact, no payloads.
     `norm_bits` u16[n * R] replaces the combined norms (to follow an implementation's own order).
     """
     grads = np.asarray(grads, np.float32)
     n, size = grads.shape
-    if n == 1:
-        return grads[0].copy(), []
     x = np.stack([to_rows(g, n) for g in grads])  # [n, n * R, 256]
     if norm_bits is None:
         norm_bits = combine_norms(row_norms(x))
-    table = row_table(norm_bits, class_rows, n)
     means = np.zeros((x.shape[1], 1), np.float32)
     if centre:
         means = bf16_to_f32(combine_means(row_means(x)))[:, None]
-        with np.errstate(over="ignore", invalid="ignore"):
-            x = x - means
-
+        x = x - means
     total, payloads = np.zeros(x.shape[1:], np.float32), []
-    for chunk, rows in enumerate(table):
-        ids = chunk * len(rows) + np.arange(len(rows))
-        partial = np.zeros((len(rows), LANES), np.float32)
-        for hop in range(n):
-            own = x[(chunk + 1 + hop) % n][rows]
-            with np.errstate(over="ignore", invalid="ignore"):
-                partial = own if hop == 0 else partial + own
-            u = rounding_offsets(ids, hop, seed, rounding)
-            sent = encode_chunk(partial, class_rows, group_size, spacing, u)
-            payload = pack_message(sent.codes, sent.group_scales, sent.super_scales, class_rows)
-            decoded = decode_message(payload, class_rows, group_size, spacing)
-            partial = decoded.astype(np.float32)
+    for chunk, rows in enumerate(row_table(norm_bits, kind.class_rows, n)):
+        total[rows], payload = topology(x[:, rows], chunk, kind)
         payloads.append(payload)
-        total[rows] = partial
     if centre:
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = total + np.float32(n) * means
+        total = total + np.float32(n) * means
     return total.reshape(-1)[:size], payloads
+
+
+# -------------------------------------------------------------- 7. widths of sums, allocated again
+
+
+def row_energies(group_scales: U8, super_scales: U16) -> Ints:
+    """Energies i64[R] of rows with scales u8[R, G] and u16[R], as integers."""
+    squares = np.square(group_scales.astype(np.float32)).sum(axis=1)  # exact: below 2^24
+    energies = (2 * super_scales.astype(np.int64) + (squares.view(np.uint32) >> 16)) >> 2
+    return np.where(super_scales == BF16_NAN, 0, energies)
+
+
+def reallocated(energies: Ints, class_rows: ClassRows) -> Ints:
+    """Which row takes each place, i64[R]."""
+    has = np.repeat([width for width, _ in class_rows], [count for _, count in class_rows])
+    wants = np.empty_like(has)
+    by_energy = np.argsort(-energies, kind="stable")
+    wants[by_energy] = has
+    rows = np.arange(len(has))
+    for width, _ in class_rows:
+        rows[(has == width) & (wants != width)] = [
+            row for row in by_energy if wants[row] == width and has[row] != width
+        ]
+    return rows
+
+
+def compress_reallocated(x: F32, chunk: int, turn: int, kind: Kind) -> U8:
+    """The message of a sum f32[R, 256] in the order of the table."""
+    group_scales, super_scales = row_scales(x, kind.group_size)
+    rows = reallocated(row_energies(group_scales, super_scales), kind.class_rows)
+    moved = compress(x[rows], chunk, turn, kind)
+    codes, _, _ = parse_message(moved, kind.class_rows, kind.group_size)
+    return pack_message(codes, group_scales, super_scales, kind.class_rows)
+
+
+def decompress_reallocated(payload: U8, kind: Kind) -> F32:
+    """The sum f32[R, 256] of such a message, in the order of the table."""
+    codes, group_scales, super_scales = parse_message(payload, kind.class_rows, kind.group_size)
+    rows = reallocated(row_energies(group_scales, super_scales), kind.class_rows)
+    moved = pack_message(codes, group_scales[rows], super_scales[rows], kind.class_rows)
+    values = np.empty((len(rows), LANES), np.float32)
+    values[rows] = decompress(moved, kind)
+    return values

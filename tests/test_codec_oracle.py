@@ -196,25 +196,31 @@ def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
     np.testing.assert_array_equal(decode(payloads), expected)
 
 
-# ------------------------------------------------------------------------------- the whole ring
+# -------------------------------------------------------------------------------- whole all-reduces
 
 SIZE = 3 * 256 * 300 + 77
 presets = pytest.mark.parametrize(
     ("method", "num_workers"),
-    ((dq.DynamiQ(), 4), (dq.DynamiQ.paper(), 4), (dq.DynamiQ.paper(centre=True), 3)),
-    ids=("default", "paper", "centred"),
+    (
+        (dq.DynamiQ(), 4),
+        (dq.DynamiQ(), 2),
+        (dq.DynamiQ.paper(), 4),
+        (dq.DynamiQ.paper(centre=True), 3),
+    ),
+    ids=("default", "two", "paper", "centred"),
 )
 
 
 @functools.cache
-def whole_ring(method: dq.DynamiQ, num_workers: int):
+def whole(method: dq.DynamiQ, num_workers: int, topology: str = "ring"):
     """Worker gradients, their compressed sum, and the order of rows that the method chose."""
     grads = of_workers(5, num_workers, SIZE)
     key = jax.random.key(17)
 
     def local(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         bound = method.bind(gradient, "data", num_workers, num_workers, jax.random.fold_in(key, 0))
-        return dq.psum(gradient, "data", key=key, method=method), bound.order
+        total = dq.psum(gradient, "data", key=key, method=method, topology=topology)
+        return total, bound.order
 
     total, order = jax.jit(jax.vmap(local, axis_name="data"))(grads)
     seed = jax.random.bits(jax.random.fold_in(key, 0), (2,), np.uint32)  # of bucket 0
@@ -235,7 +241,7 @@ def bits_that_give(order: np.ndarray, mix: list[tuple[int, int]]) -> np.ndarray:
 
 @presets
 def test_the_rows_are_ordered_as_the_page_says(method, num_workers):
-    grads, _, order, _ = whole_ring(method, num_workers)
+    grads, _, order, _ = whole(method, num_workers)
     mix = class_rows(method.layout(SIZE, num_workers))
     rows = np.stack([oracle.to_rows(g, num_workers) for g in grads])
     bits = oracle.combine_norms(oracle.row_norms(rows))
@@ -249,17 +255,16 @@ def test_the_rows_are_ordered_as_the_page_says(method, num_workers):
     assert np.mean(order == expected) > 0.9
 
 
+@pytest.mark.parametrize("topology", (oracle.ring, oracle.all_to_all), ids=lambda t: t.__name__)
 @presets
-def test_the_whole_ring_is_the_one_of_the_page(method, num_workers):
-    grads, totals, order, seed = whole_ring(method, num_workers)
+def test_the_whole_all_reduce_is_the_one_of_the_page(method, num_workers, topology):
+    grads, totals, order, seed = whole(method, num_workers, topology.__name__)
     mix = class_rows(method.layout(SIZE, num_workers))
-    estimate, payloads = oracle.ring_all_reduce(
+    spacing = oracle.Spacing(method.spacing, method.gap_ratio)
+    estimate, payloads = oracle.all_reduce(
+        topology,
         grads,
-        mix,
-        method.group_size,
-        oracle.Spacing(method.spacing, method.gap_ratio),
-        method.rounding,
-        seed,
+        oracle.Kind(mix, method.group_size, spacing, method.rounding, seed),
         centre=method.centre,
         norm_bits=bits_that_give(order, mix),
     )

@@ -118,3 +118,40 @@ def test_ties_keep_their_order():
     shape = layout_of(2, 33, ((8, 0.3), (4, 0.7)))
     order = np.asarray(order_rows(np.full(66, 0x3F80, np.uint16), shape))
     np.testing.assert_array_equal(order.T.reshape(-1), np.arange(66))
+
+
+move_rows = jax.jit(
+    lambda energies, shape: ordering.move_rows(energies, shape.widths), static_argnums=1
+)
+
+
+def random_energies(seed: int, count: int) -> np.ndarray:
+    """Integers below 2^15 with ties, nearly descending, as where the table is nearly right."""
+    rng = np.random.default_rng(seed)
+    steps = rng.choice((1, 20, 1000))
+    falling = np.linspace(20_000, 100, count) + steps * rng.standard_normal(count)
+    return np.clip(falling / 10, 0, 2**15 - 1).astype(np.uint16)
+
+
+@layouts
+@given(seed=seeds)
+def test_rows_move_to_the_widths_that_their_energies_want(num_workers, rows, fractions, seed):
+    shape = layout_of(num_workers, rows, fractions)
+    energies = random_energies(seed, rows)
+    moved = np.asarray(move_rows(energies, shape))
+    assert moved.dtype == np.int32
+    class_rows = [(c.width, c.rows) for c in shape.classes]
+    np.testing.assert_array_equal(moved, oracle.reallocated(energies.astype(int), class_rows))
+    np.testing.assert_array_equal(np.sort(moved), np.arange(rows))
+    wanted = np.empty(rows, int)
+    wanted[np.argsort(-energies.astype(int), kind="stable")] = shape.widths
+    np.testing.assert_array_equal(wanted[moved], shape.widths)
+    stays = wanted == shape.widths
+    np.testing.assert_array_equal(moved[stays], np.arange(rows)[stays])
+
+
+def test_rows_do_move():
+    shape = layout_of(2, 6, ((8, 0.5), (4, 0.5)))
+    np.testing.assert_array_equal(shape.widths, (8, 8, 8, 4, 4, 4))
+    energies = np.array([5, 1, 4, 2, 9, 3], np.uint16)
+    np.testing.assert_array_equal(move_rows(energies, shape), (0, 4, 2, 3, 1, 5))

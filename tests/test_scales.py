@@ -178,3 +178,31 @@ def test_what_rounds_to_the_bfloat16_infinity_travels_as_nan_too():
     overflowing = np.array([np.finfo(np.float32).max], np.float32)
     assert overflowing[0] > LARGEST_BFLOAT16
     np.testing.assert_array_equal(bfloat16_bits(overflowing), oracle.bf16_nearest(overflowing))
+
+
+# Linear within an octave where a logarithm is not: 0.087 octaves at most, for the squares once and
+# for the super-scale twice; and whole steps of 1/32.
+ENERGY_ERROR = 3 * 0.087 + 2 / 32
+
+
+@pytest.mark.parametrize("groups", (8, 32))
+@given(seed=seeds)
+def test_energies_are_those_of_the_page_and_logarithms(groups, seed):
+    rng = np.random.default_rng(seed)
+    group_bytes = rng.integers(0, 256, (64, groups)).astype(np.uint8)
+    group_bytes[np.arange(64), rng.integers(0, groups, 64)] = 255  # as the largest always is
+    super_bits = oracle.bf16_nearest(np.exp2(rng.uniform(-126, 126, 64)))
+    found = np.asarray(jax.jit(scales.row_energies)(group_bytes, super_bits))
+    assert found.dtype == np.uint16 and found.max() < 2**15
+    np.testing.assert_array_equal(found, oracle.row_energies(group_bytes, super_bits))
+    steps = oracle.group_steps(group_bytes, super_bits).astype(np.float64)
+    octaves = np.log2(np.sum(steps**2, axis=1))
+    offset = found / 32 - octaves
+    assert np.ptp(offset) < ENERGY_ERROR
+
+
+def test_energies_of_zeros_and_of_what_is_lost_are_lowest():
+    group_bytes = np.array([[0] * 8, [255] * 8, [255] * 8], np.uint8)
+    super_bits = np.array([0, oracle.BF16_NAN, 1 << 7], np.uint16)
+    zero, lost, tiny = (int(e) for e in jax.jit(scales.row_energies)(group_bytes, super_bits))
+    assert (zero, lost) == (0, 0) and tiny > 0

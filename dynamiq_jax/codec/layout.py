@@ -80,6 +80,12 @@ class Layout:
         """
         return -(-self.padding_start // ALIGNMENT) * ALIGNMENT
 
+    @property
+    def widths(self) -> np.ndarray:
+        """Bits of a code at each place of a chunk: int32 [R]."""
+        counts = [c.rows for c in self.classes]
+        return np.repeat(np.array([c.width for c in self.classes], np.int32), counts)
+
     def as_rows(self, flat: Array) -> Array:
         """Pads a bucket [size] with zeros to a matrix [num_rows, 256]."""
         padding = self.num_rows * SUPER_GROUP_SIZE - self.size
@@ -110,6 +116,28 @@ class Layout:
         message = jnp.concatenate([part.reshape(-1) for part in parts])
         return jnp.pad(message, (0, self.payload_bytes - message.size))
 
+    def scales(self, payload: Array) -> tuple[Array, Array]:
+        """Group scales uint8 [..., R, groups] and super-scales uint16 [..., R] of messages uint8
+        [..., payload_bytes].
+        """
+        batch = payload.shape[:-1]
+        group_bytes = payload[..., self.group_scales_start : self.super_scales_start]
+        super_bytes = payload[..., self.super_scales_start : self.padding_start]
+        return (
+            group_bytes.reshape(*batch, self.rows_per_chunk, self.groups),
+            lax.bitcast_convert_type(
+                super_bytes.reshape(*batch, self.rows_per_chunk, 2), jnp.uint16
+            ),
+        )
+
+    def with_scales(self, payload: Array, group_bytes: Array, super_bits: Array) -> Array:
+        """The same messages with other scales, of the shapes that `scales` returns."""
+        batch = payload.shape[:-1]
+        super_bytes = lax.bitcast_convert_type(super_bits, jnp.uint8)
+        scales = [part.reshape(*batch, -1) for part in (group_bytes, super_bytes)]
+        section = slice(self.group_scales_start, self.padding_start)
+        return payload.at[..., section].set(jnp.concatenate(scales, axis=-1))
+
     def unpack(self, payload: Array) -> tuple[Array, Array, Array]:
         """Inverse of `pack`."""
         codes = []
@@ -120,14 +148,8 @@ class Layout:
                 planes.append(payload[start:stop].reshape(c.rows, row_bytes(bits)))
                 start = stop
             codes.append(packing.unpack(tuple(planes), c.rows, c.width))
-        rows = self.rows_per_chunk
-        group_bytes = payload[self.group_scales_start : self.super_scales_start]
-        super_bytes = payload[self.super_scales_start : self.padding_start]
-        return (
-            jnp.concatenate(codes).reshape(rows, SUPER_GROUP_SIZE),
-            group_bytes.reshape(rows, self.groups),
-            lax.bitcast_convert_type(super_bytes.reshape(rows, 2), jnp.uint16),
-        )
+        joined = jnp.concatenate(codes).reshape(self.rows_per_chunk, SUPER_GROUP_SIZE)
+        return joined, *self.scales(payload)
 
 
 def make_layout(

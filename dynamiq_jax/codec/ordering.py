@@ -1,8 +1,8 @@
 """Statistics to order: which row of the bucket goes to which place of which chunk.
 
 Width classes are dealt evenly over the chunks, so that every chunk has the same static layout. No
-communication: all workers hold the same statistics bit for bit, and a stable sort of integers is
-the same everywhere.
+communication: all workers hold the same integers bit for bit, and a stable sort of these is the
+same everywhere.
 """
 
 import jax.numpy as jnp
@@ -41,18 +41,42 @@ def rank(norm_bits: Array) -> Array:
     return (jnp.sort(keys, axis=-1) & np.uint32((1 << index_bits) - 1)).astype(jnp.int32)
 
 
+def move_rows(energies: Array, widths: np.ndarray) -> Array:
+    """Rows of one chunk to places of the widths that suit their sums.
+
+    The rows with the largest energies take the widest places. A row that is at such a place already
+    stays there, with its rounding offsets, so that its errors still cancel those of earlier turns.
+
+    Args:
+      energies: of the row at each place, uint16 [rows_per_chunk] below 2^15.
+      widths: of each place, [rows_per_chunk], widest first.
+
+    Returns:
+      Which row takes each place, int32 [rows_per_chunk].
+    """
+    size, wanted, ranked = widths.size, jnp.asarray(widths), rank(energies)
+    # Both in the order of widths, so that the k-th row that moves belongs to the k-th free place.
+    (free,) = jnp.nonzero(wanted[_inverse(ranked)] != wanted, size=size, fill_value=size)
+    (moving,) = jnp.nonzero(wanted[ranked] != wanted, size=size, fill_value=0)
+    return jnp.arange(size, dtype=jnp.int32).at[free].set(ranked[moving], mode="drop")
+
+
 def restore_rows(rows: Array, order: Array) -> Array:
     """Inverse of gathering by `order`: decoded rows [num_chunks * rows_per_chunk, 256] back at
     their original indices.
     """
-    places = order.reshape(-1)
-    inverse = (
-        jnp.zeros_like(places)
-        .at[places]
+    inverse = _inverse(order.reshape(-1))
+    return rows.at[inverse].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def _inverse(order: Array) -> Array:
+    """Place of each index: a permutation int32 [n] to int32 [n]."""
+    return (
+        jnp.zeros_like(order)
+        .at[order]
         .set(
-            jnp.arange(places.size, dtype=places.dtype),
+            jnp.arange(order.size, dtype=order.dtype),
             unique_indices=True,
             mode="promise_in_bounds",
         )
     )
-    return rows.at[inverse].get(unique_indices=True, mode="promise_in_bounds")

@@ -56,6 +56,25 @@ def quantize_scales(maxima: Array) -> tuple[Array, Array]:
     return group_scales.astype(jnp.int32).astype(jnp.uint8), super_bits.astype(jnp.uint16)
 
 
+def row_energies(group_bytes: Array, super_bits: Array) -> Array:
+    """Logarithm of the sum of squared group scales, to which a row's squared error is proportional,
+    as an integer, which is the same on all hardware.
+
+    Args:
+      group_bytes: group scales, uint8 [..., groups].
+      super_bits: super-scales, bfloat16 bits, uint16 [...].
+
+    Returns:
+      uint16 [...], below 2^15: 32 steps an octave; 0 for a row that decodes to NaN anyway.
+    """
+    squares = jnp.sum(jnp.square(group_bytes.astype(jnp.int32)), axis=-1)  # below 2^24: exact
+    # The upper half of a float's bits is a logarithm, if linear within each octave.
+    log_squares = lax.bitcast_convert_type(squares.astype(jnp.float32), jnp.uint32) >> np.uint32(16)
+    words = super_bits.astype(jnp.uint32)
+    energies = (np.uint32(2) * words + log_squares) >> np.uint32(2)
+    return jnp.where(words == _NAN_BITS, np.uint32(0), energies).astype(jnp.uint16)
+
+
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
     """Scales of both ends: integers below 256 [rows, groups] and bfloat16 bits, unsigned integers
     [rows], to float32 [rows, groups].

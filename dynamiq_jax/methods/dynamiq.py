@@ -15,16 +15,13 @@ from dynamiq_jax.codec import allocation, scales
 from dynamiq_jax.codec.allocation import Fractions
 from dynamiq_jax.codec.layout import Layout, make_layout
 from dynamiq_jax.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
-from dynamiq_jax.codec.ordering import order_rows, restore_rows
+from dynamiq_jax.codec.ordering import order_rows
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 from dynamiq_jax.codec.rounding import ROUNDINGS, Rounding
 from dynamiq_jax.methods.base import ChunkedMethod
+from dynamiq_jax.methods.dynamiq_chunks import DynamiQChunks
 from dynamiq_jax.methods.statistics import combine_statistics, combined_bytes
 from pallas_kernels import implementation as backends
-from pallas_kernels.compress.api import compress
-from pallas_kernels.decompress.api import decompress
-from pallas_kernels.decompress_accumulate.api import decompress_accumulate
-from pallas_kernels.hop.api import hop
 from pallas_kernels.statistics.api import statistics
 
 _GROUP_SIZES = (8, 16, 32)
@@ -169,13 +166,13 @@ class DynamiQ(ChunkedMethod):
         key: Array,
         *,
         consecutive: bool = False,
-    ) -> "_DynamiQChunks":
+    ) -> DynamiQChunks:
         """See `ChunkedMethod`."""
         layout = self.layout(flat.size, num_chunks)
         rows = layout.as_rows(flat)
         combined = combine_statistics(self._statistics(rows), axis_name, num_workers)
         shift = _finite_mean(combined) if self.centre else None
-        return _DynamiQChunks(
+        return DynamiQChunks(
             rows=rows if shift is None else rows.astype(jnp.float32) - shift[:, None],
             order=order_rows(scales.bfloat16_bits(combined[0]), layout, consecutive=consecutive),
             seed=jax.random.bits(key, (2,), jnp.uint32),
@@ -184,9 +181,7 @@ class DynamiQ(ChunkedMethod):
             implementation=self.implementation,
         )
 
-    def bind_part(
-        self, part: Array, axis_name: str, num_workers: int, key: Array
-    ) -> "_DynamiQChunks":
+    def bind_part(self, part: Array, axis_name: str, num_workers: int, key: Array) -> DynamiQChunks:
         """See `ChunkedMethod`. All workers learn all statistics, and so the order of each part."""
         layout = self.layout(num_workers * part.size, num_workers)
         rows = part.reshape(layout.rows_per_chunk, SUPER_GROUP_SIZE)
@@ -198,7 +193,7 @@ class DynamiQ(ChunkedMethod):
         if shift is not None:
             mine = lax.dynamic_slice_in_dim(shift, first, layout.rows_per_chunk)
             rows = rows.astype(jnp.float32) - mine[:, None]
-        return _DynamiQChunks(
+        return DynamiQChunks(
             rows=rows,
             order=order_rows(scales.bfloat16_bits(gathered[0]), layout, consecutive=True),
             seed=jax.random.bits(key, (2,), jnp.uint32),
@@ -238,76 +233,6 @@ class DynamiQ(ChunkedMethod):
                 f"fractions={fractions!r} make {bits:.3f} bits, not bits={self.bits!r}. Give "
                 f"bits={bits:.3f}, or fractions that fit."
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _DynamiQChunks:
-    """`ChunkCodec` of one bucket."""
-
-    rows: Array  # local values, float [num_rows, 256], or [rows_per_chunk, 256] of a part
-    order: Array  # int32 [num_chunks, rows_per_chunk]
-    seed: Array  # uint32 [2]
-    shift: Array | None  # what the subtracted means add up to, float32 [num_rows]
-    layout: Layout
-    implementation: str | None
-    first: Array | int = 0  # row of the bucket that `rows` starts with
-
-    def compress(self, chunk: Array, turn: Array | int) -> Array:
-        return compress(
-            self.rows,
-            self.order - self.first,
-            chunk,
-            turn,
-            self.seed,
-            layout=self.layout,
-            implementation=self.implementation,
-        )
-
-    def hop(self, payloads: Array, chunk: Array, turn: Array | int) -> Array:
-        return hop(
-            payloads,
-            self.rows,
-            self.order,
-            chunk,
-            turn,
-            self.seed,
-            layout=self.layout,
-            implementation=self.implementation,
-        )
-
-    def accumulate(self, payloads: Array, chunk: Array) -> Array:
-        sums = decompress_accumulate(
-            payloads,
-            self.rows,
-            self.order,
-            chunk,
-            layout=self.layout,
-            implementation=self.implementation,
-        )
-        first = chunk * self.layout.rows_per_chunk
-        rows = restore_rows(sums, self.order[chunk] - first)
-        if self.shift is not None:
-            mine = lax.dynamic_slice_in_dim(self.shift, first, self.layout.rows_per_chunk)
-            rows = rows + mine[:, None]
-        return rows.reshape(-1)
-
-    def decompress(self, payloads: Array) -> Array:
-        rows = self._decoded(payloads)
-        return self.layout.as_flat(rows if self.shift is None else rows + self.shift[:, None])
-
-    def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _DynamiQChunks]":
-        payloads = lax.map(lambda chunk: self.compress(chunk, turn), jnp.arange(len(self.order)))
-        rows = self._decoded(payloads)
-        mean = (
-            np.float32(0) if self.shift is None else self.shift[:, None] / np.float32(num_workers)
-        )
-        return self.layout.as_flat(rows + mean), dataclasses.replace(self, rows=rows)
-
-    def _decoded(self, payloads: Array) -> Array:
-        """Rows of the bucket without what `shift` adds: float32 [num_rows, 256]."""
-        return decompress(
-            payloads, self.order, layout=self.layout, implementation=self.implementation
-        )
 
 
 def _finite_mean(statistics: Array) -> Array:

@@ -266,6 +266,9 @@ class _THCChunks:
     def decompress(self, payloads: Array) -> Array:
         return self._values(self.layout.unpack(payloads), self.steps)[: self.layout.size]
 
+    def for_sums(self) -> "_THCChunks":
+        return self
+
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _THCChunks]":
         words = lax.bitcast_convert_type(self.integers.astype(jnp.int16), jnp.uint16)
         return self._values(words, self.steps)[: self.layout.size], self

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax import compat
-from dynamiq_jax.chunks import ChunkCodec
-from dynamiq_jax.topologies.base import Arrival, Topology
+from dynamiq_jax.chunks import ChunkCodec, SumCodec
+from dynamiq_jax.topologies.base import Arrival, Topology, gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,14 @@ class AllToAll(Topology):
 
     One step, in which everybody talks to everybody: for networks that carry that at full speed.
     """
+
+    def all_reduce(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> Array:
+        """See `Topology`. The errors of the workers' own values average out, and that of the sums
+        is left: so these have a codec of their own. Two workers are a ring.
+        """
+        sums: SumCodec = codec.for_sums() if num_workers > 2 else codec
+        arrivals = self.arrivals(codec, axis_name, num_workers)
+        return gather(sums, tuple(sums.hop(*arrival) for arrival in arrivals), axis_name)
 
     def arrivals(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> tuple[Arrival, ...]:
         """See `Topology`."""

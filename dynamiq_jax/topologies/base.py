@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax import compat
-from dynamiq_jax.chunks import ChunkCodec, Payload
+from dynamiq_jax.chunks import ChunkCodec, Payload, SumCodec
 
 
 class Arrival(NamedTuple):
@@ -98,7 +98,7 @@ class Topology(abc.ABC):
         )
 
 
-def gather(codec: ChunkCodec, mine: tuple[Payload, ...], axis_name: str) -> Array:
+def gather(codec: SumCodec, mine: tuple[Payload, ...], axis_name: str) -> Array:
     """Payloads of the worker's own chunks to the values of all chunks: float32 [size]."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *mine)
     gathered = jax.tree.map(lambda leaf: compat.all_gather(leaf, axis_name), stacked)
