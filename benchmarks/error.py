@@ -103,14 +103,14 @@ def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> f
     truth = gradients.astype(np.float64).sum(axis=0)
     result = []
     for seed in range(config.seeds):
-        estimate, _ = oracle.ring_all_reduce(
-            gradients,
+        kind = oracle.Kind(
             class_rows=[(c.width, c.rows) for c in layout.classes],
             group_size=layout.group_size,
             spacing=oracle.Spacing(layout.spacing, layout.gap_ratio),
             rounding=layout.rounding,
             seed=(seed, seed + 1),
         )
+        estimate, _ = oracle.all_reduce(oracle.ring, gradients, kind)
         result.append(((estimate - truth) ** 2).sum() / (truth**2).sum())
     return float(np.mean(result))
 
