@@ -220,7 +220,7 @@ def decode(block: Block, received: Received) -> Iterator[Array]:
         yield lax.bitcast_convert_type(signed, jnp.float32) * scale
 
 
-def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, message_ref) -> None:
+def encode(block: Block, pieces: Pieces, chunk: Array, turn: Array, seed_ref, message_ref) -> None:
     """Writes the block's part of a message."""
     width, ops = block.rows_class.width, _arithmetic()
     maxima = [_largest(block, jnp.abs(values)) for values in pieces]
@@ -232,7 +232,7 @@ def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, mes
     step = scales.scale_step(super_of_groups)
     fields: Fields = {plane: [None] * plane[1] for plane in _planes(width)}
     group_bytes = list(maxima)
-    for piece, offset in _offsets(block, chunk, hop, seed_ref):
+    for piece, offset in _offsets(block, chunk, turn, seed_ref):
         values, maximum = pieces[piece], maxima[piece].astype(_U32)
         group_scale = scales.quantize_group_scales(maximum, super_of_groups, ops)
         group_bytes[piece] = float_to_code(group_scale)
@@ -259,7 +259,7 @@ def _largest(block: Block, magnitudes: Array) -> Array:
 
 
 def _offsets(
-    block: Block, chunk: Array, hop: Array, seed_ref
+    block: Block, chunk: Array, turn: Array, seed_ref
 ) -> Iterator[tuple[int, Array | np.float32]]:
     """Pieces and their rounding offsets; pieces that share a word follow one another."""
     layout = block.layout
@@ -267,12 +267,12 @@ def _offsets(
         yield from [(piece, np.float32(0.5)) for piece in range(PIECES)]
         return
     ids = (chunk * layout.rows_per_chunk + block.place).astype(_U32) + block.count((0,), 0)
-    rows = block.spread(row_words(ids, hop, seed_ref, layout.rounding), (0,))
+    rows = block.spread(row_words(ids, turn, seed_ref, layout.rounding), (0,))
     lanes = block.count(block.lanes, block.lanes[-1])
     if len(block.groups) > 1:
         lanes = block.count(block.lanes, 1) * np.uint32(layout.group_size) + lanes
     for piece in range(PIECES // 2):
-        words = lane_words(rows, lanes + np.uint32(LANES * piece), hop, layout.rounding)
+        words = lane_words(rows, lanes + np.uint32(LANES * piece), turn, layout.rounding)
         yield piece, half_to_offset(words)
         yield piece + PIECES // 2, half_to_offset(words >> np.uint32(16))
 

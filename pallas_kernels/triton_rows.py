@@ -78,7 +78,7 @@ def decode(
     return pieces
 
 
-def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, message_ref) -> None:
+def encode(block: Block, pieces: Pieces, chunk: Array, turn: Array, seed_ref, message_ref) -> None:
     """Writes the block's part of a message."""
     layout, ops = block.layout, arithmetic()
     maxima, row_maxima = [], []
@@ -92,7 +92,7 @@ def encode(block: Block, pieces: Pieces, chunk: Array, hop: Array, seed_ref, mes
     words = (
         None
         if nearest
-        else _piece_words(row_words(ids, hop, seed_ref, layout.rounding), hop, layout)
+        else _piece_words(row_words(ids, turn, seed_ref, layout.rounding), turn, layout)
     )
     low, high, group_scales = [], [], []
     for piece, (values, maximum) in enumerate(zip(pieces, maxima, strict=True)):
@@ -140,7 +140,7 @@ def _group_maxima(bits: Array, row_maxima: Array, group_size: int) -> Array:
     return jnp.max(bits.reshape(-1, LANES // group_size, group_size), axis=2)
 
 
-def _piece_words(rows: Array, hop: Array, layout: Layout) -> list[Array]:
+def _piece_words(rows: Array, turn: Array, layout: Layout) -> list[Array]:
     """Words of rounding offsets: of pieces 0 to 3 in the low halves, of 4 to 7 in the high."""
     lanes = [(iota(LANES) + LANES * piece).astype(U32) for piece in range(PIECES // 2)]
-    return [offset_words(rows, lane, hop, layout.rounding) for lane in lanes]
+    return [offset_words(rows, lane, turn, layout.rounding) for lane in lanes]

@@ -141,11 +141,11 @@ def bit_reverse_16(value: int) -> int:
     return int(f"{value & 0xFFFF:016b}"[::-1], 2)
 
 
-def rounding_words(ids: NDArray, hop: int, seed: tuple[int, int], rounding: str) -> U32:
-    """Hash words u32[rows, 128] of rows with permuted ids [rows] at compression number `hop`."""
+def rounding_words(ids: NDArray, turn: int, seed: tuple[int, int], rounding: str) -> U32:
+    """Hash words u32[rows, 128] of rows with permuted ids [rows] at turn `turn`."""
     ids = np.atleast_1d(np.asarray(ids)).astype(np.uint32)
     lanes = np.arange(LANES // 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
-    shift = np.uint32((hop * 0x9E379E37) & MASK32)
+    shift = np.uint32((turn * 0x9E379E37) & MASK32)
     row = mix(mix(ids ^ np.uint32(seed[0])) + np.uint32(seed[1]))
     if rounding == "independent":
         return mix_mixed(mix(row + shift)[:, None] ^ lanes)
@@ -153,15 +153,15 @@ def rounding_words(ids: NDArray, hop: int, seed: tuple[int, int], rounding: str)
     if rounding == "correlated":
         return word + shift
     if rounding == "stratified":
-        return word ^ np.uint32(bit_reverse_16(hop) * 0x10001)
+        return word ^ np.uint32(bit_reverse_16(turn) * 0x10001)
     raise ValueError(f"no words for rounding {rounding!r}")
 
 
-def rounding_offsets(ids: NDArray, hop: int, seed: tuple[int, int], rounding: str) -> F64:
+def rounding_offsets(ids: NDArray, turn: int, seed: tuple[int, int], rounding: str) -> F64:
     """u in (0, 1), f64[rows, 256] (every value is exact in float32)."""
     if rounding == "nearest":
         return np.full((np.size(ids), LANES), 0.5)
-    words = rounding_words(ids, hop, seed, rounding)
+    words = rounding_words(ids, turn, seed, rounding)
     halves = np.concatenate([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=1)
     return (halves + 0.5) * 2.0**-16
 

@@ -1,6 +1,6 @@
 """Rounding offsets u in (0, 1): half a counter-based hash per coordinate for the whole all-reduce.
 
-The rounding events on a coordinate's path share the hash and differ by the hop, so that their
+The rounding events on a coordinate's path share the hash and differ by the turn, so that their
 errors cancel (paper, section 5, in a cheaper form): no table in memory, no knowledge of the number
 of workers. The marginal of each offset is uniform, which keeps every single rounding unbiased. The
 chain of hops is not quite: a hop's input depends on the noise that it shares. `independent` is.
@@ -25,13 +25,13 @@ _LANE = np.uint32(0x9E3779B1)  # odd, so that lanes map to distinct words
 
 
 def offsets(
-    row_ids: Array, hop: Array | int, seed: Array, rounding: Rounding
+    row_ids: Array, turn: Array | int, seed: Array, rounding: Rounding
 ) -> Array | np.float32:
     """Offsets for a block of rows.
 
     Args:
       row_ids: uint32 [rows], `chunk * rows_per_chunk + place`.
-      hop: the turn of this compression, see section 4 of docs/wire_format.md.
+      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
       seed: uint32 [2], the same on all workers.
       rounding: see the module; `nearest` is deterministic and biased.
 
@@ -43,31 +43,31 @@ def offsets(
     # Both lanes of a pair make the word again: XLA:CPU vectorises that, and does not vectorise one
     # word that is spread over two lanes.
     lanes = jnp.arange(SUPER_GROUP_SIZE, dtype=jnp.uint32)
-    words = offset_words(row_words(row_ids, hop, seed, rounding), lanes % _HALF, hop, rounding)
+    words = offset_words(row_words(row_ids, turn, seed, rounding), lanes % _HALF, turn, rounding)
     return half_to_offset(words >> (lanes // _HALF * np.uint32(16))[None, :])
 
 
-def row_words(row_ids: Array, hop: Array | int, seed: Array, rounding: Rounding) -> Array:
+def row_words(row_ids: Array, turn: Array | int, seed: Array, rounding: Rounding) -> Array:
     """The share of the hash that all lanes of a row have in common: uint32 [rows]."""
     words = mix(mix(row_ids ^ seed[0]) + seed[1])
-    return mix(words + _uint32(hop) * _GOLDEN) if rounding == "independent" else words
+    return mix(words + _uint32(turn) * _GOLDEN) if rounding == "independent" else words
 
 
-def offset_words(rows: Array, lanes: Array, hop: Array | int, rounding: Rounding) -> Array:
+def offset_words(rows: Array, lanes: Array, turn: Array | int, rounding: Rounding) -> Array:
     """Words uint32 [rows, lanes] whose low halves are the offsets of `lanes`, uint32 below 128, and
     whose high halves those of `lanes + 128`.
     """
-    return lane_words(rows[:, None], lanes[None, :], hop, rounding)
+    return lane_words(rows[:, None], lanes[None, :], turn, rounding)
 
 
-def lane_words(rows: Array, lanes: Array, hop: Array | int, rounding: Rounding) -> Array:
+def lane_words(rows: Array, lanes: Array, turn: Array | int, rounding: Rounding) -> Array:
     """`offset_words` of words and lanes whose shapes broadcast."""
     # The row's words are mixed already: `mix` without its first step does for the lanes.
     words = _mix_mixed(rows ^ (lanes * _LANE))
     if rounding == "correlated":
-        words = words + _uint32(hop) * _GOLDEN
+        words = words + _uint32(turn) * _GOLDEN
     elif rounding == "stratified":
-        words = words ^ (_bit_reverse_16(_uint32(hop)) * np.uint32(0x10001))
+        words = words ^ (_bit_reverse_16(_uint32(turn)) * np.uint32(0x10001))
     return words
 
 

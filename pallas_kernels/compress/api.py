@@ -17,7 +17,7 @@ def compress(
     rows: Array,
     order: Array,
     chunk: Array | int,
-    hop: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
@@ -29,7 +29,7 @@ def compress(
       rows: local bucket in its original order, float [num_rows, 256].
       order: original row of every place, int32 [num_chunks, rows_per_chunk].
       chunk: which chunk.
-      hop: the turn of this compression, see section 4 of docs/wire_format.md.
+      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
       seed: uint32 [2].
       layout: static layout of the message.
       implementation: backend, see `pallas_kernels.implementation.run`.
@@ -37,4 +37,4 @@ def compress(
     Returns:
       The message, uint8 [layout.payload_bytes].
     """
-    return run(implementation, _BACKENDS, rows, order, chunk, hop, seed, layout=layout)
+    return run(implementation, _BACKENDS, rows, order, chunk, turn, seed, layout=layout)

@@ -11,11 +11,11 @@ def compress(
     rows: Array,
     order: Array,
     chunk: Array | int,
-    hop_index: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
 ) -> Array:
     """See `pallas_kernels.compress.api`."""
     nothing = jnp.zeros((0, layout.payload_bytes), jnp.uint8)
-    return hop(nothing, rows, order, chunk, hop_index, seed, layout=layout)
+    return hop(nothing, rows, order, chunk, turn, seed, layout=layout)

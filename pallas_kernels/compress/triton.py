@@ -12,7 +12,7 @@ def compress(
     rows: Array,
     order: Array,
     chunk: Array | int,
-    hop_index: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
@@ -20,4 +20,4 @@ def compress(
 ) -> Array:
     """See `pallas_kernels.compress.api`."""
     nothing = jnp.zeros((0, layout.payload_bytes), jnp.uint8)
-    return hop(nothing, rows, order, chunk, hop_index, seed, layout=layout, config=config)
+    return hop(nothing, rows, order, chunk, turn, seed, layout=layout, config=config)

@@ -16,7 +16,7 @@ _Parts = tuple[Array, Array, Array]  # codes, group scales, super-scales
 
 
 def compress(
-    rows: Array, order: Array, chunk: Array | int, hop: Array | int, seed: Array, *, layout: Layout
+    rows: Array, order: Array, chunk: Array | int, turn: Array | int, seed: Array, *, layout: Layout
 ) -> Array:
     """See `pallas_kernels.compress.api`."""
     places = order[chunk]
@@ -24,13 +24,13 @@ def compress(
     def values(first: Array | int, count: int) -> Array:
         return gather(rows, places, first, count)
 
-    return encode_chunk(values, chunk, hop, seed, layout=layout, like=places)
+    return encode_chunk(values, chunk, turn, seed, layout=layout, like=places)
 
 
 def encode_chunk(
     values: Callable[[Array | int, int], Array],
     chunk: Array | int,
-    hop: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
@@ -48,7 +48,7 @@ def encode_chunk(
         ids = first_id + jnp.asarray(first).astype(jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
         encoded = encode_rows(
             values(first, count),
-            offsets(ids, hop, seed, layout.rounding),
+            offsets(ids, turn, seed, layout.rounding),
             layout.levels(first, count),
             group_size=layout.group_size,
         )

@@ -18,7 +18,7 @@ def hop(
     rows: Array,
     order: Array,
     chunk: Array | int,
-    hop_index: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
@@ -31,7 +31,7 @@ def hop(
       rows: local bucket in its original order, float [num_rows, 256].
       order: original row of every place, int32 [num_chunks, rows_per_chunk].
       chunk: which chunk the messages are of.
-      hop_index: the turn of this compression, see section 4 of docs/wire_format.md.
+      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
       seed: uint32 [2].
       layout: static layout of the message.
       implementation: backend, see `pallas_kernels.implementation.run`.
@@ -39,6 +39,4 @@ def hop(
     Returns:
       The message of the new partial sum, uint8 [layout.payload_bytes].
     """
-    return run(
-        implementation, _BACKENDS, payloads, rows, order, chunk, hop_index, seed, layout=layout
-    )
+    return run(implementation, _BACKENDS, payloads, rows, order, chunk, turn, seed, layout=layout)

@@ -15,7 +15,7 @@ def hop(
     rows: Array,
     order: Array,
     chunk: Array | int,
-    hop_index: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
@@ -23,7 +23,7 @@ def hop(
     """See `pallas_kernels.hop.api`."""
     received = payloads.shape[0]
 
-    def kernel(block, chunk_ref, hop_ref, seed_ref, order_ref, rows_ref, *messages):
+    def kernel(block, chunk_ref, turn_ref, seed_ref, order_ref, rows_ref, *messages):
         *received_ref, sent_ref = messages
         chunk = chunk_ref[0]
         pieces = blocks.partial_sum(
@@ -32,14 +32,14 @@ def hop(
             lambda row: order_ref[chunk, block.place + row],
             [received_ref[0].at[i] for i in range(received)],
         )
-        blocks.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
+        blocks.encode(block, pieces, chunk, turn_ref[0], seed_ref, sent_ref)
 
     pieces_of_rows = rows.reshape(-1, *row_shape(layout.group_size))
     messages = [payloads] if received else []
     return blocks.for_each_block(
         kernel,
         layout,
-        [scalar(chunk), scalar(hop_index), seed, order, pieces_of_rows, *messages],
+        [scalar(chunk), scalar(turn), seed, order, pieces_of_rows, *messages],
         shape_like((layout.payload_bytes,), jnp.uint8, rows),
         staged=rows.dtype,
     )

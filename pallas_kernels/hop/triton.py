@@ -17,7 +17,7 @@ def hop(
     rows: Array,
     order: Array,
     chunk: Array | int,
-    hop_index: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
@@ -26,19 +26,19 @@ def hop(
     """See `pallas_kernels.hop.api`."""
     received = payloads.shape[0]
 
-    def kernel(block, chunk_ref, hop_ref, seed_ref, order_ref, rows_ref, *messages):
+    def kernel(block, chunk_ref, turn_ref, seed_ref, order_ref, rows_ref, *messages):
         received_ref, sent_ref = messages[0], messages[-1]
         chunk = chunk_ref[0]
         row = order_ref[chunk, block.place]
         pieces = triton_rows.partial_sum(block, rows_ref, row, received_ref, received)
-        triton_rows.encode(block, pieces, chunk, hop_ref[0], seed_ref, sent_ref)
+        triton_rows.encode(block, pieces, chunk, turn_ref[0], seed_ref, sent_ref)
 
     messages = [message.halves(payloads)] if received else []
     sent = for_each_block(
         kernel,
         layout,
         config or Config(),
-        [scalar(chunk), scalar(hop_index), seed, order, rows, *messages],
+        [scalar(chunk), scalar(turn), seed, order, rows, *messages],
         shape_like((layout.payload_bytes // 2,), jnp.uint16, rows),
     )
     return message.as_bytes(sent)

@@ -12,11 +12,11 @@ def hop(
     rows: Array,
     order: Array,
     chunk: Array | int,
-    hop_index: Array | int,
+    turn: Array | int,
     seed: Array,
     *,
     layout: Layout,
 ) -> Array:
     """See `pallas_kernels.hop.api`."""
     total = partial_sum(payloads, rows, order[chunk], layout=layout)
-    return encode_chunk(total, chunk, hop_index, seed, layout=layout, like=payloads)
+    return encode_chunk(total, chunk, turn, seed, layout=layout, like=payloads)
