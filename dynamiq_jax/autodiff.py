@@ -23,6 +23,7 @@ def value_and_grad(
     topology: Topology | Auto | str = "ring",
     has_aux: bool = False,
     replicated_argnums: int | Sequence[int] = (),
+    mask: Any | Callable[[Any], Any] | None = None,
     exact_below: int = buckets.EXACT_BELOW,
     bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Callable[..., Any]:
@@ -52,6 +53,8 @@ def value_and_grad(
         over the workers (metrics, not outputs per example).
       replicated_argnums: positions (from 1) of further arguments that every worker sees whole. A
         key for dropout is one; fold in `jax.lax.axis_index(axis_name)`, or all drop the same.
+      mask: pytree of bools like the parameters (a prefix will do), or a function from their
+        gradients to one: leaves marked False are averaged exactly.
       exact_below: leaves of fewer elements are averaged exactly.
       bucket_bytes: bytes of gradient that are compressed together; see `psum`.
 
@@ -83,7 +86,7 @@ def value_and_grad(
         params = jax.tree.map(lambda leaf: lax.pcast(leaf, names, to="varying"), params)
         value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args)
         value = jax.tree.map(lambda leaf: lax.pmean(leaf, names), value)
-        grads = collectives.pmean(grads, axis_name, key=key, **vars(options))
+        grads = collectives.pmean(grads, axis_name, key=key, mask=mask, **vars(options))
         return value, grads
 
     @jax.jit

@@ -1,6 +1,6 @@
 """`psum` and `pmean` of whole pytrees, compressed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,6 +25,7 @@ def psum(
     key: Array,
     method: Method | str = DynamiQ(),
     topology: Topology | Auto | str = "ring",
+    mask: Any | Callable[[Any], Any] | None = None,
     exact_below: int = buckets.EXACT_BELOW,
     bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Tree:
@@ -43,6 +44,8 @@ def psum(
         the same bits.
       method: how numbers become bytes: a method, or the name of one.
       topology: how chunks travel: a topology, or the name of one.
+      mask: pytree of bools like the tree (a prefix will do), or a function from the tree to one:
+        leaves marked False are summed exactly.
       exact_below: leaves of fewer elements are summed exactly.
       bucket_bytes: leaves of one dtype are compressed together, in buckets of at most as many bytes
         of gradient (or of one leaf), the last leaves first. The compiler can send one while the
@@ -66,7 +69,7 @@ def psum(
     ((2, 8192), True)
     """
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
-    return _reduce(tree, axis_name, key, options, mean=False)
+    return _reduce(tree, axis_name, key, options, mask, mean=False)
 
 
 def pmean(
@@ -76,6 +79,7 @@ def pmean(
     key: Array,
     method: Method | str = DynamiQ(),
     topology: Topology | Auto | str = "ring",
+    mask: Any | Callable[[Any], Any] | None = None,
     exact_below: int = buckets.EXACT_BELOW,
     bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Tree:
@@ -86,12 +90,17 @@ def pmean(
     any worker has True.
     """
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
-    return _reduce(tree, axis_name, key, options, mean=True)
+    return _reduce(tree, axis_name, key, options, mask, mean=True)
 
 
-def _reduce(tree: Tree, axis_name: AxisName, key: Array, options: Options, *, mean: bool) -> Tree:
+def _reduce(
+    tree: Tree, axis_name: AxisName, key: Array, options: Options, mask: Any, *, mean: bool
+) -> Tree:
     refuse_state(options.method, "pmean" if mean else "psum")
-    return reduce_tree(tree, axis_name, key=key, options=options, mean=mean, states=None)[0]
+    flags = buckets.mask_flags(mask, tree)
+    return reduce_tree(
+        tree, axis_name, key=key, options=options, compress=flags, mean=mean, states=None
+    )[0]
 
 
 def refuse_state(method: Method, function: str) -> None:

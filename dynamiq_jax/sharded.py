@@ -1,6 +1,7 @@
 """The two halves of the all-reduce, for gradients and parameters that are sharded (ZeRO, FSDP)."""
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -28,6 +29,7 @@ def psum_scatter(
     tiled: bool = False,
     method: Method | str = DynamiQ(),
     topology: Topology | Auto | str = "ring",
+    mask: Any | Callable[[Any], Any] | None = None,
     exact_below: int = buckets.EXACT_BELOW,
     bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Tree:
@@ -44,6 +46,7 @@ def psum_scatter(
       tiled: keep that dimension, divided by the size of the axis; otherwise it goes.
       method: how numbers become bytes.
       topology: how chunks travel.
+      mask: leaves marked False are summed exactly; see `psum`.
       exact_below: leaves of fewer elements are summed exactly.
       bucket_bytes: bytes of gradient that are compressed together; see `psum`.
 
@@ -67,7 +70,10 @@ def psum_scatter(
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for path, leaf in zip(paths, leaves, strict=True):
         checks.check_scatters(path, leaf, scatter_dimension, n, tiled)
-    plan = buckets.plan(leaves, axes, options, kinds=buckets.other_axes(leaves, axes))
+    flags = buckets.mask_flags(mask, tree)
+    plan = buckets.plan(
+        leaves, axes, options, compress=flags, kinds=buckets.other_axes(leaves, axes)
+    )
     result: dict[int, Array] = {index: leaves[index] for index in plan.untouched}
     for index, _ in plan.exact:
         result[index] = exact.reduce_scatter(
@@ -104,6 +110,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     method: Method | str = DynamiQ(),
+    mask: Any | Callable[[Any], Any] | None = None,
     exact_below: int = buckets.EXACT_BELOW,
 ) -> Tree:
     """Parts of all workers on each worker, like `jax.lax.all_gather`, compressed.
@@ -119,6 +126,7 @@ def all_gather(
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
       tiled: join the parts along that dimension; otherwise it is a new one.
       method: how numbers become bytes.
+      mask: leaves marked False are gathered exactly; see `psum`.
       exact_below: leaves of fewer elements are gathered exactly.
 
     Returns:
@@ -139,13 +147,13 @@ def all_gather(
     buckets.check_exact_below(exact_below)
     n = axes.num_workers
 
-    def gather(number: int, path: Any, leaf: Array) -> Array:
+    def gather(number: int, path: Any, leaf: Array, compress: bool) -> Array:
         name = jax.tree_util.keystr(path)
         checks.check_leaf(name, leaf)
         checks.check_flattens(name, leaf)
         dimension = checks.check_gathers(name, leaf, axis, tiled)
         is_small = math.prod(leaf.shape) < max(exact_below, 1)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_small or n == 1:
+        if not (compress and jnp.issubdtype(leaf.dtype, jnp.floating)) or is_small or n == 1:
             parts = compat.all_gather(leaf, axes.slow)
         else:
             flat = leaf.reshape(-1).astype(buckets.wire_dtype(leaf.dtype))
@@ -160,7 +168,11 @@ def all_gather(
         return stacked.reshape(shape)
 
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    gathered = [gather(i, path, leaf) for i, (path, leaf) in enumerate(paths_and_leaves)]
+    flags = buckets.mask_flags(mask, tree) or [True] * len(paths_and_leaves)
+    gathered = [
+        gather(i, path, leaf, compress)
+        for i, ((path, leaf), compress) in enumerate(zip(paths_and_leaves, flags, strict=True))
+    ]
     return jax.tree.unflatten(structure, gathered)
 
 

@@ -416,3 +416,34 @@ def test_a_gradient_through_it_is_refused(reduce):
 
     with pytest.raises(ValueError, match="cannot be differentiated"):
         jax.grad(total)(jnp.ones((2, 4096)))
+
+
+@pytest.mark.parametrize(
+    ("reduce", "exact"),
+    (
+        (dq.psum, lax.psum),
+        (dq.pmean, lax.pmean),
+        (functools.partial(dq.psum_scatter, tiled=True), lax.psum_scatter),
+        (functools.partial(dq.all_gather, tiled=True), lax.all_gather),
+    ),
+    ids=("psum", "pmean", "psum_scatter", "all_gather"),
+)
+def test_masked_leaves_are_exact_and_change_nothing_else(reduce, exact):
+    tree = {"embedding": of_workers(0, 4, 9000), "kernel": of_workers(1, 4, 8192)}
+    masks = ({"embedding": False, "kernel": True}, lambda t: {**t, "embedding": 0, "kernel": 1})
+
+    def run(tree, mask=None):
+        def local(key, tree):
+            return reduce(tree, "data", key=key, method=TWO_CLASSES, mask=mask)
+
+        return simulated(local)(KEY, tree)
+
+    everything = simulated(lambda key, t: exact(t, "data", **getattr(reduce, "keywords", {})))
+    expected, compressed = everything(KEY, tree), run(tree)
+    for mask in masks:
+        found = run(tree, mask)
+        np.testing.assert_allclose(found["embedding"], expected["embedding"], rtol=1e-5, atol=1e-9)
+        assert vnmse(compressed["embedding"], expected["embedding"]) > 1e-6
+        assert 1e-6 < vnmse(found["kernel"], expected["kernel"]) < 0.1
+    with pytest.raises(ValueError, match="does not fit"):
+        run(tree, {"kernel": True})

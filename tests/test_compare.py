@@ -248,6 +248,13 @@ def test_mistakes_are_refused(options, says):
         Compare(**options).run()
 
 
+def test_gradients_that_cancel_are_refused(tmp_path):
+    one = of_workers(0, 1, 5000)
+    np.savez(tmp_path / "g.npz", **{"20/w": np.concatenate([one, -one, one])})
+    with pytest.raises(CommandError, match="the sum over 2 workers is zero everywhere at step 20"):
+        Compare(gradients=tmp_path / "g.npz", workers=(3, 2)).run()
+
+
 def test_more_workers_than_the_file_has_are_refused(tmp_path):
     np.savez(tmp_path / "g.npz", **two_leaves())
     with pytest.raises(CommandError, match=r"of 4\. Give at most 4"):

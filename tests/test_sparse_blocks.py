@@ -376,7 +376,7 @@ def test_impossible_shares(name, share):
         OmniReduce(**{name: share})
 
 
-@pytest.mark.parametrize("bits", (1 / 16, 0, 32.5, float("nan"), "2"))
+@pytest.mark.parametrize("bits", (1 / 16, 0, 32.5, float("nan"), "2", True))
 def test_bits_out_of_range(bits):
     with pytest.raises(ValueError, match=rf"bits={bits!r} is out of range.*0.0625.*at most 32"):
         TopKChunked(bits=bits)

@@ -130,6 +130,20 @@ def test_the_default_method_compresses(data_mesh):
     close(grads, jax.grad(plain_loss)(plain_params(), *batch()), error=0.15)
 
 
+def test_masked_gradients_are_averaged_exactly(data_mesh):
+    grad_fn = dq.value_and_grad(
+        plain_loss,
+        mesh=data_mesh(NUM_WORKERS),
+        axis_name="data",
+        method=TWO_CLASSES,
+        mask={"in": False, "bias": True, "out": True},
+    )
+    _, grads = jax.jit(grad_fn)(plain_params(), *batch(), key=KEY)
+    expected = jax.grad(plain_loss)(plain_params(), *batch())
+    close(grads["in"], expected["in"])
+    close(grads["out"], expected["out"], error=2e-2)
+
+
 def test_aux_is_averaged_exactly(data_mesh):
     def loss_fn(params, x, y):
         loss = plain_loss(params, x, y)

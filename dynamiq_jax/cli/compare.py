@@ -175,6 +175,14 @@ class Compare:
                     f"--workers: {most}, but {self.gradients} holds the gradients of {there}. "
                     f"Give at most {there}."
                 )
+        for count in self.workers:
+            for step, gradients in steps.items():
+                if not any(leaf[:count].sum(0, np.float64).any() for leaf in gradients.values()):
+                    raise CommandError(
+                        f"--gradients {self.gradients}: the sum over {count} workers is zero "
+                        f"everywhere{step and f' at {step}'}, and no error can be relative to it. "
+                        "Give other gradients, or another number of workers."
+                    )
         return steps
 
 

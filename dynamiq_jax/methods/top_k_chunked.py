@@ -37,7 +37,8 @@ class TopKChunked(SparseBlocks):
     def __post_init__(self):
         super().__post_init__()
         low = _STATISTICS_BITS / self.block_size
-        if not (isinstance(self.bits, numbers.Real) and low < self.bits <= _MAX_BITS):
+        is_number = isinstance(self.bits, numbers.Real) and type(self.bits) is not bool
+        if not (is_number and low < self.bits <= _MAX_BITS):
             raise ValueError(
                 f"bits={self.bits!r} is out of range. Give more than {low:g}, which the norms of "
                 f"blocks of {self.block_size} take, and at most {_MAX_BITS:g}."
