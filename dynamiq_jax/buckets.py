@@ -60,21 +60,16 @@ class Options:
     bucket_bytes: int = BUCKET_BYTES  # a bucket of more holds one leaf only
 
     def __post_init__(self):
-        check_exact_below(self.exact_below)
+        if not _is_integer(self.exact_below, least=0):
+            raise ValueError(
+                f"exact_below={self.exact_below!r} is not a number of elements. Give 0 to compress "
+                f"all leaves, or a positive integer, such as {EXACT_BELOW}."
+            )
         if not _is_integer(self.bucket_bytes, least=1):
             raise ValueError(
                 f"bucket_bytes={self.bucket_bytes!r} is not a number of bytes. Give a positive "
                 f"integer, such as {BUCKET_BYTES}."
             )
-
-
-def check_exact_below(value: Any) -> None:
-    """Raises ValueError for what is not a number of elements."""
-    if not _is_integer(value, least=0):
-        raise ValueError(
-            f"exact_below={value!r} is not a number of elements. Give 0 to compress all leaves, or "
-            f"a positive integer, such as {EXACT_BELOW}."
-        )
 
 
 def _is_integer(value: Any, least: int) -> bool:

@@ -1,6 +1,5 @@
 """The two halves of the all-reduce, for gradients and parameters that are sharded (ZeRO, FSDP)."""
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ from jax import Array
 from dynamiq_jax import buckets, checks, compat, exact
 from dynamiq_jax.axes import Axes, find_axes
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
-from dynamiq_jax.methods import DynamiQ, Method, resolve_method
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.no_gradient import refuse_gradient
 from dynamiq_jax.topologies import Auto, Topology
 
@@ -112,6 +111,7 @@ def all_gather(
     method: Method | str = DynamiQ(),
     mask: Any | Callable[[Any], Any] | None = None,
     exact_below: int = buckets.EXACT_BELOW,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> Tree:
     """Parts of all workers on each worker, like `jax.lax.all_gather`, compressed.
 
@@ -119,7 +119,8 @@ def all_gather(
     more compression. All workers, the owner of a part too, get the same bits.
 
     Args:
-      tree: pytree of arrays; floating leaves of at least `exact_below` elements are compressed.
+      tree: pytree of arrays; floating leaves of at least `exact_below` elements, once gathered, are
+        compressed.
       axis_name: one axis; not several.
       key: typed PRNG key, the same on all workers, another one at every step; that of the
         `psum_scatter` before will do.
@@ -127,7 +128,8 @@ def all_gather(
       tiled: join the parts along that dimension; otherwise it is a new one.
       method: how numbers become bytes.
       mask: leaves marked False are gathered exactly; see `psum`.
-      exact_below: leaves of fewer elements are gathered exactly.
+      exact_below: leaves of fewer elements, once gathered, are gathered exactly.
+      bucket_bytes: bytes, once gathered, that are compressed together, the first leaves first.
 
     Returns:
       A tree of the same structure and dtypes with all of every leaf.
@@ -143,37 +145,43 @@ def all_gather(
     """
     axes = _one_axis(axis_name)
     key = jax.random.fold_in(checks.check_key(key, axes.names), _GATHER)
-    method = resolve_method(method)
-    buckets.check_exact_below(exact_below)
-    n = axes.num_workers
-
-    def gather(number: int, path: Any, leaf: Array, compress: bool) -> Array:
+    options = buckets.resolve_options(method, "ring", exact_below, bucket_bytes)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, dimensions, n = [leaf for _, leaf in paths_and_leaves], [], axes.num_workers
+    for path, leaf in paths_and_leaves:
         name = jax.tree_util.keystr(path)
         checks.check_leaf(name, leaf)
         checks.check_flattens(name, leaf)
-        dimension = checks.check_gathers(name, leaf, axis, tiled)
-        is_small = math.prod(leaf.shape) < max(exact_below, 1)
-        if not (compress and jnp.issubdtype(leaf.dtype, jnp.floating)) or is_small or n == 1:
-            parts = compat.all_gather(leaf, axes.slow)
-        else:
-            flat = leaf.reshape(-1).astype(buckets.wire_dtype(leaf.dtype))
-            padded = refuse_gradient(jnp.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE)))
-            every = method.all_gather(padded, axes.slow, n, key=jax.random.fold_in(key, number))
-            parts = every.reshape(n, -1)[:, : flat.size].reshape(n, *leaf.shape).astype(leaf.dtype)
-        stacked = jnp.moveaxis(parts, 0, dimension)
-        if not tiled:
-            return stacked
-        shape = list(leaf.shape)
-        shape[dimension] *= n
-        return stacked.reshape(shape)
-
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    flags = buckets.mask_flags(mask, tree) or [True] * len(paths_and_leaves)
-    gathered = [
-        gather(i, path, leaf, compress)
-        for i, ((path, leaf), compress) in enumerate(zip(paths_and_leaves, flags, strict=True))
-    ]
-    return jax.tree.unflatten(structure, gathered)
+        dimensions.append(checks.check_gathers(name, leaf, axis, tiled))
+    plan = buckets.plan(
+        [jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype) for leaf in leaves],
+        axes,
+        options,
+        compress=buckets.mask_flags(mask, tree),
+        kinds=buckets.other_axes(leaves, axes),
+    )
+    gathered = {index: compat.all_gather(leaves[index], axes.slow) for index, _ in plan.exact}
+    earlier = None
+    for number, bucket in enumerate(plan.buckets):
+        flat = buckets.flatten(bucket, leaves)
+        padded = refuse_gradient(jnp.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE)))
+        earlier = options.method.all_gather(
+            buckets.after(earlier, padded),
+            axes.slow,
+            n,
+            key=jax.random.fold_in(key, number),
+        )
+        parts = earlier.reshape(n, -1)[:, : flat.size]
+        gathered |= jax.vmap(lambda part, b=bucket: buckets.unflatten(b, part, leaves))(parts)
+    result = dict(enumerate(leaves))
+    for index, stacked in gathered.items():
+        joined = jnp.moveaxis(stacked, 0, dimensions[index])
+        shape = list(leaves[index].shape)
+        if tiled:
+            shape[dimensions[index]] *= n
+            joined = joined.reshape(shape)
+        result[index] = joined
+    return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))])
 
 
 def _one_axis(axis_name: Any) -> Axes:

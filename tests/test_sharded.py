@@ -276,6 +276,42 @@ def test_several_axes_are_refused_and_one_in_a_tuple_is_one(half, rows):
         both(g)
 
 
+def test_a_gather_joins_leaves_in_buckets():
+    """One message for all leaves that fit, and the same values however they are cut."""
+    parts = {"a": gradient((24, 100)), "b": gradient((10, 100)), "c": gradient((500,))}
+
+    def run(bucket_bytes):
+        def local(key, tree):
+            return dq.all_gather(
+                tree, "data", key=key, method=TWO_CLASSES, bucket_bytes=bucket_bytes
+            )
+
+        return simulated(local)
+
+    for bucket_bytes, messages in ((2**20, 1), (4 * N * 3400, 2), (1, 3)):
+        found = run(bucket_bytes)(KEY, parts)
+        for name, part in parts.items():
+            assert (np.asarray(found[name]) == found[name][0]).all()
+            assert found[name].shape == (N, *part.shape)
+            assert 1e-7 < vnmse(found[name][0], part) < LARGEST_ERROR["dynamiq"]
+        mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
+        mapped = jax.shard_map(
+            lambda tree, b=bucket_bytes: dq.all_gather(
+                jax.tree.map(lambda leaf: leaf[0], tree),
+                "data",
+                key=KEY,
+                method=TWO_CLASSES,
+                bucket_bytes=b,
+            ),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+            check_vma=False,
+        )
+        text = jax.jit(mapped).lower(parts).compile().as_text()
+        assert len(collectives(text)) == 2 * messages  # of statistics, and of messages
+
+
 def test_methods_without_halves_say_so():
     method = ErrorFeedback(method=dq.Exact())
     g = gradient((N, 1000))
