@@ -1,4 +1,4 @@
-"""Writes the gradients that workers meet while fine-tuning the example's small language model.
+"""Writes the gradients that workers meet while fine-tuning a small language model.
 
     python examples/dump_gradients.py --workers 16 --output gradients.npz
     dynamiq-jax compare --gradients gradients.npz --workers 8 16
@@ -12,8 +12,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
+from llm.demo import new_decoder, small_config
 from rich.console import Console
 from small_lm.data import load_corpora
 from small_lm.gradients import gradient_snapshots, save_snapshots
@@ -27,6 +29,10 @@ class Options:
 
     output: Path = Path("gradients.npz")
     """File to write."""
+
+    model: Literal["transformer", "decoder"] = "transformer"
+    """What is trained: the small transformer of the benchmarks, or the decoder of the Llama family
+    that finetune_llm.py makes."""
 
     workers: int = 16
     """Workers whose gradients are written; eight train, however many these are."""
@@ -48,7 +54,10 @@ def main(options: Options) -> None:
         raise SystemExit("--workers and --steps: give at least one worker and one step from 0.")
     console, start = Console(), time.perf_counter()
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary), options.seed)
+    if options.model == "decoder":
+        structure, params = new_decoder(small_config(corpora.vocabulary), options.seed)
+    else:
+        structure, params = new_model(ModelConfig(corpora.vocabulary), options.seed)
     with console.status("Pre-training"):
         params = pretrain(
             structure, params, corpora.source_code, steps=options.pretrain_steps, seed=options.seed

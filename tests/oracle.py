@@ -418,11 +418,11 @@ def all_to_all(own: F32, chunk: int, kind: Kind) -> tuple[F32, U8]:
     total = own[chunk]
     for turn in range(n - 1):
         total = total + decompress(compress(own[chunk - 1 - turn], chunk, turn, kind), kind)
-    if n == 2:
+    if n < 8:
         payload = compress(total, chunk, n - 1, kind)
         return decompress(payload, kind), payload
-    payload = compress_reallocated(total, chunk, n - 1, kind)
-    return decompress_reallocated(payload, kind), payload
+    payload = compress_reordered(total, chunk, n - 1, kind)
+    return decompress_reordered(payload, kind), payload
 
 
 def all_reduce(
@@ -454,7 +454,7 @@ def all_reduce(
     return total.reshape(-1)[:size], payloads
 
 
-# -------------------------------------------------------------- 7. widths of sums, allocated again
+# ------------------------------------------------------------------------ 7. sums, ordered again
 
 
 def row_energies(group_scales: U8, super_scales: U16) -> Ints:
@@ -464,34 +464,20 @@ def row_energies(group_scales: U8, super_scales: U16) -> Ints:
     return np.where(super_scales == BF16_NAN, 0, energies)
 
 
-def reallocated(energies: Ints, class_rows: ClassRows) -> Ints:
-    """Which row takes each place, i64[R]."""
-    has = np.repeat([width for width, _ in class_rows], [count for _, count in class_rows])
-    wants = np.empty_like(has)
-    by_energy = np.argsort(-energies, kind="stable")
-    wants[by_energy] = has
-    rows = np.arange(len(has))
-    for width, _ in class_rows:
-        rows[(has == width) & (wants != width)] = [
-            row for row in by_energy if wants[row] == width and has[row] != width
-        ]
-    return rows
-
-
-def compress_reallocated(x: F32, chunk: int, turn: int, kind: Kind) -> U8:
+def compress_reordered(x: F32, chunk: int, turn: int, kind: Kind) -> U8:
     """The message of a sum f32[R, 256] in the order of the table."""
     group_scales, super_scales = row_scales(x, kind.group_size)
-    rows = reallocated(row_energies(group_scales, super_scales), kind.class_rows)
-    moved = compress(x[rows], chunk, turn, kind)
-    codes, _, _ = parse_message(moved, kind.class_rows, kind.group_size)
+    order = np.argsort(-row_energies(group_scales, super_scales), kind="stable")
+    ordered = compress(x[order], chunk, turn, kind)
+    codes, _, _ = parse_message(ordered, kind.class_rows, kind.group_size)
     return pack_message(codes, group_scales, super_scales, kind.class_rows)
 
 
-def decompress_reallocated(payload: U8, kind: Kind) -> F32:
+def decompress_reordered(payload: U8, kind: Kind) -> F32:
     """The sum f32[R, 256] of such a message, in the order of the table."""
     codes, group_scales, super_scales = parse_message(payload, kind.class_rows, kind.group_size)
-    rows = reallocated(row_energies(group_scales, super_scales), kind.class_rows)
-    moved = pack_message(codes, group_scales[rows], super_scales[rows], kind.class_rows)
-    values = np.empty((len(rows), LANES), np.float32)
-    values[rows] = decompress(moved, kind)
+    order = np.argsort(-row_energies(group_scales, super_scales), kind="stable")
+    ordered = pack_message(codes, group_scales[order], super_scales[order], kind.class_rows)
+    values = np.empty((len(order), LANES), np.float32)
+    values[order] = decompress(ordered, kind)
     return values

@@ -203,11 +203,11 @@ presets = pytest.mark.parametrize(
     ("method", "num_workers"),
     (
         (dq.DynamiQ(), 4),
-        (dq.DynamiQ(), 2),
+        (dq.DynamiQ(), 8),
         (dq.DynamiQ.paper(), 4),
-        (dq.DynamiQ.paper(centre=True), 3),
+        (dq.DynamiQ.paper(centre=True), 9),
     ),
-    ids=("default", "two", "paper", "centred"),
+    ids=("default", "many", "paper", "centred"),
 )
 
 

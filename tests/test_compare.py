@@ -58,11 +58,12 @@ def test_safetensors_and_half_precision_are_read_as_well(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_writes_such_a_file(tmp_path):
+@pytest.mark.parametrize("model", ("transformer", "decoder"))
+def test_the_example_writes_such_a_file(tmp_path, model):
     """Different gradients of every worker; those of a later step are others."""
     script = pathlib.Path(__file__).parents[1] / "examples/dump_gradients.py"
     path = tmp_path / "g.npz"
-    options = f"--workers 2 --steps 0 1 --pretrain-steps 1 --output {path}"
+    options = f"--workers 2 --steps 0 1 --pretrain-steps 1 --model {model} --output {path}"
     subprocess.run([sys.executable, str(script), *options.split()], check=True)
     first, second = gradient_files.load(path).values()
     assert first.keys() == second.keys()

@@ -80,12 +80,6 @@ class Layout:
         """
         return -(-self.padding_start // ALIGNMENT) * ALIGNMENT
 
-    @property
-    def widths(self) -> np.ndarray:
-        """Bits of a code at each place of a chunk: int32 [R]."""
-        counts = [c.rows for c in self.classes]
-        return np.repeat(np.array([c.width for c in self.classes], np.int32), counts)
-
     def as_rows(self, flat: Array) -> Array:
         """Pads a bucket [size] with zeros to a matrix [num_rows, 256]."""
         padding = self.num_rows * SUPER_GROUP_SIZE - self.size

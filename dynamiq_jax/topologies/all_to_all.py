@@ -10,6 +10,10 @@ from dynamiq_jax import compat
 from dynamiq_jax.chunks import ChunkCodec, SumCodec
 from dynamiq_jax.topologies.base import Arrival, Topology, gather
 
+# Workers from which on sums are compressed in a way of their own (docs/wire_format.md, section 7).
+# Of fewer, roundings cancel those before them as long as rows stay where they are.
+_MANY = 8
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllToAll(Topology):
@@ -19,10 +23,10 @@ class AllToAll(Topology):
     """
 
     def all_reduce(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> Array:
-        """See `Topology`. The errors of the workers' own values average out, and that of the sums
-        is left: so these have a codec of their own. Two workers are a ring.
+        """See `Topology`. The errors of many workers' own values average out, and that of the sums
+        is left: so these have a codec of their own.
         """
-        sums: SumCodec = codec.for_sums() if num_workers > 2 else codec
+        sums: SumCodec = codec.for_sums() if num_workers >= _MANY else codec
         arrivals = self.arrivals(codec, axis_name, num_workers)
         return gather(sums, tuple(sums.hop(*arrival) for arrival in arrivals), axis_name)
 

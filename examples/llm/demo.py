@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from small_lm.data import END_OF_TEXT, Corpora, load_corpora
-from small_lm.training import pretrain
+from small_lm.training import Params, pretrain
 
 from . import checkpoint
 from .config import DecoderConfig
@@ -52,19 +52,8 @@ def prepare(folder: Path, *, steps: int, on_step: Callable[[int, str], None]) ->
     if target.exists():
         return demo
     corpora = load_corpora()
-    config = DecoderConfig(
-        family="llama",
-        vocabulary=corpora.vocabulary,
-        width=256,
-        mlp_width=768,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        tie_embeddings=True,
-    )
-    model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    structure, params = nnx.split(model, nnx.Param)
+    config = small_config(corpora.vocabulary)
+    structure, params = new_decoder(config)
     params = pretrain(
         structure,
         params,
@@ -81,6 +70,26 @@ def prepare(folder: Path, *, steps: int, on_step: Callable[[int, str], None]) ->
     _write(partial / demo.evaluation_data.name, corpora, corpora.held_out)
     partial.replace(target)  # All of it or nothing: a later call trusts what it finds.
     return demo
+
+
+def small_config(vocabulary: int) -> DecoderConfig:
+    """Two layers of the Llama family, 1.6 M parameters beside the embeddings."""
+    return DecoderConfig(
+        family="llama",
+        vocabulary=vocabulary,
+        width=256,
+        mlp_width=768,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        tie_embeddings=True,
+    )
+
+
+def new_decoder(config: DecoderConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
+    """Initialises a decoder, apart into its structure and its parameters (float32)."""
+    return nnx.split(Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
 def _write(path: Path, corpora: Corpora, tokens: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Sums whose widths are allocated again: less error where a table misleads, and the same bytes."""
+"""Sums whose rows are ordered again: less error where a table misleads, and the same bytes."""
 
 import functools
 
@@ -48,10 +48,10 @@ def codec_of_zeros(codec: DynamiQChunks) -> DynamiQChunks:
     return DynamiQChunks(**{**vars(codec), "rows": jnp.zeros_like(codec.rows)})
 
 
-@functools.partial(jax.jit, static_argnames=("method", "reallocates"))
-def sent_and_decoded(rows, order, *, method, reallocates):
+@functools.partial(jax.jit, static_argnames=("method", "reorders"))
+def sent_and_decoded(rows, order, *, method, reorders):
     codec = codec_of(method, rows, order)
-    sums = codec.for_sums() if reallocates else codec
+    sums = codec.for_sums() if reorders else codec
     messages = messages_of_sums(codec, sums)
     return messages, sums.decompress(messages)
 
@@ -71,14 +71,14 @@ def test_a_table_that_misleads_costs_nothing_any_more(method):
     rows = some_rows()
     right, wrong = in_order_of_norms(rows), np.arange(CHUNKS * ROWS).reshape(CHUNKS, ROWS)
 
-    def error(order: np.ndarray, *, reallocates: bool) -> float:
-        _, decoded = sent_and_decoded(rows, order, method=method, reallocates=reallocates)
+    def error(order: np.ndarray, *, reorders: bool) -> float:
+        _, decoded = sent_and_decoded(rows, order, method=method, reorders=reorders)
         return vnmse(decoded, rows.reshape(-1))
 
     best, again, misled = (
-        error(right, reallocates=False),
-        error(wrong, reallocates=True),
-        error(wrong, reallocates=False),
+        error(right, reorders=False),
+        error(wrong, reorders=True),
+        error(wrong, reorders=False),
     )
     assert misled > 4 * best  # so that there is something to mend
     assert 0.5 * best < again < 1.1 * best
@@ -89,7 +89,7 @@ def test_scales_stay_in_the_order_of_the_table(method):
     """In all messages they are what anybody could compute of the sum, and as many bytes."""
     rows = some_rows()
     order = np.random.default_rng(1).permutation(CHUNKS * ROWS).reshape(CHUNKS, ROWS)
-    messages, _ = sent_and_decoded(rows, order, method=method, reallocates=True)
+    messages, _ = sent_and_decoded(rows, order, method=method, reorders=True)
     layout = method.layout(rows.size, CHUNKS)
     assert messages.shape == (CHUNKS, layout.payload_bytes)
     class_rows = [(c.width, c.rows) for c in layout.classes]
@@ -105,7 +105,7 @@ def test_what_is_not_finite_stays_in_its_row():
     rows[5, 7], rows[100, 0], rows[101, 3] = np.nan, np.inf, 2.0**127
     rows[102] = 0
     order = in_order_of_norms(np.nan_to_num(rows, posinf=0, nan=0))
-    _, decoded = sent_and_decoded(rows, order, method=dq.DynamiQ(), reallocates=True)
+    _, decoded = sent_and_decoded(rows, order, method=dq.DynamiQ(), reorders=True)
     decoded = np.asarray(decoded).reshape(rows.shape)
     lost = np.isin(np.arange(len(rows)), (5, 100, 101))
     assert np.isnan(decoded[lost]).all() and np.isfinite(decoded[~lost]).all()
@@ -117,7 +117,7 @@ def test_what_is_not_finite_stays_in_its_row():
 @pytest.mark.parametrize(("rounding", "bias"), (("correlated", 0.05), ("independent", 0.01)))
 def test_an_all_to_all_is_as_unbiased_as_its_rounding(rounding, bias, centre):
     """What the mean over keys keeps of a squared error: a share of one in keys, and the bias."""
-    keys, gradients = 64, of_workers(3, 4, 256 * 64)
+    keys, gradients = 64, of_workers(3, 8, 256 * 128)
     truth = gradients.sum(axis=0, dtype=np.float64)
     method = dq.DynamiQ(bits=6.0 + centre / 16, widths=(4, 8), rounding=rounding, centre=centre)
     run = simulated(
@@ -131,10 +131,9 @@ def test_an_all_to_all_is_as_unbiased_as_its_rounding(rounding, bias, centre):
 
 def test_sums_in_which_much_cancels_have_less_error():
     """Half of the rows are large at all workers, and small in the sum: statistics cannot know."""
-    gradients = of_workers(7, 4, 256 * 256, agreement=1.0).reshape(4, 256, 256)
-    gradients[1:3, ::2] *= -1
-    gradients[3, ::2] *= 0.9
-    gradients = gradients.reshape(4, -1)
+    gradients = of_workers(7, 8, 512 * 256, agreement=1.0).reshape(8, 512, 256)
+    gradients[1::2, ::2] *= -0.9
+    gradients = gradients.reshape(8, -1)
     truth = gradients.sum(axis=0, dtype=np.float64)
 
     def error(topology: str) -> float:
