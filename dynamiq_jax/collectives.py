@@ -182,7 +182,7 @@ def reduce_tree(
     for number, bucket in reversed(list(enumerate(plan.buckets))):
         state = _initial_state(bucket, axes) if states is None else states[number]
         flat = buckets.after(earlier, refuse_gradient(buckets.flatten(bucket, leaves)))
-        total, next_states[number] = bucket.method.all_reduce(
+        total, next_states[number], arrived = bucket.method.all_reduce(
             axes.scatter(flat),
             axes.slow,
             axes.num_slow,
@@ -192,7 +192,8 @@ def reduce_tree(
         )
         total = total * np.float32(1 / divisor) if mean else total
         # In the dtype that it will have anyway: fewer bytes over the fast axes.
-        earlier = total = axes.gather(total.astype(bucket.dtype), bucket.size)
+        total = axes.gather(total.astype(bucket.dtype), bucket.size)
+        earlier = total if axes.fast else arrived
         result |= buckets.unflatten(bucket, total, leaves)
     return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))]), tuple(
         next_states

@@ -48,7 +48,7 @@ def one_step(name: str):
     def local(key, gradient, residual):
         options = {"topology": AllToAll(), "key": key}
         state = feedback.init_state(SIZE, NUM_WORKERS)._replace(residual=residual)
-        total, after = feedback.all_reduce(gradient, "data", NUM_WORKERS, **options, state=state)
+        total, after, _ = feedback.all_reduce(gradient, "data", NUM_WORKERS, **options, state=state)
         _, applied, _ = inner.all_reduce_applied(
             gradient + residual, "data", NUM_WORKERS, **options, state=state.method
         )

@@ -42,7 +42,7 @@ def steps(method: PowerSGD, num_steps: int = 1, topology=None):
 
     def local(key, flat):
         def step(state, key):
-            total, state = method.all_reduce(
+            total, state, _ = method.all_reduce(
                 flat,
                 "data",
                 jax.lax.axis_size("data"),
@@ -228,7 +228,7 @@ def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh):
         out_specs=P(),
     )
     state = method.init_state(sum(SIZES), NUM_WORKERS)
-    total, after = jax.jit(mapped)(state, gradient())
+    total, after, _ = jax.jit(mapped)(state, gradient())
     assert [leaf.shape for leaf in after] == [leaf.shape for leaf in state]
     expected = of_leaves(PowerSGD(rank=2))(KEY, gradient())[0, 0]
     np.testing.assert_allclose(total, expected, rtol=1e-3, atol=1e-3)
@@ -289,7 +289,7 @@ def sequence(method: PowerSGD):
 
     def local(key, gradients):
         def step(state, flat):
-            total, state = method.all_reduce(
+            total, state, _ = method.all_reduce(
                 flat, "data", NUM_WORKERS, topology=AllToAll(), key=key, state=state
             )
             return state, total

@@ -95,7 +95,12 @@ class Counted:
 
 def run_counted(topology: Topology, n: int, *, scatter: bool = False):
     codec = Counted(n, topology.num_chunks(n))
-    run = topology.reduce_scatter if scatter else topology.all_reduce
+
+    def run(codec, axis_name, n):
+        if scatter:
+            return topology.reduce_scatter(codec, axis_name, n)
+        return topology.all_reduce(codec, axis_name, n).total
+
     return jax.jit(
         jax.vmap(lambda _: run(codec, "data", n), axis_name="data", axis_size=n, in_axes=None)
     )(0)
@@ -147,7 +152,7 @@ class Timed:
 def test_turns_are_those_of_the_wire_format(name):
     n, topology = 8, TOPOLOGIES[name]
     turns = jax.vmap(
-        lambda _: topology.all_reduce(Timed(n), "data", n),
+        lambda _: topology.all_reduce(Timed(n), "data", n).total,
         axis_name="data",
         axis_size=n,
         in_axes=None,
@@ -204,7 +209,7 @@ def test_an_unrolled_ring_is_the_ring_without_a_loop(bidirectional):
 
     def loops(topology):
         codec = Counted(n, topology.num_chunks(n))
-        run = jax.vmap(lambda _: topology.all_reduce(codec, "data", n), axis_name="data")
+        run = jax.vmap(lambda _: topology.all_reduce(codec, "data", n).total, axis_name="data")
         return jax.jit(run).lower(jnp.zeros(n)).as_text().count("stablehlo.while")
 
     assert loops(Ring(bidirectional=bidirectional)) == 1

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jax import Array, lax
 
@@ -10,6 +10,14 @@ from dynamiq_jax.chunks import ChunkCodec, WireCost
 from dynamiq_jax.topologies.base import Topology, gather
 
 State = Any  # pytree of arrays that a method carries between steps; () if none
+
+
+class Reduced(NamedTuple):
+    """What an all-reduce of one bucket gives."""
+
+    total: Array  # float32 [size], the same bits on all workers
+    state: State  # for the next step
+    arrived: Array  # a vector that is there once all has travelled, even if not decoded yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +59,8 @@ class Method(abc.ABC):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, State]:
-        """Sum of a local bucket over the axis, and the next state.
+    ) -> Reduced:
+        """Sum of a local bucket over the axis.
 
         Args:
           flat: float [size].
@@ -61,9 +69,6 @@ class Method(abc.ABC):
           topology: what carries payloads.
           key: typed PRNG key, the same on all workers.
           state: as from `init_state` or the step before.
-
-        Returns:
-          float32 [size], the same bits on all workers, and the state for the next step.
         """
 
     def all_reduce_applied(
@@ -150,10 +155,11 @@ class ChunkedMethod(Method):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, State]:
+    ) -> Reduced:
         """See `Method`."""
         codec = self.bind(flat, axis_name, num_workers, topology.num_chunks(num_workers), key)
-        return topology.all_reduce(codec, axis_name, num_workers), state
+        gathered = topology.all_reduce(codec, axis_name, num_workers)
+        return Reduced(gathered.total, state, gathered.arrived)
 
     def all_reduce_applied(
         self,
@@ -173,7 +179,7 @@ class ChunkedMethod(Method):
         turn = num_workers + lax.axis_index(axis_name)
         # The same codec again: another one would exchange its statistics once more.
         applied, codec = codec.once(turn, num_workers)
-        return topology.all_reduce(codec, axis_name, num_workers), applied, state
+        return topology.all_reduce(codec, axis_name, num_workers).total, applied, state
 
     def reduce_scatter(
         self, flat: Array, axis_name: str, num_workers: int, *, topology: Topology, key: Array
@@ -186,4 +192,4 @@ class ChunkedMethod(Method):
     def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Array:
         """See `Method`."""
         codec = self.bind_part(part, axis_name, num_workers, key)
-        return gather(codec, (codec.compress(lax.axis_index(axis_name), 0),), axis_name)
+        return gather(codec, (codec.compress(lax.axis_index(axis_name), 0),), axis_name).total

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax.chunks import WireCost
-from dynamiq_jax.methods.base import Method, State
+from dynamiq_jax.methods.base import Method, Reduced, State
 from dynamiq_jax.topologies.base import Topology
 
 
@@ -93,7 +93,7 @@ class ErrorFeedback(Method):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, State]:
+    ) -> Reduced:
         """See `Method`."""
         wanted = flat.astype(jnp.float32) + state.residual
         total, applied, inner = self.method.all_reduce_applied(
@@ -101,4 +101,4 @@ class ErrorFeedback(Method):
         )
         left_out = wanted - applied
         residual = jnp.where(jnp.isfinite(left_out), left_out, np.float32(0))
-        return total, FeedbackState(residual=residual, method=inner)
+        return Reduced(total, FeedbackState(residual=residual, method=inner), arrived=total)

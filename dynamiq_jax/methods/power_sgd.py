@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.chunks import WireCost
-from dynamiq_jax.methods.base import Method, State
+from dynamiq_jax.methods.base import Method, Reduced, State
 from dynamiq_jax.methods.exact import Exact
 from dynamiq_jax.topologies.base import Topology
 
@@ -99,17 +99,17 @@ class PowerSGD(Method):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, State]:
+    ) -> Reduced:
         """See `Method`."""
 
         def send(message: Array, key: Array) -> tuple[Array, ...]:
-            total, _ = self.inner.all_reduce(
+            inner = self.inner.all_reduce(
                 message, axis_name, num_workers, topology=topology, key=key, state=()
             )
-            return (total,)
+            return (inner.total,)
 
         (total,), state = self._factorize(flat, key, state, send)
-        return total, state
+        return Reduced(total, state, arrived=total)
 
     def all_reduce_applied(
         self,

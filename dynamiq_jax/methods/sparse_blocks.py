@@ -15,7 +15,7 @@ from jax import Array
 from dynamiq_jax.chunks import WireCost
 from dynamiq_jax.codec.ordering import rank
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
-from dynamiq_jax.methods.base import ChunkedMethod, Method, State
+from dynamiq_jax.methods.base import ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.methods.bf16 import BF16
 from dynamiq_jax.topologies.base import Topology
 
@@ -84,13 +84,14 @@ class SparseBlocks(Method):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, State]:
+    ) -> Reduced:
         """See `Method`."""
         chosen, state = self._choose(flat, axis_name, num_workers, topology, state)
-        total, _ = self.inner.all_reduce(
+        inner = self.inner.all_reduce(
             chosen.values, axis_name, num_workers, topology=topology, key=key, state=()
         )
-        return chosen.put_back(total, chosen.not_finite()), state
+        total = chosen.put_back(inner.total, chosen.not_finite())
+        return Reduced(total, state, inner.arrived)
 
     def all_reduce_applied(
         self,

@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from dynamiq_jax import compat
 from dynamiq_jax.chunks import ChunkCodec, SumCodec
-from dynamiq_jax.topologies.base import Arrival, Topology, gather
+from dynamiq_jax.topologies.base import Arrival, Gathered, Topology, gather
 
 # Workers from which on sums are compressed in a way of their own (docs/wire_format.md, section 7).
 # Of fewer, roundings cancel those before them as long as rows stay where they are.
@@ -22,7 +22,7 @@ class AllToAll(Topology):
     One step, in which everybody talks to everybody: for networks that carry that at full speed.
     """
 
-    def all_reduce(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> Array:
+    def all_reduce(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> Gathered:
         """See `Topology`. The errors of many workers' own values average out, and that of the sums
         is left: so these have a codec of their own.
         """

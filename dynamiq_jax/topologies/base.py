@@ -20,6 +20,24 @@ class Arrival(NamedTuple):
     turn: Array | int  # of the compression of the sum
 
 
+class Gathered(NamedTuple):
+    """The sums of all chunks, as they have travelled to every worker."""
+
+    payloads: Payload  # stacked on a leading axis
+    codec: SumCodec  # that reads them
+
+    @property
+    def total(self) -> Array:
+        """Sum over the axis, float32 [size], the same bits on all workers."""
+        return self.codec.decompress(self.payloads)
+
+    @property
+    def arrived(self) -> Array:
+        """A vector that is there as soon as the payloads are, before these are decoded."""
+        ends = [leaf.reshape(-1)[:1].astype(jnp.float32) for leaf in jax.tree.leaves(self.payloads)]
+        return jnp.concatenate(ends).sum(keepdims=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology(abc.ABC):
     """How chunks travel between the workers of one axis.
@@ -82,8 +100,8 @@ class Topology(abc.ABC):
         """Payloads that each worker sends in an all-reduce: as many again to gather the sums."""
         return 2 * self.payloads_scattered(num_workers)
 
-    def all_reduce(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> Array:
-        """Sum over the axis, float32 [size], the same bits on all workers."""
+    def all_reduce(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> Gathered:
+        """Everything up to the payloads of all sums, on all workers."""
         return gather(codec, self.sums(codec, axis_name, num_workers), axis_name)
 
     def reduce_scatter(self, codec: ChunkCodec, axis_name: str, num_workers: int) -> Array:
@@ -98,8 +116,8 @@ class Topology(abc.ABC):
         )
 
 
-def gather(codec: SumCodec, mine: tuple[Payload, ...], axis_name: str) -> Array:
-    """Payloads of the worker's own chunks to the values of all chunks: float32 [size]."""
+def gather(codec: SumCodec, mine: tuple[Payload, ...], axis_name: str) -> Gathered:
+    """Payloads of the worker's own chunks to those of all chunks."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *mine)
     gathered = jax.tree.map(lambda leaf: compat.all_gather(leaf, axis_name), stacked)
-    return codec.decompress(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), gathered))
+    return Gathered(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), gathered), codec)
