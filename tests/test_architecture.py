@@ -83,8 +83,8 @@ def test_there_is_something_to_look_at():
     names = {module_name(path) for path in FILES}
     assert len(names) == len(FILES) > 20
     assert all(any(inside(name, rule) for name in names) for rule in MAY_IMPORT)
-    found = imports(tree_of(ROOT / "dynamiq_jax" / "methods" / "dynamiq.py"))
-    assert {"dynamiq_jax.codec.allocation", "pallas_kernels.hop.api"} <= found
+    found = imports(tree_of(ROOT / "dynamiq_jax" / "methods" / "dynamiq_chunks.py"))
+    assert {"dynamiq_jax.codec.scales", "pallas_kernels.hop.api"} <= found
 
 
 @every_file
