@@ -82,7 +82,7 @@ def ring_paths(workers: int) -> np.ndarray:
             decode=lambda payload, chunk: payload,
             size=workers * workers,
         )
-        return Ring().all_reduce(codec, "data", workers).total
+        return Ring().all_reduce(codec, "data", workers).decode()
 
     paths = jax.vmap(all_reduce, axis_name="data")(jnp.zeros(workers))[0]
     return np.asarray(paths).reshape(workers, workers)

@@ -215,7 +215,7 @@ def mask_flags(mask: Any | Callable[[Any], Any] | None, tree: Any) -> list[bool]
         flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
     except ValueError as error:
         raise ValueError(
-            f"mask={prefix!r:.200} does not fit the gradients: {error}. Give a tree of bools "
+            f"mask={prefix!r:.200} does not fit the tree: {error}. Give a tree of bools "
             "with their structure, or a prefix of it."
         ) from None
     return [bool(flag) for flag in flags]

@@ -1,7 +1,7 @@
 """What passes between a method and a topology: a bucket in chunks, as many for each worker.
 
 Two families of methods, one interface. A topology moves opaque payloads and asks a `ChunkCodec` for
-four things: the first payload of a chunk, the payload after received partial sums have been added
+what it needs: the first payload of a chunk, the payload after received partial sums have been added
 (one in a ring, several in a butterfly or an all-to-all), the values of such a sum, and the values
 of the final payloads. Several payloads are one tree, stacked on a leading axis. Methods that decode
 and encode again at each hop do so in `hop` (`RecodedChunks`); for methods whose encoded form can be
@@ -54,21 +54,21 @@ class ChunkCodec(SumCodec, Protocol):
         Only where chunks hold consecutive coordinates (see `ChunkedMethod.bind`).
         """
 
-    def for_sums(self) -> SumCodec:
-        """What makes a payload of a whole sum with less error, at the price of another pass over
-        its values: for topologies where this one compression is most of the error. Payloads have
-        the same bytes, but only its own `decompress` reads them. A codec that knows nothing better
-        returns itself.
-        """
-
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, ChunkCodec]":
         """Local values after a compression of their own, float32 [size], and a codec that carries
         these instead: what error feedback knows that it has sent. All chunks have to be there.
         """
 
+    def for_sums(self, num_workers: int) -> SumCodec:
+        """What makes a payload of the whole sum of many workers with less error, at the price of
+        another pass over its values: for topologies where this one compression is most of the
+        error. Payloads have the same bytes, but only its own `decompress` reads them.
+        """
+        return self
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecodedChunks:
+class RecodedChunks(ChunkCodec):
     """Codec of methods that turn values into bytes and back at each hop."""
 
     values: Array  # float [chunks, chunk size], of the chunks from `first` on
@@ -98,10 +98,6 @@ class RecodedChunks:
         values = jax.vmap(self.decode)(payloads, jnp.arange(_length(payloads)))
         return values.reshape(-1)[: self.size]
 
-    def for_sums(self) -> "RecodedChunks":
-        """See `ChunkCodec`."""
-        return self
-
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, RecodedChunks]":
         """See `ChunkCodec`."""
         chunks = jnp.arange(self.values.shape[0])
@@ -114,7 +110,7 @@ class RecodedChunks:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SummedChunks:
+class SummedChunks(ChunkCodec):
     """Codec of methods whose encoded form can be summed: a hop adds the local payload to the
     received ones.
     """
@@ -147,10 +143,6 @@ class SummedChunks:
     def decompress(self, payloads: Payload) -> Array:
         """See `ChunkCodec`."""
         return self.decode(payloads).reshape(-1)[: self.size]
-
-    def for_sums(self) -> "SummedChunks":
-        """See `ChunkCodec`."""
-        return self
 
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, SummedChunks]":
         """See `ChunkCodec`. What is encoded is what is summed: it has been compressed already."""

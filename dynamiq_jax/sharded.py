@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dynamiq_jax import buckets, checks, compat, exact
@@ -73,7 +74,13 @@ def psum_scatter(
     plan = buckets.plan(
         leaves, axes, options, compress=flags, kinds=buckets.other_axes(leaves, axes)
     )
-    result: dict[int, Array] = {index: leaves[index] for index in plan.untouched}
+    result: dict[int, Any] = {}
+    for index in plan.untouched:
+        shape = list(leaves[index].shape)
+        shape[scatter_dimension : scatter_dimension + 1] = (
+            [shape[scatter_dimension] // n] if tiled else []
+        )
+        result[index] = np.zeros(shape, leaves[index].dtype)
     for index, _ in plan.exact:
         result[index] = exact.reduce_scatter(
             leaves[index], axes.slow, scatter_dimension, tiled=tiled
@@ -173,15 +180,18 @@ def all_gather(
         )
         parts = earlier.reshape(n, -1)[:, : flat.size]
         gathered |= jax.vmap(lambda part, b=bucket: buckets.unflatten(b, part, leaves))(parts)
-    result = dict(enumerate(leaves))
-    for index, stacked in gathered.items():
-        joined = jnp.moveaxis(stacked, 0, dimensions[index])
-        shape = list(leaves[index].shape)
+    result: list[Any] = []
+    for index, (leaf, dimension) in enumerate(zip(leaves, dimensions, strict=True)):
+        shape = list(leaf.shape)
         if tiled:
-            shape[dimensions[index]] *= n
-            joined = joined.reshape(shape)
-        result[index] = joined
-    return jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))])
+            shape[dimension] *= n
+        else:
+            shape.insert(dimension, n)
+        if index in plan.untouched:
+            result.append(np.zeros(shape, leaf.dtype))
+        else:
+            result.append(jnp.moveaxis(gathered[index], 0, dimension).reshape(shape))
+    return jax.tree.unflatten(structure, result)
 
 
 def _one_axis(axis_name: Any) -> Axes:

@@ -89,6 +89,28 @@ def test_a_bucket_waits_for_those_of_later_leaves(data_mesh):
     assert [transfers_for(name) for name in "ab"] == [3 * last, 2 * last]
 
 
+def test_a_bucket_does_not_wait_until_others_are_decoded(data_mesh):
+    """Decoding them is dead code where only the last one is asked for: their transfers are not."""
+    tree = {name: jax.ShapeDtypeStruct((2, 65_536), jnp.float32) for name in "abc"}
+
+    def compiled(names):
+        def local(stacked):
+            mine = jax.tree.map(lambda leaf: leaf[0], stacked)
+            mean = dq.pmean(
+                mine, "data", key=KEY, method=TWO_CLASSES, topology="all_to_all", bucket_bytes=1
+            )
+            return [mean[name] for name in names]
+
+        mapped = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
+        text = jax.jit(mapped).lower(tree).compile().as_text()
+        return len(collectives(text)), text.count(" while(")
+
+    transfers, loops = compiled("abc")
+    transfers_of_first, loops_of_first = compiled("a")
+    assert transfers_of_first == transfers
+    assert loops_of_first < loops
+
+
 def test_buckets_have_rounding_noise_of_their_own():
     leaf = of_workers(0, 2, 4096)
 

@@ -212,7 +212,7 @@ presets = pytest.mark.parametrize(
 
 
 @functools.cache
-def whole(method: dq.DynamiQ, num_workers: int, topology: str = "ring"):
+def whole(method: dq.DynamiQ, num_workers: int, topology: str):
     """Worker gradients, their compressed sum, and the order of rows that the method chose."""
     grads = of_workers(5, num_workers, SIZE)
     key = jax.random.key(17)
@@ -241,7 +241,7 @@ def bits_that_give(order: np.ndarray, mix: list[tuple[int, int]]) -> np.ndarray:
 
 @presets
 def test_the_rows_are_ordered_as_the_page_says(method, num_workers):
-    grads, _, order, _ = whole(method, num_workers)
+    grads, _, order, _ = whole(method, num_workers, "ring")
     mix = class_rows(method.layout(SIZE, num_workers))
     rows = np.stack([oracle.to_rows(g, num_workers) for g in grads])
     bits = oracle.combine_norms(oracle.row_norms(rows))

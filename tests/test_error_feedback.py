@@ -49,7 +49,7 @@ def one_step(name: str):
         options = {"topology": AllToAll(), "key": key}
         state = feedback.init_state(SIZE, NUM_WORKERS)._replace(residual=residual)
         total, after, _ = feedback.all_reduce(gradient, "data", NUM_WORKERS, **options, state=state)
-        _, applied, _ = inner.all_reduce_applied(
+        _, applied = inner.all_reduce_applied(
             gradient + residual, "data", NUM_WORKERS, **options, state=state.method
         )
         return total, applied, after.residual

@@ -187,7 +187,7 @@ def shared_sums(name: str, topology: str):
         num_chunks = carrier.num_chunks(n)
         codec = method.bind(flat, "data", n, num_chunks, key)
         scales = method._shared_scales(as_row_chunks(flat, num_chunks), "data", n)
-        return carrier.all_reduce(codec, "data", n).total, scales.reshape(-1)
+        return carrier.all_reduce(codec, "data", n).decode(), scales.reshape(-1)
 
     return simulated(local)
 

@@ -51,7 +51,7 @@ def codec_of_zeros(codec: DynamiQChunks) -> DynamiQChunks:
 @functools.partial(jax.jit, static_argnames=("method", "reorders"))
 def sent_and_decoded(rows, order, *, method, reorders):
     codec = codec_of(method, rows, order)
-    sums = codec.for_sums() if reorders else codec
+    sums = codec.for_sums(8) if reorders else codec
     messages = messages_of_sums(codec, sums)
     return messages, sums.decompress(messages)
 
@@ -142,4 +142,5 @@ def test_sums_in_which_much_cancels_have_less_error():
         assert (total == total[0]).all()
         return vnmse(total[0], truth)
 
-    assert 0.05 < error("all_to_all") / error("butterfly") < 0.9
+    # 0.82 where the sums keep the order of the statistics.
+    assert 0.05 < error("all_to_all") / error("butterfly") < 0.6

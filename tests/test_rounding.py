@@ -19,15 +19,15 @@ words = st.integers(0, 2**32 - 1)
 jitted = jax.jit(rounding.offsets, static_argnums=3)
 
 
-def offsets(kind: str, hop: int, seed: tuple[int, int] = (7, 11), first: int = 0) -> np.ndarray:
+def offsets(kind: str, turn: int, seed: tuple[int, int] = (7, 11), first: int = 0) -> np.ndarray:
     ids = np.arange(first, first + ROWS, dtype=np.uint32)
-    return np.asarray(jitted(ids, np.int32(hop), np.array(seed, np.uint32), kind), np.float64)
+    return np.asarray(jitted(ids, np.int32(turn), np.array(seed, np.uint32), kind), np.float64)
 
 
 @functools.cache
-def path(kind: str, hops: int) -> np.ndarray:
-    """Offsets of all compressions on a path of each coordinate, [hops, ROWS * LANES]."""
-    return np.stack([offsets(kind, hop).reshape(-1) for hop in range(hops)])
+def path(kind: str, turns: int) -> np.ndarray:
+    """Offsets of all compressions on a path of each coordinate, [turns, ROWS * LANES]."""
+    return np.stack([offsets(kind, turn).reshape(-1) for turn in range(turns)])
 
 
 def kolmogorov_smirnov(samples: np.ndarray) -> float:
@@ -45,18 +45,18 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("kind", RANDOM)
-@given(first=words, hop=st.integers(0, 1000), seed=st.tuples(words, words))
-def test_offsets_are_those_of_the_oracle(kind, first, hop, seed):
+@given(first=words, turn=st.integers(0, 1000), seed=st.tuples(words, words))
+def test_offsets_are_those_of_the_oracle(kind, first, turn, seed):
     ids = (first + np.arange(ROWS)).astype(np.uint32)
-    ours = np.asarray(jitted(ids, np.int32(hop), np.array(seed, np.uint32), kind))
+    ours = np.asarray(jitted(ids, np.int32(turn), np.array(seed, np.uint32), kind))
     assert ours.dtype == np.float32
-    np.testing.assert_array_equal(ours, oracle.rounding_offsets(ids, hop, seed, kind))
+    np.testing.assert_array_equal(ours, oracle.rounding_offsets(ids, turn, seed, kind))
 
 
 @pytest.mark.parametrize("kind", RANDOM)
-@pytest.mark.parametrize("hop", (0, 1, 7))
-def test_every_offset_is_uniform(kind, hop):
-    u = offsets(kind, hop)
+@pytest.mark.parametrize("turn", (0, 1, 7))
+def test_every_offset_is_uniform(kind, turn):
+    u = offsets(kind, turn)
     assert u.min() > 0
     assert u.max() < 1
     assert 0.2 < kolmogorov_smirnov(u) < 2
@@ -83,24 +83,24 @@ def test_nearest_is_the_middle():
 def test_correlated_hops_step_by_the_golden_ratio():
     u = path("correlated", 8)
     golden = (np.sqrt(5) - 1) / 2
-    for hop in range(1, 8):
-        turned = u[hop] - u[0] - hop * golden
+    for turn in range(1, 8):
+        turned = u[turn] - u[0] - turn * golden
         assert np.max(np.abs(turned - np.rint(turned))) < 2.0**-13  # of 16 bits, with a carry
 
 
-@pytest.mark.parametrize("hops", (2, 3, 5, 8, 13, 16))
-def test_correlated_hops_leave_no_large_gap(hops):
+@pytest.mark.parametrize("turns", (2, 3, 5, 8, 13, 16))
+def test_correlated_hops_leave_no_large_gap(turns):
     """No knowledge of n is needed: the offsets of a path cover [0, 1) evenly for any n."""
-    ordered = np.sort(path("correlated", hops), axis=0)
+    ordered = np.sort(path("correlated", turns), axis=0)
     gaps = np.diff(np.concatenate([ordered, ordered[:1] + 1]), axis=0)
-    assert np.max(gaps) * hops < 2
-    assert np.min(gaps) * hops > 0.3
+    assert np.max(gaps) * turns < 2
+    assert np.min(gaps) * turns > 0.3
 
 
-@pytest.mark.parametrize("hops", (2, 4, 8, 16))
-def test_stratified_hops_visit_every_stratum_once(hops):
-    strata = np.sort(np.floor(path("stratified", hops) * hops), axis=0)
-    np.testing.assert_array_equal(strata, np.tile(np.arange(hops)[:, None], (1, COUNT)))
+@pytest.mark.parametrize("turns", (2, 4, 8, 16))
+def test_stratified_hops_visit_every_stratum_once(turns):
+    strata = np.sort(np.floor(path("stratified", turns) * turns), axis=0)
+    np.testing.assert_array_equal(strata, np.tile(np.arange(turns)[:, None], (1, COUNT)))
 
 
 def test_independent_hops_are_uncorrelated():
@@ -110,27 +110,27 @@ def test_independent_hops_are_uncorrelated():
     assert correlation(*path("stratified", 2)) < -100
 
 
-def variance_of_sum(kind: str, hops: int, p: np.ndarray) -> float:
+def variance_of_sum(kind: str, turns: int, p: np.ndarray) -> float:
     """Variance of a path's summed rounding errors, relative to that of independent rounding."""
-    errors = (path(kind, hops) < p) - p
+    errors = (path(kind, turns) < p) - p
     return float(np.mean(errors.sum(axis=0) ** 2) / np.mean(np.sum(p * (1 - p), axis=0)))
 
 
-@pytest.mark.parametrize("hops", (2, 4, 8, 16))
-def test_errors_of_a_path_cancel(hops):
-    """The same fraction at every hop: the errors of `hops` roundings sum to about one's."""
-    p = np.random.default_rng(0).random((1, COUNT)).repeat(hops, axis=0)
-    assert 0.97 < variance_of_sum("independent", hops, p) < 1.03
+@pytest.mark.parametrize("turns", (2, 4, 8, 16))
+def test_errors_of_a_path_cancel(turns):
+    """The same fraction at every turn: the errors of `turns` roundings sum to about one's."""
+    p = np.random.default_rng(0).random((1, COUNT)).repeat(turns, axis=0)
+    assert 0.97 < variance_of_sum("independent", turns, p) < 1.03
     for kind in ("correlated", "stratified"):
-        assert 0.1 / hops < variance_of_sum(kind, hops, p) < 2 / hops
+        assert 0.1 / turns < variance_of_sum(kind, turns, p) < 2 / turns
 
 
-@pytest.mark.parametrize("hops", (4, 8, 16))
-def test_errors_cancel_even_where_fractions_have_nothing_to_do_with_each_other(hops):
-    p = np.random.default_rng(1).random((hops, COUNT))
-    assert 0.97 < variance_of_sum("independent", hops, p) < 1.03
+@pytest.mark.parametrize("turns", (4, 8, 16))
+def test_errors_cancel_even_where_fractions_have_nothing_to_do_with_each_other(turns):
+    p = np.random.default_rng(1).random((turns, COUNT))
+    assert 0.97 < variance_of_sum("independent", turns, p) < 1.03
     for kind in ("correlated", "stratified"):
-        assert 0.4 < variance_of_sum(kind, hops, p) < 0.75
+        assert 0.4 < variance_of_sum(kind, turns, p) < 0.75
 
 
 @pytest.mark.parametrize("kind", RANDOM)

@@ -276,8 +276,58 @@ def test_several_axes_are_refused_and_one_in_a_tuple_is_one(half, rows):
         both(g)
 
 
+def test_a_gather_puts_every_leaf_where_it_was():
+    """Two dtypes, so two buckets, one leaf between them that is exact, and one that is nothing."""
+    parts = {
+        "a": gradient((6, 5, 100)),
+        "b": gradient((3, 2, 400)).astype(jnp.bfloat16),
+        "exact": np.arange(N * 6, dtype=np.int32).reshape(N, 2, 3),
+        "masked": gradient((4, 4, 300)),
+        "z": gradient((2, 2, 600)),
+    }
+    mask = {name: name != "masked" for name in parts}
+
+    def local(key, tree):
+        tree = {**tree, "nothing": np.zeros((2, 3), jax.dtypes.float0)}
+        gathered = dq.all_gather(
+            tree,
+            "data",
+            key=key,
+            axis=-1,
+            tiled=True,
+            method=TWO_CLASSES,
+            mask={**mask, "nothing": True},
+        )
+        nothing = gathered.pop("nothing")
+        assert (nothing.shape, nothing.dtype) == ((2, 3 * N), jax.dtypes.float0)
+        return gathered
+
+    found = simulated(local)(KEY, parts)
+    expected = simulated(
+        lambda key, tree: {
+            name: jax.lax.all_gather(leaf, "data", axis=leaf.ndim - 1, tiled=True)
+            for name, leaf in tree.items()
+        }
+    )(KEY, parts)
+    for name, leaf in expected.items():
+        assert (found[name].shape, found[name].dtype) == (leaf.shape, leaf.dtype)
+        error = vnmse(found[name], leaf)
+        assert error == 0 if name in ("exact", "masked") else 1e-6 < error < 0.05, name
+
+
+@pytest.mark.parametrize(("tiled", "shape"), ((True, (3, 2)), (False, (3,))))
+def test_a_leaf_that_holds_nothing_is_scattered_too(tiled, shape):
+    def local(key, g):
+        nothing = np.zeros((3, 2 * N if tiled else N), jax.dtypes.float0)
+        found = dq.psum_scatter(nothing, "data", key=key, scatter_dimension=1, tiled=tiled)
+        assert (found.shape, found.dtype) == (shape, jax.dtypes.float0)
+        return g
+
+    simulated(local)(KEY, gradient())
+
+
 def test_a_gather_joins_leaves_in_buckets():
-    """One message for all leaves that fit, and the same values however they are cut."""
+    """One message for all leaves that fit."""
     parts = {"a": gradient((24, 100)), "b": gradient((10, 100)), "c": gradient((500,))}
 
     def run(bucket_bytes):

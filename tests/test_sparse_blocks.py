@@ -34,7 +34,7 @@ def local_all_reduce(method, num_workers=NUM_WORKERS, topology="ring"):
     """The sum, what this worker applied, and the next state, after a first step."""
 
     def local(key, flat):
-        return method.all_reduce_applied(
+        reduced, applied = method.all_reduce_applied(
             flat,
             "data",
             num_workers,
@@ -42,6 +42,7 @@ def local_all_reduce(method, num_workers=NUM_WORKERS, topology="ring"):
             key=key,
             state=method.init_state(flat.size, num_workers),
         )
+        return reduced.total, applied, reduced.state
 
     return local
 
@@ -318,7 +319,7 @@ def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, method, check_vma):
     """And under check_vma, the types say that sum and state are the same on all workers."""
 
     def local(stacked, state):
-        total, applied, state = method.all_reduce_applied(
+        reduced, applied = method.all_reduce_applied(
             stacked[0],
             "data",
             NUM_WORKERS,
@@ -326,7 +327,7 @@ def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, method, check_vma):
             key=KEY,
             state=state,
         )
-        return total, applied[None], state
+        return reduced.total, applied[None], reduced.state
 
     mapped = jax.shard_map(
         local,

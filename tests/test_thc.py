@@ -127,7 +127,10 @@ def test_what_workers_apply_adds_up_to_the_result():
     """Error feedback keeps the rest: nothing else may be lost on the way."""
 
     def local(key, flat):
-        return SMALL.all_reduce_applied(flat, "data", N, topology=Ring(), key=key, state=())[:2]
+        reduced, applied = SMALL.all_reduce_applied(
+            flat, "data", N, topology=Ring(), key=key, state=()
+        )
+        return reduced.total, applied
 
     g = of_workers(1, N, SIZE)
     total, applied = map(np.asarray, simulated(local)(KEY, g))

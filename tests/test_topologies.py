@@ -51,7 +51,7 @@ class Counted:
         workers = self._local(payloads, chunk)["workers"]
         return jnp.append(workers, chunk).astype(jnp.float32)
 
-    def for_sums(self):
+    def for_sums(self, num_workers):
         return self
 
     def decompress(self, payloads):
@@ -99,7 +99,7 @@ def run_counted(topology: Topology, n: int, *, scatter: bool = False):
     def run(codec, axis_name, n):
         if scatter:
             return topology.reduce_scatter(codec, axis_name, n)
-        return topology.all_reduce(codec, axis_name, n).total
+        return topology.all_reduce(codec, axis_name, n).decode()
 
     return jax.jit(
         jax.vmap(lambda _: run(codec, "data", n), axis_name="data", axis_size=n, in_axes=None)
@@ -138,7 +138,7 @@ class Timed:
     def hop(self, payloads, chunk, turn):
         return self._noted(payloads.sum(0), turn)
 
-    def for_sums(self):
+    def for_sums(self, num_workers):
         return self
 
     def decompress(self, payloads):
@@ -152,7 +152,7 @@ class Timed:
 def test_turns_are_those_of_the_wire_format(name):
     n, topology = 8, TOPOLOGIES[name]
     turns = jax.vmap(
-        lambda _: topology.all_reduce(Timed(n), "data", n).total,
+        lambda _: topology.all_reduce(Timed(n), "data", n).decode(),
         axis_name="data",
         axis_size=n,
         in_axes=None,
@@ -209,7 +209,7 @@ def test_an_unrolled_ring_is_the_ring_without_a_loop(bidirectional):
 
     def loops(topology):
         codec = Counted(n, topology.num_chunks(n))
-        run = jax.vmap(lambda _: topology.all_reduce(codec, "data", n).total, axis_name="data")
+        run = jax.vmap(lambda _: topology.all_reduce(codec, "data", n).decode(), axis_name="data")
         return jax.jit(run).lower(jnp.zeros(n)).as_text().count("stablehlo.while")
 
     assert loops(Ring(bidirectional=bidirectional)) == 1

@@ -80,12 +80,9 @@ class Method(abc.ABC):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, Array, State]:
+    ) -> tuple[Reduced, Array]:
         """`all_reduce` of what the method can express of a local bucket; and that, float32 [size]:
         what it leaves out, error feedback keeps.
-
-        Returns:
-          The sum of what all workers apply, what this worker applies, and the next state.
         """
         raise ValueError(
             f"method={self!r} cannot tell what it leaves out, which dq.methods.ErrorFeedback needs."
@@ -159,7 +156,7 @@ class ChunkedMethod(Method):
         """See `Method`."""
         codec = self.bind(flat, axis_name, num_workers, topology.num_chunks(num_workers), key)
         gathered = topology.all_reduce(codec, axis_name, num_workers)
-        return Reduced(gathered.total, state, gathered.arrived)
+        return Reduced(gathered.decode(), state, gathered.arrived)
 
     def all_reduce_applied(
         self,
@@ -170,7 +167,7 @@ class ChunkedMethod(Method):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, Array, State]:
+    ) -> tuple[Reduced, Array]:
         """See `Method`. What is applied goes through the codec once before it is sent; the rounding
         of partial sums on the way belongs to nobody and is not in it.
         """
@@ -179,7 +176,8 @@ class ChunkedMethod(Method):
         turn = num_workers + lax.axis_index(axis_name)
         # The same codec again: another one would exchange its statistics once more.
         applied, codec = codec.once(turn, num_workers)
-        return topology.all_reduce(codec, axis_name, num_workers).total, applied, state
+        gathered = topology.all_reduce(codec, axis_name, num_workers)
+        return Reduced(gathered.decode(), state, gathered.arrived), applied
 
     def reduce_scatter(
         self, flat: Array, axis_name: str, num_workers: int, *, topology: Topology, key: Array
@@ -192,4 +190,4 @@ class ChunkedMethod(Method):
     def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Array:
         """See `Method`."""
         codec = self.bind_part(part, axis_name, num_workers, key)
-        return gather(codec, (codec.compress(lax.axis_index(axis_name), 0),), axis_name).total
+        return gather(codec, (codec.compress(lax.axis_index(axis_name), 0),), axis_name).decode()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax.chunks import SumCodec
+from dynamiq_jax.chunks import ChunkCodec, SumCodec
 from dynamiq_jax.codec import scales
 from dynamiq_jax.codec.layout import Layout
 from dynamiq_jax.codec.ordering import rank, restore_rows
@@ -15,9 +15,13 @@ from pallas_kernels.decompress.api import decompress
 from pallas_kernels.decompress_accumulate.api import decompress_accumulate
 from pallas_kernels.hop.api import hop
 
+# Workers from which on it pays to order the rows of sums again. Of fewer, the rounding of the sum
+# still cancels those before it, as long as rows stay where they are.
+_MANY = 8
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamiQChunks:
+class DynamiQChunks(ChunkCodec):
     """`ChunkCodec` of one bucket."""
 
     rows: Array  # local values, float [num_rows, 256], or [rows_per_chunk, 256] of a part
@@ -67,10 +71,6 @@ class DynamiQChunks:
         rows = self._decoded(payloads)
         return self.layout.as_flat(rows if self.shift is None else rows + self.shift[:, None])
 
-    def for_sums(self) -> SumCodec:
-        """See `ChunkCodec`."""
-        return ReorderedSums(self)
-
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, DynamiQChunks]":
         """See `ChunkCodec`."""
         payloads = lax.map(lambda chunk: self.compress(chunk, turn), jnp.arange(len(self.order)))
@@ -79,6 +79,10 @@ class DynamiQChunks:
             np.float32(0) if self.shift is None else self.shift[:, None] / np.float32(num_workers)
         )
         return self.layout.as_flat(rows + mean), dataclasses.replace(self, rows=rows)
+
+    def for_sums(self, num_workers: int) -> SumCodec:
+        """See `ChunkCodec`."""
+        return ReorderedSums(self) if num_workers >= _MANY else self
 
     def sums(self, payloads: Array, chunk: Array) -> Array:
         """Received partial sums of a chunk plus the local rows, without what `shift` adds: float32

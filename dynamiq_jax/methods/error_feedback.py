@@ -96,9 +96,9 @@ class ErrorFeedback(Method):
     ) -> Reduced:
         """See `Method`."""
         wanted = flat.astype(jnp.float32) + state.residual
-        total, applied, inner = self.method.all_reduce_applied(
+        inner, applied = self.method.all_reduce_applied(
             wanted, axis_name, num_workers, topology=topology, key=key, state=state.method
         )
         left_out = wanted - applied
         residual = jnp.where(jnp.isfinite(left_out), left_out, np.float32(0))
-        return Reduced(total, FeedbackState(residual=residual, method=inner), arrived=total)
+        return inner._replace(state=FeedbackState(residual=residual, method=inner.state))

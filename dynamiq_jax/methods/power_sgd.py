@@ -120,18 +120,19 @@ class PowerSGD(Method):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, Array, State]:
+    ) -> tuple[Reduced, Array]:
         """See `Method`. A worker applies P P^T M: the share of its own matrix that lies in the
         basis of all.
         """
 
         def send(message: Array, key: Array) -> tuple[Array, ...]:
-            return self.inner.all_reduce_applied(
+            inner, applied = self.inner.all_reduce_applied(
                 message, axis_name, num_workers, topology=topology, key=key, state=()
-            )[:2]
+            )
+            return inner.total, applied
 
         (total, applied), state = self._factorize(flat, key, state, send)
-        return total, applied, state
+        return Reduced(total, state, arrived=total), applied
 
     def _factorize(
         self, flat: Array, key: Array, state: State, send: _Send

@@ -102,18 +102,15 @@ class SparseBlocks(Method):
         topology: Topology,
         key: Array,
         state: State,
-    ) -> tuple[Array, Array, State]:
+    ) -> tuple[Reduced, Array]:
         """See `Method`. A worker applies what `inner` makes of its values of the chosen blocks."""
         chosen, state = self._choose(flat, axis_name, num_workers, topology, state)
-        total, applied, _ = self.inner.all_reduce_applied(
+        inner, applied = self.inner.all_reduce_applied(
             chosen.values, axis_name, num_workers, topology=topology, key=key, state=()
         )
+        total = chosen.put_back(inner.total, chosen.not_finite())
         nothing = jnp.zeros(chosen.scores.shape, jnp.float32)
-        return (
-            chosen.put_back(total, chosen.not_finite()),
-            chosen.put_back(applied, nothing),
-            state,
-        )
+        return Reduced(total, state, inner.arrived), chosen.put_back(applied, nothing)
 
     def _cost_of(self, room: int, size: int, num_workers: int, num_chunks: int) -> WireCost:
         cost = self.inner.wire_cost(room * self.block_size, num_workers, num_chunks)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax import compat
-from dynamiq_jax.chunks import WireCost, as_chunks
+from dynamiq_jax.chunks import ChunkCodec, WireCost, as_chunks
 from dynamiq_jax.codec import hadamard, packing, scales
 from dynamiq_jax.codec.norms import l2_norm
 from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE, row_bytes
@@ -242,7 +242,7 @@ class _Layout:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _THCChunks:
+class _THCChunks(ChunkCodec):
     """`ChunkCodec` of one bucket. Integers travel in two's complement: their sums need no carry
     beyond `layout.width` bits, and a payload means the same whatever the number of summands.
     """
@@ -265,9 +265,6 @@ class _THCChunks:
 
     def decompress(self, payloads: Array) -> Array:
         return self._values(self.layout.unpack(payloads), self.steps)[: self.layout.size]
-
-    def for_sums(self) -> "_THCChunks":
-        return self
 
     def once(self, turn: Array | int, num_workers: int) -> "tuple[Array, _THCChunks]":
         words = lax.bitcast_convert_type(self.integers.astype(jnp.int16), jnp.uint16)

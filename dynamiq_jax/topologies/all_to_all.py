@@ -7,12 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax import compat
-from dynamiq_jax.chunks import ChunkCodec, SumCodec
+from dynamiq_jax.chunks import ChunkCodec
 from dynamiq_jax.topologies.base import Arrival, Gathered, Topology, gather
-
-# Workers from which on sums are compressed in a way of their own (docs/wire_format.md, section 7).
-# Of fewer, roundings cancel those before them as long as rows stay where they are.
-_MANY = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +22,7 @@ class AllToAll(Topology):
         """See `Topology`. The errors of many workers' own values average out, and that of the sums
         is left: so these have a codec of their own.
         """
-        sums: SumCodec = codec.for_sums() if num_workers >= _MANY else codec
+        sums = codec.for_sums(num_workers)
         arrivals = self.arrivals(codec, axis_name, num_workers)
         return gather(sums, tuple(sums.hop(*arrival) for arrival in arrivals), axis_name)
 

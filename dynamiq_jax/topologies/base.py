@@ -26,8 +26,7 @@ class Gathered(NamedTuple):
     payloads: Payload  # stacked on a leading axis
     codec: SumCodec  # that reads them
 
-    @property
-    def total(self) -> Array:
+    def decode(self) -> Array:
         """Sum over the axis, float32 [size], the same bits on all workers."""
         return self.codec.decompress(self.payloads)
 
