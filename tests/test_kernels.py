@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.codec.layout import Layout
+from dynamiq_jax.methods.dynamiq_chunks import DynamiQChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation
 from pallas_kernels.compress.api import compress
@@ -118,6 +119,32 @@ def test_rows_come_back_where_they_were(kernel, name):
     np.testing.assert_array_equal(ours, expected)
     assert np.isnan(ours).any()
     assert np.isfinite(ours).mean() > 0.8
+
+
+@kernels
+@pytest.mark.parametrize("name", ("default", "paper"))
+def test_sums_in_an_order_of_their_own_are_those_of_the_base(kernel, name):
+    layout = layout_of(name)
+    rows, order = inputs(layout.rows_per_chunk)
+
+    def sum_and_values(messages, rows, order, implementation):
+        codec = DynamiQChunks(
+            rows=rows,
+            order=order,
+            seed=jnp.asarray(SEED),
+            shift=None,
+            layout=layout,
+            implementation=implementation,
+        )
+        sums = codec.for_sums(8)
+        payload = sums.hop(messages, jnp.int32(1), 2)
+        return payload, sums.decompress(jnp.stack([payload] * NUM_CHUNKS))
+
+    both = np.stack(path("xla", name)[:2])
+    ours, expected = (run(k, sum_and_values, both, rows, order) for k in (kernel, "xla"))
+    np.testing.assert_array_equal(ours[0], expected[0])
+    np.testing.assert_array_equal(ours[1], expected[1])
+    assert np.any(expected[0] != path("xla", name)[2])
 
 
 @kernels

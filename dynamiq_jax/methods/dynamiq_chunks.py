@@ -130,6 +130,7 @@ class ReorderedSums:
             layout=layout,
             implementation=codec.implementation,
         )
+        # Those that the order is made from, also where a GPU's reciprocal rounds another way.
         return layout.with_scales(message, *of_sums)
 
     def decompress(self, payloads: Array) -> Array:
