@@ -143,6 +143,78 @@ def final_losses() -> str:
     return _markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
 
 
+def equal_bits() -> str:
+    """Error of DynamiQ and of block integers of as many bits, on 8 workers: compare_ring.json and
+    compare_topologies.json.
+    """
+    vnmse = {
+        row["setting"]: row["vnmse"]
+        for name in ("compare_ring", "compare_topologies")
+        for row in _results(name)
+        if row["workers"] == 8
+    }
+    carriers = ("ring", "butterfly", "all_to_all")
+    rows = []
+    for bits in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5):
+        settings = (f"dynamiq:{bits:g}", f"blockint:{bits - 0.5:g}")
+        errors = [vnmse[f"{setting}:{carrier}"] for setting in settings for carrier in carriers]
+        rows.append([f"{bits:g}", *map(_exponent, errors)])
+    header = ["bits", "`DynamiQ`: ring", "butterfly", "all_to_all"]
+    return _markdown([*header, "`BlockInt(block=32)`: ring", "butterfly", "all_to_all"], rows)
+
+
+def other_model() -> str:
+    """Error on gradients to which nothing was fitted: compare_decoder.json."""
+    rows: dict[str, list[str]] = {}
+    for row in _results("compare_decoder"):
+        errors = " / ".join(_exponent(step["vnmse"]) for step in row["steps"].values())
+        rows.setdefault(row["method"], [f"`{row['method']}`", f"{row['bits']:.2f}"]).append(errors)
+    header = ["setting", "bits", "8 workers, steps 20 / 100 / 200", "16 workers"]
+    return _markdown(header, list(rows.values()))
+
+
+def beside_paper() -> str:
+    """Tables 3 to 6 of the paper: paper_tables.json."""
+    rows, base = [], {}
+    for row in _results("paper_tables"):
+        table, paper = row["table"].split(":")[0], row["paper"]
+        if not table.startswith("Table"):
+            continue
+        if paper:
+            base.setdefault(table, row)  # The first row that both have is 1.
+        rows.append((table, row))
+    cells = [
+        [
+            table,
+            row["row"],
+            " / ".join(map(_exponent, row["vnmse"].values())),
+            f"{row['mean'] / base[table]['mean']:.2g}",
+            f"{row['paper']:.2g}" if row["paper"] else "",
+            f"{row['paper'] / base[table]['paper']:.2g}" if row["paper"] else "",
+        ]
+        for table, row in rows
+    ]
+    header = ["", "row", "vNMSE, steps 20 / 100 / 200", "ratio", "the paper's", "its ratio"]
+    return _markdown(header, cells)
+
+
+def by_workers() -> str:
+    """How errors on a ring grow with the workers: paper_tables.json."""
+    names = {
+        "default": "`DynamiQ`, default",
+        "paper's preset": "`DynamiQ`, paper's preset",
+        "MXFP8": "MXFP8",
+    }
+    errors: dict[str, dict[int, float]] = {name: {} for name in names}
+    for row in _results("paper_tables"):
+        if row["table"].startswith("Workers"):
+            errors[row["row"].partition(", n")[0]][row["workers"]] = row["mean"]
+    header = ["vNMSE on a ring, mean of the steps", *(f"n = {n}" for n in errors["default"])]
+    return _markdown(
+        header, [[names[name], *map(_exponent, of.values())] for name, of in errors.items()]
+    )
+
+
 def limits() -> str:
     """What any code could reach, beside what was measured: rate_distortion.json, compare_ring.json.
 
@@ -225,6 +297,7 @@ def environments() -> str:
         "aot_h200": "python benchmarks/aot_h200.py",
         "codec": "python benchmarks/codec.py",
         "checkpoint_loading": "python benchmarks/checkpoint_loading.py",
+        "compare_decoder": "dynamiq-jax compare",
         "compare_ring": "dynamiq-jax compare",
         "compare_topologies": "dynamiq-jax compare",
         "compile_time": "python benchmarks/compile_time.py",
@@ -259,7 +332,11 @@ _ALL = (
     emulated,
     accuracy,
     headline,
+    equal_bits,
+    other_model,
     final_losses,
+    beside_paper,
+    by_workers,
     limits,
     compile_times,
     environments,
