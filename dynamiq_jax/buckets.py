@@ -89,25 +89,33 @@ def resolve_options(
     )
 
 
-def checked_leaves(tree: Any, axes: Axes) -> tuple[list[Array], Any]:
-    """Leaves of a tree as arrays, and its structure.
+def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
+    """Leaves of a tree as arrays, with the names that errors call them; and its structure.
 
     Raises:
       TypeError: a leaf that is not an array or number.
-      ValueError: a leaf that is already summed over an axis.
+      ValueError: a leaf that cannot be made part of a flat vector.
     """
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = []
+    named = []
     for path, leaf in paths_and_leaves:
         if isinstance(leaf, bool | int | float | complex | np.number):
             leaf = jnp.asarray(leaf)
         name = jax.tree_util.keystr(path)
         checks.check_leaf(name, leaf)
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            checks.check_not_reduced(name, leaf, axes.names)
             checks.check_flattens(name, leaf)
-        leaves.append(leaf)
-    return leaves, structure
+        named.append((name, leaf))
+    return named, structure
+
+
+def leaves_to_sum(tree: Any, axes: Axes) -> tuple[list[tuple[str, Array]], Any]:
+    """`named_leaves` of which none is already summed over an axis, which raises ValueError."""
+    named, structure = named_leaves(tree)
+    for name, leaf in named:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            checks.check_not_reduced(name, leaf, axes.names)
+    return named, structure
 
 
 def other_axes(leaves: Sequence[Any], axes: Axes) -> list[frozenset[str]]:

@@ -100,7 +100,7 @@ def check_leaf(path: str, leaf: Any) -> None:
         leaf.dtype, jax.dtypes.prng_key
     ):
         raise TypeError(
-            f"tree{path} is a {type(leaf).__name__}, which cannot be summed. Give a pytree of "
+            f"tree{path} is a {type(leaf).__name__}, which cannot be sent. Give a pytree of "
             "arrays of numbers."
         )
 

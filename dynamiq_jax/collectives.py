@@ -167,7 +167,8 @@ def reduce_tree(
     """
     axes = find_axes(axis_name)
     key = checks.check_key(key, axes.names)
-    leaves, structure = buckets.checked_leaves(tree, axes)
+    named, structure = buckets.leaves_to_sum(tree, axes)
+    leaves = [leaf for _, leaf in named]
     plan = buckets.plan(
         leaves, axes, options, compress=compress, kinds=buckets.other_axes(leaves, axes)
     )

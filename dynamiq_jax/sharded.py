@@ -65,11 +65,10 @@ def psum_scatter(
     axes = _one_axis(axis_name)
     key = checks.check_key(key, axes.names)
     options = buckets.resolve_options(method, topology, exact_below, bucket_bytes)
-    leaves, structure = buckets.checked_leaves(tree, axes)
-    n = axes.num_workers
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    for path, leaf in zip(paths, leaves, strict=True):
-        checks.check_scatters(path, leaf, scatter_dimension, n, tiled)
+    named, structure = buckets.leaves_to_sum(tree, axes)
+    leaves, n = [leaf for _, leaf in named], axes.num_workers
+    for name, leaf in named:
+        checks.check_scatters(name, leaf, scatter_dimension, n, tiled)
     flags = buckets.mask_flags(mask, tree)
     plan = buckets.plan(
         leaves, axes, options, compress=flags, kinds=buckets.other_axes(leaves, axes)
@@ -153,13 +152,9 @@ def all_gather(
     axes = _one_axis(axis_name)
     key = jax.random.fold_in(checks.check_key(key, axes.names), _GATHER)
     options = buckets.resolve_options(method, "ring", exact_below, bucket_bytes)
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves, dimensions, n = [leaf for _, leaf in paths_and_leaves], [], axes.num_workers
-    for path, leaf in paths_and_leaves:
-        name = jax.tree_util.keystr(path)
-        checks.check_leaf(name, leaf)
-        checks.check_flattens(name, leaf)
-        dimensions.append(checks.check_gathers(name, leaf, axis, tiled))
+    named, structure = buckets.named_leaves(tree)
+    leaves, n = [leaf for _, leaf in named], axes.num_workers
+    dimensions = [checks.check_gathers(name, leaf, axis, tiled) for name, leaf in named]
     plan = buckets.plan(
         [jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype) for leaf in leaves],
         axes,
@@ -172,13 +167,14 @@ def all_gather(
     for number, bucket in enumerate(plan.buckets):
         flat = buckets.flatten(bucket, leaves)
         padded = refuse_gradient(jnp.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE)))
-        earlier = options.method.all_gather(
+        every = options.method.all_gather(
             buckets.after(earlier, padded),
             axes.slow,
             n,
             key=jax.random.fold_in(key, number),
         )
-        parts = earlier.reshape(n, -1)[:, : flat.size]
+        earlier = every.arrived
+        parts = every.decode().reshape(n, -1)[:, : flat.size]
         gathered |= jax.vmap(lambda part, b=bucket: buckets.unflatten(b, part, leaves))(parts)
     result: list[Any] = []
     for index, (leaf, dimension) in enumerate(zip(leaves, dimensions, strict=True)):

@@ -220,7 +220,7 @@ def test_a_leaf_that_cannot_be_summed(leaf):
     def local(g):
         return dq.psum({"layers": [g, leaf]}, "data", key=KEY)
 
-    with raises(TypeError, "tree['layers'][1]", type(leaf).__name__, "cannot be summed", "Give"):
+    with raises(TypeError, "tree['layers'][1]", type(leaf).__name__, "cannot be sent", "Give"):
         jax.vmap(local, axis_name="data")(GRADIENT)
 
 

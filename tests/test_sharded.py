@@ -326,6 +326,14 @@ def test_a_leaf_that_holds_nothing_is_scattered_too(tiled, shape):
     simulated(local)(KEY, gradient())
 
 
+def test_numbers_are_gathered_like_arrays():
+    found = simulated(lambda key, g: dq.all_gather({"a": 2.5, "b": 3}, "data", key=key))(
+        KEY, gradient()
+    )
+    np.testing.assert_array_equal(found["a"][0], [2.5] * N)
+    np.testing.assert_array_equal(found["b"][0], [3] * N)
+
+
 def test_a_gather_joins_leaves_in_buckets():
     """One message for all leaves that fit."""
     parts = {"a": gradient((24, 100)), "b": gradient((10, 100)), "c": gradient((500,))}

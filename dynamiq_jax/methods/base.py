@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 from jax import Array, lax
 
 from dynamiq_jax.chunks import ChunkCodec, WireCost
-from dynamiq_jax.topologies.base import Topology, gather
+from dynamiq_jax.topologies.base import Gathered, Topology, gather
 
 State = Any  # pytree of arrays that a method carries between steps; () if none
 
@@ -103,9 +103,9 @@ class Method(abc.ABC):
             f"method={self!r} cannot be used in dq.psum_scatter. Use dq.DynamiQ(), or dq.psum."
         )
 
-    def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Array:
-        """Parts of all workers, float [size] each and of whole super-groups: float32 [num_workers *
-        size], the same bits on all workers.
+    def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Gathered:
+        """Parts of all workers, float [size] each and of whole super-groups. They decode to float32
+        [num_workers * size], the same bits on all workers.
         """
         self._refuse_gather()
 
@@ -187,7 +187,7 @@ class ChunkedMethod(Method):
         codec = self.bind(flat, axis_name, num_workers, num_chunks, key, consecutive=True)
         return topology.reduce_scatter(codec, axis_name, num_workers)
 
-    def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Array:
+    def all_gather(self, part: Array, axis_name: str, num_workers: int, *, key: Array) -> Gathered:
         """See `Method`."""
         codec = self.bind_part(part, axis_name, num_workers, key)
-        return gather(codec, (codec.compress(lax.axis_index(axis_name), 0),), axis_name).decode()
+        return gather(codec, (codec.compress(lax.axis_index(axis_name), 0),), axis_name)

@@ -21,13 +21,13 @@ class Arrival(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The sums of all chunks, as they have travelled to every worker."""
+    """All chunks, as they have travelled to every worker."""
 
     payloads: Payload  # stacked on a leading axis
     codec: SumCodec  # that reads them
 
     def decode(self) -> Array:
-        """Sum over the axis, float32 [size], the same bits on all workers."""
+        """Their values, float32 [size], the same bits on all workers."""
         return self.codec.decompress(self.payloads)
 
     @property
