@@ -1,8 +1,9 @@
 """Time of an all-reduce, predicted from its bytes, its steps and the speed of the codec.
 
 A worker encodes and decodes every coordinate of its bucket once on any topology, sends and receives
-at the same time, and does one after the other: codec, transfer, codec. Not counted: an all-to-all of
-eight or more workers takes about a tenth more time in DynamiQ's codec, which orders sums again.
+at the same time, and does one after the other: codec, transfer, codec. Not counted: in an
+all-to-all of eight or more workers DynamiQ's codec takes about a tenth more time, to order the sums
+again.
 """
 
 import dataclasses
