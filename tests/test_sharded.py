@@ -334,7 +334,7 @@ def test_numbers_are_gathered_like_arrays():
     np.testing.assert_array_equal(found["b"][0], [3] * N)
 
 
-def test_a_gather_joins_leaves_in_buckets():
+def test_a_gather_joins_leaves_in_buckets(data_mesh):
     """One message for all leaves that fit."""
     parts = {"a": gradient((24, 100)), "b": gradient((10, 100)), "c": gradient((500,))}
 
@@ -352,7 +352,6 @@ def test_a_gather_joins_leaves_in_buckets():
             assert (np.asarray(found[name]) == found[name][0]).all()
             assert found[name].shape == (N, *part.shape)
             assert 1e-7 < vnmse(found[name][0], part) < LARGEST_ERROR["dynamiq"]
-        mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
         mapped = jax.shard_map(
             lambda tree, b=bucket_bytes: dq.all_gather(
                 jax.tree.map(lambda leaf: leaf[0], tree),
@@ -361,7 +360,7 @@ def test_a_gather_joins_leaves_in_buckets():
                 method=TWO_CLASSES,
                 bucket_bytes=b,
             ),
-            mesh=mesh,
+            mesh=data_mesh(N),
             in_specs=P("data"),
             out_specs=P(),
             check_vma=False,

@@ -121,15 +121,8 @@ class ReorderedSums:
         sums = codec.sums(payloads, chunk)
         of_sums = scales.quantize_scales(scales.group_maxima(sums, layout.group_size))
         order = rank(scales.row_energies(*of_sums))
-        message = compress(
-            sums,
-            jnp.broadcast_to(order, codec.order.shape),
-            chunk,
-            turn,
-            codec.seed,
-            layout=layout,
-            implementation=codec.implementation,
-        )
+        table = jnp.broadcast_to(order, codec.order.shape)
+        message = dataclasses.replace(codec, rows=sums, order=table).compress(chunk, turn)
         # Those that the order is made from, also where a GPU's reciprocal rounds another way.
         return layout.with_scales(message, *of_sums)
 
