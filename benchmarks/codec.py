@@ -23,12 +23,12 @@ from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec.ordering import order_rows, restore_rows
-from dynamiq_jax.codec.scales import bfloat16_bits
-from pallas_kernels.compress.api import compress
-from pallas_kernels.decompress.api import decompress
-from pallas_kernels.hop.api import hop
-from pallas_kernels.statistics.api import statistics
+from pallas_kernels.codec.ordering import order_rows, restore_rows
+from pallas_kernels.codec.scales import bfloat16_bits
+from pallas_kernels.operations import compress
+from pallas_kernels.operations import decompress
+from pallas_kernels.operations import hop
+from pallas_kernels.operations import statistics
 
 
 @dataclasses.dataclass(frozen=True)

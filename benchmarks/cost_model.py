@@ -25,9 +25,9 @@ from rich.table import Table
 from scipy import optimize
 
 import dynamiq_jax as dq
-from dynamiq_jax.cli.settings import parse_setting
+from dynamiq_jax._harness.settings import parse_setting
 from dynamiq_jax.topologies import AllToAll, Butterfly, Network, Ring
-from dynamiq_jax.topologies.cost_model import (
+from dynamiq_jax._topologies.cost_model import (
     CODEC_SPEEDS,
     SUM_SPEEDS,
     CodecSpeed,
@@ -65,7 +65,7 @@ def measure(config: Config) -> dict[str, Any]:
     """Runs `dynamiq-jax network`; its record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "network.json"
-        command = [sys.executable, "-m", "dynamiq_jax.cli", "network", "--json", str(path)]
+        command = [sys.executable, "-m", "dynamiq_jax", "network", "--json", str(path)]
         command += ["--hosts", *map(str, config.hosts), "--rate", *config.rates]
         command += ["--settings", *config.settings, "--size", config.size]
         subprocess.run([*command, "--repeats", str(config.repeats)], check=True)

@@ -35,11 +35,11 @@ from race import report
 from race.run import Run, check_identical, trainers
 
 import dynamiq_jax as dq
-from dynamiq_jax.cli import namespaces, tables
-from dynamiq_jax.cli.errors import CommandError
-from dynamiq_jax.cli.processes import Stopped, stopping_cleanly
-from dynamiq_jax.cli.settings import PSUM, Setting, parse_settings
-from dynamiq_jax.cli.units import parse_rate
+from dynamiq_jax._harness import namespaces, tables
+from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._harness.processes import Stopped, stopping_cleanly
+from dynamiq_jax._harness.settings import PSUM, Setting, parse_settings
+from dynamiq_jax._harness.units import parse_rate
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

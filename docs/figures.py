@@ -12,12 +12,12 @@ from jax import Array, lax
 from matplotlib import pyplot as plt
 
 import dynamiq_jax as dq
-from dynamiq_jax.chunks import RecodedChunks
-from dynamiq_jax.codec.allocation import POSITIONS, REFERENCE_LOG2_NORMS
-from dynamiq_jax.codec.levels import make_levels, num_levels
-from dynamiq_jax.codec.rounding import offsets
+from dynamiq_jax._core.codec import RecodedChunks
+from dynamiq_jax._methods.allocation import POSITIONS, REFERENCE_LOG2_NORMS
+from pallas_kernels.codec.levels import make_levels, num_levels
+from pallas_kernels.codec.rounding import offsets
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
-from dynamiq_jax.topologies.error_law import error_growth
+from dynamiq_jax._harness.error_law import error_growth
 
 FIGURES = Path(__file__).parent / "figures"
 STYLE = {

@@ -1,20 +1,21 @@
-"""The codec's operations, one folder each, with one file per backend.
+"""The DynamiQ wire format: its specification and the backends that implement it.
 
-    api.py         the public function: picks a backend by `implementation`
-    xla.py         pure JAX, always there, always right: the base that other backends reproduce
-    triton.py      fused kernels for NVIDIA GPUs from Ampere on
-    mosaic_gpu.py  the same for Hopper and newer, for when Triton is gone
+    codec           the specification, pure functions of rows; see docs/wire_format.md
+    operations      the five operations on whole messages, each with a choice of backends
+        statistics             norm of every super-group
+        compress               local rows to a message: the first hop
+        hop                    messages decoded, local rows added, the sum encoded: with one message
+                               the step of a ring, with n - 1 that of an all-to-all
+        decompress_accumulate  messages decoded, local rows added
+        decompress             messages of all chunks to rows in their original places
+    _xla            backend in pure JAX: always there, and the reference for the others
+    _triton         fused kernels for NVIDIA GPUs from Ampere on
+    _mosaic_gpu     fused kernels for Hopper and newer, for when Triton is gone
+    operands        operands of the operations
+    implementation  choice of the backend
+    row_blocks      loops over blocks of rows, for backends without kernels
+    compat          differences between versions of JAX
 
-    statistics              norm and mean of every super-group
-    compress                local rows to a message: the first hop
-    hop                     messages decoded, local rows added, the sum encoded again: with one
-                            message the step of a ring, with n - 1 that of an all-to-all
-    decompress_accumulate   messages decoded, local rows added
-    decompress              the messages of all chunks to rows in their original places
-
-Operations work on whole messages: they take the local array as it lies in memory, the table of rows
-and the chunk's index, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
-Beside the folders lies what their backends share: `blocks` for XLA; `operands` for all kernels; for
-Triton, from the bottom up, `triton_launch`, `triton_arithmetic`, `triton_blocks`, `triton_message`
-and `triton_rows`; for Mosaic GPU `mosaic_gpu_launch` and `mosaic_gpu_blocks`.
+A module whose name starts with an underscore belongs to the package that holds it: nothing outside
+imports it. The package imports JAX and NumPy, and nothing of `dynamiq_jax`.
 """

@@ -1,4 +1,4 @@
-"""Which backend runs an operation."""
+"""Choice of the backend that runs an operation."""
 
 import contextlib
 import contextvars
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
-from dynamiq_jax import compat
+from pallas_kernels import compat
 
 Implementation = Literal["xla", "triton", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -22,36 +22,42 @@ _without_gpu: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode"
 
 
 def check(implementation: str | None) -> None:
-    """Refuses a backend that cannot run here.
+    """Refuse a backend that cannot run here.
 
     Raises:
-      ValueError: the named backend does not exist, or this machine cannot run it, and why.
+      ValueError: the named backend does not exist, or this machine cannot run it.
     """
     if implementation is None or implementation == "xla":
         return
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation={implementation!r} is not a backend of this version. Use None (the "
-            f"fastest that there is) or one of {IMPLEMENTATIONS}."
+            f"fastest one) or one of {IMPLEMENTATIONS}."
         )
     reason = _why_not(implementation)
     if reason:
         raise ValueError(
             f"implementation={implementation!r} cannot run here: {reason}. Use None (the fastest "
-            "that there is) or 'xla'."
+            "one) or 'xla'."
         )
 
 
 def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: Any) -> Any:
-    """Runs an operation by the named backend, or by the fastest for the platform that the program
-    is lowered for.
+    """Run an operation by the named backend, or by the fastest one for the platform that the
+    program is lowered for.
+
+    Args:
+      implementation: name of a backend; None for the fastest one.
+      backends: the operation in each backend.
+      *args: arrays that it takes.
+      **kwargs: static arguments that it takes.
     """
     check(implementation)
     if implementation is not None:
         if implementation not in backends:
             raise ValueError(
                 f"implementation={implementation!r} does not have this operation. Use None (the "
-                f"fastest that there is) or one of {tuple(backends)}."
+                f"fastest one) or one of {tuple(backends)}."
             )
         return backends[implementation](*args, **kwargs)
     fastest = {"default": lambda *args: backends["xla"](*args, **kwargs)}
@@ -65,8 +71,8 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
 
 @contextlib.contextmanager
 def without_gpu(mode: Literal["interpret", "compile"]) -> Iterator[None]:
-    """Lets kernels be traced on a machine that cannot run them: to be interpreted, slowly, or to be
-    compiled for another machine.
+    """Allow kernels to be traced on a machine that cannot run them: to interpret them, slowly, or
+    to compile them for another machine.
     """
     token = _without_gpu.set(mode)
     try:
@@ -76,12 +82,12 @@ def without_gpu(mode: Literal["interpret", "compile"]) -> Iterator[None]:
 
 
 def interpreting() -> bool:
-    """Whether kernels are interpreted."""
+    """Return whether kernels are interpreted."""
     return _without_gpu.get() == "interpret"
 
 
 def _why_not(implementation: str) -> str | None:
-    """Why this machine cannot run the kernels of a backend, if it cannot."""
+    """Return the reason why this machine cannot run a backend; None if it can."""
     if implementation == "triton" and not compat.has_triton():
         return f"JAX {jax.__version__} has no Triton backend of Pallas"
     if implementation == "mosaic_gpu" and not compat.has_mosaic_gpu():

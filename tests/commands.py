@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `dynamiq-jax` with arguments, from a folder that is not the checkout."""
     return subprocess.run(
-        [sys.executable, "-m", "dynamiq_jax.cli", *arguments],
+        [sys.executable, "-m", "dynamiq_jax", *arguments],
         cwd="/",
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,

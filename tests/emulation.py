@@ -2,8 +2,8 @@
 
 import pytest
 
-from dynamiq_jax.cli import namespaces
-from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax._harness import namespaces
+from dynamiq_jax._harness.errors import CommandError
 
 
 def cannot_emulate() -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.codec import allocation, layout
-from dynamiq_jax.codec.levels import error_coefficient
+from pallas_kernels.codec.levels import error_coefficient
 
 WIDTHS = dq.DynamiQ().widths
 PAPER_WIDTHS = (2, 4, 8)

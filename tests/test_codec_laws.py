@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamiq_jax.codec import packing, rounding, rows
-from dynamiq_jax.codec.levels import make_levels
+from pallas_kernels.codec.levels import make_levels
 
 WIDTHS = tuple(width for width in packing.WIDTHS if width)
 ROWS, GROUP_SIZE = 16, 32

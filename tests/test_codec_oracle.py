@@ -16,12 +16,12 @@ from gradients import of_workers, vnmse
 
 import dynamiq_jax as dq
 from dynamiq_jax.codec import packing
-from dynamiq_jax.codec.layout import Layout, make_layout
-from dynamiq_jax.codec.rounding import ROUNDINGS
+from pallas_kernels.codec.layout import Layout, make_layout
+from pallas_kernels.codec.rounding import ROUNDINGS
 from pallas_kernels import blocks
-from pallas_kernels.compress.api import compress
-from pallas_kernels.decompress.api import decompress
-from pallas_kernels.hop.api import hop
+from pallas_kernels.operations import compress
+from pallas_kernels.operations import decompress
+from pallas_kernels.operations import hop
 
 ALL_WIDTHS = tuple(reversed(packing.WIDTHS))
 FEW_WIDTHS = (8, 5, 2)

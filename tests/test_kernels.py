@@ -14,16 +14,16 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec.layout import Layout
-from dynamiq_jax.methods.dynamiq_chunks import DynamiQChunks
+from pallas_kernels.codec.layout import Layout
+from dynamiq_jax._methods.dynamiq_codec import DynamiQChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation
-from pallas_kernels.compress.api import compress
-from pallas_kernels.decompress.api import decompress
-from pallas_kernels.decompress_accumulate.api import decompress_accumulate
-from pallas_kernels.hop.api import hop
+from pallas_kernels.operations import compress
+from pallas_kernels.operations import decompress
+from pallas_kernels.operations import decompress_accumulate
+from pallas_kernels.operations import hop
 from pallas_kernels.implementation import without_gpu
-from pallas_kernels.statistics.api import statistics
+from pallas_kernels.operations import statistics
 
 KERNELS = ("triton",)
 kernels = pytest.mark.parametrize("kernel", KERNELS)

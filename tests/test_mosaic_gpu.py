@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from dynamiq_jax import compat
-from dynamiq_jax.codec.layout import Layout, make_layout
+from pallas_kernels.codec.layout import Layout, make_layout
 from pallas_kernels import implementation
-from pallas_kernels.compress.api import compress
-from pallas_kernels.decompress.api import decompress
-from pallas_kernels.decompress_accumulate.api import decompress_accumulate
-from pallas_kernels.hop.api import hop
-from pallas_kernels.statistics.api import statistics
+from pallas_kernels.operations import compress
+from pallas_kernels.operations import decompress
+from pallas_kernels.operations import decompress_accumulate
+from pallas_kernels.operations import hop
+from pallas_kernels.operations import statistics
 
 pytestmark = pytest.mark.skipif(not compat.has_mosaic_gpu(), reason="this JAX has no such backend")
 

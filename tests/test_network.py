@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from emulation import emulates
 
-from dynamiq_jax.cli import namespaces
-from dynamiq_jax.cli.errors import CommandError
+from dynamiq_jax._harness import namespaces
+from dynamiq_jax._harness.errors import CommandError
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOSTS_FILES = pathlib.Path("/etc/netns")
@@ -30,7 +30,7 @@ class Command:
     def __init__(self, *arguments: str):
         options = ["--size", "64Ki", "--timeout", PATIENCE, *arguments]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dynamiq_jax.cli", "network", *options],
+            [sys.executable, "-m", "dynamiq_jax", "network", *options],
             env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

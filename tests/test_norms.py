@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec.norms import l2_norm
+from pallas_kernels.codec.norms import l2_norm
 
 
 @given(exponent=st.floats(-126, 127.9), seed=st.integers(0, 2**32 - 1))

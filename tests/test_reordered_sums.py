@@ -12,8 +12,8 @@ from gradients import heavy_tailed, of_workers, vnmse
 from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.chunks import SumCodec
-from dynamiq_jax.methods.dynamiq_chunks import DynamiQChunks
+from dynamiq_jax._core.codec import SumCodec
+from dynamiq_jax._methods.dynamiq_codec import DynamiQChunks
 
 CHUNKS, ROWS = 3, 64
 every_method = pytest.mark.parametrize(

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.codec.norms import l2_norm
+from pallas_kernels.codec.norms import l2_norm
 from dynamiq_jax.collectives import psum
-from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods import DynamiQ
 from gpu.bench import Bench
 from gpu.gradients import host, key_of, make_gradient, vnmse
 from gpu.operations import IMPLEMENTATIONS, order_of
 from gpu.record import Results
-from pallas_kernels.compress.api import compress
-from pallas_kernels.decompress.api import decompress
-from pallas_kernels.hop.api import hop
-from pallas_kernels.statistics.api import statistics
+from pallas_kernels.operations import compress
+from pallas_kernels.operations import decompress
+from pallas_kernels.operations import hop
+from pallas_kernels.operations import statistics
 
 
 def simulate(bench: Bench, results: Results) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from gpu.baselines import PLAIN_CODECS
 from gpu.bench import Bench, Program
 from gpu.gradients import key_of, make_gradient

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 
 @functools.partial(jax.jit, static_argnames=("size", "dtype"))

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax.codec.layout import Layout
-from dynamiq_jax.codec.ordering import order_rows
-from dynamiq_jax.codec.scales import bfloat16_bits
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.ordering import order_rows
+from pallas_kernels.codec.scales import bfloat16_bits
 from gpu.baselines import PLAIN_CODECS, PlainCodec
-from pallas_kernels.compress.api import compress
-from pallas_kernels.decompress.api import decompress
-from pallas_kernels.hop.api import hop
-from pallas_kernels.statistics.api import statistics
+from pallas_kernels.operations import compress
+from pallas_kernels.operations import decompress
+from pallas_kernels.operations import hop
+from pallas_kernels.operations import statistics
 
 KERNELS = ("statistics", "compress", "hop", "decompress")
 IMPLEMENTATIONS = ("triton", "xla")

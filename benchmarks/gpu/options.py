@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dynamiq_jax.methods.dynamiq import DynamiQ
+from dynamiq_jax.methods import DynamiQ
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

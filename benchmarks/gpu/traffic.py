@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from dynamiq_jax.codec.layout import Layout
-from dynamiq_jax.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from gpu.baselines import PLAIN_CODECS
 
 

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.cli.settings import Setting
-from dynamiq_jax.compat import varying_axes
+from dynamiq_jax._harness.settings import Setting
+from pallas_kernels.compat import varying_axes
 
 from .mesh import fsdp_specs
 

@@ -1,0 +1,181 @@
+"""Compressed collectives of whole pytrees."""
+
+from typing import TypeVar
+
+from jax import Array
+
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import AxisName, find_axes, find_axis
+from dynamiq_jax._buckets.operations import AllGather, AllReduce, ReduceScatter
+from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._methods.base import Method
+from dynamiq_jax._methods.dynamiq import DynamiQ
+from dynamiq_jax._topologies.base import Topology
+
+Tree = TypeVar("Tree")
+
+
+def psum(
+    tree: Tree,
+    axis_name: AxisName,
+    *,
+    key: Array,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    options: Options = Options(),
+) -> Tree:
+    """Sum a pytree over a mesh axis, with floating-point leaves compressed on the wire.
+
+    Like `jax.lax.psum`. Use it inside `jax.shard_map`, with `check_vma` True or False, or inside
+    `jax.vmap(..., axis_name=...)`, which simulates workers on one device. All workers get the same
+    bits.
+
+    Args:
+      tree: pytree of arrays. Floating leaves (f16, bf16, f32; f64 through f32) of at least
+        `options.exact_below` elements are compressed; other leaves are summed exactly. A boolean
+        leaf is True where any worker has True.
+      axis_name: one axis, or several with the slowest link first: `("hosts", "local")` sums exactly
+        over `local`, a part on each worker, compresses over `hosts`, and gathers exactly.
+      key: typed PRNG key, the same on all workers, another one at every step. The same key gives
+        the same bits.
+      method: how numbers become bytes: a method, or a name such as "dynamiq:5", "paper:4" or "qgz".
+      topology: how chunks travel: a topology, or a name such as "ring" or "all_to_all".
+      options: which leaves stay exact, and how large buckets are.
+
+    Returns:
+      A tree of the same structure, shapes and dtypes. NaN and Inf of any worker surface at least at
+      their own coordinate, on all workers; with DynamiQ, in the 256 coordinates of their
+      super-group, as NaN.
+
+    Raises:
+      ValueError: unknown axis, method or topology; a key that differs between workers; a leaf that
+        is already summed over the axis; a method that carries state.
+      TypeError: a key that is not a typed PRNG key; a leaf that is not an array.
+
+    >>> import jax, jax.numpy as jnp
+    >>> gradients = jax.random.normal(jax.random.key(0), (2, 8192))
+    >>> reduce = lambda g: psum(g, "data", key=jax.random.key(1))
+    >>> total = jax.jit(jax.vmap(reduce, axis_name="data"))(gradients)
+    >>> total.shape, bool((total[0] == total[1]).all())
+    ((2, 8192), True)
+    """
+    how = resolve(method, topology, options)
+    refuse_state(how.method, "psum")
+    return driver.run(AllReduce(find_axes(axis_name)), tree, key, how).tree
+
+
+def pmean(
+    tree: Tree,
+    axis_name: AxisName,
+    *,
+    key: Array,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    options: Options = Options(),
+) -> Tree:
+    """Average a pytree over a mesh axis, with floating-point leaves compressed on the wire.
+
+    Like `jax.lax.pmean`, with the arguments of `psum`. The sum is divided by the size of the axis
+    in float32 before it is cast to each leaf's dtype. Dtypes are kept: the mean of an integer leaf
+    is floored, and a boolean leaf is True where any worker has True.
+    """
+    how = resolve(method, topology, options)
+    refuse_state(how.method, "pmean")
+    return driver.run(AllReduce(find_axes(axis_name), mean=True), tree, key, how).tree
+
+
+def psum_scatter(
+    tree: Tree,
+    axis_name: str,
+    *,
+    key: Array,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    options: Options = Options(),
+) -> Tree:
+    """Sum a pytree over a mesh axis, each worker its own part, compressed on the wire.
+
+    Like `jax.lax.psum_scatter`. The sums themselves are never compressed, only the messages: one
+    compression less than `psum`.
+
+    Args:
+      tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are
+        compressed.
+      axis_name: one axis; not several.
+      key: typed PRNG key, the same on all workers, another one at every call.
+      scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
+        divided by it if tiled.
+      tiled: keep that dimension, divided by the size of the axis; otherwise remove it.
+      method: how numbers become bytes; see `psum`.
+      topology: how chunks travel; see `psum`.
+      options: which leaves stay exact, and how large buckets are.
+
+    Returns:
+      A tree of the same structure and dtypes with the worker's part of every leaf.
+
+    Raises:
+      ValueError: as `psum`; a dimension that does not divide.
+
+    >>> import jax, jax.numpy as jnp
+    >>> gradients = jax.random.normal(jax.random.key(0), (2, 512, 64))
+    >>> reduce = lambda g: psum_scatter(g, "data", key=jax.random.key(1), tiled=True)
+    >>> jax.jit(jax.vmap(reduce, axis_name="data"))(gradients).shape
+    (2, 256, 64)
+    """
+    how = resolve(method, topology, options)
+    operation = ReduceScatter(find_axis(axis_name), scatter_dimension, tiled)
+    return driver.run(operation, tree, key, how).tree
+
+
+def all_gather(
+    tree: Tree,
+    axis_name: str,
+    *,
+    key: Array,
+    axis: int = 0,
+    tiled: bool = False,
+    method: Method | str = DynamiQ(),
+    options: Options = Options(),
+) -> Tree:
+    """Gather a pytree over a mesh axis, with floating-point leaves compressed on the wire.
+
+    Like `jax.lax.all_gather`, and the other half of the all-reduce: `all_gather` of the result of
+    `psum_scatter` is a sum with one more compression. All workers, the owner of a part too, get the
+    same bits.
+
+    Args:
+      tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once
+        gathered, are compressed.
+      axis_name: one axis; not several.
+      key: typed PRNG key, the same on all workers, another one at every step; the key of the
+        `psum_scatter` before may be used again.
+      axis: dimension of the result along which the parts lie; a negative one counts from the end.
+      tiled: join the parts along that dimension; otherwise it is a new one.
+      method: how numbers become bytes; see `psum`.
+      options: which leaves stay exact, and how large buckets are; sizes count once gathered.
+
+    Returns:
+      A tree of the same structure and dtypes with all of every leaf.
+
+    Raises:
+      ValueError: as `psum`; no such dimension.
+
+    >>> import jax, jax.numpy as jnp
+    >>> parts = jax.random.normal(jax.random.key(0), (2, 256, 64))
+    >>> gather = lambda x: all_gather(x, "data", key=jax.random.key(1), tiled=True)
+    >>> jax.jit(jax.vmap(gather, axis_name="data"))(parts).shape
+    (2, 512, 64)
+    """
+    how = resolve(method, "ring", options)
+    return driver.run(AllGather(find_axis(axis_name), axis, tiled), tree, key, how).tree
+
+
+def refuse_state(method: Method, function: str) -> None:
+    """Raise ValueError for a method whose state a function has nowhere to keep."""
+    if method.is_stateful:
+        raise ValueError(
+            f"method={method!r} carries state from step to step, which dq.{function} cannot keep. "
+            "Use dq.all_reduce_gradients inside jax.shard_map: its optimizer state holds it."
+        )

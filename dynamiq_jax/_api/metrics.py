@@ -1,0 +1,58 @@
+"""Error of an estimate."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.codec.norms import LARGEST_UNIT, inverse_unit
+
+
+def vnmse(estimate: Any, truth: Any) -> Array:
+    """Compute the vector-normalized mean squared error ||estimate - truth||^2 / ||truth||^2 over
+    all leaves of two like pytrees.
+
+    Args:
+      estimate: pytree of real or complex arrays, taken as float32 or complex64.
+      truth: the same structure and shapes.
+
+    Returns:
+      float32 scalar; 0 if both are zero, inf if only the truth is.
+
+    Raises:
+      ValueError: structures or shapes differ.
+
+    >>> import jax.numpy as jnp
+    >>> float(vnmse({"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([1.0, 1.0])}))
+    0.5
+    """
+    structures = [str(jax.tree.structure(tree)) for tree in (estimate, truth)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"estimate has structure {structures[0]} and truth has {structures[1]}. Give two like "
+            "trees."
+        )
+    shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (estimate, truth)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"estimate has shapes {shapes[0]} and truth has {shapes[1]}. Give like trees."
+        )
+    pairs = list(zip(jax.tree.leaves(estimate), jax.tree.leaves(truth), strict=True))
+    # Scaled by the largest magnitude: squares of 1e-30 would underflow.
+    scale = jnp.max(
+        jnp.stack([jnp.float32(0), *(jnp.max(jnp.abs(_number(t)), initial=0) for _, t in pairs)])
+    )
+    inverse = inverse_unit(jnp.minimum(scale, LARGEST_UNIT))
+    zero = jnp.float32(0)
+    errors = [jnp.abs(_number(e) - _number(t)) * inverse for e, t in pairs]
+    error = sum((jnp.sum(e**2) for e in errors), zero)
+    norm = sum((jnp.sum((jnp.abs(_number(t)) * inverse) ** 2) for _, t in pairs), zero)
+    return jnp.where(error == 0, jnp.float32(0), error / norm)
+
+
+def _number(leaf: Any) -> Array:
+    """Convert a leaf to float32, or to complex64."""
+    leaf = jnp.asarray(leaf)
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    return leaf.astype(jnp.complex64 if is_complex else jnp.float32)

@@ -1,0 +1,119 @@
+"""Bytes of an all-reduce on the wire, without running it."""
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+from dynamiq_jax._buckets import checks
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.leaves import mask_flags
+from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.plan import Bucket, make_plan
+from dynamiq_jax._core.axis import Axis
+from dynamiq_jax._methods.base import Method
+from dynamiq_jax._methods.dynamiq import DynamiQ
+from dynamiq_jax._topologies.base import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class WireReport:
+    """Static cost of one all-reduce."""
+
+    bytes_per_worker: int  # sent by each worker, everything included
+    compressed_bytes: int  # of these, for compressed leaves
+    exact_bytes: int  # of these, for leaves that are summed exactly
+    fast_bytes: int  # sent by each worker besides, over fast axes, for compressed leaves
+    compressed_size: int  # coordinates that are compressed
+    bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
+    ratio_f32: float  # bytes of a float32 all-reduce of the tree / bytes_per_worker; nan if 0
+    ratio_bf16: float  # the same against bfloat16
+    exact_leaves: tuple[tuple[str, str], ...]  # (path, why) of leaves that are summed exactly
+
+
+def wire_report(
+    tree: Any,
+    axis_size: int | tuple[int, ...],
+    *,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    options: Options = Options(),
+) -> WireReport:
+    """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
+
+    The counts equal the collectives of the compiled program.
+
+    Args:
+      tree: pytree of arrays or `jax.ShapeDtypeStruct`.
+      axis_size: number of workers, or the sizes of several axes, slowest link first.
+      method: as for `psum`.
+      topology: as for `psum`.
+      options: as for `psum`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> report = wire_report({"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}, 8)
+    >>> round(report.bits, 1), round(report.ratio_bf16, 1)
+    (5.0, 3.2)
+    """
+    axes = _axes(axis_size)
+    how = resolve(method, topology, options)
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
+    leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
+    plan = make_plan(leaves, axes, how, compress=mask_flags(options.mask, tree))
+
+    compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
+    compressed_size = sum(bucket.size for bucket in plan.buckets)
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    # Booleans travel as bytes, numbers of less than 32 bits as 32.
+    item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
+    passes = 2 * (axes.num_workers - 1) / axes.num_workers
+    exact = round(passes * sum(sizes[index] * item_bytes[index] for index, _ in plan.exact))
+    total = compressed + exact
+    # Without compression the slow axis would carry this: beside fast axes, a part of each leaf.
+    passes = 2 * (axes.slow.size - 1) / axes.slow.size / axes.num_fast
+    coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
+    return WireReport(
+        bytes_per_worker=total,
+        compressed_bytes=compressed,
+        exact_bytes=exact,
+        fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
+        compressed_size=compressed_size,
+        bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),
+        ratio_f32=passes * 4 * coordinates / total if total else float("nan"),
+        ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
+        exact_leaves=tuple((names[index], why) for index, why in plan.exact),
+    )
+
+
+def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf inside a program, where numbers have 32 bits unless
+    `jax_enable_x64` is set.
+    """
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    checks.check_leaf(name, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _axes(axis_size: int | tuple[int, ...]) -> Axes:
+    sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
+    if not sizes or any(not isinstance(n, numbers.Integral) or n < 1 for n in sizes):
+        raise ValueError(
+            f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
+            "or a tuple of them, one for each axis."
+        )
+    slow, *fast = (int(n) for n in sizes)
+    return Axes(Axis("0", slow), tuple(Axis(str(i), n) for i, n in enumerate(fast, start=1)))
+
+
+def _fast_bytes(bucket: Bucket, axes: Axes) -> int:
+    """Count the bytes of one worker for exact float32 sums of parts and gathers of results."""
+    total, size = 0, bucket.call.size * axes.num_fast
+    item_bytes = 4 + bucket.dtype.itemsize
+    for axis in reversed(axes.fast):
+        size //= axis.size
+        total += (axis.size - 1) * size * item_bytes
+    return total

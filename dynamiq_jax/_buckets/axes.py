@@ -1,0 +1,101 @@
+"""Axes of a collective: a slow one, which compressed parts cross, and fast ones inside it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dynamiq_jax._buckets import checks
+from dynamiq_jax._core.axis import Axis
+
+AxisName = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Workers of one collective. Over the fast axes numbers travel exactly, a part to each worker.
+    Over the slow one the parts travel compressed.
+    """
+
+    slow: Axis
+    fast: tuple[Axis, ...] = ()  # slower ones first
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all axes, slowest first."""
+        return (self.slow.name, *(axis.name for axis in self.fast))
+
+    @property
+    def num_fast(self) -> int:
+        """Workers that share one place on the slow axis: a bucket is cut into as many parts."""
+        return math.prod(axis.size for axis in self.fast)
+
+    @property
+    def num_workers(self) -> int:
+        """All workers."""
+        return self.slow.size * self.num_fast
+
+    def part_size(self, size: int, granule: int) -> int:
+        """Return the coordinates of a worker's part of a bucket, a multiple of `granule` so that
+        what belongs together stays together.
+        """
+        if not self.fast:
+            return size
+        return -(-size // (self.num_fast * granule)) * granule
+
+    def scatter(self, flat: Array, part_size: int) -> Array:
+        """Sum exactly over the fast axes and return the worker's part: float [part_size]."""
+        if not self.fast:
+            return flat
+        part = jnp.pad(flat.astype(jnp.float32), (0, self.num_fast * part_size - flat.size))
+        for axis in reversed(self.fast):
+            part = lax.psum_scatter(part, axis.name, tiled=True)
+        return part
+
+    def gather(self, part: Array, size: int) -> Array:
+        """Join the parts of all workers of the fast axes: [size]."""
+        for axis in self.fast:
+            part = axis.gather(part).reshape(-1)
+        return part[:size]
+
+    def fold_in(self, key: Array) -> Array:
+        """Return a key for each part, so that rounding errors of different parts differ."""
+        for axis in self.fast:
+            key = jax.random.fold_in(key, axis.index)
+        return key
+
+
+def axis_names(axis_name: Any) -> tuple[Any, ...]:
+    """Return one axis or several, as several."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def find_axes(axis_name: Any) -> Axes:
+    """Find axes in scope by their names; see `dynamiq_jax.psum`.
+
+    Raises:
+      ValueError: these are not the names of different axes in scope.
+    """
+    names = axis_names(axis_name)
+    found = [Axis(name, checks.check_axis(name, axis_name)) for name in names]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"axis_name={axis_name!r} does not name different axes. Give one, such as 'data', or "
+            "several with the slowest link first, such as ('hosts', 'local')."
+        )
+    slow, *fast = found
+    return Axes(slow, tuple(fast))
+
+
+def find_axis(axis_name: Any) -> Axes:
+    """Find a single axis; ValueError for several."""
+    axes = find_axes(axis_name)
+    if axes.fast:
+        raise ValueError(
+            f"axis_name={axis_name!r} names {len(axes.names)} axes; dq.psum_scatter and "
+            "dq.all_gather take one. Use jax.lax's over the fast axes and these over the slow one."
+        )
+    return axes

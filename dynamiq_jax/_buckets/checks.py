@@ -1,0 +1,137 @@
+"""Checks of input while tracing. An error names the argument, shows its value and says what to
+do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels import compat
+
+
+def check_axis(name: Any, axis_name: Any) -> int:
+    """Return the size of an axis, which is one of `axis_name`.
+
+    Raises:
+      ValueError: the name is not a string, or no such axis is in scope.
+    """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"axis_name={axis_name!r} is not a mesh or vmap axis. Give its name, such as 'data', "
+            "or a tuple of names with the slowest link first, such as ('hosts', 'local')."
+        )
+    try:
+        return lax.axis_size(name)
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
+            "jax.shard_map over a mesh with that axis, or inside "
+            f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
+            "methods that carry no state."
+        ) from None
+
+
+def check_key(key: Any, axis_names: Sequence[str]) -> Array:
+    """Return the key if it is one.
+
+    Raises:
+      TypeError: not a typed PRNG key.
+      ValueError: not one key, or not the same one on all workers.
+    """
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            f"key={key!r:.80} is not a typed PRNG key. Give one, such as jax.random.key(step), the "
+            "same on all workers."
+        )
+    if key.shape != ():
+        raise ValueError(
+            f"key has shape {key.shape}: it holds several keys. Give a single one, the same on all "
+            "workers."
+        )
+    for axis_name in axis_names:
+        if axis_name in compat.varying_axes(key):
+            raise ValueError(
+                f"key differs between the workers of axis {axis_name!r}. Give all of them the same "
+                "one: do not fold in lax.axis_index, and pass it "
+                "into shard_map with in_specs=P(). Workers share their rounding noise so that "
+                "errors cancel."
+            )
+    return key
+
+
+def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None:
+    """Refuse a leaf that is reduced already, where types tell (`check_vma=True`).
+
+    Raises:
+      ValueError: the leaf is already the same on all workers.
+    """
+    for axis_name in axis_names:
+        if compat.tracks_varying(axis_name) and axis_name not in compat.varying_axes(leaf):
+            raise ValueError(
+                f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
+                "shard_map, jax.grad with respect to replicated "
+                "parameters returns gradients that are summed over the axis, exactly and "
+                "uncompressed; summing again would make them n times too "
+                "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
+                f"{axis_name!r}, to='varying')."
+            )
+
+
+def check_flattens(path: str, leaf: Array) -> None:
+    """Raise ValueError for a leaf that is split over an axis whose shardings are part of types:
+    they do not determine how the flat vector would be split.
+    """
+    split = [name for name in jax.typeof(leaf).sharding.spec if name is not None]
+    if split:
+        raise ValueError(
+            f"tree{path} is split over axis {split[0]!r}, which is of type AxisType.Explicit: it "
+            "cannot be made part of a flat vector. Make the mesh with AxisType.Auto for that axis, "
+            "or name it in the axis_names of shard_map too."
+        )
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """Raise TypeError for a leaf that is not an array or number."""
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
+        raise TypeError(
+            f"tree{path} is a {type(leaf).__name__}, which cannot be sent. Give a pytree of "
+            "arrays of numbers."
+        )
+
+
+def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> int:
+    """Return the dimension, from 0, along which the parts of a gathered leaf lie.
+
+    Raises:
+      ValueError: the result has no such dimension.
+    """
+    rank = leaf.ndim if tiled else leaf.ndim + 1
+    if not (isinstance(axis, int | np.integer) and -rank <= axis < rank):
+        remedy = f"Give one from {-rank} to {rank - 1}." if rank else "Give tiled=False."
+        raise ValueError(
+            f"axis={axis!r} is not a dimension that the parts of tree{path}, of shape "
+            f"{leaf.shape}, can lie along. {remedy}"
+        )
+    return int(axis) % rank
+
+
+def check_scatters(path: str, leaf: Array, dimension: int, num_workers: int, tiled: bool) -> None:
+    """Raise ValueError for a leaf whose dimension cannot be scattered over the workers."""
+    if not 0 <= dimension < leaf.ndim:
+        raise ValueError(
+            f"scatter_dimension={dimension!r} is not a dimension of tree{path}, of shape "
+            f"{leaf.shape}. Give one from 0 to {leaf.ndim - 1}."
+        )
+    size = leaf.shape[dimension]
+    if size % num_workers or (not tiled and size != num_workers):
+        wanted = f"a multiple of {num_workers}" if tiled else f"{num_workers}, or tiled=True"
+        raise ValueError(
+            f"tree{path} has shape {leaf.shape}, whose dimension {dimension} does not scatter over "
+            f"{num_workers} workers. Give {wanted}."
+        )

@@ -1,0 +1,52 @@
+"""Exact sums of leaves that are not compressed."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax._buckets.axes import Axes
+from pallas_kernels.compat import varying_axes
+
+
+def all_reduce(leaves: dict[int, Array], axes: Axes, divisor: int) -> dict[int, Array]:
+    """Sum leaves exactly over all axes and divide them by `divisor`, in their own dtypes.
+
+    Floating leaves travel in one float32 message for each set of axes that they vary over (f64 and
+    complex in their own), others as they are. Quotients of integers are floored. A boolean result
+    is True where any worker has True.
+    """
+    result: dict[int, Array] = {}
+    floats: dict[frozenset[str], dict[int, Array]] = {}
+    for index, leaf in leaves.items():
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float64:
+            floats.setdefault(varying_axes(leaf), {})[index] = leaf
+        elif leaf.dtype == jnp.bool_:
+            result[index] = lax.pmax(leaf.astype(jnp.uint8), axes.names).astype(jnp.bool_)
+        else:
+            integral = jnp.issubdtype(leaf.dtype, jnp.integer)
+            # The sum of small integers may not fit where their mean does.
+            wide = leaf.astype(jnp.int32) if integral and leaf.dtype.itemsize < 4 else leaf
+            total = lax.psum(wide, axes.names)
+            if divisor != 1:
+                by = np.array(divisor, wide.dtype)
+                total = total // by if integral else total / by
+            result[index] = total.astype(leaf.dtype)
+    for group in floats.values():
+        flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in group.values()])
+        total = lax.psum(flat, axes.names)
+        total = total * np.float32(1 / divisor)
+        offsets = np.cumsum([leaf.size for leaf in group.values()])[:-1]
+        for (index, leaf), part in zip(group.items(), jnp.split(total, offsets), strict=True):
+            result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
+    return result
+
+
+def reduce_scatter(leaf: Array, axis_name: str, dimension: int, *, tiled: bool) -> Array:
+    """Return the worker's part of the exact sum of one leaf, by the rules of `all_reduce`."""
+    wide = leaf
+    if leaf.dtype == jnp.bool_:
+        wide = leaf.astype(jnp.int32)
+    elif jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
+        wide = leaf.astype(jnp.float32)
+    total = lax.psum_scatter(wide, axis_name, scatter_dimension=dimension, tiled=tiled)
+    return total.astype(leaf.dtype)

@@ -1,0 +1,30 @@
+"""Values that raise an error if they are differentiated."""
+
+from typing import Any
+
+import jax
+from jax import Array, lax
+
+
+def refuse_gradient(flat: Array) -> Array:
+    """Return the same values, without a gradient: that of a rounded value is zero, which would pass
+    unnoticed.
+    """
+    # A view: under vmap inside jit, `jax.custom_vjp` fails on NumPy arrays.
+    return lax.squeeze(_refusing(lax.expand_dims(flat, (0,))), (0,))
+
+
+@jax.custom_vjp
+def _refusing(flat: Array) -> Array:
+    return flat
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError(
+        "Compressed collectives (dq.psum, dq.pmean, dq.psum_scatter, dq.all_gather) cannot be "
+        "differentiated: rounding has no useful gradient. Take the gradient first and reduce it "
+        "afterwards, or differentiate through the collective of jax.lax."
+    )
+
+
+_refusing.defvjp(_refuse, _refuse)

@@ -1,0 +1,73 @@
+"""Options of a collective: everything about compression that a user can set."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from dynamiq_jax._methods import resolve_method
+from dynamiq_jax._methods.base import Method
+from dynamiq_jax._topologies import resolve_topology
+from dynamiq_jax._topologies.base import Topology
+
+_EXACT_BELOW = 1024
+_BUCKET_BYTES = 2**27
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of every collective, beside the method and the topology.
+
+    >>> Options(exact_below=0)
+    Options(mask=None, exact_below=0, bucket_bytes=134217728)
+    """
+
+    # Leaves that are compressed: pytree of bools like the tree (a prefix suffices), or a function
+    # from the tree to one. Leaves marked False stay exact.
+    mask: Any | Callable[[Any], Any] | None = None
+    # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
+    # and the most sensitive.
+    exact_below: int = _EXACT_BELOW
+    # Leaves of one dtype are compressed together, in buckets of at most as many bytes (or of one
+    # leaf). The compiler can send one bucket while a backward pass still computes another. The
+    # default fills the messages of a fast link, and few buckets have to be compiled, each with its
+    # own codec; it is small enough for the first one to leave early in a backward pass.
+    bucket_bytes: int = _BUCKET_BYTES
+
+    def __post_init__(self):
+        if not _is_integer(self.exact_below, least=0):
+            raise ValueError(
+                f"exact_below={self.exact_below!r} is not a number of elements. Give 0 to compress "
+                f"all leaves, or a positive integer, such as {_EXACT_BELOW}."
+            )
+        if not _is_integer(self.bucket_bytes, least=1):
+            raise ValueError(
+                f"bucket_bytes={self.bucket_bytes!r} is not a number of bytes. Give a positive "
+                f"integer, such as {_BUCKET_BYTES}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """A method, a topology and options: how one collective compresses."""
+
+    method: Method
+    topology: Topology
+    options: Options
+
+
+def resolve(method: Method | str, topology: Topology | str, options: Options) -> Compression:
+    """Return what a user gives by name or by value.
+
+    Raises:
+      ValueError: an unknown method or topology.
+      TypeError: options that are not `dq.Options`.
+    """
+    if not isinstance(options, Options):
+        raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
+    return Compression(resolve_method(method), resolve_topology(topology), options)
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and int(value) >= least

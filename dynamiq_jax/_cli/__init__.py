@@ -1,0 +1,66 @@
+"""The command `dynamiq-jax`. The library never imports this package, nor what only it needs."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import dynamiq_jax
+
+_NEEDED = ("tyro", "rich")
+
+_DESCRIPTION = """Measures compressed gradient all-reduce on your hardware, or on a slow network
+emulated on one machine; predicts what it would bring; compares methods.
+
+examples:
+
+  dynamiq-jax bench                                  on the devices of this process
+  dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
+  dynamiq-jax network --hosts 4 --rate 200mbit       over emulated links (root)
+  dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
+  dynamiq-jax compare --workers 8 16                 every method on the same gradients
+  dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
+
+A setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum. `dynamiq-jax COMMAND --help` explains
+each command, `dynamiq-jax --version` prints the version."""
+
+
+def main() -> None:
+    """Entry point of `dynamiq-jax`."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"dynamiq-jax {dynamiq_jax.__version__}")
+        return
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"dynamiq-jax: {' and '.join(missing)} not installed. "
+            "Install what the command line needs: pip install 'dynamiq-jax[cli]'"
+        )
+    import tyro
+
+    from dynamiq_jax._cli.advise import Advise
+    from dynamiq_jax._cli.bench import Bench
+    from dynamiq_jax._cli.compare import Compare
+    from dynamiq_jax._harness.errors import CommandError
+    from dynamiq_jax._cli.network import Network
+    from dynamiq_jax._harness.processes import Stopped, stopping_cleanly
+
+    # A new command is a file with such a class, and a name here.
+    commands: dict[str, Callable[..., Any]] = {
+        "bench": Bench,
+        "network": Network,
+        "advise": Advise,
+        "compare": Compare,
+    }
+    command = tyro.extras.subcommand_cli_from_dict(
+        commands, prog="dynamiq-jax", description=_DESCRIPTION
+    )
+    try:
+        with stopping_cleanly():
+            status = command.run()
+    except CommandError as error:
+        sys.exit(f"dynamiq-jax: {error}")
+    except Stopped as stopped:
+        print(f"dynamiq-jax: {stopped}; everything it made is removed.", file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    sys.exit(status)

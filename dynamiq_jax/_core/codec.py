@@ -1,0 +1,190 @@
+"""Interface between methods and topologies: a bucket in chunks, as many for each worker.
+
+A topology moves payloads that it cannot read, and asks a `ChunkCodec` for the next ones: the first
+payload of a chunk, the payload of received partial sums (one in a ring, several in a butterfly or
+an all-to-all) plus the local values, and the values of the final payloads. Several payloads are one
+tree, stacked on a leading axis.
+
+There are two families of codecs. `RecodedChunks` decodes and encodes at each hop. `SummedChunks`
+adds what is encoded.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.compat import override
+
+Payload = Any  # pytree of arrays: one chunk on the wire in one hop
+
+
+@dataclasses.dataclass(frozen=True)
+class WireCost:
+    """Static bytes of a method for one bucket."""
+
+    payload_bytes: int  # one message: one chunk, one hop
+    statistics_bytes: int = 0  # sent by each worker before the first payload
+
+
+class SumCodec(abc.ABC):
+    """The last two steps of an all-reduce: the owner encodes the sum, and all workers decode it."""
+
+    @abc.abstractmethod
+    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+        """Return the payload of received partial sums of a chunk, stacked, plus the local values.
+
+        Args:
+          payloads: received payloads, stacked on a leading axis.
+          chunk: index of the chunk.
+          turn: number of this compression of the chunk, from 0. No two compressions of a chunk, on
+            all workers together, have the same, so that rounding errors can be made to cancel.
+        """
+
+    @abc.abstractmethod
+    def decompress(self, payloads: Payload) -> Array:
+        """Decode the payloads of all chunks, stacked on a leading axis: float32 [size]."""
+
+
+class ChunkCodec(SumCodec):
+    """One bucket of one collective on one worker, in as many chunks as the topology asks for."""
+
+    @abc.abstractmethod
+    def compress(self, chunk: Array, turn: Array | int) -> Payload:
+        """Return the payload of the local values of a chunk; `turn` as for `hop`."""
+
+    @abc.abstractmethod
+    def accumulate(self, payloads: Payload, chunk: Array) -> Array:
+        """Sum received partial sums of a chunk and the local values: float32 [chunk size].
+
+        Only where chunks hold consecutive coordinates, as in a reduce-scatter.
+        """
+
+    @abc.abstractmethod
+    def rounded(self, turn: Array | int) -> "tuple[Array, ChunkCodec]":
+        """Compress and decode the local values of all chunks.
+
+        Returns:
+          The decoded values, float32 [size], and a codec that carries these instead. Error feedback
+          keeps the difference to the original values.
+        """
+
+    def of_sums(self, num_workers: int) -> SumCodec:
+        """Return a codec that encodes the sum of all workers with less error, at the price of
+        another pass over its values. Topologies ask for it where this one compression is most of
+        the error. Payloads have the same size, but only its own `decompress` reads them.
+        """
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalChunks:
+    """The chunks of a bucket that a worker holds."""
+
+    values: Array  # float [chunks, chunk size], padded with zeros
+    size: int  # coordinates of the whole bucket, before padding
+    first: Array | int = 0  # index of the first of these chunks
+
+    def at(self, chunk: Array) -> Array:
+        """Return the values of a chunk, float32 [chunk size]."""
+        return take_chunk(self.values, chunk - self.first).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecodedChunks(ChunkCodec):
+    """Codec of methods that turn values into bytes and back at each hop."""
+
+    local: LocalChunks
+    encode: Callable[[Array, Array, Array | int], Payload]  # (float32 [chunk size], chunk, turn)
+    decode: Callable[[Payload, Array], Array]  # (payload, chunk) to float32 [chunk size]
+
+    @override
+    def compress(self, chunk: Array, turn: Array | int) -> Payload:
+        return self.encode(self.local.at(chunk), chunk, turn)
+
+    @override
+    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+        return self.encode(self.accumulate(payloads, chunk), chunk, turn)
+
+    @override
+    def accumulate(self, payloads: Payload, chunk: Array) -> Array:
+        total = self.local.at(chunk)
+        for message in range(_length(payloads)):
+            one = jax.tree.map(lambda leaf, m=message: leaf[m], payloads)
+            total = total + self.decode(one, chunk)
+        return total
+
+    @override
+    def decompress(self, payloads: Payload) -> Array:
+        values = jax.vmap(self.decode)(payloads, jnp.arange(_length(payloads)))
+        return values.reshape(-1)[: self.local.size]
+
+    @override
+    def rounded(self, turn: Array | int) -> "tuple[Array, RecodedChunks]":
+        chunks = jnp.arange(len(self.local.values))
+        values = lax.map(lambda chunk: self.decode(self.compress(chunk, turn), chunk), chunks)
+        local = dataclasses.replace(self.local, values=values)
+        return values.reshape(-1)[: local.size], dataclasses.replace(self, local=local)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummedChunks(ChunkCodec):
+    """Codec of methods whose encoded form can be added: a hop adds the local payload to the
+    received ones.
+    """
+
+    encoded: Array  # numbers that are added, [chunks, ...], of the chunks from `first` on
+    decode: Callable[[Array, Array | None], Array]  # (sums [chunks, ...], their index or None for
+    # all chunks) to float32 values, flat
+    size: int  # coordinates of the bucket, before padding
+    first: Array | int = 0
+    pack: Callable[[Array], Payload] = lambda numbers: numbers  # of one chunk
+    unpack: Callable[[Payload], Array] = lambda payloads: payloads  # of stacked payloads
+
+    @override
+    def compress(self, chunk: Array, turn: Array | int) -> Payload:
+        return self.pack(self._local(chunk))
+
+    @override
+    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+        return self.pack(self._sum(payloads, chunk))
+
+    @override
+    def accumulate(self, payloads: Payload, chunk: Array) -> Array:
+        return self.decode(self._sum(payloads, chunk)[None], chunk)
+
+    @override
+    def decompress(self, payloads: Payload) -> Array:
+        return self.decode(self.unpack(payloads), None)[: self.size]
+
+    @override
+    def rounded(self, turn: Array | int) -> "tuple[Array, SummedChunks]":
+        # Sums are of what is encoded: there is no other loss.
+        return self.decode(self.encoded, None)[: self.size], self
+
+    def _local(self, chunk: Array) -> Array:
+        return take_chunk(self.encoded, chunk - self.first)
+
+    def _sum(self, payloads: Payload, chunk: Array) -> Array:
+        received = self.unpack(payloads)
+        return self._local(chunk) + jnp.sum(received, axis=0, dtype=received.dtype)
+
+
+def take_chunk(chunks: Array, index: Array) -> Array:
+    """Return one of several chunks, [...] of [chunks, ...]."""
+    return lax.dynamic_index_in_dim(chunks, index, keepdims=False)
+
+
+def as_chunks(flat: Array, num_chunks: int, multiple_of: int = 1) -> Array:
+    """Reshape a vector [size] to [num_chunks, chunk size], padded with zeros so that chunks are a
+    multiple of some coordinates.
+    """
+    return jnp.pad(flat, (0, -flat.size % (num_chunks * multiple_of))).reshape(num_chunks, -1)
+
+
+def _length(stacked: Payload) -> int:
+    return jax.tree.leaves(stacked)[0].shape[0]

@@ -1,0 +1,130 @@
+"""Gradients in files: one array for each parameter, with the worker as its first axis."""
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamiq_jax._harness.errors import CommandError
+
+Gradients = dict[str, NDArray[np.float32]]  # parameter to [workers, *shape]
+
+_STEP = re.compile(r"(\d+)/(.+)")
+_WRITERS = {".npz": "np.savez", ".safetensors": "safetensors.numpy.save_file"}
+_LARGE = 1024  # coordinates: smaller parameters are summed exactly in training, and left out here
+
+
+def load(path: Path) -> dict[str, Gradients]:
+    """Reads an .npz or .safetensors file.
+
+    Args:
+      path: the file. Its arrays are [workers, *shape]; names STEP/PARAMETER put them to the
+        training step that they are of.
+
+    Returns:
+      Label of a step to its gradients; small parameters are left out.
+
+    Raises:
+      CommandError: the file cannot be read, or holds something else.
+    """
+    steps: dict[str, Gradients] = {}
+    for name, array in _read(path).items():
+        match = _STEP.fullmatch(name)
+        step, parameter = match.groups() if match else ("", name)
+        if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.floating, np.integer)):
+            raise CommandError(
+                f"--gradients {path}: {name!r} has dtype {array.dtype}. Give real numbers, such as "
+                "float32."
+            )
+        with np.errstate(over="ignore"):  # becomes Inf, which is refused
+            values = array.astype(np.float32)
+        if values.ndim < 2 or not len(values):
+            raise CommandError(
+                f"--gradients {path}: {name!r} has shape {values.shape}. Give arrays whose first "
+                "axis is the worker."
+            )
+        if not np.isfinite(values).all():
+            raise CommandError(
+                f"--gradients {path}: {name!r} holds NaN or Inf. Give gradients without, such as "
+                "those of another step."
+            )
+        if values[0].size >= _LARGE:
+            steps.setdefault(f"step {step}" if step else "", {})[parameter] = values
+    if not steps:
+        raise CommandError(
+            f"--gradients {path}: no array of {_LARGE} coordinates or more for a worker. Give "
+            "gradients as [workers, *shape]."
+        )
+    counts = {len(leaf) for gradients in steps.values() for leaf in gradients.values()}
+    if len(counts) > 1:
+        raise CommandError(
+            f"--gradients {path}: arrays are of {sorted(counts)} workers. Give the same number of "
+            "workers for all."
+        )
+    _check_alike(path, steps)
+    for step, gradients in steps.items():
+        if not any(np.any(leaf) for leaf in gradients.values()):
+            raise CommandError(
+                f"--gradients {path}: {step or 'every array'} holds only zeros, of which no error "
+                "can be measured. Give gradients of another step."
+            )
+    return steps
+
+
+def num_workers(gradients: Gradients) -> int:
+    """How many workers' gradients there are."""
+    return len(next(iter(gradients.values())))
+
+
+def _check_alike(path: Path, steps: dict[str, Gradients]) -> None:
+    """Raises CommandError for steps of different parameters: all go through one program."""
+    shapes = {
+        step: {name: leaf.shape[1:] for name, leaf in gradients.items()}
+        for step, gradients in steps.items()
+    }
+    first, *others = shapes
+    for other in others:
+        for name in sorted(shapes[first].keys() | shapes[other].keys()):
+            found = [shapes[step].get(name) for step in (first, other)]
+            if found[0] != found[1]:
+                first_shape, other_shape = (shape or f"less than {_LARGE}" for shape in found)
+                raise CommandError(
+                    f"--gradients {path}: {name!r} is of {first_shape} coordinates in "
+                    f"{first or 'no step'} and of {other_shape} in {other or 'no step'}. Give all "
+                    "steps the same parameters. A number at the start of a name, before a slash, "
+                    "is its step."
+                )
+
+
+def _read(path: Path) -> Mapping[str, NDArray]:
+    if not path.is_file():
+        raise CommandError(f"--gradients {path}: there is no such file.")
+    if path.suffix not in _WRITERS:
+        raise CommandError(f"--gradients {path}: give an .npz or a .safetensors file.")
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise CommandError(
+            f"--gradients {path}: safetensors is not installed: pip install 'dynamiq-jax[cli]'"
+        )
+    try:
+        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except Exception as error:  # a damaged file ends in any kind
+        raise CommandError(
+            f"--gradients {path}: cannot be read as {path.suffix}: {str(error)!r}. Give a file "
+            f"that {_WRITERS[path.suffix]} wrote."
+        ) from None
+
+
+def _read_npz(path: Path) -> Mapping[str, NDArray]:
+    # Opened here, as NumPy leaves a damaged one open.
+    with path.open("rb") as file, np.load(file) as arrays:
+        return dict(arrays)
+
+
+def _read_safetensors(path: Path) -> Mapping[str, NDArray]:
+    from safetensors import numpy as safetensors
+
+    return safetensors.load_file(path)

@@ -1,0 +1,164 @@
+"""Interface of methods: how numbers become bytes. They know nothing of how the bytes travel."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jax import Array
+
+from dynamiq_jax._core.axis import Axis
+from dynamiq_jax._core.codec import ChunkCodec, LocalChunks, WireCost, as_chunks
+from dynamiq_jax._topologies.base import FixedTopology, Gathered, Scattered, gather
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.compat import override
+
+State = Any  # pytree of arrays that a method carries between steps; () if none
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective on one bucket: all that is static about it."""
+
+    size: int  # coordinates of the bucket; in an all-gather, once gathered
+    axis: Axis
+    topology: FixedTopology  # an all-gather does not use it
+    collective: Literal["all_reduce", "psum_scatter", "all_gather"] = "all_reduce"
+    shapes: Shapes | None = None  # of the leaves in the bucket; None if it is a part of those
+    feedback: bool = False  # whether `Reduced.applied` is wanted
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the axis."""
+        return self.axis.size
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the bucket: in an all-gather one for each worker."""
+        if self.collective == "all_gather":
+            return self.num_workers
+        return self.topology.num_chunks(self.num_workers)
+
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether chunk c has to hold the c-th part of the coordinates. In an all-reduce a method
+        may assign coordinates to chunks as it likes.
+        """
+        return self.collective != "all_reduce"
+
+    @property
+    def first_chunk(self) -> Array | int:
+        """Index of the first chunk that this worker holds: in an all-gather it holds only one."""
+        return self.axis.index if self.collective == "all_gather" else 0
+
+    def local_chunks(self, values: Array, multiple_of: int = 1) -> LocalChunks:
+        """Cut the values of this worker into chunks of a multiple of some coordinates."""
+        held = 1 if self.collective == "all_gather" else self.num_chunks
+        return LocalChunks(as_chunks(values, held, multiple_of), self.size, self.first_chunk)
+
+    def of_size(self, size: int) -> "Call":
+        """Return the call for another vector of the same workers."""
+        return dataclasses.replace(self, size=size, shapes=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """Result of the all-reduce of one bucket."""
+
+    total: Array  # float32 [size], bit-identical on all workers
+    token: Array  # float32 [1 or more], available once all has arrived, before it is decoded
+    state: State = ()  # for the next step
+    applied: Array | None = None  # float32 [size]: this worker's values as they entered the sum
+    metrics: Mapping[str, Array] = dataclasses.field(default_factory=dict)  # see `Method.metrics`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method(abc.ABC):
+    """A way to turn numbers into bytes. Subclasses are frozen, keyword-only dataclasses, validated
+    when made.
+    """
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the method carries state from step to step."""
+        return False
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the float32 scalars in `Reduced.metrics`, the same on all workers."""
+        return ()
+
+    @property
+    def granule(self) -> int:
+        """Coordinates that belong together: a bucket is split between workers in multiples."""
+        return SUPER_GROUP_SIZE
+
+    @abc.abstractmethod
+    def wire_cost(self, call: Call) -> WireCost:
+        """Return the bytes of a bucket."""
+
+    def init_state(self, call: Call) -> State:
+        """Return the state of a bucket before the first step."""
+        return ()
+
+    @abc.abstractmethod
+    def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
+        """Sum a bucket over the axis.
+
+        Args:
+          flat: local values, float [size].
+          call: bucket, axis and topology.
+          key: typed PRNG key, the same on all workers.
+          state: from `init_state` or the step before.
+        """
+
+    def reduce_scatter(self, flat: Array, call: Call, key: Array) -> Scattered:
+        """Sum a bucket over the axis, each worker its own part.
+
+        `flat` holds one part for each worker, each a multiple of `granule` for each of its chunks.
+        """
+        raise ValueError(
+            f"method={self!r} cannot be used in dq.psum_scatter. Use dq.DynamiQ(), or dq.psum."
+        )
+
+    def all_gather(self, part: Array, call: Call, key: Array) -> Gathered:
+        """Gather the parts of all workers, float [size / num_workers], a multiple of `granule`."""
+        raise ValueError(
+            f"method={self!r} cannot be used in dq.all_gather. Use dq.DynamiQ(), or "
+            "jax.lax.all_gather."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedMethod(Method):
+    """A method of one round and no state: a codec of chunks, which the topology carries."""
+
+    @abc.abstractmethod
+    def bind(self, values: Array, call: Call, key: Array) -> ChunkCodec:
+        """Return the codec of a bucket, after exchanging statistics if there are any.
+
+        Args:
+          values: local values, float [size]; in an all-gather the part of this worker.
+          call: bucket, axis and topology.
+          key: typed PRNG key, the same on all workers.
+        """
+
+    @override
+    def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
+        codec, applied = self.bind(flat, call, key), None
+        if call.feedback:
+            # The same codec: another one would exchange its statistics again. The turn is after
+            # all turns of the topology, whose rounding noise it must not repeat.
+            applied, codec = codec.rounded(call.num_workers + call.axis.index)
+        gathered = call.topology.all_reduce(codec, call.axis)
+        return Reduced(gathered.decode(), gathered.token, applied=applied)
+
+    @override
+    def reduce_scatter(self, flat: Array, call: Call, key: Array) -> Scattered:
+        return call.topology.reduce_scatter(self.bind(flat, call, key), call.axis)
+
+    @override
+    def all_gather(self, part: Array, call: Call, key: Array) -> Gathered:
+        codec = self.bind(part, call, key)
+        return gather(codec, (codec.compress(call.axis.index, 0),), call.axis)

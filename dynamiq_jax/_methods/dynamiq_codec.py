@@ -1,0 +1,110 @@
+"""Codec of one bucket of DynamiQ: rows in the order of a table, and messages of the kernels."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dynamiq_jax._core.codec import ChunkCodec, SumCodec
+from pallas_kernels import operations
+from pallas_kernels.codec import scales
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.ordering import rank, restore_rows
+from pallas_kernels.compat import override
+from pallas_kernels.operands import LocalRows
+
+# Workers from which on it pays to order the rows of sums again. With fewer, the rounding of the sum
+# still cancels those before it, as long as rows stay in their places.
+_MIN_WORKERS_TO_REORDER = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamiQChunks(ChunkCodec):
+    """Codec of one bucket."""
+
+    local: LocalRows
+    layout: Layout
+    implementation: str | None
+    first: Array | int = 0  # row of the bucket that the local rows start with
+
+    @override
+    def compress(self, chunk: Array, turn: Array | int) -> Array:
+        local = self.local._replace(order=self.local.order - self.first)
+        return operations.compress(local, chunk, turn, **self._how)
+
+    @override
+    def hop(self, payloads: Array, chunk: Array, turn: Array | int) -> Array:
+        return operations.hop(payloads, self.local, chunk, turn, **self._how)
+
+    @override
+    def accumulate(self, payloads: Array, chunk: Array) -> Array:
+        places = self.local.order[chunk] - chunk * self.layout.rows_per_chunk
+        return restore_rows(self.sums(payloads, chunk), places).reshape(-1)
+
+    @override
+    def decompress(self, payloads: Array) -> Array:
+        return self.layout.as_flat(self._decoded(payloads))
+
+    @override
+    def rounded(self, turn: Array | int) -> "tuple[Array, DynamiQChunks]":
+        chunks = jnp.arange(self.layout.num_chunks)
+        rows = self._decoded(lax.map(lambda chunk: self.compress(chunk, turn), chunks))
+        local = self.local._replace(rows=rows)
+        return self.layout.as_flat(rows), dataclasses.replace(self, local=local)
+
+    @override
+    def of_sums(self, num_workers: int) -> SumCodec:
+        return ReorderedSums(self) if num_workers >= _MIN_WORKERS_TO_REORDER else self
+
+    def sums(self, payloads: Array, chunk: Array) -> Array:
+        """Sum received and local rows of a chunk: float32 [rows_per_chunk, 256], in the order of
+        the table.
+        """
+        return operations.decompress_accumulate(payloads, self.local, chunk, **self._how)
+
+    def _decoded(self, payloads: Array) -> Array:
+        return operations.decompress(payloads, self.local.order, **self._how)
+
+    @property
+    def _how(self) -> dict:
+        return {"layout": self.layout, "implementation": self.implementation}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReorderedSums(SumCodec):
+    """Codec that orders the rows of each chunk again, by the scales of its sum.
+
+    The table follows the norms of the workers' values, which say little about a sum in which much
+    cancels. The message carries all that a receiver needs: its scales stay in the order of the
+    table, and its codes are in the new order. (docs/wire_format.md, section 7)
+    """
+
+    chunks: DynamiQChunks
+
+    @override
+    def hop(self, payloads: Array, chunk: Array, turn: Array | int) -> Array:
+        codec, layout = self.chunks, self.chunks.layout
+        sums = codec.sums(payloads, chunk)
+        of_sums = scales.quantize_scales(scales.group_maxima(sums, layout.group_size))
+        order = rank(scales.row_energies(*of_sums))
+        local = codec.local._replace(
+            rows=sums, order=jnp.broadcast_to(order, codec.local.order.shape)
+        )
+        message = dataclasses.replace(codec, local=local).compress(chunk, turn)
+        # The scales that the order is made from, even if a GPU's reciprocal rounds differently.
+        return layout.with_scales(message, *of_sums)
+
+    @override
+    def decompress(self, payloads: Array) -> Array:
+        codec, layout = self.chunks, self.chunks.layout
+        group_bytes, super_bits = layout.scales(payloads)
+        order = rank(scales.row_energies(group_bytes, super_bits))
+        ordered = (
+            jnp.take_along_axis(codec.local.order, order, axis=1),
+            jnp.take_along_axis(group_bytes, order[..., None], axis=1),
+            jnp.take_along_axis(super_bits, order, axis=1),
+        )
+        # Fused into the decoding of every block, the gathers take twice its time on XLA:CPU.
+        table, *of_rows = lax.optimization_barrier(ordered)
+        codec = dataclasses.replace(codec, local=codec.local._replace(order=table))
+        return codec.decompress(layout.with_scales(payloads, *of_rows))

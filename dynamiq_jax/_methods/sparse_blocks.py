@@ -1,0 +1,110 @@
+"""Base of methods that sum some blocks of a bucket: the best ones become one dense vector, which an
+inner method sums.
+
+All workers choose the same blocks, so no indices travel, and any topology carries the values.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dynamiq_jax._core.axis import Axis
+from dynamiq_jax._core.codec import WireCost, as_chunks
+from dynamiq_jax._core.validation import check_integer
+from dynamiq_jax._methods.base import Call, ChunkedMethod, Method, Reduced, State
+from dynamiq_jax._methods.bf16 import BF16
+from pallas_kernels.codec.ordering import rank
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.compat import override
+
+NOT_FINITE = np.uint16(0x7F80)  # scores from here on: blocks that hold NaN or Inf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseBlocks(Method):
+    """A method that sums as many blocks as it has bytes for and leaves the others at zero.
+
+    Each block gets a score, the same on all workers. The blocks with the highest scores are summed,
+    of equal ones the first; a block of score 0 never is. Blocks that are not finite come first. If
+    there is no room for them, they are NaN in the sum without being sent.
+    """
+
+    # Sums the chosen blocks, as one dense vector: what each of their coordinates costs.
+    inner: ChunkedMethod = dataclasses.field(default_factory=BF16)
+    block_size: int = SUPER_GROUP_SIZE  # coordinates sent together; fewer choose better, cost bytes
+
+    def __post_init__(self):
+        if not isinstance(self.inner, ChunkedMethod):
+            raise ValueError(
+                f"inner={self.inner!r} cannot sum blocks: it is not a method of one round without "
+                "state. Give one, such as dq.BF16() or dq.Exact()."
+            )
+        check_integer("block_size", self.block_size, 1)
+
+    @abc.abstractmethod
+    def num_chosen(self, call: Call) -> int:
+        """Return how many blocks there is room for, at least one. Static."""
+
+    @abc.abstractmethod
+    def scores_bytes(self, num_blocks: int, axis: Axis) -> int:
+        """Return the bytes that each worker sends for the scores."""
+
+    @abc.abstractmethod
+    def scores(self, blocks: Array, axis: Axis) -> Array:
+        """Score blocks, float [num_blocks, block_size].
+
+        Returns:
+          uint16 [num_blocks] below 2^15, the same on all workers; NOT_FINITE or more for blocks in
+          which any worker has NaN or Inf.
+        """
+
+    def measure(self, scores: Array, room: int) -> Mapping[str, Array]:
+        """Return the metrics of a step from the scores, of which `room` are summed."""
+        return {}
+
+    def num_blocks(self, size: int) -> int:
+        """Return how many blocks a bucket of `size` coordinates has; the last may be padded."""
+        return -(-size // self.block_size)
+
+    def cost_of(self, room: int, call: Call) -> WireCost:
+        """Return the bytes of a bucket of which `room` blocks are summed."""
+        cost = self.inner.wire_cost(call.of_size(room * self.block_size))
+        scores_bytes = self.scores_bytes(self.num_blocks(call.size), call.axis)
+        return WireCost(cost.payload_bytes, cost.statistics_bytes + scores_bytes)
+
+    @override
+    def wire_cost(self, call: Call) -> WireCost:
+        return self.cost_of(self.num_chosen(call), call)
+
+    @override
+    def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
+        room = self.num_chosen(call)
+        blocks = as_chunks(flat, 1, self.block_size).reshape(-1, self.block_size)
+        scores = self.scores(blocks, call.axis)
+        places = rank(scores)[:room]
+        best = blocks.at[places].get(unique_indices=True, mode="promise_in_bounds")
+        wanted = scores.at[places].get(unique_indices=True, mode="promise_in_bounds") > 0
+        values = jnp.where(wanted[:, None], best, jnp.zeros((), best.dtype)).reshape(-1)
+
+        def put_back(values: Array, others: Array) -> Array:
+            """Place the values of the chosen blocks, and fill each other block as `others` says."""
+            filled = jnp.broadcast_to(others[:, None], (others.size, self.block_size))
+            rows = values.reshape(room, -1)
+            filled = filled.at[places].set(rows, unique_indices=True, mode="promise_in_bounds")
+            return filled.reshape(-1)[: call.size]
+
+        reduced = self.inner.all_reduce(values, call.of_size(values.size), key, ())
+        not_finite = jnp.where(scores >= NOT_FINITE, np.float32(np.nan), np.float32(0))
+        applied = reduced.applied
+        if applied is not None:
+            applied = put_back(applied, jnp.zeros(scores.shape, jnp.float32))
+        return dataclasses.replace(
+            reduced,
+            total=put_back(reduced.total, not_finite),
+            applied=applied,
+            metrics=self.measure(scores, room),
+        )

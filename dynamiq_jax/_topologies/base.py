@@ -1,0 +1,165 @@
+"""Interface of topologies: how chunks travel. They move payloads that they cannot read."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dynamiq_jax._core.axis import Axis
+from dynamiq_jax._core.codec import ChunkCodec, Payload, SumCodec, WireCost
+from pallas_kernels.compat import override
+
+
+class Arrival(NamedTuple):
+    """The last messages of a chunk that this worker owns. With its own values they are the sum."""
+
+    messages: Payload  # stacked on a leading axis
+    chunk: Array
+    turn: Array | int  # of the compression of the sum
+
+
+class Scattered(NamedTuple):
+    """Result of a reduce-scatter."""
+
+    values: Array  # sum of the chunks that this worker owns, float32 [coordinates]
+    token: Array  # float32 [1], available once all messages are here, before they are decoded
+
+
+class Gathered(NamedTuple):
+    """Payloads of all chunks, on every worker."""
+
+    payloads: Payload  # stacked on a leading axis
+    codec: SumCodec  # that decodes them
+
+    def decode(self) -> Array:
+        """Decode the values: float32 [size], the same bits on all workers."""
+        return self.codec.decompress(self.payloads)
+
+    @property
+    def token(self) -> Array:
+        """float32 [1], available once the payloads are here, before they are decoded."""
+        return _token_of(self.payloads)
+
+
+class Choice(NamedTuple):
+    """Topology that was chosen for a bucket."""
+
+    topology: "FixedTopology"
+    why_exact: str | None = None  # reason to sum the bucket exactly instead, if there is one
+
+
+class Topology(abc.ABC):
+    """A way in which chunks travel, or a rule that chooses one for every bucket."""
+
+    @abc.abstractmethod
+    def choose(
+        self, size: int, num_workers: int, cost_of: "Callable[[FixedTopology], WireCost]"
+    ) -> Choice:
+        """Choose a topology for a bucket.
+
+        Args:
+          size: coordinates of the bucket.
+          num_workers: size of the axis.
+          cost_of: function of a topology to the bytes of the bucket.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedTopology(Topology):
+    """A way in which chunks travel between the workers of one axis.
+
+    Worker w owns the chunks from w * chunks_per_worker on: it ends up with their sums. An all-reduce
+    compresses these and gathers the bytes. Every worker, the owner too, decodes the same bytes, so
+    that replicas are bit-identical.
+    """
+
+    @abc.abstractmethod
+    def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
+        """Run everything up to the last transfer, for each chunk that the worker owns."""
+
+    @abc.abstractmethod
+    def steps(self, num_workers: int) -> int:
+        """Return how many transfers follow one another before the gather; each pays the latency."""
+
+    @abc.abstractmethod
+    def compressions(self, num_workers: int) -> list[tuple[int, int]]:
+        """List the compressions of one chunk: (how many partial sums, of how many workers each)."""
+
+    @property
+    def chunks_per_worker(self) -> int:
+        """Chunks that each worker owns."""
+        return 1
+
+    @property
+    def is_far(self) -> bool:
+        """Whether workers send to others than their neighbors, across the whole network."""
+        return True
+
+    def supports(self, num_workers: int) -> bool:
+        """Return whether the topology works for an axis size; `check` follows it."""
+        return True
+
+    def check(self, num_workers: int) -> None:
+        """Raise ValueError for an axis size that `supports` does not accept."""
+        if self.supports(num_workers):
+            return
+        below = next((n for n in range(num_workers - 1, 1, -1) if self.supports(n)), None)
+        above = next((n for n in range(num_workers + 1, 2 * num_workers) if self.supports(n)), None)
+        sizes = " or ".join(str(n) for n in (below, above) if n is not None)
+        raise ValueError(
+            f"topology={self!r} does not support an axis of {num_workers} workers. Give "
+            + (f"an axis of a size that it supports, such as {sizes}, or " if sizes else "")
+            + "topology='ring' or 'all_to_all', which support every size."
+        )
+
+    @override
+    def choose(
+        self, size: int, num_workers: int, cost_of: "Callable[[FixedTopology], WireCost]"
+    ) -> Choice:
+        return Choice(self)
+
+    def num_chunks(self, num_workers: int) -> int:
+        """Return how many chunks a bucket is cut into: as many for each worker."""
+        return num_workers * self.chunks_per_worker
+
+    def payloads_scattered(self, num_workers: int) -> int:
+        """Return how many payloads each worker sends up to the arrivals: one for each chunk that
+        another worker owns, the fewest possible.
+        """
+        return (num_workers - 1) * self.chunks_per_worker
+
+    def bytes_sent(self, cost: WireCost, num_workers: int) -> int:
+        """Return the bytes that each worker sends in an all-reduce: the statistics, the payloads of
+        `payloads_scattered`, and as many again to gather the sums.
+        """
+        return cost.statistics_bytes + 2 * self.payloads_scattered(num_workers) * cost.payload_bytes
+
+    def all_reduce(self, codec: ChunkCodec, axis: Axis) -> Gathered:
+        """Run everything up to the payloads of all sums, on all workers."""
+        return gather(codec, self.sums(codec, axis), axis)
+
+    def reduce_scatter(self, codec: ChunkCodec, axis: Axis) -> Scattered:
+        """Sum the chunks that the worker owns. The sums are never compressed."""
+        arrivals = self.arrivals(codec, axis)
+        values = jnp.concatenate([codec.accumulate(a.messages, a.chunk) for a in arrivals])
+        return Scattered(values, _token_of([a.messages for a in arrivals]))
+
+    def sums(self, codec: ChunkCodec, axis: Axis) -> tuple[Payload, ...]:
+        """Return the payloads of the sums of the chunks that the worker owns."""
+        return tuple(codec.hop(*arrival) for arrival in self.arrivals(codec, axis))
+
+
+def gather(codec: SumCodec, mine: tuple[Payload, ...], axis: Axis) -> Gathered:
+    """Gather the payloads of the chunks that each worker owns."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *mine)
+    gathered = jax.tree.map(axis.gather, stacked)
+    return Gathered(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), gathered), codec)
+
+
+def _token_of(payloads: Payload) -> Array:
+    ends = [leaf.reshape(-1)[:1].astype(jnp.float32) for leaf in jax.tree.leaves(payloads)]
+    return jnp.concatenate(ends).sum(keepdims=True)

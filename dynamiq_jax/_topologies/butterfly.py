@@ -1,0 +1,73 @@
+"""Butterfly: recursive halving. Partners exchange half of what they still sum, log2 n times."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dynamiq_jax._core.axis import Axis
+from dynamiq_jax._core.codec import ChunkCodec, Payload
+from dynamiq_jax._topologies.base import Arrival, FixedTopology
+from pallas_kernels.compat import override
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Butterfly(FixedTopology):
+    """log2 n + 1 compressions on a coordinate's path, for axes of a power of two.
+
+    At distance d, from n/2 down to 1, a worker sends its partner (its own index XOR d) the partial
+    sums of the d chunks around the partner, and keeps those of the d chunks around itself. It keeps
+    the messages instead of float32 partial sums, and decodes them again for what it sends next.
+    This moves fewer bytes of memory and rounds nothing in between.
+    """
+
+    @override
+    def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
+        worker = axis.index
+        kept = None  # messages [messages, chunks, ...] of the chunks that the worker still sums
+        block = jnp.zeros_like(worker)  # the first of these chunks
+
+        def partial_sum(chunk: Array, messages: Payload | None) -> Payload:
+            turn = axis.size - 1 - (worker ^ chunk)
+            if messages is None:
+                return codec.compress(chunk, turn)
+            return codec.hop(messages, chunk, turn)
+
+        distance = axis.size // 2
+        while distance:
+            mine, theirs = (w // distance * distance for w in (worker, worker ^ distance))
+            chunks = theirs + jnp.arange(distance, dtype=worker.dtype)
+            by_chunk = jax.tree.map(
+                lambda leaf: jnp.swapaxes(leaf, 0, 1), _part(kept, theirs - block, distance)
+            )
+            sent = lax.map(lambda args: partial_sum(*args), (chunks, by_chunk))
+            arrived = jax.tree.map(lambda leaf: leaf[None], axis.swap(sent, distance))
+            kept = _part(kept, mine - block, distance)
+            kept = arrived if kept is None else jax.tree.map(_append, kept, arrived)
+            block, distance = mine, distance // 2
+        last = jax.tree.map(lambda leaf: leaf[:, 0], kept)
+        return (Arrival(last, worker, axis.size - 1),)
+
+    @override
+    def compressions(self, num_workers: int) -> list[tuple[int, int]]:
+        halves = [2**step for step in range(self.steps(num_workers))]
+        return [(num_workers // (2 * half), half) for half in halves] + [(1, num_workers)]
+
+    @override
+    def steps(self, num_workers: int) -> int:
+        return num_workers.bit_length() - 1
+
+    @override
+    def supports(self, num_workers: int) -> bool:
+        return num_workers & (num_workers - 1) == 0
+
+
+def _part(messages: Payload, first: Array, chunks: int) -> Payload:
+    return jax.tree.map(
+        lambda leaf: lax.dynamic_slice_in_dim(leaf, first, chunks, axis=1), messages
+    )
+
+
+def _append(kept: Array, arrived: Array) -> Array:
+    return jnp.concatenate([kept, arrived])

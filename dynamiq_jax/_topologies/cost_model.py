@@ -1,0 +1,119 @@
+"""Prediction of the time of an all-reduce from its bytes, its steps and the speed of the codec.
+
+On any topology a worker encodes and decodes every coordinate of its bucket once. It sends and
+receives at the same time. Codec and transfers follow one another. The model leaves out one cost: in
+an all-to-all of eight or more workers DynamiQ orders the sums again, which takes its codec about a
+tenth more time.
+"""
+
+import dataclasses
+
+from dynamiq_jax._core.codec import WireCost
+from dynamiq_jax._core.validation import check_positive
+from dynamiq_jax._topologies.base import FixedTopology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    """Links between the workers of the (slow) axis, in each direction."""
+
+    gbit_per_s: float = 10.0  # of one worker's link
+    latency_us: float = 50.0  # from the start of a transfer to its first byte
+    efficiency: float = 0.956  # payload over all bytes on the link: 1448 of 1514 in TCP
+    oversubscription: float = 1.0  # slowdown of transfers when all workers send across at once
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            check_positive(field.name, value, zero=field.name == "latency_us")
+
+    def seconds(self, num_bytes: float, steps: int) -> float:
+        """Return the time in which one worker transfers `num_bytes` in `steps` steps."""
+        rate = self.gbit_per_s * 1e9 / 8 * self.efficiency
+        return num_bytes / rate + steps * self.latency_us * 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodecSpeed:
+    """Time that a worker needs besides the network."""
+
+    ns_per_coordinate: float  # statistics, encoding and decoding of one coordinate of a bucket
+    us_per_step: float = 0.0  # cost of one more step: launches, small arrays
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_positive(field.name, getattr(self, field.name), zero=True)
+
+    def seconds(self, size: int, steps: int) -> float:
+        """Return the time for a bucket of `size` coordinates in `steps` steps."""
+        return size * self.ns_per_coordinate * 1e-9 + steps * self.us_per_step * 1e-6
+
+
+# DynamiQ at 5 bits from float32. CPU: two cores for one worker, benchmarks/codec.py. GPU: an H200,
+# whose kernels move 18.5 bytes a coordinate, at 60 % of its copy speed; not measured yet.
+CODEC_SPEEDS = {
+    "cpu": CodecSpeed(ns_per_coordinate=8.0, us_per_step=500.0),
+    "gpu": CodecSpeed(ns_per_coordinate=0.0075, us_per_step=10.0),
+}
+# The sum of an exact all-reduce: 12 bytes of memory a coordinate.
+SUM_SPEEDS = {
+    "cpu": CodecSpeed(ns_per_coordinate=0.5, us_per_step=100.0),
+    "gpu": CodecSpeed(ns_per_coordinate=0.003, us_per_step=5.0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Parts of the time of one all-reduce, in seconds."""
+
+    codec: float
+    wire: float
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return self.codec + self.wire
+
+
+def predict(
+    size: int,
+    num_workers: int,
+    topology: FixedTopology,
+    cost: WireCost,
+    network: Network,
+    codec: CodecSpeed,
+) -> Prediction:
+    """Predict the time of an all-reduce.
+
+    Args:
+      size: coordinates of the bucket.
+      num_workers: size of the axis.
+      topology: topology of the all-reduce.
+      cost: the method's bytes for this bucket.
+      network: links between the workers.
+      codec: the method's speed.
+    """
+    scattered = topology.payloads_scattered(num_workers) * cost.payload_bytes
+    gathered = scattered + cost.statistics_bytes
+    far = network.oversubscription if topology.is_far else 1.0
+    steps = topology.steps(num_workers)
+    statistics_steps = 1 + _library_steps(num_workers) if cost.statistics_bytes else 0
+    transfers = steps + _library_steps(num_workers) + statistics_steps
+    return Prediction(
+        codec=codec.seconds(size, steps + 2),
+        wire=network.seconds(scattered * far + gathered, transfers),
+    )
+
+
+def predict_exact(
+    size: int, num_workers: int, *, network: Network, codec: CodecSpeed, item_bytes: int = 4
+) -> Prediction:
+    """Predict the time of `lax.psum` of `size` coordinates of `item_bytes` each."""
+    sent = 2 * (num_workers - 1) / num_workers * size * item_bytes
+    steps = 2 * _library_steps(num_workers)
+    return Prediction(codec=codec.seconds(size, steps), wire=network.seconds(sent, steps))
+
+
+def _library_steps(num_workers: int) -> int:
+    """Return the steps of an exact gather or reduce-scatter, as libraries implement them."""
+    return (num_workers - 1).bit_length()

@@ -1,0 +1,120 @@
+"""Ring: n - 1 exchanges between neighbors, each of which adds a worker to the partial sum."""
+
+import dataclasses
+
+import jax
+from jax import Array, lax
+
+from dynamiq_jax._core.axis import Axis
+from dynamiq_jax._core.codec import ChunkCodec, Payload
+from dynamiq_jax._core.validation import check_flag
+from dynamiq_jax._topologies.base import Arrival, FixedTopology
+from pallas_kernels.compat import override
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring(FixedTopology):
+    """Traffic between neighbors only, n compressions on a coordinate's path.
+
+    Chunk c starts at worker c + 1 and ends at worker c. In a bidirectional ring each worker owns
+    two chunks of half the size, and the second goes the other way around.
+    """
+
+    bidirectional: bool = False  # one direction's transfer runs under the other's kernel, on a GPU
+    unroll: bool = False  # steps without a loop, so that a backward pass can run under them
+
+    def __post_init__(self):
+        check_flag("bidirectional", self.bidirectional)
+        check_flag("unroll", self.unroll)
+
+    @override
+    def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
+        if not self.bidirectional:
+            way = _Direction(codec, axis, self.unroll)
+            return (way.arrival(way.send(way.walk(axis.size - 1))),)
+        ways = [_Direction(codec, axis, self.unroll, step=step, of=2) for step in (1, -1)]
+        arrived = _walk_both(*ways)
+        return tuple(way.arrival(message) for way, message in zip(ways, arrived, strict=True))
+
+    @override
+    def sums(self, codec: ChunkCodec, axis: Axis) -> tuple[Payload, ...]:
+        if self.bidirectional:
+            return super().sums(codec, axis)
+        # The last hop is like the others: inside the loop it is not compiled a second time.
+        return (_Direction(codec, axis, self.unroll).walk(axis.size),)
+
+    @override
+    def compressions(self, num_workers: int) -> list[tuple[int, int]]:
+        return [(1, workers) for workers in range(1, num_workers + 1)]
+
+    @override
+    def steps(self, num_workers: int) -> int:
+        return num_workers - 1
+
+    @property
+    @override
+    def chunks_per_worker(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    @override
+    def is_far(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direction:
+    """Chunks that travel around the ring in one direction."""
+
+    codec: ChunkCodec
+    axis: Axis
+    unroll: bool  # no loop over the hops
+    step: int = 1  # 1: to the next worker, -1: to the one before
+    of: int = 1  # directions
+
+    def walk(self, turns: int) -> Payload:
+        """Return the payload after `turns` compressions, of the values of as many workers."""
+        return lax.fori_loop(
+            1,
+            turns,
+            lambda turn, sent: self.hop(self.send(sent), turn),
+            self.start(),
+            unroll=self.unroll,
+        )
+
+    def start(self) -> Payload:
+        return self.codec.compress(self._chunk(0), 0)
+
+    def send(self, payload: Payload) -> Payload:
+        return self.axis.shift(payload, self.step)
+
+    def hop(self, received: Payload, turn: Array | int) -> Payload:
+        return self.codec.hop(_stacked(received), self._chunk(turn), turn)
+
+    def arrival(self, message: Payload) -> Arrival:
+        last = self.axis.size - 1
+        return Arrival(_stacked(message), self._chunk(last), last)
+
+    def _chunk(self, turn: Array | int) -> Array:
+        owner = (self.axis.index - self.step * (turn + 1)) % self.axis.size
+        return owner * self.of + (0 if self.step == 1 else 1)
+
+
+def _stacked(payload: Payload) -> Payload:
+    return jax.tree.map(lambda leaf: leaf[None], payload)
+
+
+def _walk_both(forward: _Direction, backward: _Direction) -> tuple[Payload, Payload]:
+    """Return the last messages of both directions, which are half a step apart: while a payload of
+    one direction travels, the last one of the other is added to.
+    """
+
+    def step(turn: Array, carry: tuple[Payload, Payload]) -> tuple[Payload, Payload]:
+        sent, received = carry
+        arriving = forward.send(sent)
+        returning = backward.send(backward.hop(received, turn))
+        return forward.hop(arriving, turn), returning
+
+    carry = forward.start(), backward.send(backward.start())
+    sent, received = lax.fori_loop(1, forward.axis.size - 1, step, carry, unroll=forward.unroll)
+    return forward.send(sent), received

@@ -1,0 +1,12 @@
+"""Fused Mosaic GPU kernels for Hopper and newer, the successor of Pallas's Triton backend.
+
+From the bottom up:
+
+    launch   layouts of a warpgroup, and how a kernel is started
+    blocks   a block of rows, read from a message and written to one
+    kernels  the operations
+"""
+
+from pallas_kernels._mosaic_gpu.kernels import decompress, decompress_accumulate, hop, statistics
+
+__all__ = ["decompress", "decompress_accumulate", "hop", "statistics"]

@@ -1,0 +1,15 @@
+"""Fused Triton kernels for NVIDIA GPUs from Ampere on.
+
+From the bottom up:
+
+    launch      grids, programs and warps
+    arithmetic  PTX instructions for elementary operations
+    blocks      the rows of one program
+    message     words of codes and scales in a message
+    rows        rows gathered, decoded and encoded
+    kernels     the operations
+"""
+
+from pallas_kernels._triton.kernels import decompress, decompress_accumulate, hop, statistics
+
+__all__ = ["decompress", "decompress_accumulate", "hop", "statistics"]

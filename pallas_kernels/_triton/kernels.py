@@ -1,0 +1,112 @@
+"""Triton kernels of all operations; see `pallas_kernels.operations`."""
+
+import functools
+import operator
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._triton import message, rows
+from pallas_kernels._triton.blocks import for_each_block
+from pallas_kernels._triton.launch import Config, launch
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.norms import LARGEST_UNIT, inverse_unit
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.compat import shape_like
+from pallas_kernels.operands import LocalRows, scalar
+
+
+def statistics(values: Array, *, config: Config | None = None) -> Array:
+    """Compute the norm of every row."""
+    config = config or Config()
+    num_rows = values.shape[0]
+
+    def kernel(rows_ref, norms_ref):
+        first = pl.program_id(0) * config.rows
+        row = lax.min(first + lax.iota(jnp.int32, config.rows), jnp.int32(num_rows - 1))
+        pieces = rows.gather(rows_ref, row)
+        # The maximum drops a NaN in Triton. The sum of squares still shows it.
+        largest = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, pieces)), axis=1)
+        unit = jnp.minimum(largest, LARGEST_UNIT)
+        scaled = [piece * inverse_unit(unit)[:, None] for piece in pieces]
+        squares = jnp.sum(functools.reduce(operator.add, (s * s for s in scaled)), axis=1)
+        norms_ref[row] = unit * jnp.sqrt(squares)
+
+    shape = shape_like((num_rows,), jnp.float32, values)
+    return launch(kernel, (config.programs(num_rows),), config, [values], shape)
+
+
+def hop(
+    payloads: Array,
+    local: LocalRows,
+    chunk: Array | int,
+    turn: Array | int,
+    *,
+    layout: Layout,
+    config: Config | None = None,
+) -> Array:
+    """Encode the sum of received and local rows."""
+    received = payloads.shape[0]
+
+    def kernel(block, chunk_ref, turn_ref, seed_ref, order_ref, rows_ref, *messages):
+        received_ref, sent_ref = messages[0], messages[-1]
+        chunk = chunk_ref[0]
+        row = order_ref[chunk, block.place]
+        pieces = rows.partial_sum(block, rows_ref, row, received_ref, received)
+        rows.encode(block, pieces, rows.Noise(chunk, turn_ref[0], seed_ref), sent_ref)
+
+    messages = [message.halves(payloads)] if received else []
+    sent = for_each_block(
+        kernel,
+        layout,
+        config or Config(),
+        [scalar(chunk), scalar(turn), local.seed, local.order, local.rows, *messages],
+        shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
+    )
+    return message.as_bytes(sent)
+
+
+def decompress_accumulate(
+    payloads: Array,
+    local: LocalRows,
+    chunk: Array | int,
+    *,
+    layout: Layout,
+    config: Config | None = None,
+) -> Array:
+    """Sum received and local rows."""
+    received = payloads.shape[0]
+
+    def kernel(block, chunk_ref, order_ref, rows_ref, messages_ref, sums_ref):
+        row = order_ref[chunk_ref[0], block.place]
+        pieces = rows.partial_sum(block, rows_ref, row, messages_ref, received)
+        rows.scatter(pieces, sums_ref, block.place)
+
+    return for_each_block(
+        kernel,
+        layout,
+        config or Config(),
+        [scalar(chunk), local.order, local.rows, message.halves(payloads)],
+        shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, local.rows),
+    )
+
+
+def decompress(
+    payloads: Array, order: Array, *, layout: Layout, config: Config | None = None
+) -> Array:
+    """Decode the messages of all chunks to rows in their original order."""
+
+    def kernel(block, order_ref, messages_ref, rows_ref):
+        chunk = pl.program_id(1)
+        pieces = rows.decode(block, messages_ref, chunk * (layout.payload_bytes // 2))
+        rows.scatter(pieces, rows_ref, order_ref[chunk, block.place])
+
+    return for_each_block(
+        kernel,
+        layout,
+        config or Config(),
+        [order, message.halves(payloads)],
+        shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
+        chunks=layout.num_chunks,
+    )

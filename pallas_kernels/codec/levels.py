@@ -1,0 +1,232 @@
+"""Magnitudes to codes and back: the quantizer's levels, and the rounding between them.
+
+A code r = 0 .. L, L = 2^(width - 1) - 1, stands for the position f(r) in [0, 1]. Gaps between
+levels widen from the first to the last by `gap_ratio`: a gradient has mostly small values, which
+get finer steps. There are two spacings:
+
+- `geometric`, the paper's (section 4): f(r) = (b^r - 1) / (b^L - 1), b = 1 + 2 e^2;
+- `quadratic`: f(r) = r (linear + quadratic r), gaps that widen by the same amount each time. Its
+  error is the same within 2 %, and it takes no logarithm and no long polynomial.
+
+Rounding between neighbors is linear in the value. Rounding in the log domain would be biased
+(+1.3 % gain a hop at 2 bits).
+
+The formulas take a width as a few numbers, so that rows of different widths go through one loop.
+The numbers are float32 scalars, or columns [rows, 1] where every row has its own width.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.codec.arithmetic import PLAIN, Arithmetic, Number, float_to_code
+
+Spacing = Literal["quadratic", "geometric"]
+SPACINGS: tuple[str, ...] = get_args(Spacing)
+
+# Below this ratio a float32 logarithm or root no longer finds the right level of 16 bits.
+MIN_GAP_RATIO = 1.1
+# Above this ratio the polynomial is not exact to float32. Quadratic gaps must not grow by the first
+# gap or more, at the fewest levels, 3: t = 0 would round to a code below 0.
+MAX_GAP_RATIO = {"quadratic": 2.9, "geometric": 6.0}
+
+# Relative error of `inverse`, with room. Subtracted from it, so that t = 1 never rounds to the code
+# L, which has no gap above it.
+_INVERSE_ERROR = 2.0**-21
+
+
+class UniformLevels(NamedTuple):
+    """Levels f(r) = r / L."""
+
+    top: Number  # L, the largest magnitude code
+    step: Number
+    shift: Number  # 1/2 and a margin
+
+    def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code), float32."""
+        return code * self.step
+
+    def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f^-1(t) - 1/2. Rounded to a whole number it is the largest code whose position is
+        at most `t`, or one less where `t` is a position up to float32 precision.
+        """
+        return ops.multiply_add(t, self.top, -self.shift)
+
+    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code + 1) - f(code)."""
+        return jnp.asarray(self.step)
+
+
+class QuadraticLevels(NamedTuple):
+    """Levels f(r) = r (linear + quadratic r)."""
+
+    top: Number
+    linear: Number
+    quadratic: Number
+    first_gap: Number  # f(r + 1) - f(r) = first_gap + growth r
+    growth: Number
+    span: Number  # f^-1(t) - 1/2 = sqrt(square + span t) - shift
+    square: Number
+    shift: Number
+
+    def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code), float32."""
+        return code * ops.multiply_add(code, self.quadratic, self.linear)
+
+    def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f^-1(t) - 1/2; see `UniformLevels`."""
+        return ops.sqrt(ops.multiply_add(t, self.span, self.square)) - self.shift
+
+    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code + 1) - f(code)."""
+        return ops.multiply_add(code, self.growth, self.first_gap)
+
+
+class GeometricLevels(NamedTuple):
+    """Levels f(r) = (b^r - 1) / (b^L - 1).
+
+    f is a polynomial, exact to float32: it vectorizes everywhere, and is the same on every backend
+    up to the contraction of multiply-adds.
+    """
+
+    top: Number
+    first_gap: Number  # f(r + 1) - f(r) = first_gap + growth f(r)
+    growth: Number
+    span: Number  # f^-1(t) = log(1 + span t) / log(b)
+    inverse_log_base: Number
+    shift: Number  # 1/2 and a margin
+    coefficients: tuple[Number, ...]  # f(r) = r * sum_i c[i] r^i
+
+    def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code), float32."""
+        *lower, value = self.coefficients
+        for coefficient in reversed(lower):
+            value = ops.multiply_add(code, value, coefficient)
+        return value * code
+
+    def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f^-1(t) - 1/2; see `UniformLevels`."""
+        logarithm = jnp.log(ops.multiply_add(t, self.span, np.float32(1)))
+        return ops.multiply_add(logarithm, self.inverse_log_base, -self.shift)
+
+    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code + 1) - f(code)."""
+        return ops.multiply_add(position, self.growth, self.first_gap)
+
+
+Levels = UniformLevels | QuadraticLevels | GeometricLevels
+
+
+def round_to_level(
+    t: Array, offset: Array | np.float32, levels: Levels, ops: Arithmetic = PLAIN
+) -> Array:
+    """Round float32 positions `t` in [0, 1] to codes in [0, L], uint32; NaN to any of them.
+
+    Rounds up with the probability that makes the result unbiased when `offset` is uniform in
+    [0, 1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)).
+    """
+    # Where t is a position, r may be one too small. This is harmless: t - f(r) is then about one
+    # gap, and rounds to the same level.
+    code, bits = ops.nearest_whole(levels.inverse(t, ops))
+    position = levels.position(code, ops)
+    short = ops.multiply_add(levels.gap(code, position, ops), offset, position - t)
+    up = lax.bitcast_convert_type(short, jnp.uint32) >> np.uint32(31)
+    return (bits + up) & top_code(levels)
+
+
+def top_code(levels: Levels) -> Array | np.uint32:
+    """Return L as uint32, which is also the mask of a magnitude."""
+    if isinstance(levels.top, np.float32):
+        return np.uint32(levels.top)
+    return float_to_code(jnp.asarray(levels.top))
+
+
+def num_levels(width: int) -> int:
+    """Return the largest magnitude L of a `width`-bit sign-magnitude code."""
+    return 2 ** (width - 1) - 1 if width else 0
+
+
+def make_levels(width: int, spacing: Spacing, gap_ratio: float) -> Levels:
+    """Return the levels of a width; `gap_ratio` 1 is uniform, and width 0 has a single code."""
+    top = max(num_levels(width), 1)
+    levels: Levels
+    if gap_ratio == 1:
+        levels = UniformLevels(top=top, step=1 / top, shift=0.5 + top * _INVERSE_ERROR)
+    elif spacing == "quadratic":
+        levels = _quadratic(top, gap_ratio)
+    else:
+        levels = _geometric(top, gap_ratio)
+    return jax.tree.map(np.float32, levels._replace(top=num_levels(width)))
+
+
+def levels_of_rows(classes: Sequence[Levels], class_of_row: Array) -> Levels:
+    """Return the levels of every row, `classes[class_of_row]`, as columns [rows, 1]."""
+    table = np.array([jax.tree.leaves(levels) for levels in classes])
+    numbers = jnp.asarray(table).at[class_of_row].get(mode="promise_in_bounds")
+    columns = jnp.split(numbers, table.shape[1], axis=1)
+    return jax.tree.unflatten(jax.tree.structure(classes[0]), columns)
+
+
+def error_coefficient(width: int) -> float:
+    """Return the expected squared error of a width over a row's squared norm, up to a common
+    factor: about 1 / L^2.
+    """
+    return 1.0 / num_levels(width) ** 2 if width else 4.0
+
+
+def _quadratic(top: int, gap_ratio: float) -> QuadraticLevels:
+    if top == 1:  # a single gap: whatever `t` is, the code below is 0
+        return QuadraticLevels(1, 1, 0, first_gap=1, growth=0, span=0, square=0, shift=0.5)
+    growth = (gap_ratio - 1) / (top - 1)  # in first gaps
+    linear, quadratic = 1 - growth / 2, growth / 2
+    total = top * (linear + top * quadratic)
+    return QuadraticLevels(
+        top=top,
+        linear=linear / total,
+        quadratic=quadratic / total,
+        first_gap=1 / total,
+        growth=growth / total,
+        span=total / quadratic,
+        square=(linear / growth) ** 2,
+        shift=linear / growth + 0.5 + (linear / growth + top) * _INVERSE_ERROR,
+    )
+
+
+def _geometric(top: int, gap_ratio: float) -> GeometricLevels:
+    if top == 1:
+        polynomial = _geometric_coefficients(1, 0.0)
+        return GeometricLevels(1, 1, 0, 0, 0, shift=0.5, coefficients=polynomial)
+    log_base = math.log(gap_ratio) / (top - 1)
+    span = math.expm1(log_base * top)
+    return GeometricLevels(
+        top=top,
+        first_gap=math.expm1(log_base) / span,
+        growth=math.expm1(log_base),
+        span=span,
+        inverse_log_base=1 / log_base,
+        shift=0.5 + top * _INVERSE_ERROR,
+        coefficients=_geometric_coefficients(top, log_base * top),
+    )
+
+
+def _geometric_coefficients(top: int, log_range: float, degree: int = 6) -> tuple[float, ...]:
+    """Return the coefficients c of f(r) = r * sum_i c[i] r^i: through all levels if they are few,
+    else fitted at Chebyshev points.
+    """
+    if log_range == 0:
+        return (1 / top, *[0.0] * degree)
+    if top <= degree + 1:
+        points = np.arange(1, top + 1) / top
+    else:
+        points = 0.5 + 0.5 * np.cos(np.pi * (np.arange(64) + 0.5) / 64)
+    values = np.expm1(log_range * points) / (math.expm1(log_range) * points)
+    fitted = np.polynomial.Polynomial.fit(
+        points, values, min(degree, top - 1), domain=[0, 1], window=[0, 1]
+    )
+    coefficients = [c / top ** (i + 1) for i, c in enumerate(fitted.coef)]
+    return (*coefficients, *[0.0] * (degree + 1 - len(coefficients)))

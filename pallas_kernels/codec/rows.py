@@ -1,0 +1,50 @@
+"""Rows to codes and scales, and back: the arithmetic that a kernel fuses."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.codec import scales
+from pallas_kernels.codec.arithmetic import code_to_float
+from pallas_kernels.codec.levels import Levels, round_to_level, top_code
+
+
+def encode_rows(
+    rows: Array, offset: Array | np.float32, levels: Levels, *, group_size: int
+) -> tuple[Array, Array, Array]:
+    """Quantize rows.
+
+    Args:
+      rows: float32 [rows, 256].
+      offset: rounding offsets, float32 [rows, 256] or a scalar.
+      levels: levels of every row.
+      group_size: coordinates that share a group scale.
+
+    Returns:
+      Codes uint16 [rows, 256], group scales uint8 [rows, 256 / group_size], super-scales uint16
+      [rows].
+    """
+    group_bytes, super_bits = scales.quantize_scales(scales.group_maxima(rows, group_size))
+    inverse = scales.reciprocal(scales.reconstruct_scales(group_bytes, super_bits))
+    magnitudes = jnp.abs(rows).reshape(*inverse.shape, group_size) * inverse[:, :, None]
+    t = jnp.minimum(magnitudes.reshape(rows.shape), np.float32(1))
+    # NaN becomes an arbitrary code here. Its row decodes to NaN by its super-scale.
+    magnitude, top = round_to_level(t, offset, levels), top_code(levels)
+    negative = lax.bitcast_convert_type(rows, jnp.int32) < 0
+    codes = jnp.where(negative, magnitude + (top + np.uint32(1)), magnitude)
+    return codes.astype(jnp.uint16), group_bytes, super_bits
+
+
+def decode_rows(
+    codes: Array, group_bytes: Array, super_bits: Array, levels: Levels, *, group_size: int
+) -> Array:
+    """Invert `encode_rows` up to rounding.
+
+    Returns:
+      float32 [rows, 256]. All of a non-finite row is NaN, also at width 0: 0 * NaN is NaN.
+    """
+    scale = scales.reconstruct_scales(group_bytes, super_bits)
+    words, top = codes.astype(jnp.uint32), top_code(levels)
+    value = levels.position(code_to_float(words & top))
+    signed = jnp.where(words > top, -value, value)
+    return (signed.reshape(*scale.shape, group_size) * scale[:, :, None]).reshape(codes.shape)

@@ -1,0 +1,120 @@
+"""Hierarchical scales: a byte for each group under a bfloat16 for each super-group.
+
+Both are rounded up, and coordinates are normalized by the scale that the decoder reconstructs. So
+every value is in range, and the estimate stays unbiased without a second random draw (paper,
+section 4). Nothing has an absolute epsilon: gradients of 1e-30 survive.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.codec.arithmetic import PLAIN, Arithmetic
+
+NAN_BITS = np.uint32(0x7FC0)  # bfloat16 NaN
+LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more is subnormal
+
+
+def group_maxima(rows: Array, group_size: int) -> Array:
+    """Compute the bits of max |x| of each group: float32 [rows, 256] to uint32 [rows, groups].
+
+    Magnitudes are compared as integers, whose order is the same and has NaN on top: float
+    reductions of XLA:CPU and of Triton drop NaN.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(rows), jnp.int32)
+    # In two steps, of two types so that XLA does not merge them: the first vectorizes, a reduction
+    # over 32 neighbors does not.
+    quarters = jnp.max(bits.reshape(rows.shape[0], -1, 4, group_size // 4), axis=2)
+    return jnp.max(quarters.astype(jnp.uint32), axis=-1)
+
+
+def quantize_super_scales(maxima: Array) -> Array:
+    """Round row maxima up to super-scales: bits of float32 to bits of bfloat16, uint32, any shape.
+
+    A row that holds NaN, Inf or a magnitude above 2^126 gets a NaN, which all of its coordinates
+    decode to: an integer code cannot carry it.
+    """
+    rounded_up = (maxima + np.uint32(0xFFFF)) >> np.uint32(16)
+    return jnp.where(maxima <= LARGEST_BITS, rounded_up, NAN_BITS)
+
+
+def quantize_group_scales(maxima: Array, super_bits: Array, ops: Arithmetic = PLAIN) -> Array:
+    """Round group maxima up to group scales.
+
+    Args:
+      maxima: bits of float32, uint32.
+      super_bits: super-scales, bits of bfloat16 in uint32, of a shape that broadcasts.
+      ops: elementary operations.
+
+    Returns:
+      Whole numbers from 0 to 255, float32.
+    """
+    inverse = reciprocal(bfloat16_value(super_bits), ops)
+    share = lax.bitcast_convert_type(maxima, jnp.float32) * inverse
+    return jnp.minimum(ops.ceil(share * np.float32(255)), np.float32(255))
+
+
+def quantize_scales(maxima: Array) -> tuple[Array, Array]:
+    """Round group maxima, bits in uint32 [rows, groups], to group scales uint8 [rows, groups] and
+    super-scales, bits of bfloat16 in uint16 [rows].
+    """
+    super_bits = quantize_super_scales(jnp.max(maxima, axis=-1))
+    group_scales = quantize_group_scales(maxima, super_bits[:, None])
+    return group_scales.astype(jnp.int32).astype(jnp.uint8), super_bits.astype(jnp.uint16)
+
+
+def row_energies(group_bytes: Array, super_bits: Array) -> Array:
+    """Compute a logarithm of the sum of squared scales, to which the squared error of a row is
+    proportional, as an integer that is the same on all hardware.
+
+    Args:
+      group_bytes: group scales, uint8 [..., groups].
+      super_bits: super-scales, bits of bfloat16, uint16 [...].
+
+    Returns:
+      uint16 [...] below 2^15, 32 steps an octave; 0 for a row that decodes to NaN anyway.
+    """
+    squares = jnp.sum(jnp.square(group_bytes.astype(jnp.int32)), axis=-1)  # below 2^24: exact
+    # The upper half of the bits of a float is a logarithm, if linear within each octave.
+    log_squares = lax.bitcast_convert_type(squares.astype(jnp.float32), jnp.uint32) >> np.uint32(16)
+    words = super_bits.astype(jnp.uint32)
+    energies = (np.uint32(2) * words + log_squares) >> np.uint32(2)
+    return jnp.where(words == NAN_BITS, np.uint32(0), energies).astype(jnp.uint16)
+
+
+def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
+    """Compute the scales that both ends use: integers below 256 [rows, groups] and bits of
+    bfloat16, unsigned integers [rows], to float32 [rows, groups].
+    """
+    return scale_of_groups(group_bytes.astype(jnp.int32).astype(jnp.float32), super_bits)
+
+
+def scale_of_groups(group_scales: Array, super_bits: Array) -> Array:
+    """Compute `reconstruct_scales` of group scales that are whole numbers in float32 already."""
+    return group_scales * scale_step(super_bits.astype(jnp.uint32))[:, None]
+
+
+def scale_step(super_bits: Array) -> Array:
+    """Return the scale of a group whose byte is 1: bits of bfloat16 in uint32 to float32."""
+    # Multiplied before the group scale, as XLA would choose anyway: a step below the smallest
+    # normal is flushed, so rows whose largest magnitude is below 2^-118 decode to zeros.
+    return bfloat16_value(super_bits) * np.float32(1 / 255)
+
+
+def reciprocal(scale: Array, ops: Arithmetic = PLAIN) -> Array:
+    """Compute 1 / scale, and 0 where the scale is zero or subnormal: such a group decodes to
+    zeros.
+    """
+    return jnp.where(scale < np.finfo(np.float32).tiny, np.float32(0), ops.reciprocal(scale))
+
+
+def bfloat16_value(bits: Array) -> Array:
+    """Convert bits of bfloat16, unsigned integers of any shape, to their float32 value."""
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << np.uint32(16), jnp.float32)
+
+
+def bfloat16_bits(values: Array) -> Array:
+    """Round float32 to the nearest bfloat16, as bits in uint16; any NaN or Inf becomes 0x7fc0."""
+    rounded = values.astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(rounded, jnp.uint16)
+    return jnp.where(jnp.isfinite(rounded), bits, np.uint16(NAN_BITS))

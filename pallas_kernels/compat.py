@@ -1,0 +1,114 @@
+"""Differences between JAX and Python versions, and between `jax.shard_map(check_vma=True)` and
+everything else.
+"""
+
+import importlib
+import importlib.util
+import sys
+from typing import Any, TypeVar
+
+import jax
+from jax import Array, lax
+
+if sys.version_info >= (3, 12):
+    from typing import override
+else:
+
+    def override(method: Any) -> Any:
+        """Mark a method that overrides one of a base class, as `typing.override` does."""
+        return method
+
+
+__all__ = [
+    "all_gather",
+    "has_mosaic_gpu",
+    "has_triton",
+    "match_varying",
+    "mosaic_gpu_store",
+    "override",
+    "shape_like",
+    "tracks_varying",
+    "vary_over",
+    "varying_axes",
+]
+
+Tree = TypeVar("Tree")
+
+
+def varying_axes(value: Array) -> frozenset[str]:
+    """Return the mesh axes over which a value is known to vary; none without `check_vma`."""
+    aval = jax.typeof(value)
+    manual_axis_type = getattr(aval, "manual_axis_type", None)
+    return (
+        manual_axis_type.varying
+        if manual_axis_type is not None
+        else getattr(aval, "vma", frozenset())
+    )
+
+
+def tracks_varying(axis_name: str) -> bool:
+    """Return whether types record the axes over which values vary, as under `check_vma=True`."""
+    return axis_name in varying_axes(lax.axis_index(axis_name))
+
+
+def match_varying(values: Tree, reference: Array) -> Tree:
+    """Mark values as varying over the axes of `reference`, as a loop carry has to be."""
+    axes = varying_axes(reference)
+
+    def mark(value: Array) -> Array:
+        missing = tuple(axes - varying_axes(value))
+        return lax.pcast(value, missing, to="varying") if missing else value
+
+    return jax.tree.map(mark, values) if axes else values
+
+
+def vary_over(values: Tree, axis_names: tuple[str, ...]) -> Tree:
+    """Mark constants as varying over axes, as the values that replace them will be."""
+    axes = tuple(name for name in axis_names if tracks_varying(name))
+    if not axes:
+        return values
+    return jax.tree.map(lambda value: lax.pcast(value, axes, to="varying"), values)
+
+
+def all_gather(value: Array, axis_name: str) -> Array:
+    """Gather like `lax.all_gather`, with a result that may be returned with `out_specs=P()`."""
+    to = "invarying" if tracks_varying(axis_name) else "varying"
+    return lax.all_gather(value, axis_name, to=to)
+
+
+def shape_like(shape: tuple[int, ...], dtype: Any, reference: Array) -> jax.ShapeDtypeStruct:
+    """Describe the result of a kernel: a shape that varies over the axes of `reference`."""
+    aval = jax.typeof(reference)
+    kind: dict[str, Any] = {"vma": varying_axes(reference)}
+    if hasattr(aval, "manual_axis_type"):
+        kind = {"manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(shape, dtype, **kind)
+
+
+def has_triton() -> bool:
+    """Return whether Pallas can lower to Triton, which is deprecated since JAX 0.11."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+def has_mosaic_gpu() -> bool:
+    """Return whether Pallas can lower and interpret our Mosaic GPU kernels: since JAX 0.11.
+
+    JAX 0.10 has neither square roots nor an interpreter there.
+    """
+    if jax.__version_info__ < (0, 11):
+        return False
+    try:
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError:  # it needs absl, which JAX does not install
+        return False
+    return True
+
+
+def mosaic_gpu_store(ref: Any, value: Array) -> None:
+    """Store to memory in pieces of any size, which JAX 0.12 has to be told."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -1,1 +1,0 @@
-"""First hop: local rows to a message."""

@@ -1,0 +1,129 @@
+"""The operations of the codec on whole messages, each run by one of several backends.
+
+Operations take the local array as it lies in memory, the table of places and the index of the
+chunk, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import _mosaic_gpu, _triton, _xla, implementation
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.operands import LocalRows
+
+# A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
+# chunk of which nothing was received, `decompress_accumulate` and `decompress`.
+BACKENDS: dict[str, Any] = {"xla": _xla, "triton": _triton, "mosaic_gpu": _mosaic_gpu}
+
+
+def statistics(rows: Array, *, implementation: str | None = None) -> Array:
+    """Compute the L2 norm of every row.
+
+    Args:
+      rows: float32, bfloat16 or float16 [rows, 256].
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      float32 [rows]; the norm of a row that holds NaN or Inf is not finite.
+    """
+    return _run(implementation, "statistics", rows)
+
+
+def compress(
+    local: LocalRows,
+    chunk: Array | int,
+    turn: Array | int,
+    *,
+    layout: Layout,
+    implementation: str | None = None,
+) -> Array:
+    """Encode one chunk of the local rows.
+
+    Args:
+      local: rows of the bucket, their places and the seed.
+      chunk: index of the chunk.
+      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
+      layout: static layout of the message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      The message, uint8 [layout.payload_bytes].
+    """
+    nothing = jnp.zeros((0, layout.payload_bytes), jnp.uint8)
+    return hop(nothing, local, chunk, turn, layout=layout, implementation=implementation)
+
+
+def hop(
+    payloads: Array,
+    local: LocalRows,
+    chunk: Array | int,
+    turn: Array | int,
+    *,
+    layout: Layout,
+    implementation: str | None = None,
+) -> Array:
+    """Decode received messages of a chunk, add the local rows in float32, and encode the sum.
+
+    Args:
+      payloads: received partial sums, uint8 [received, layout.payload_bytes]; one in a ring.
+      local: rows of the bucket, their places and the seed.
+      chunk: index of the chunk that the messages are of.
+      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
+      layout: static layout of a message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      The message of the new partial sum, uint8 [layout.payload_bytes].
+    """
+    return _run(implementation, "hop", payloads, local, chunk, turn, layout=layout)
+
+
+def decompress_accumulate(
+    payloads: Array,
+    local: LocalRows,
+    chunk: Array | int,
+    *,
+    layout: Layout,
+    implementation: str | None = None,
+) -> Array:
+    """Decode received messages of a chunk and add the local rows in float32.
+
+    Args:
+      payloads: received partial sums, uint8 [received, layout.payload_bytes].
+      local: rows of the bucket and their places.
+      chunk: index of the chunk that the messages are of.
+      layout: static layout of a message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      The sum, float32 [rows_per_chunk, 256], rows in the order of the message.
+    """
+    return _run(implementation, "decompress_accumulate", payloads, local, chunk, layout=layout)
+
+
+def decompress(
+    payloads: Array, order: Array, *, layout: Layout, implementation: str | None = None
+) -> Array:
+    """Decode the messages of all chunks, with rows back in their original order.
+
+    Args:
+      payloads: uint8 [num_chunks, layout.payload_bytes].
+      order: original row of every place, int32 [num_chunks, rows_per_chunk].
+      layout: static layout of a message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      float32 [num_rows, 256].
+    """
+    return _run(implementation, "decompress", payloads, order, layout=layout)
+
+
+def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
+    functions = {
+        backend: getattr(module, operation)
+        for backend, module in BACKENDS.items()
+        if hasattr(module, operation)
+    }
+    return implementation.run(name, functions, *args, **static)

@@ -1,1 +1,0 @@
-"""Norm and mean of every super-group in one read of the gradient."""
