@@ -27,7 +27,7 @@ from scipy import optimize
 import dynamiq_jax as dq
 from dynamiq_jax._harness.settings import parse_setting
 from dynamiq_jax.topologies import AllToAll, Butterfly, Network, Ring
-from dynamiq_jax._topologies.cost_model import (
+from dynamiq_jax.topologies._cost_model import (
     CODEC_SPEEDS,
     SUM_SPEEDS,
     CodecSpeed,

@@ -19,7 +19,7 @@ from dynamiq_jax._cli.advise import Advise, Option, predictions
 from dynamiq_jax._harness.units import format_seconds
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
-from dynamiq_jax._topologies.cost_model import CODEC_SPEEDS
+from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
 from dynamiq_jax._harness.error_law import error_growth
 
 DOCS = Path(__file__).parent

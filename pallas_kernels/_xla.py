@@ -12,7 +12,7 @@ from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import decode_rows, encode_rows
 from pallas_kernels.compat import match_varying
-from pallas_kernels.operands import LocalRows
+from pallas_kernels.operands import Index, LocalRows
 from pallas_kernels.row_blocks import for_each_block
 
 # Sums of 256 squares in this range are as precise as those of scaled values: nothing overflows, and
@@ -20,13 +20,13 @@ from pallas_kernels.row_blocks import for_each_block
 _USUAL = (2.0**-40, 2.0**120)
 
 _Parts = tuple[Array, Array, Array]  # codes, group scales, super-scales
-_RowsAt = Callable[[Array | int, int], Array]  # (first place, count) to float32 [count, 256]
+_RowsAt = Callable[[Index, int], Array]  # (first place, count) to float32 [count, 256]
 
 
 def statistics(rows: Array) -> Array:
     """Compute norms; see `pallas_kernels.operations.statistics`."""
 
-    def step(first: Array | int, count: int, norms: Array) -> Array:
+    def step(first: Index, count: int, norms: Array) -> Array:
         block = lax.dynamic_slice_in_dim(rows, first, count).astype(jnp.float32)
         return lax.dynamic_update_slice_in_dim(norms, _norms(block), first, axis=0)
 
@@ -34,15 +34,13 @@ def statistics(rows: Array) -> Array:
     return for_each_block(rows.shape[0], step, empty)
 
 
-def hop(
-    payloads: Array, local: LocalRows, chunk: Array | int, turn: Array | int, *, layout: Layout
-) -> Array:
+def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode a partial sum; see `pallas_kernels.operations.hop`."""
     places = local.order[chunk]
     values = _partial_sum(payloads, local.rows, places, layout)
     first_id = jnp.asarray(chunk).astype(jnp.uint32) * jnp.uint32(layout.rows_per_chunk)
 
-    def step(first: Array | int, count: int, parts: _Parts) -> _Parts:
+    def step(first: Index, count: int, parts: _Parts) -> _Parts:
         ids = first_id + jnp.asarray(first).astype(jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
         encoded = encode_rows(
             values(first, count),
@@ -67,12 +65,12 @@ def hop(
 
 
 def decompress_accumulate(
-    payloads: Array, local: LocalRows, chunk: Array | int, *, layout: Layout
+    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
     """Sum received rows and local ones; see `pallas_kernels.operations.decompress_accumulate`."""
     values = _partial_sum(payloads, local.rows, local.order[chunk], layout)
 
-    def step(first: Array | int, count: int, sums: Array) -> Array:
+    def step(first: Index, count: int, sums: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(sums, values(first, count), first, axis=0)
 
     empty = jnp.zeros((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32)
@@ -86,7 +84,7 @@ def decompress(payloads: Array, order: Array, *, layout: Layout) -> Array:
     num_chunks, places = order.shape
 
     def chunk_step(chunk: Array, decoded: Array) -> Array:
-        def step(first: Array | int, count: int, decoded: Array) -> Array:
+        def step(first: Index, count: int, decoded: Array) -> Array:
             rows = lax.dynamic_slice(order, (chunk, first), (1, count))[0]
             values = _decode(messages, chunk, first, count, layout)
             # Straight to their places: a second array of this size would cost as much again.
@@ -105,8 +103,8 @@ def _partial_sum(payloads: Array, rows: Array, places: Array, layout: Layout) ->
     received = len(payloads)
     messages = jax.vmap(layout.unpack)(payloads) if received else None
 
-    def total(first: Array | int, count: int) -> Array:
-        def add(message: Array | int, values: Array) -> Array:
+    def total(first: Index, count: int) -> Array:
+        def add(message: Index, values: Array) -> Array:
             assert messages is not None
             return values + _decode(messages, message, first, count, layout)
 
@@ -121,9 +119,7 @@ def _partial_sum(payloads: Array, rows: Array, places: Array, layout: Layout) ->
     return total
 
 
-def _decode(
-    messages: _Parts, message: Array | int, first: Array | int, count: int, layout: Layout
-) -> Array:
+def _decode(messages: _Parts, message: Index, first: Index, count: int, layout: Layout) -> Array:
     """Decode `count` rows of one of several unpacked messages, whose parts are stacked on a leading
     axis: float32 [count, 256].
     """

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+Index = Array | int  # a number that may be traced
+
 
 class LocalRows(NamedTuple):
     """Rows of a bucket that a worker holds, their places, and the seed of the rounding noise."""

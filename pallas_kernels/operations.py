@@ -11,7 +11,7 @@ from jax import Array
 
 from pallas_kernels import _mosaic_gpu, _triton, _xla, implementation
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.operands import LocalRows
+from pallas_kernels.operands import Index, LocalRows
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
 # chunk of which nothing was received, `decompress_accumulate` and `decompress`.
@@ -33,8 +33,8 @@ def statistics(rows: Array, *, implementation: str | None = None) -> Array:
 
 def compress(
     local: LocalRows,
-    chunk: Array | int,
-    turn: Array | int,
+    chunk: Index,
+    turn: Index,
     *,
     layout: Layout,
     implementation: str | None = None,
@@ -58,8 +58,8 @@ def compress(
 def hop(
     payloads: Array,
     local: LocalRows,
-    chunk: Array | int,
-    turn: Array | int,
+    chunk: Index,
+    turn: Index,
     *,
     layout: Layout,
     implementation: str | None = None,
@@ -83,7 +83,7 @@ def hop(
 def decompress_accumulate(
     payloads: Array,
     local: LocalRows,
-    chunk: Array | int,
+    chunk: Index,
     *,
     layout: Layout,
     implementation: str | None = None,

@@ -24,7 +24,7 @@ MAY_IMPORT = {
         "dynamiq_jax._core.codec",
         "dynamiq_jax.codec",
         "pallas_kernels.compat",
-        "dynamiq_jax._topologies.base",
+        "dynamiq_jax.topologies._base",
         "pallas_kernels",
     ),
     "dynamiq_jax.axes": ("dynamiq_jax.checks", "pallas_kernels.codec.packing", "pallas_kernels.compat"),

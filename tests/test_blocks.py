@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamiq_jax.codec import blocks
-from dynamiq_jax._methods.block_format import BlockFormat
+from dynamiq_jax.methods._block_format import BlockFormat
 
 ROWS = 3
 seeds = st.integers(0, 2**32 - 1)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from pallas_kernels.codec.layout import Layout
-from dynamiq_jax._methods.dynamiq_codec import DynamiQChunks
+from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation
 from pallas_kernels.operations import compress

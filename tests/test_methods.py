@@ -14,7 +14,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.buckets import BUCKET_BYTES, EXACT_BELOW, resolve_options
 from dynamiq_jax.collectives import reduce_tree
 from dynamiq_jax.methods import METHODS, MXFP8, ErrorFeedback, Method, PowerSGD, resolve_method
-from dynamiq_jax._methods.base import ChunkedMethod
+from dynamiq_jax.methods._base import ChunkedMethod
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, Topology, resolve_topology
 
 NUM_WORKERS, SIZE = 4, 20_001  # divides by nothing

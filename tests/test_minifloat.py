@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamiq_jax.codec import minifloat
-from dynamiq_jax._methods.minifloat import ELEMENTS
+from dynamiq_jax.methods._minifloat import ELEMENTS
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

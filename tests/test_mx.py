@@ -17,7 +17,7 @@ from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.codec import packing
-from dynamiq_jax._methods.block_format import as_row_chunks
+from dynamiq_jax.methods._block_format import as_row_chunks
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
 from dynamiq_jax.topologies import resolve_topology
 

@@ -13,7 +13,7 @@ from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax._core.codec import SumCodec
-from dynamiq_jax._methods.dynamiq_codec import DynamiQChunks
+from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 
 CHUNKS, ROWS = 3, 64
 every_method = pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import OmniReduce, TopKChunked
-from dynamiq_jax._methods.sparse_blocks import SparseBlocks
+from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from dynamiq_jax.topologies import resolve_topology
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40

@@ -17,7 +17,7 @@ from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.codec import hadamard
-from dynamiq_jax._methods.thc import THC, _Layout, _THCChunks
+from dynamiq_jax.methods._thc import THC, _Layout, _THCChunks
 from dynamiq_jax.topologies import Ring, resolve_topology
 
 N, SIZE, BLOCK = 4, 16_384, 1024

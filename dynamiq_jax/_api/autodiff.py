@@ -11,9 +11,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from dynamiq_jax._api.collectives import pmean, refuse_state
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax._methods.base import Method
-from dynamiq_jax._methods.dynamiq import DynamiQ
-from dynamiq_jax._topologies.base import Topology
+from dynamiq_jax.methods._base import Method
+from dynamiq_jax.methods._dynamiq import DynamiQ
+from dynamiq_jax.topologies._base import Topology
 
 
 def value_and_grad(
@@ -85,12 +85,7 @@ def value_and_grad(
         value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args)
         value = jax.tree.map(lambda leaf: lax.pmean(leaf, names), value)
         grads = pmean(
-            grads,
-            axis_name,
-            key=key,
-            method=how.method,
-            topology=how.topology,
-            options=how.options,
+            grads, axis_name, key=key, method=how.method, topology=how.topology, options=how.options
         )
         return value, grads
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax._buckets import checks
-from dynamiq_jax._core.axis import Axis
+from dynamiq_jax._core import Axis
 
 AxisName = str | tuple[str, ...]
 

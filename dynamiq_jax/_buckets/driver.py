@@ -1,6 +1,7 @@
 """Driver of all collectives: checks, a plan, a loop over buckets, and the leaves of the result."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,12 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets import checks
-from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.leaves import mask_flags, named_leaves, wire_dtype
+from dynamiq_jax._buckets.leaves import join, mask_flags, named_leaves, split
 from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
-from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
-from dynamiq_jax._methods.base import Method, State
+from dynamiq_jax._buckets.plan import Plan, make_plan
+from dynamiq_jax.methods._base import State
 from pallas_kernels import compat
 
 States = tuple[State, ...]  # of a method, for every bucket
@@ -43,8 +43,7 @@ def run(
       how: method, topology and options.
       states: states of the method for every bucket; None for those of a first step.
     """
-    axes = operation.axes
-    key = checks.check_key(key, axes.names)
+    key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
         key = jax.random.fold_in(key, operation.salt)
     named, structure = named_leaves(tree)
@@ -52,36 +51,42 @@ def run(
         operation.check(name, leaf)
     leaves = [leaf for _, leaf in named]
     plan = _plan(operation, leaves, tree, how)
-    if states is not None:
-        _check_states(states, plan, how.method, axes)
+    if states is None:
+        states = _first_states(operation, plan, how)
+    else:
+        _check_states(states, operation, plan, how)
 
     result = operation.exact({index: leaves[index] for index, _ in plan.exact})
-    result |= {index: operation.empty(leaves[index]) for index in plan.untouched}
-    next_states: list[State] = [()] * len(plan.buckets)
-    totals = dict.fromkeys(how.method.metrics, jnp.float32(0))
-    token = None
-    numbered = list(enumerate(plan.buckets))
-    for number, bucket in reversed(numbered) if operation.last_first else numbered:
-        state = _first_state(bucket, how.method, axes) if states is None else states[number]
-        flat = operation.flatten(bucket, leaves, how.method.granule)
-        flat = after(token, refuse_gradient(flat.astype(wire_dtype(bucket.dtype))))
-        sent = operation.send(how.method, bucket, flat, jax.random.fold_in(key, number), state)
-        token, next_states[number] = sent.token, sent.state
-        result |= operation.unflatten(bucket, sent.values, leaves)
+    for index in plan.untouched:
+        result[index] = np.zeros(operation.shape(leaves[index]), leaves[index].dtype)
+    after_step, totals = list(states), dict.fromkeys(how.method.metrics, jnp.float32(0))
+    token, numbers = None, range(len(plan.buckets))
+    for number in reversed(numbers) if operation.last_first else numbers:
+        bucket = plan.buckets[number]
+        members = [leaves[index] for index in bucket.leaves]
+        multiple = operation.multiple(bucket, how.method.granule)
+        flat = refuse_gradient(join([operation.rows(leaf) for leaf in members], multiple))
+        bucket_key = jax.random.fold_in(key, number)
+        sent = operation.send(how.method, bucket, after(token, flat), bucket_key, states[number])
+        token, after_step[number] = sent.token, sent.state
+        shapes = [operation.shape(leaf) for leaf in members]
+        num_rows = operation.result_rows
+        pieces = split(sent.values, [math.prod(shape) // num_rows for shape in shapes], num_rows)
+        for index, leaf, piece in zip(bucket.leaves, members, pieces, strict=True):
+            result[index] = operation.restore(piece, leaf).astype(leaf.dtype)
         for name, value in sent.metrics.items():
             totals[name] = totals[name] + value * np.float32(bucket.size)
     size = np.float32(max(1, sum(bucket.size for bucket in plan.buckets)))
     return Outcome(
         tree=jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))]),
-        states=tuple(next_states),
+        states=tuple(after_step),
         metrics={name: total / size for name, total in totals.items()},
     )
 
 
 def first_states(operation: Operation, tree: Any, how: Compression) -> States:
     """Return the states of a method for every bucket of a tree, before the first step."""
-    plan = _plan(operation, jax.tree.leaves(tree), tree, how)
-    return tuple(_first_state(bucket, how.method, operation.axes) for bucket in plan.buckets)
+    return _first_states(operation, _plan(operation, jax.tree.leaves(tree), tree, how), how)
 
 
 def after(token: Array | None, flat: Array) -> Array:
@@ -99,23 +104,24 @@ def after(token: Array | None, flat: Array) -> Array:
 
 
 def _plan(operation: Operation, leaves: Sequence[Array], tree: Any, how: Compression) -> Plan:
-    axes = operation.axes
     # A leaf that is replicated over another axis must not share a bucket, and so the order of its
     # rows, with one that differs along it.
-    kinds = [compat.varying_axes(leaf) - set(axes.names) for leaf in leaves]
-    planned = [operation.planned(leaf) for leaf in leaves]
+    own = set(operation.axes.names)
+    kinds = [compat.varying_axes(leaf) - own for leaf in leaves]
     flags = mask_flags(how.options.mask, tree)
-    return make_plan(planned, axes, how, compress=flags, kinds=kinds)
+    planned = [operation.planned(leaf) for leaf in leaves]
+    return make_plan(planned, operation.axes, how, compress=flags, kinds=kinds)
 
 
-def _first_state(bucket: Bucket, method: Method, axes: Axes) -> State:
-    """Return a state before the first step, marked like those after it, which differ by worker."""
-    return compat.vary_over(method.init_state(bucket.call), axes.names)
+def _first_states(operation: Operation, plan: Plan, how: Compression) -> States:
+    """Return states marked like those after the first step, which differ between workers."""
+    states = tuple(how.method.init_state(bucket.call) for bucket in plan.buckets)
+    return compat.vary_over(states, operation.axes.names)
 
 
-def _check_states(states: States, plan: Plan, method: Method, axes: Axes) -> None:
+def _check_states(states: States, operation: Operation, plan: Plan, how: Compression) -> None:
     """Raise ValueError for states that were made for other buckets."""
-    wanted = jax.eval_shape(lambda: tuple(_first_state(b, method, axes) for b in plan.buckets))
+    wanted = jax.eval_shape(lambda: _first_states(operation, plan, how))
     shapes = [
         [(jax.tree_util.keystr(path), np.shape(leaf)) for path, leaf in found]
         for found in map(jax.tree_util.tree_leaves_with_path, (states, wanted))

@@ -1,7 +1,6 @@
-"""Leaves of a tree: checked, flagged, joined into flat vectors, and cut out of these again."""
+"""Leaves of a tree: checked and flagged, joined into flat vectors, and cut out of these again."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,9 +37,6 @@ def mask_flags(mask: Any | Callable[[Any], Any] | None, tree: Any) -> list[bool]
     Args:
       mask: pytree of bools like the tree (a prefix suffices), or a function from the tree to one.
       tree: the tree.
-
-    Raises:
-      ValueError: the mask does not fit the tree.
     """
     if mask is None:
         return None
@@ -55,23 +51,17 @@ def mask_flags(mask: Any | Callable[[Any], Any] | None, tree: Any) -> list[bool]
     return [bool(flag) for flag in flags]
 
 
-def flatten(indices: Sequence[int], leaves: Sequence[Array]) -> Array:
-    """Join some leaves, of one dtype, into one vector [size]."""
-    return jnp.concatenate([leaves[index].reshape(-1) for index in indices])
+def join(leaves: Sequence[Array], multiple: int) -> Array:
+    """Join leaves [rows, coordinates] into one vector, with rows padded to a multiple.
+
+    float64 becomes float32, which methods take.
+    """
+    rows = jnp.concatenate(leaves, axis=1)
+    rows = rows.astype(jnp.float32 if rows.dtype == jnp.float64 else rows.dtype)
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple))).reshape(-1)
 
 
-def unflatten(
-    indices: Sequence[int], flat: Array, like: Sequence[Any] | Mapping[int, Any]
-) -> dict[int, Array]:
-    """Invert `flatten`: leaf index to array, of the shapes and dtypes of `like`."""
-    sizes = [math.prod(like[index].shape) for index in indices]
-    parts = jnp.split(flat, np.cumsum(sizes)[:-1]) if len(sizes) > 1 else [flat]
-    return {
-        index: part.reshape(like[index].shape).astype(like[index].dtype)
-        for index, part in zip(indices, parts, strict=True)
-    }
-
-
-def wire_dtype(dtype: Any) -> Any:
-    """Return the dtype that methods take: float64 goes through float32."""
-    return jnp.dtype(jnp.float32) if dtype == jnp.float64 else dtype
+def split(flat: Array, sizes: Sequence[int], num_rows: int) -> list[Array]:
+    """Invert `join`: leaves [num_rows, size]."""
+    rows, ends = flat.reshape(num_rows, -1), np.cumsum(sizes)
+    return [rows[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]

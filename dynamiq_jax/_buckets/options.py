@@ -5,10 +5,10 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from dynamiq_jax._methods import resolve_method
-from dynamiq_jax._methods.base import Method
-from dynamiq_jax._topologies import resolve_topology
-from dynamiq_jax._topologies.base import Topology
+from dynamiq_jax.methods import resolve_method
+from dynamiq_jax.methods._base import Method
+from dynamiq_jax.topologies import resolve_topology
+from dynamiq_jax.topologies._base import Topology
 
 _EXACT_BELOW = 1024
 _BUCKET_BYTES = 2**27

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.options import Compression
-from dynamiq_jax._core.codec import WireCost
-from dynamiq_jax._methods.base import Call
-from dynamiq_jax._topologies.base import FixedTopology
+from dynamiq_jax._core import WireCost
+from dynamiq_jax.methods._base import Call
+from dynamiq_jax.topologies._base import FixedTopology
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,8 +41,8 @@ def main() -> None:
     from dynamiq_jax._cli.advise import Advise
     from dynamiq_jax._cli.bench import Bench
     from dynamiq_jax._cli.compare import Compare
-    from dynamiq_jax._harness.errors import CommandError
     from dynamiq_jax._cli.network import Network
+    from dynamiq_jax._harness.errors import CommandError
     from dynamiq_jax._harness.processes import Stopped, stopping_cleanly
 
     # A new command is a file with such a class, and a name here.

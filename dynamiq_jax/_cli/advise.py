@@ -9,6 +9,7 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from dynamiq_jax._harness import tables
+from dynamiq_jax._harness.error_law import error_growth
 from dynamiq_jax._harness.errors import CommandError
 from dynamiq_jax._harness.units import (
     check_codec_ns,
@@ -20,14 +21,13 @@ from dynamiq_jax._harness.units import (
 )
 from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import AllToAll, Butterfly, CodecSpeed, FixedTopology, Network, Ring
-from dynamiq_jax._topologies.cost_model import (
+from dynamiq_jax.topologies._cost_model import (
     CODEC_SPEEDS,
     SUM_SPEEDS,
     Prediction,
     predict,
     predict_exact,
 )
-from dynamiq_jax._harness.error_law import error_growth
 
 _WORTH_IT = 1.05  # a step that gains less is not worth another moving part
 _ITEM_BYTES = {"f32": 4, "bf16": 2}

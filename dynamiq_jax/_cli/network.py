@@ -154,7 +154,9 @@ class _Run:
             "size": self._size,
             "seed": self._options.seed,
         }
-        return network.command(host, python_command("dynamiq_jax._harness.worker", json.dumps(config)))
+        return network.command(
+            host, python_command("dynamiq_jax._harness.worker", json.dumps(config))
+        )
 
     def _ask(
         self, request: dict[str, Any], doing: str, rate: float | None = None

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.compat import override
+from pallas_kernels.operands import Index
 
 Payload = Any  # pytree of arrays: one chunk on the wire in one hop
 
@@ -35,7 +36,7 @@ class SumCodec(abc.ABC):
     """The last two steps of an all-reduce: the owner encodes the sum, and all workers decode it."""
 
     @abc.abstractmethod
-    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+    def hop(self, payloads: Payload, chunk: Array, turn: Index) -> Payload:
         """Return the payload of received partial sums of a chunk, stacked, plus the local values.
 
         Args:
@@ -54,7 +55,7 @@ class ChunkCodec(SumCodec):
     """One bucket of one collective on one worker, in as many chunks as the topology asks for."""
 
     @abc.abstractmethod
-    def compress(self, chunk: Array, turn: Array | int) -> Payload:
+    def compress(self, chunk: Array, turn: Index) -> Payload:
         """Return the payload of the local values of a chunk; `turn` as for `hop`."""
 
     @abc.abstractmethod
@@ -65,7 +66,7 @@ class ChunkCodec(SumCodec):
         """
 
     @abc.abstractmethod
-    def rounded(self, turn: Array | int) -> "tuple[Array, ChunkCodec]":
+    def rounded(self, turn: Index) -> "tuple[Array, ChunkCodec]":
         """Compress and decode the local values of all chunks.
 
         Returns:
@@ -87,7 +88,7 @@ class LocalChunks:
 
     values: Array  # float [chunks, chunk size], padded with zeros
     size: int  # coordinates of the whole bucket, before padding
-    first: Array | int = 0  # index of the first of these chunks
+    first: Index = 0  # index of the first of these chunks
 
     def at(self, chunk: Array) -> Array:
         """Return the values of a chunk, float32 [chunk size]."""
@@ -99,15 +100,15 @@ class RecodedChunks(ChunkCodec):
     """Codec of methods that turn values into bytes and back at each hop."""
 
     local: LocalChunks
-    encode: Callable[[Array, Array, Array | int], Payload]  # (float32 [chunk size], chunk, turn)
+    encode: Callable[[Array, Array, Index], Payload]  # (float32 [chunk size], chunk, turn)
     decode: Callable[[Payload, Array], Array]  # (payload, chunk) to float32 [chunk size]
 
     @override
-    def compress(self, chunk: Array, turn: Array | int) -> Payload:
+    def compress(self, chunk: Array, turn: Index) -> Payload:
         return self.encode(self.local.at(chunk), chunk, turn)
 
     @override
-    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+    def hop(self, payloads: Payload, chunk: Array, turn: Index) -> Payload:
         return self.encode(self.accumulate(payloads, chunk), chunk, turn)
 
     @override
@@ -124,7 +125,7 @@ class RecodedChunks(ChunkCodec):
         return values.reshape(-1)[: self.local.size]
 
     @override
-    def rounded(self, turn: Array | int) -> "tuple[Array, RecodedChunks]":
+    def rounded(self, turn: Index) -> "tuple[Array, RecodedChunks]":
         chunks = jnp.arange(len(self.local.values))
         values = lax.map(lambda chunk: self.decode(self.compress(chunk, turn), chunk), chunks)
         local = dataclasses.replace(self.local, values=values)
@@ -141,16 +142,16 @@ class SummedChunks(ChunkCodec):
     decode: Callable[[Array, Array | None], Array]  # (sums [chunks, ...], their index or None for
     # all chunks) to float32 values, flat
     size: int  # coordinates of the bucket, before padding
-    first: Array | int = 0
+    first: Index = 0
     pack: Callable[[Array], Payload] = lambda numbers: numbers  # of one chunk
     unpack: Callable[[Payload], Array] = lambda payloads: payloads  # of stacked payloads
 
     @override
-    def compress(self, chunk: Array, turn: Array | int) -> Payload:
+    def compress(self, chunk: Array, turn: Index) -> Payload:
         return self.pack(self._local(chunk))
 
     @override
-    def hop(self, payloads: Payload, chunk: Array, turn: Array | int) -> Payload:
+    def hop(self, payloads: Payload, chunk: Array, turn: Index) -> Payload:
         return self.pack(self._sum(payloads, chunk))
 
     @override
@@ -162,7 +163,7 @@ class SummedChunks(ChunkCodec):
         return self.decode(self.unpack(payloads), None)[: self.size]
 
     @override
-    def rounded(self, turn: Array | int) -> "tuple[Array, SummedChunks]":
+    def rounded(self, turn: Index) -> "tuple[Array, SummedChunks]":
         # Sums are of what is encoded: there is no other loss.
         return self.decode(self.encoded, None)[: self.size], self
 

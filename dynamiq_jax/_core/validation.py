@@ -18,29 +18,20 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless a value is a whole number from `low` to `high`."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    whole = is_number and float(value).is_integer()  # 4.0 is 4
-    if not (whole and low <= value and (high is None or value <= high)):
+    """Raise ValueError unless a value is a whole number from `low` to `high`; 4.0 is 4."""
+    whole = _is_number(value) and float(value).is_integer() and low <= value
+    if not whole or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name}={value!r} is not possible. Give an integer {span}.")
 
 
-def check_share(name: str, value: Any) -> None:
-    """Raise ValueError unless a value is a share: above 0, at most 1."""
-    if not (isinstance(value, numbers.Real) and 0 < value <= 1):
-        raise ValueError(f"{name}={value!r} is not a share. Give a number above 0, up to 1.")
-
-
-def check_positive(name: str, value: Any, *, zero: bool = False) -> None:
-    """Raise ValueError unless a value is a positive number, or zero where that is possible."""
-    if not (isinstance(value, numbers.Real) and (float(value) > 0 or (zero and value == 0))):
-        raise ValueError(f"{name}={value!r} is not possible. Give a positive number.")
-
-
-def check_power_of_two(name: str, value: Any, low: int, high: int) -> None:
-    """Raise ValueError unless a value is a power of two from `low` to `high`."""
-    if type(value) is not int or not low <= value <= high or value & (value - 1):
+def check_number(name: str, value: Any, low: float, high: float, remedy: str = "") -> None:
+    """Raise ValueError unless a value is a number from `low` to `high`."""
+    if not (_is_number(value) and low <= value <= high):
         raise ValueError(
-            f"{name}={value!r} is not possible. Give a power of two from {low} to {high}."
+            f"{name}={value!r} is out of range. Give {remedy or f'{low:g} to {high:g}'}."
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -1,12 +1,12 @@
 """One setting of an all-reduce, as the command line takes it: a method, its options, a topology.
 
-    psum                        jax.lax.psum, float32
-    exact                       a method with its defaults, on a ring
-    bf16:ring                   a method and a topology
-    dynamiq:5:ring              a bare number is the method's budget
-    dynamiq:5:rounding=nearest  any other field of the method or of the topology
-    paper:5                     a method with other defaults
-    ef+topk_chunked:4           a method inside dq.methods.ErrorFeedback
+psum                        jax.lax.psum, float32
+exact                       a method with its defaults, on a ring
+bf16:ring                   a method and a topology
+dynamiq:5:ring              a bare number is the method's budget
+dynamiq:5:rounding=nearest  any other field of the method or of the topology
+paper:5                     a method with other defaults
+ef+topk_chunked:4           a method inside dq.methods.ErrorFeedback
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.norms import LARGEST_UNIT
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.compat import shape_like
-from pallas_kernels.operands import LocalRows, scalar
+from pallas_kernels.operands import Index, LocalRows, scalar
 
 
 def statistics(rows: Array) -> Array:
@@ -41,9 +41,7 @@ def statistics(rows: Array) -> Array:
     return launch.launch(kernel, (programs,), [pieces_of_rows], result)
 
 
-def hop(
-    payloads: Array, local: LocalRows, chunk: Array | int, turn: Array | int, *, layout: Layout
-) -> Array:
+def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode the sum of received and local rows."""
     received = payloads.shape[0]
 
@@ -70,7 +68,7 @@ def hop(
 
 
 def decompress_accumulate(
-    payloads: Array, local: LocalRows, chunk: Array | int, *, layout: Layout
+    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
     """Sum received and local rows."""
     received = payloads.shape[0]

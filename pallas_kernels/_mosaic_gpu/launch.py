@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, implementation
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.operands import Index
 
 PIECES, LANES = 8, 32  # of a row, of a piece
 MOST_ROWS = 16  # of a block
@@ -79,7 +80,7 @@ def blocks_of_rows(rows: int) -> tuple[int, int]:
     return block, -(-rows // block)
 
 
-def load_rows(shape: Shape, rows_ref, first: Array | int) -> list[Array]:
+def load_rows(shape: Shape, rows_ref, first: Index) -> list[Array]:
     """Load consecutive rows of an array [num_rows, *row_shape] as float32 pieces of `shape`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

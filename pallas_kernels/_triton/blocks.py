@@ -23,6 +23,7 @@ from pallas_kernels._triton.launch import Config, launch
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import Levels, top_code
 from pallas_kernels.codec.packing import planes
+from pallas_kernels.operands import Index
 
 PIECES, LANES = 8, 32  # of a row, of a piece
 U32 = jnp.uint32
@@ -56,7 +57,7 @@ class Block:
             lax.cond((self.width & bits) != 0, then, otherwise, operand) if any(having) else operand
         )
 
-    def plane(self, low: Array | int, bits: int, part: int) -> Array:
+    def plane(self, low: Index, bits: int, part: int) -> Array:
         """Return the places of slice `part` of a plane, in 16-bit units: int32 [rows, 16]."""
         start = self.codes_start + 16 * self.class_rows * low
         return (start + self.row * (16 * bits) + 16 * part)[:, None] + iota(16)[None, :]

@@ -14,7 +14,7 @@ from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.norms import LARGEST_UNIT, inverse_unit
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.compat import shape_like
-from pallas_kernels.operands import LocalRows, scalar
+from pallas_kernels.operands import Index, LocalRows, scalar
 
 
 def statistics(values: Array, *, config: Config | None = None) -> Array:
@@ -40,8 +40,8 @@ def statistics(values: Array, *, config: Config | None = None) -> Array:
 def hop(
     payloads: Array,
     local: LocalRows,
-    chunk: Array | int,
-    turn: Array | int,
+    chunk: Index,
+    turn: Index,
     *,
     layout: Layout,
     config: Config | None = None,
@@ -68,12 +68,7 @@ def hop(
 
 
 def decompress_accumulate(
-    payloads: Array,
-    local: LocalRows,
-    chunk: Array | int,
-    *,
-    layout: Layout,
-    config: Config | None = None,
+    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout, config: Config | None = None
 ) -> Array:
     """Sum received and local rows."""
     received = payloads.shape[0]

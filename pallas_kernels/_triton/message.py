@@ -25,6 +25,7 @@ from pallas_kernels._triton.blocks import (
 )
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import planes
+from pallas_kernels.operands import Index
 
 
 def halves(payloads: Array) -> Array:
@@ -37,12 +38,12 @@ def as_bytes(message: Array) -> Array:
     return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
 
 
-def unpack(block: Block, message_ref, start: Array | int) -> tuple[list[Array], list[Array]]:
+def unpack(block: Block, message_ref, start: Index) -> tuple[list[Array], list[Array]]:
     """Load words [rows, 8] of the low bytes of codes and, if there are widths over 8, of the high
     ones.
     """
 
-    def load(low: Array | int, bits: int, part: int) -> Array:
+    def load(low: Index, bits: int, part: int) -> Array:
         units = message_ref[start + block.plane(low, bits, part)].astype(U32)
         return merge_lanes(units, 2)
 
@@ -80,7 +81,7 @@ def unpack(block: Block, message_ref, start: Array | int) -> tuple[list[Array], 
 def pack(block: Block, low: list[Array], high: list[Array], message_ref) -> None:
     """Store the words that `unpack` loads."""
 
-    def store(at: Array | int, bits: int, part: int, word: Array) -> None:
+    def store(at: Index, bits: int, part: int, word: Array) -> None:
         message_ref[block.plane(at, bits, part)] = split_lanes(word, 2).astype(jnp.uint16)
 
     whole, rest = block.width >> 3, block.width & 7
@@ -109,7 +110,7 @@ def pack(block: Block, low: list[Array], high: list[Array], message_ref) -> None
                     store(8 * index, 8, part, wide[part])
 
 
-def load_group_bytes(block: Block, message_ref, start: Array | int, piece: int) -> Array:
+def load_group_bytes(block: Block, message_ref, start: Index, piece: int) -> Array:
     """Load the group scales of a piece: uint32 [rows, 32 / group_size] below 256."""
     count = LANES // block.layout.group_size
     base = start + block.layout.group_scales_start // 2 + block.place * (count * PIECES // 2)

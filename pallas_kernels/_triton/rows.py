@@ -25,6 +25,7 @@ from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import code_to_float, float_to_code
 from pallas_kernels.codec.levels import round_to_level
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
+from pallas_kernels.operands import Index
 
 Pieces = Sequence[Array]  # float32 [rows, 32] each
 
@@ -41,7 +42,7 @@ def partial_sum(block: Block, rows_ref, row: Array, messages_ref, received: int)
     """Sum local rows and those of the received messages, which lie one after the other."""
     halves = block.layout.payload_bytes // 2
 
-    def add(index: Array | int, pieces: Pieces) -> list[Array]:
+    def add(index: Index, pieces: Pieces) -> list[Array]:
         return decode(block, messages_ref, index * halves, pieces)
 
     pieces = gather(rows_ref, row)
@@ -64,9 +65,7 @@ def scatter(pieces: Pieces, rows_ref, row: Array) -> None:
         rows_ref[row[:, None], (iota(LANES) + LANES * piece)[None, :]] = values
 
 
-def decode(
-    block: Block, message_ref, start: Array | int, onto: Pieces | None = None
-) -> list[Array]:
+def decode(block: Block, message_ref, start: Index, onto: Pieces | None = None) -> list[Array]:
     """Decode the block in the message that starts at `start` (16-bit units), added to `onto`."""
     ops = arithmetic()
     low, high = message.unpack(block, message_ref, start)

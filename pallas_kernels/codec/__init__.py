@@ -1,5 +1,5 @@
 """The DynamiQ codec in pure JAX: the specification in `docs/wire_format.md`, which every kernel
-reproduces.
+reproduces. Nothing here communicates.
 
 From the bottom up:
 
@@ -7,11 +7,16 @@ From the bottom up:
     packing     codes to bytes
     levels      magnitudes to codes and back
     rounding    shared random offsets
-    norms       L2 norms over the whole range of float32
     scales      scales of groups and super-groups
+    norms       L2 norms over the whole range of float32
     rows        rows to codes and scales, and back
     layout      shape of a bucket on the wire
     ordering    rows to places
-
-Nothing here communicates. Other methods pack, round and scale with the same functions.
 """
+
+from pallas_kernels.codec import packing, scales
+from pallas_kernels.codec.layout import Layout, Quantizer, make_layout
+from pallas_kernels.codec.norms import l2_norm
+from pallas_kernels.codec.ordering import order_rows, rank, restore_rows
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, WIDTHS, row_bytes
+from pallas_kernels.codec.rounding import offsets

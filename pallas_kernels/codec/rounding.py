@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.operands import Index
 
 Rounding = Literal["correlated", "independent", "nearest"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
@@ -25,9 +26,7 @@ _GOLDEN = np.uint32(0x9E379E37)
 _LANE = np.uint32(0x9E3779B1)  # odd, so that lanes map to distinct words
 
 
-def offsets(
-    row_ids: Array, turn: Array | int, seed: Array, rounding: Rounding
-) -> Array | np.float32:
+def offsets(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Array | np.float32:
     """Compute the offsets of a block of rows.
 
     Args:
@@ -49,13 +48,13 @@ def offsets(
     return half_to_offset(words >> (lanes // _HALF * np.uint32(16))[None, :])
 
 
-def row_words(row_ids: Array, turn: Array | int, seed: Array, rounding: Rounding) -> Array:
+def row_words(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Array:
     """Compute the part of the hash that all lanes of a row share: uint32 [rows]."""
     words = mix(mix(row_ids ^ seed[0]) + seed[1])
     return mix(words + _uint32(turn) * _GOLDEN) if rounding == "independent" else words
 
 
-def lane_words(rows: Array, lanes: Array, turn: Array | int, rounding: Rounding) -> Array:
+def lane_words(rows: Array, lanes: Array, turn: Index, rounding: Rounding) -> Array:
     """Combine the words of rows with `lanes`, uint32 below 128; the shapes broadcast.
 
     Returns:
@@ -89,5 +88,5 @@ def _mix_mixed(word: Array) -> Array:
     return word ^ (word >> np.uint32(16))
 
 
-def _uint32(value: Array | int) -> Array:
+def _uint32(value: Index) -> Array:
     return jnp.asarray(value).astype(jnp.uint32)

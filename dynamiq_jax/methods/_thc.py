@@ -3,26 +3,20 @@
 import dataclasses
 import functools
 import math
-import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._core.codec import SummedChunks, WireCost
-from dynamiq_jax._core.validation import check_integer, check_power_of_two
-from dynamiq_jax._methods import hadamard
-from dynamiq_jax._methods.base import Call, ChunkedMethod
-from pallas_kernels.codec import packing, scales
-from pallas_kernels.codec.norms import l2_norm
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, row_bytes
-from pallas_kernels.codec.rounding import offsets
+from dynamiq_jax._core import SummedChunks, WireCost, check_choice, check_integer, check_number
+from dynamiq_jax.methods import _hadamard as hadamard
+from dynamiq_jax.methods._base import Call, ChunkedMethod
+from pallas_kernels.codec import SUPER_GROUP_SIZE, l2_norm, offsets, packing, row_bytes, scales
 from pallas_kernels.compat import override
 
 _MAX_WIRE_BITS = packing.WIDTHS[-1]
-_MAX_BLOCK = 2**20
-_MIN_CLAMP, _MAX_CLAMP = 1.0, 16.0  # the largest coordinate of a block of 256 is 16 deviations
+_BLOCKS = tuple(2**bits for bits in range(8, 21))
 _MAX_PADDING = 1 / 16  # of a chunk; blocks that would need more are halved
 
 
@@ -65,14 +59,9 @@ class THC(ChunkedMethod):
 
     def __post_init__(self):
         check_integer("code_bits", self.code_bits, 2, 8)  # rounding offsets have 16 bits
-        check_power_of_two("block", self.block, SUPER_GROUP_SIZE, _MAX_BLOCK)
-        if self.clamp is not None and not (
-            isinstance(self.clamp, numbers.Real) and _MIN_CLAMP <= self.clamp <= _MAX_CLAMP
-        ):
-            raise ValueError(
-                f"clamp={self.clamp!r} is not possible. Give {_MIN_CLAMP:g} to {_MAX_CLAMP:g} "
-                "standard deviations, or None for those of the least error."
-            )
+        check_choice("block", self.block, _BLOCKS)
+        if self.clamp is not None:  # the largest coordinate of a block of 256 is 16 deviations
+            check_number("clamp", self.clamp, 1, 16, "1 to 16 standard deviations, or None")
 
     def wire_bits(self, num_workers: int) -> int:
         """Return the bits of an integer on the wire: enough for the sum of `num_workers`, so that

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.codec import ChunkCodec
-from dynamiq_jax._topologies.base import Arrival, FixedTopology, Gathered, gather
+from dynamiq_jax._core import Axis, ChunkCodec
+from dynamiq_jax.topologies._base import Arrival, FixedTopology, Gathered, gather
 from pallas_kernels import compat
 from pallas_kernels.compat import override
 

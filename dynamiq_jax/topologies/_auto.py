@@ -1,15 +1,13 @@
 """Choice of a topology for every bucket by the cost model, or of exact sums."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 
-from dynamiq_jax._core.codec import WireCost
-from dynamiq_jax._topologies.all_to_all import AllToAll
-from dynamiq_jax._topologies.base import Choice, FixedTopology, Topology
-from dynamiq_jax._topologies.butterfly import Butterfly
-from dynamiq_jax._topologies.cost_model import (
+from dynamiq_jax.topologies._all_to_all import AllToAll
+from dynamiq_jax.topologies._base import Choice, CostOf, FixedTopology, Topology
+from dynamiq_jax.topologies._butterfly import Butterfly
+from dynamiq_jax.topologies._cost_model import (
     CODEC_SPEEDS,
     SUM_SPEEDS,
     CodecSpeed,
@@ -17,7 +15,7 @@ from dynamiq_jax._topologies.cost_model import (
     predict,
     predict_exact,
 )
-from dynamiq_jax._topologies.ring import Ring
+from dynamiq_jax.topologies._ring import Ring
 from pallas_kernels.compat import override
 
 
@@ -46,9 +44,7 @@ class Auto(Topology):
             )
 
     @override
-    def choose(
-        self, size: int, num_workers: int, cost_of: Callable[[FixedTopology], WireCost]
-    ) -> Choice:
+    def choose(self, size: int, num_workers: int, cost_of: CostOf) -> Choice:
         platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
         codec, sums = self.codec or CODEC_SPEEDS[platform], SUM_SPEEDS[platform]
 
@@ -61,9 +57,9 @@ class Auto(Topology):
         best = min((c for c in candidates if c.supports(num_workers)), key=seconds)
         exact = predict_exact(size, num_workers, network=self.network, codec=sums)
         if exact.total > seconds(best):
-            return Choice(best)
-        return Choice(
-            best,
-            f"{size} coordinates over {num_workers} workers at {self.network.gbit_per_s:g} Gbit/s "
-            "are faster without compression",
+            return best, None
+        speed = f"{self.network.gbit_per_s:g} Gbit/s"
+        return best, (
+            f"{size} coordinates over {num_workers} workers at {speed} are faster without "
+            "compression"
         )

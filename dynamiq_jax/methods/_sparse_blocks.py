@@ -12,13 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.codec import WireCost, as_chunks
-from dynamiq_jax._core.validation import check_integer
-from dynamiq_jax._methods.base import Call, ChunkedMethod, Method, Reduced, State
-from dynamiq_jax._methods.bf16 import BF16
-from pallas_kernels.codec.ordering import rank
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from dynamiq_jax._core import Axis, WireCost, as_chunks, check_integer
+from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
+from dynamiq_jax.methods._bf16 import BF16
+from pallas_kernels.codec import SUPER_GROUP_SIZE, rank
 from pallas_kernels.compat import override
 
 NOT_FINITE = np.uint16(0x7F80)  # scores from here on: blocks that hold NaN or Inf

@@ -15,17 +15,16 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.codec import RecodedChunks, WireCost, take_chunk
-from dynamiq_jax._core.validation import check_choice, check_flag
-from dynamiq_jax._methods import minifloat
-from dynamiq_jax._methods.base import Call
-from dynamiq_jax._methods.block_format import BlockFormat, in_blocks, rows_per_chunk
-from dynamiq_jax._methods.blockwise import BlockwiseMethod, encode_message
-from dynamiq_jax._methods.minifloat import BLOCK_SIZE, ELEMENTS, NAN_SCALE, Element
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from dynamiq_jax._core import Axis, RecodedChunks, WireCost, check_choice, check_flag, take_chunk
+from dynamiq_jax.methods import _minifloat as minifloat
+from dynamiq_jax.methods._base import Call
+from dynamiq_jax.methods._block_format import BlockFormat, in_blocks, rows_per_chunk
+from dynamiq_jax.methods._blockwise import BlockwiseMethod, encode_message
+from dynamiq_jax.methods._minifloat import BLOCK_SIZE, ELEMENTS, NAN_SCALE, Element
+from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.codec.scales import group_maxima
 from pallas_kernels.compat import override
+from pallas_kernels.operands import Index
 
 FP8 = Literal["e4m3", "e5m2"]
 FP6 = Literal["e2m3", "e3m2"]
@@ -76,10 +75,10 @@ class _MX(BlockwiseMethod):
         local = call.local_chunks(values, SUPER_GROUP_SIZE)
         scales, form = self._agree_on_scales(local.values, call.axis), self._codes_alone
 
-        def encode(values: Array, chunk: Array, turn: Array | int) -> Array:
+        def encode(values: Array, chunk: Array, turn: Index) -> Array:
             of_chunk = take_chunk(scales, chunk)
 
-            def code(rows: Array, first: Array | int) -> tuple[Array]:
+            def code(rows: Array, first: Index) -> tuple[Array]:
                 of_rows = lax.dynamic_slice_in_dim(of_chunk, first, rows.shape[0])
                 return (self._code(rows, of_rows),)
 

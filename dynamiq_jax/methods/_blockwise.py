@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._core.codec import RecodedChunks, WireCost
-from dynamiq_jax._methods.base import Call, ChunkedMethod
-from dynamiq_jax._methods.block_format import BlockFormat, rows_per_chunk
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-from pallas_kernels.codec.rounding import offsets
+from dynamiq_jax._core import RecodedChunks, WireCost
+from dynamiq_jax.methods._base import Call, ChunkedMethod
+from dynamiq_jax.methods._block_format import BlockFormat, rows_per_chunk
+from pallas_kernels.codec import SUPER_GROUP_SIZE, offsets
 from pallas_kernels.compat import match_varying, override
+from pallas_kernels.operands import Index
 from pallas_kernels.row_blocks import for_each_block
 
 
@@ -59,11 +59,11 @@ class BlockwiseMethod(ChunkedMethod):
             decode=lambda payload, _: self.decode_rows(*self.format.unpack(payload)).reshape(-1),
         )
 
-    def _encode(self, seed: Array | None, values: Array, chunk: Array, turn: Array | int) -> Array:
+    def _encode(self, seed: Array | None, values: Array, chunk: Array, turn: Index) -> Array:
         rows_before = jnp.asarray(chunk).astype(jnp.uint32)
         rows_before = rows_before * np.uint32(values.size // SUPER_GROUP_SIZE)
 
-        def encode(rows: Array, first: Array | int) -> tuple[Array, ...]:
+        def encode(rows: Array, first: Index) -> tuple[Array, ...]:
             if seed is None:
                 return self.encode_rows(rows, None)
             ids = rows_before + jnp.asarray(first).astype(jnp.uint32)
@@ -74,7 +74,7 @@ class BlockwiseMethod(ChunkedMethod):
 
 
 def encode_message(
-    form: BlockFormat, values: Array, encode: Callable[[Array, Array | int], tuple[Array, ...]]
+    form: BlockFormat, values: Array, encode: Callable[[Array, Index], tuple[Array, ...]]
 ) -> Array:
     """Encode values to a message, some rows after the other.
 
@@ -89,7 +89,7 @@ def encode_message(
     """
     rows = values.reshape(-1, SUPER_GROUP_SIZE)
 
-    def step(first: Array | int, count: int, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+    def step(first: Index, count: int, parts: tuple[Array, ...]) -> tuple[Array, ...]:
         encoded = encode(lax.dynamic_slice_in_dim(rows, first, count), first)
         return tuple(
             lax.dynamic_update_slice_in_dim(part, block, first, axis=0)

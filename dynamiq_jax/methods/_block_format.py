@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.codec import packing
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, row_bytes
+from pallas_kernels.codec import SUPER_GROUP_SIZE, packing, row_bytes
 from pallas_kernels.codec.scales import bfloat16_value
 
 BLOCKS = (32, 64, 128, 256)  # coordinates of a block: rows are whole, and an index fits a byte

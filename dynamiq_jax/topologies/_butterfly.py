@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.codec import ChunkCodec, Payload
-from dynamiq_jax._topologies.base import Arrival, FixedTopology
+from dynamiq_jax._core import Axis, ChunkCodec, Payload
+from dynamiq_jax.topologies._base import Arrival, FixedTopology
 from pallas_kernels.compat import override
 
 

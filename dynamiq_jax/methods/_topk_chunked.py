@@ -7,11 +7,11 @@ import numbers
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._methods import norms
-from dynamiq_jax._methods.base import Call
-from dynamiq_jax._methods.sparse_blocks import SparseBlocks
-from pallas_kernels.codec.norms import l2_norm
+from dynamiq_jax._core import Axis
+from dynamiq_jax.methods import _norms as norms
+from dynamiq_jax.methods._base import Call
+from dynamiq_jax.methods._sparse_blocks import SparseBlocks
+from pallas_kernels.codec import l2_norm
 from pallas_kernels.compat import override
 
 _STATISTICS_BITS = 16  # of a block

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.codec import ChunkCodec, Payload, SumCodec, WireCost
+from dynamiq_jax._core import Axis, ChunkCodec, Payload, SumCodec, WireCost
 from pallas_kernels.compat import override
+
+Choice = tuple["FixedTopology", str | None]
+CostOf = Callable[["FixedTopology"], WireCost]
 
 
 class Arrival(NamedTuple):
@@ -45,26 +47,20 @@ class Gathered(NamedTuple):
         return _token_of(self.payloads)
 
 
-class Choice(NamedTuple):
-    """Topology that was chosen for a bucket."""
-
-    topology: "FixedTopology"
-    why_exact: str | None = None  # reason to sum the bucket exactly instead, if there is one
-
-
 class Topology(abc.ABC):
     """A way in which chunks travel, or a rule that chooses one for every bucket."""
 
     @abc.abstractmethod
-    def choose(
-        self, size: int, num_workers: int, cost_of: "Callable[[FixedTopology], WireCost]"
-    ) -> Choice:
+    def choose(self, size: int, num_workers: int, cost_of: CostOf) -> Choice:
         """Choose a topology for a bucket.
 
         Args:
           size: coordinates of the bucket.
           num_workers: size of the axis.
           cost_of: function of a topology to the bytes of the bucket.
+
+        Returns:
+          The topology, and the reason to sum the bucket exactly instead, or None.
         """
 
 
@@ -72,7 +68,7 @@ class Topology(abc.ABC):
 class FixedTopology(Topology):
     """A way in which chunks travel between the workers of one axis.
 
-    Worker w owns the chunks from w * chunks_per_worker on: it ends up with their sums. An all-reduce
+    Worker w owns the chunks from w * chunks_per_worker on: their sums end there. An all-reduce
     compresses these and gathers the bytes. Every worker, the owner too, decodes the same bytes, so
     that replicas are bit-identical.
     """
@@ -117,10 +113,8 @@ class FixedTopology(Topology):
         )
 
     @override
-    def choose(
-        self, size: int, num_workers: int, cost_of: "Callable[[FixedTopology], WireCost]"
-    ) -> Choice:
-        return Choice(self)
+    def choose(self, size: int, num_workers: int, cost_of: CostOf) -> Choice:
+        return self, None
 
     def num_chunks(self, num_workers: int) -> int:
         """Return how many chunks a bucket is cut into: as many for each worker."""

@@ -5,13 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._core.codec import ChunkCodec, SumCodec
+from dynamiq_jax._core import ChunkCodec, SumCodec
 from pallas_kernels import operations
-from pallas_kernels.codec import scales
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.ordering import rank, restore_rows
+from pallas_kernels.codec import Layout, rank, restore_rows, scales
 from pallas_kernels.compat import override
-from pallas_kernels.operands import LocalRows
+from pallas_kernels.operands import Index, LocalRows
 
 # Workers from which on it pays to order the rows of sums again. With fewer, the rounding of the sum
 # still cancels those before it, as long as rows stay in their places.
@@ -25,15 +23,15 @@ class DynamiQChunks(ChunkCodec):
     local: LocalRows
     layout: Layout
     implementation: str | None
-    first: Array | int = 0  # row of the bucket that the local rows start with
+    first: Index = 0  # row of the bucket that the local rows start with
 
     @override
-    def compress(self, chunk: Array, turn: Array | int) -> Array:
+    def compress(self, chunk: Array, turn: Index) -> Array:
         local = self.local._replace(order=self.local.order - self.first)
         return operations.compress(local, chunk, turn, **self._how)
 
     @override
-    def hop(self, payloads: Array, chunk: Array, turn: Array | int) -> Array:
+    def hop(self, payloads: Array, chunk: Array, turn: Index) -> Array:
         return operations.hop(payloads, self.local, chunk, turn, **self._how)
 
     @override
@@ -46,7 +44,7 @@ class DynamiQChunks(ChunkCodec):
         return self.layout.as_flat(self._decoded(payloads))
 
     @override
-    def rounded(self, turn: Array | int) -> "tuple[Array, DynamiQChunks]":
+    def rounded(self, turn: Index) -> "tuple[Array, DynamiQChunks]":
         chunks = jnp.arange(self.layout.num_chunks)
         rows = self._decoded(lax.map(lambda chunk: self.compress(chunk, turn), chunks))
         local = self.local._replace(rows=rows)
@@ -82,7 +80,7 @@ class ReorderedSums(SumCodec):
     chunks: DynamiQChunks
 
     @override
-    def hop(self, payloads: Array, chunk: Array, turn: Array | int) -> Array:
+    def hop(self, payloads: Array, chunk: Array, turn: Index) -> Array:
         codec, layout = self.chunks, self.chunks.layout
         sums = codec.sums(payloads, chunk)
         of_sums = scales.quantize_scales(scales.group_maxima(sums, layout.group_size))

@@ -5,11 +5,10 @@ import dataclasses
 import jax
 from jax import Array, lax
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.codec import ChunkCodec, Payload
-from dynamiq_jax._core.validation import check_flag
-from dynamiq_jax._topologies.base import Arrival, FixedTopology
+from dynamiq_jax._core import Axis, ChunkCodec, Payload, check_flag
+from dynamiq_jax.topologies._base import Arrival, FixedTopology
 from pallas_kernels.compat import override
+from pallas_kernels.operands import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,14 +87,14 @@ class _Direction:
     def send(self, payload: Payload) -> Payload:
         return self.axis.shift(payload, self.step)
 
-    def hop(self, received: Payload, turn: Array | int) -> Payload:
+    def hop(self, received: Payload, turn: Index) -> Payload:
         return self.codec.hop(_stacked(received), self._chunk(turn), turn)
 
     def arrival(self, message: Payload) -> Arrival:
         last = self.axis.size - 1
         return Arrival(_stacked(message), self._chunk(last), last)
 
-    def _chunk(self, turn: Array | int) -> Array:
+    def _chunk(self, turn: Index) -> Array:
         owner = (self.axis.index - self.step * (turn + 1)) % self.axis.size
         return owner * self.of + (0 if self.step == 1 else 1)
 

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from jax import Array
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.codec import ChunkCodec, LocalChunks, WireCost, as_chunks
-from dynamiq_jax._topologies.base import FixedTopology, Gathered, Scattered, gather
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, WireCost, as_chunks
+from dynamiq_jax.topologies._base import FixedTopology, Gathered, Scattered, gather
+from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.compat import override
 
 State = Any  # pytree of arrays that a method carries between steps; () if none

@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._core.codec import RecodedChunks, WireCost
-from dynamiq_jax._methods.base import Call, ChunkedMethod
+from dynamiq_jax._core import RecodedChunks, WireCost
+from dynamiq_jax.methods._base import Call, ChunkedMethod
 from pallas_kernels.compat import override
 
 

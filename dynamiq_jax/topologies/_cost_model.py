@@ -7,10 +7,12 @@ tenth more time.
 """
 
 import dataclasses
+import math
 
-from dynamiq_jax._core.codec import WireCost
-from dynamiq_jax._core.validation import check_positive
-from dynamiq_jax._topologies.base import FixedTopology
+from dynamiq_jax._core import WireCost, check_number
+from dynamiq_jax.topologies._base import FixedTopology
+
+_POSITIVE = "a positive number"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,8 @@ class Network:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            check_positive(field.name, value, zero=field.name == "latency_us")
+            least = 0.0 if field.name == "latency_us" else math.ulp(0.0)
+            check_number(field.name, getattr(self, field.name), least, math.inf, _POSITIVE)
 
     def seconds(self, num_bytes: float, steps: int) -> float:
         """Return the time in which one worker transfers `num_bytes` in `steps` steps."""
@@ -42,7 +44,7 @@ class CodecSpeed:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            check_positive(field.name, getattr(self, field.name), zero=True)
+            check_number(field.name, getattr(self, field.name), 0.0, math.inf, _POSITIVE)
 
     def seconds(self, size: int, steps: int) -> float:
         """Return the time for a bucket of `size` coordinates in `steps` steps."""

@@ -1,6 +1,7 @@
 """Block-sparse all-reduce: the union of the blocks that workers want (OmniReduce, SIGCOMM 2021)."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -8,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._core.axis import Axis
-from dynamiq_jax._core.validation import check_share
-from dynamiq_jax._methods.base import Call
-from dynamiq_jax._methods.sparse_blocks import NOT_FINITE, SparseBlocks
-from pallas_kernels.codec import packing, scales
-from pallas_kernels.codec.norms import l2_norm
-from pallas_kernels.codec.ordering import rank
+from dynamiq_jax._core import Axis, check_number
+from dynamiq_jax.methods._base import Call
+from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, SparseBlocks
+from pallas_kernels.codec import l2_norm, packing, rank, scales
 from pallas_kernels.compat import override
 
 _WISH_BITS = 2
@@ -46,8 +44,8 @@ class OmniReduce(SparseBlocks):
     def __post_init__(self):
         super().__post_init__()
         if self.density is not None:
-            check_share("density", self.density)
-        check_share("capacity", self.capacity)
+            _check_share("density", self.density)
+        _check_share("capacity", self.capacity)
 
     @property
     @override
@@ -108,6 +106,10 @@ class OmniReduce(SparseBlocks):
 def _packed_rows(share: int) -> int:
     """Return the rows of the packing that hold the wishes for one worker's share of the blocks."""
     return -(-share // packing.SUPER_GROUP_SIZE)
+
+
+def _check_share(name: str, share: float) -> None:
+    check_number(name, share, math.ulp(0.0), 1.0, "a share of the blocks, above 0 and up to 1")
 
 
 def _share_of(num_blocks: int, share: float) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pallas_kernels.codec import SUPER_GROUP_SIZE, WIDTHS
 from pallas_kernels.codec.levels import error_coefficient
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 
 # Quantiles that describe the distribution of log2 |super-group|, closer together at the ends.
 POSITIONS = (

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._core.codec import WireCost
-from dynamiq_jax._methods.base import Call, Method, Reduced, State
+from dynamiq_jax._core import WireCost
+from dynamiq_jax.methods._base import Call, Method, Reduced, State
 from pallas_kernels.compat import override
 
 

@@ -2,8 +2,8 @@
 
 from jax import Array
 
-from dynamiq_jax._core.axis import Axis
-from pallas_kernels.codec.norms import l2_norm
+from dynamiq_jax._core import Axis
+from pallas_kernels.codec import l2_norm
 from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
 
 _BYTES = 2  # of a norm: they travel as bits of bfloat16, which XLA:CPU would widen

@@ -9,18 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._core.codec import WireCost
-from dynamiq_jax._core.validation import check_choice
-from dynamiq_jax._methods import allocation, norms
-from dynamiq_jax._methods.allocation import Fractions
-from dynamiq_jax._methods.base import Call, ChunkedMethod
-from dynamiq_jax._methods.dynamiq_codec import DynamiQChunks
+from dynamiq_jax._core import WireCost, check_choice
+from dynamiq_jax.methods import _allocation as allocation
+from dynamiq_jax.methods import _norms as norms
+from dynamiq_jax.methods._allocation import Fractions
+from dynamiq_jax.methods._base import Call, ChunkedMethod
+from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from pallas_kernels import implementation as backends
 from pallas_kernels import operations
-from pallas_kernels.codec.layout import Layout, Quantizer, make_layout
+from pallas_kernels.codec import (
+    SUPER_GROUP_SIZE,
+    WIDTHS,
+    Layout,
+    Quantizer,
+    make_layout,
+    order_rows,
+)
 from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
-from pallas_kernels.codec.ordering import order_rows
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, WIDTHS
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
 from pallas_kernels.compat import override
 from pallas_kernels.operands import LocalRows

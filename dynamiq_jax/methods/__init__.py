@@ -1,0 +1,96 @@
+"""Methods turn numbers into bytes. A new one is one file here and one line in `METHODS`.
+
+_base                     interface of a method
+_norms                    norms over all workers
+_dynamiq                  with `_dynamiq_codec`, one bucket, and `_allocation`, bits to widths
+_exact, _bf16             baselines
+_blockwise                base of block quantizers, with `_block_format`, their messages
+_blockint, _flash_communication
+_mx                       with `_minifloat`, elements and scales
+_thc                      with `_hadamard`, the rotation
+_sparse_blocks            base of methods that sum some blocks
+_omnireduce, _topk_chunked
+_powersgd
+_error_feedback           wrapper around any method
+"""
+
+from collections.abc import Callable
+
+from dynamiq_jax._core import (
+    Axis,
+    ChunkCodec,
+    LocalChunks,
+    RecodedChunks,
+    SumCodec,
+    SummedChunks,
+    WireCost,
+    naming,
+)
+from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced
+from dynamiq_jax.methods._bf16 import BF16
+from dynamiq_jax.methods._block_format import BlockFormat
+from dynamiq_jax.methods._blockint import BlockInt
+from dynamiq_jax.methods._blockwise import BlockwiseMethod
+from dynamiq_jax.methods._dynamiq import DynamiQ
+from dynamiq_jax.methods._error_feedback import ErrorFeedback
+from dynamiq_jax.methods._exact import Exact
+from dynamiq_jax.methods._flash_communication import FlashCommunication
+from dynamiq_jax.methods._mx import MXFP4, MXFP6, MXFP8, MXINT8
+from dynamiq_jax.methods._omnireduce import OmniReduce
+from dynamiq_jax.methods._powersgd import PowerSGD
+from dynamiq_jax.methods._sparse_blocks import SparseBlocks
+from dynamiq_jax.methods._thc import THC
+from dynamiq_jax.methods._topk_chunked import TopKChunked
+
+# The methods, and the parts that a method of one's own is made of.
+__all__ = ["BF16", "MXFP4", "MXFP6", "MXFP8", "MXINT8", "THC", "BlockInt", "DynamiQ"]
+__all__ += ["ErrorFeedback", "Exact", "FlashCommunication", "OmniReduce", "PowerSGD", "TopKChunked"]
+__all__ += ["Axis", "BlockFormat", "BlockwiseMethod", "Call", "ChunkCodec", "ChunkedMethod"]
+__all__ += ["LocalChunks", "Method", "RecodedChunks", "Reduced", "SparseBlocks", "SumCodec"]
+__all__ += ["METHODS", "PRESETS", "SummedChunks", "WireCost", "resolve_method"]
+
+# Names are those of the literature in lower case, with spaces and hyphens as underscores.
+METHODS: dict[str, type[Method]] = {
+    "dynamiq": DynamiQ,
+    "exact": Exact,
+    "bf16": BF16,
+    "blockint": BlockInt,
+    "mxfp8": MXFP8,
+    "mxfp6": MXFP6,
+    "mxfp4": MXFP4,
+    "mxint8": MXINT8,
+    "flash_communication": FlashCommunication,
+    "thc": THC,
+    "omnireduce": OmniReduce,
+    "topk_chunked": TopKChunked,
+    "powersgd": PowerSGD,
+}
+# Methods with other defaults.
+PRESETS: dict[str, Callable[[], Method]] = {
+    "paper": DynamiQ.paper,
+    "qgz": BlockInt.qgz,
+    "equarx": BlockInt.equarx,
+}
+# Methods around another one, WRAPPER+METHOD.
+WRAPPERS: dict[str, type[ErrorFeedback]] = {"ef": ErrorFeedback}
+
+
+def resolve_method(method: Method | str) -> Method:
+    """Return a method as given, or the one of a name: [WRAPPER+]METHOD[:BITS][:FIELD=VALUE]...
+
+    >>> resolve_method("dynamiq:4").bits
+    4.0
+    >>> resolve_method("ef+topk_chunked:2:block_size=512").inner.block_size
+    512
+    """
+    if isinstance(method, Method):
+        return method
+    known = METHODS | PRESETS
+    wrapper, plus, inner = method.rpartition("+") if isinstance(method, str) else ("", "", "")
+    if naming.head(inner) in known and (wrapper in WRAPPERS or not plus):
+        made = naming.make("method", inner, known)
+        return WRAPPERS[wrapper](inner=made) if plus else made
+    raise ValueError(
+        f"method={method!r} is not known. Give a method such as dq.DynamiQ(bits=5.0), or one of "
+        f"{sorted(known)}, such as 'dynamiq:5', or 'ef+' and one of these for error feedback."
+    )
