@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from dynamiq_jax._harness import environment as cli_environment
+from dynamiq_jax._workshop import environment as cli_environment
 
 RESULTS = Path(__file__).parent / "results"
 

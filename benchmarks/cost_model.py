@@ -25,7 +25,7 @@ from rich.table import Table
 from scipy import optimize
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness.settings import parse_setting
+from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax.topologies import AllToAll, Butterfly, Network, Ring
 from dynamiq_jax.topologies._cost_model import (
     CODEC_SPEEDS,

@@ -1,5 +1,5 @@
 """Error of each topology on 2 to 8192 workers: simulated with vmap as far as memory goes, and by
-the law of `dynamiq_jax._harness.error_law` beyond.
+the law of `dynamiq_jax._workshop.error_law` beyond.
 
 Gradients are synthetic: rows of lognormal magnitude, a share of whose energy all workers have in
 common. The law has one number to fit, the error of one compression: the geometric mean over all
@@ -20,9 +20,9 @@ from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness.measure import worker_gradient
+from dynamiq_jax._workshop.measure import worker_gradient
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
-from dynamiq_jax._harness.error_law import error_growth
+from dynamiq_jax._workshop.error_law import error_growth
 
 ROW = 256
 TOPOLOGIES: dict[str, Topology] = {

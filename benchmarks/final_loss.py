@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness.settings import Setting, parse_setting
+from dynamiq_jax._workshop.settings import Setting, parse_setting
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "examples")]

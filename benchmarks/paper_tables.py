@@ -18,9 +18,9 @@ import tyro
 from rich.progress import Progress
 from rich.table import Table
 
-from dynamiq_jax._harness import gradient_files, tables
-from dynamiq_jax._harness.settings import parse_setting
-from dynamiq_jax._harness.simulate import Simulation
+from dynamiq_jax._workshop import gradient_files, tables
+from dynamiq_jax._workshop.settings import parse_setting
+from dynamiq_jax._workshop.simulate import Simulation
 
 # Without a hierarchy a group's scale is a bfloat16: 8 bits more than here for every 16 coordinates.
 # Such rows are run with the scales of this library and half a bit less for everything else.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 from rich.table import Table
 
-from dynamiq_jax._harness import gradient_files, tables
+from dynamiq_jax._workshop import gradient_files, tables
 
 GROUP = 16  # coordinates that share a variance
 

@@ -35,11 +35,11 @@ from race import report
 from race.run import Run, check_identical, trainers
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness import namespaces, tables
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.processes import Stopped, stopping_cleanly
-from dynamiq_jax._harness.settings import PSUM, Setting, parse_settings
-from dynamiq_jax._harness.units import parse_rate
+from dynamiq_jax._workshop import namespaces, tables
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.processes import Stopped, stopping_cleanly
+from dynamiq_jax._workshop.settings import PSUM, Setting, parse_settings
+from dynamiq_jax._workshop.units import parse_rate
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

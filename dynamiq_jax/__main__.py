@@ -1,6 +1,6 @@
 """Run the command `dynamiq-jax` as `python -m dynamiq_jax`."""
 
-from dynamiq_jax._cli import main
+from dynamiq_jax._commands import main
 
 if __name__ == "__main__":
     main()

@@ -47,10 +47,10 @@ from llm.training import Recipe
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from dynamiq_jax._harness import joining
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.settings import PSUM, Setting, parse_setting
-from dynamiq_jax._harness.units import format_bytes
+from dynamiq_jax._workshop import joining
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.settings import PSUM, Setting, parse_setting
+from dynamiq_jax._workshop.units import format_bytes
 
 EXACT = "exact"  # Folder of the run to compare with.
 MODEL = "model"  # Folder of what comes out.

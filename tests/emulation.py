@@ -2,8 +2,8 @@
 
 import pytest
 
-from dynamiq_jax._harness import namespaces
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop import namespaces
+from dynamiq_jax._workshop.errors import CommandError
 
 
 def cannot_emulate() -> str:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness.processes import die_with_parent
+from dynamiq_jax._workshop.processes import die_with_parent
 from dynamiq_jax.topologies import Ring
 
 NUM_PROCESSES, NUM_STEPS, FAULTY_STEP = 2, 6, 3

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from dynamiq_jax._cli.advise import Advise, advice, predictions
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._commands.advise import Advise, advice, predictions
+from dynamiq_jax._workshop.errors import CommandError
 
 SLOW = Advise(link="1gbit", size="100M", workers=8, step_time=1.0)
 

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     ),
     "pallas_kernels": ("dynamiq_jax.codec", "pallas_kernels.compat"),
 }
-COMMAND = "dynamiq_jax._cli"  # on top of everything, with packages that the library does not need
+COMMAND = "dynamiq_jax._commands"  # on top of everything, with packages that the library does not need
 LOWER = ("dynamiq_jax.codec", "dynamiq_jax.methods", "dynamiq_jax.topologies", "pallas_kernels")
 
 every_file = pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from rich.console import Console
 
 import dynamiq_jax as dq
 from dynamiq_jax import cli
-from dynamiq_jax._cli import bench, measure, tables
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.measure import Measurement
-from dynamiq_jax._harness.settings import DEFAULTS, parse_setting, parse_settings
-from dynamiq_jax._harness.units import (
+from dynamiq_jax._commands import bench, measure, tables
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.measure import Measurement
+from dynamiq_jax._workshop.settings import DEFAULTS, parse_setting, parse_settings
+from dynamiq_jax._workshop.units import (
     format_bytes,
     format_rate,
     format_seconds,
@@ -384,7 +384,7 @@ def test_missing_packages_are_named():
     code = (
         "import sys; sys.modules['rich'] = None; import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'rich' else find(name, *rest)\n"
-        "from dynamiq_jax._cli import main; main()"
+        "from dynamiq_jax._commands import main; main()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -399,7 +399,7 @@ def test_the_library_needs_none_of_it():
     code = (
         "import sys, dynamiq_jax as dq\n"
         "[getattr(dq, name) for name in dq.__all__]\n"
-        "assert not {'tyro', 'rich', 'matplotlib', 'dynamiq_jax._cli'} & set(sys.modules)"
+        "assert not {'tyro', 'rich', 'matplotlib', 'dynamiq_jax._commands'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -12,11 +12,11 @@ from gradients import of_workers, vnmse
 from safetensors.numpy import save_file
 
 import dynamiq_jax as dq
-from dynamiq_jax._cli import compare, compare_plot, gradient_files
-from dynamiq_jax._cli.compare import DEFAULTS, Compare
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.settings import parse_setting, parse_settings
-from dynamiq_jax._harness.simulate import Simulation, codec_ns
+from dynamiq_jax._commands import compare, compare_plot, gradient_files
+from dynamiq_jax._commands.compare import DEFAULTS, Compare
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.settings import parse_setting, parse_settings
+from dynamiq_jax._workshop.simulate import Simulation, codec_ns
 from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
 
 WORKERS = 4
@@ -178,7 +178,7 @@ def test_unequal_replicas_are_found():
 
 
 def test_codec_time_is_that_of_one_core(monkeypatch):
-    monkeypatch.setattr("dynamiq_jax._harness.simulate.num_cores", lambda: 2)
+    monkeypatch.setattr("dynamiq_jax._workshop.simulate.num_cores", lambda: 2)
     assert codec_ns(0.04, 10**6, 8) == pytest.approx(10.0)
 
 

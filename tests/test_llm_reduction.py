@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from llm.reduction import OVER_DATA, reduction, wire_report
 
-from dynamiq_jax._harness.settings import parse_setting
+from dynamiq_jax._workshop.settings import parse_setting
 
 # No axis of the second divides: it is whole on every device. The last one is too small to cut.
 SHAPES = {"even": (64, 96), "odd": (65, 63), "small": (5,)}

@@ -29,8 +29,8 @@ from llm.training import Recipe, loss_and_hits
 from safetensors.numpy import load_file
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.settings import parse_setting
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax.methods import METHODS, resolve_method
 
 SCRIPT = pathlib.Path(finetune_llm.__file__)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from emulation import emulates
 
-from dynamiq_jax._harness import namespaces
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop import namespaces
+from dynamiq_jax._workshop.errors import CommandError
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOSTS_FILES = pathlib.Path("/etc/netns")

@@ -10,7 +10,7 @@ import sys
 import pytest
 from emulation import emulates
 
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop.errors import CommandError
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 TIMEOUT = 600  # seconds for what takes less than forty on a free machine

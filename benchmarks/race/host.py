@@ -19,9 +19,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax._harness import joining, measure
-from dynamiq_jax._harness.settings import parse_setting
-from dynamiq_jax._harness.worker import serve
+from dynamiq_jax._workshop import joining, measure
+from dynamiq_jax._workshop.settings import parse_setting
+from dynamiq_jax._workshop.worker import serve
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 

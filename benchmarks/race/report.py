@@ -8,9 +8,9 @@ import matplotlib
 import numpy as np
 from rich.table import Table
 
-from dynamiq_jax._harness import tables
-from dynamiq_jax._harness.settings import BF16_RING, PSUM, is_same, parse_setting
-from dynamiq_jax._harness.units import format_rate, format_seconds
+from dynamiq_jax._workshop import tables
+from dynamiq_jax._workshop.settings import BF16_RING, PSUM, is_same, parse_setting
+from dynamiq_jax._workshop.units import format_rate, format_seconds
 from race.run import Run
 from race.target import FRACTIONS, reached, target_loss
 

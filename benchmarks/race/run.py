@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from dynamiq_jax._harness import namespaces
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.joining import START_TIMEOUT
-from dynamiq_jax._harness.processes import Workers, python_environment
-from dynamiq_jax._harness.units import format_rate
+from dynamiq_jax._workshop import namespaces
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.joining import START_TIMEOUT
+from dynamiq_jax._workshop.processes import Workers, python_environment
+from dynamiq_jax._workshop.units import format_rate
 
 _PORT = 9876  # of the coordinator; free in every fresh namespace
 _HOST = Path(__file__).with_name("host.py")

@@ -5,6 +5,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._core import Axis
 from pallas_kernels.compat import varying_axes
 
 
@@ -41,12 +42,12 @@ def all_reduce(leaves: dict[int, Array], axes: Axes, divisor: int) -> dict[int, 
     return result
 
 
-def reduce_scatter(leaf: Array, axis_name: str, dimension: int, *, tiled: bool) -> Array:
+def reduce_scatter(leaf: Array, axis: Axis, dimension: int, tiled: bool) -> Array:
     """Return the worker's part of the exact sum of one leaf, by the rules of `all_reduce`."""
     wide = leaf
     if leaf.dtype == jnp.bool_:
         wide = leaf.astype(jnp.int32)
     elif jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
         wide = leaf.astype(jnp.float32)
-    total = lax.psum_scatter(wide, axis_name, scatter_dimension=dimension, tiled=tiled)
+    total = lax.psum_scatter(wide, axis.name, scatter_dimension=dimension, tiled=tiled)
     return total.astype(leaf.dtype)

@@ -151,8 +151,10 @@ class ReduceScatter(Operation):
 
     @override
     def exact(self, leaves: Leaves) -> Leaves:
-        axis, how = self.axes.slow.name, {"dimension": self.dimension, "tiled": self.tiled}
-        return {index: exact.reduce_scatter(leaf, axis, **how) for index, leaf in leaves.items()}
+        return {
+            index: exact.reduce_scatter(leaf, self.axes.slow, self.dimension, self.tiled)
+            for index, leaf in leaves.items()
+        }
 
     @override
     def send(self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:

@@ -148,11 +148,10 @@ class DynamiQ(ChunkedMethod):
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> DynamiQChunks:
-        layout, first = self.layout(call.size, call.num_chunks), 0
+        layout = self.layout(call.size, call.num_chunks)
         if call.collective == "all_gather":
             # Nothing is summed: all workers learn the norms of all parts, and so their order.
             rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
-            first = call.axis.index * layout.rows_per_chunk
         else:
             rows, share = layout.as_rows(values), norms.combine_norms
         row_norms = operations.statistics(rows, implementation=self.implementation)
@@ -162,7 +161,7 @@ class DynamiQ(ChunkedMethod):
             local=LocalRows(rows, order, seed),
             layout=layout,
             implementation=self.implementation,
-            first=first,
+            first=call.first_chunk * layout.rows_per_chunk,
         )
 
     def _solve(self, quantiles: tuple[float, ...] | None = None) -> Fractions:

@@ -8,9 +8,8 @@ most formats have no code for it. Codes travel in planes of whole rows of 256; t
 define their place in memory.
 """
 
-import abc
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -26,28 +25,28 @@ from pallas_kernels.codec.scales import group_maxima
 from pallas_kernels.compat import override
 from pallas_kernels.operands import Index
 
-FP8 = Literal["e4m3", "e5m2"]
-FP6 = Literal["e2m3", "e3m2"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _MX(BlockwiseMethod):
     """Base of the formats: everything but their elements."""
 
+    elements: ClassVar[tuple[str, ...]]  # that the format may have
+
+    element: str  # format of the elements
     shared_scale: bool = False  # one scale for all hops, same bits; only e4m3 has the range for it
 
     def __post_init__(self):
+        check_choice("element", self.element, self.elements)
         check_flag("shared_scale", self.shared_scale)
 
     @property
-    @abc.abstractmethod
-    def _elements(self) -> Element:
-        """Format of the elements."""
+    def _element(self) -> Element:
+        return ELEMENTS[self.element]
 
     @property
     @override
     def format(self) -> BlockFormat:
-        return BlockFormat(bits=self._elements.bits, block=BLOCK_SIZE, side_bytes=(1,))
+        return BlockFormat(bits=self._element.bits, block=BLOCK_SIZE, side_bytes=(1,))
 
     @override
     def encode_rows(self, rows: Array, noise: Array | None) -> tuple[Array, ...]:
@@ -58,7 +57,7 @@ class _MX(BlockwiseMethod):
     def decode_rows(self, codes: Array, *sides: Array) -> Array:
         (scales,) = sides
         blocks = in_blocks(codes, BLOCK_SIZE)
-        return minifloat.decode(blocks, scales[:, :, None], self._elements).reshape(codes.shape)
+        return minifloat.decode(blocks, scales[:, :, None], self._element).reshape(codes.shape)
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
@@ -99,12 +98,12 @@ class _MX(BlockwiseMethod):
 
     def _scales_of(self, rows: Array) -> Array:
         """Compute the scales of float32 [rows, 256]: uint8 [rows, blocks]."""
-        return minifloat.block_scales(group_maxima(rows, BLOCK_SIZE), self._elements)
+        return minifloat.block_scales(group_maxima(rows, BLOCK_SIZE), self._element)
 
     def _code(self, rows: Array, scales: Array) -> Array:
         """Encode float32 [rows, 256] under scales, uint8 [rows, blocks]: uint16 [rows, 256]."""
         blocks = in_blocks(rows, BLOCK_SIZE)
-        return minifloat.encode(blocks, scales[:, :, None], self._elements).reshape(rows.shape)
+        return minifloat.encode(blocks, scales[:, :, None], self._element).reshape(rows.shape)
 
     def _agree_on_scales(self, chunks: Array, axis: Axis) -> Array:
         """Return the largest scales of all workers, with headroom: uint8 [chunks, rows, blocks].
@@ -140,42 +139,24 @@ class MXFP8(_MX):
     ValueError: element='e3m4' is not possible. Give one of ('e4m3', 'e5m2').
     """
 
-    element: FP8 = "e4m3"  # e5m2 has a bit of mantissa less, and a range that blocks hardly need
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choice("element", self.element, get_args(FP8))
-
-    @property
-    @override
-    def _elements(self) -> Element:
-        return ELEMENTS[self.element]
+    elements: ClassVar = ("e4m3", "e5m2")
+    element: str = "e4m3"  # e5m2 has a bit of mantissa less, and a range that blocks hardly need
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP6(_MX):
     """MXFP6: 6.25 bits a coordinate on the wire. Otherwise like `MXFP8`."""
 
-    element: FP6 = "e2m3"  # e3m2 has a bit of mantissa less, and more range inside a block
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choice("element", self.element, get_args(FP6))
-
-    @property
-    @override
-    def _elements(self) -> Element:
-        return ELEMENTS[self.element]
+    elements: ClassVar = ("e2m3", "e3m2")
+    element: str = "e2m3"  # e3m2 has a bit of mantissa less, and more range inside a block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP4(_MX):
-    """MXFP4, elements e2m1: 4.25 bits a coordinate on the wire. Otherwise like `MXFP8`."""
+    """MXFP4: 4.25 bits a coordinate on the wire. Otherwise like `MXFP8`."""
 
-    @property
-    @override
-    def _elements(self) -> Element:
-        return ELEMENTS["e2m1"]
+    elements: ClassVar = ("e2m1",)
+    element: str = "e2m1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,7 +167,5 @@ class MXINT8(_MX):
     Saturates at -127 and 127 steps; the standard allows -128 as well.
     """
 
-    @property
-    @override
-    def _elements(self) -> Element:
-        return ELEMENTS["int8"]
+    elements: ClassVar = ("int8",)
+    element: str = "int8"

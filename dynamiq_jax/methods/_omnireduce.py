@@ -41,6 +41,7 @@ class OmniReduce(SparseBlocks):
     density: float | None = 0.25  # share of blocks that a worker wants; None: all that are not zero
     capacity: float = 0.5  # share of blocks that are sent, wanted or not: half of the bytes of BF16
 
+    @override
     def __post_init__(self):
         super().__post_init__()
         if self.density is not None:

@@ -32,6 +32,7 @@ class TopKChunked(SparseBlocks):
 
     bits: float = 2.0  # per coordinate of the bucket, norms included: with BF16, 1/8 of the blocks
 
+    @override
     def __post_init__(self):
         super().__post_init__()
         low = _STATISTICS_BITS / self.block_size

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness.settings import Setting
+from dynamiq_jax._workshop.settings import Setting
 from pallas_kernels.compat import varying_axes
 
 from .mesh import fsdp_specs

@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop.errors import CommandError
 
 Facts = dict[str, Any]
 

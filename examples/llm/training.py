@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax._harness.settings import Setting
+from dynamiq_jax._workshop.settings import Setting
 
 from .mesh import fsdp_specs, on_mesh
 from .packing import Rows

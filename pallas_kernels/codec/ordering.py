@@ -55,11 +55,9 @@ def rank(weights: Array) -> Array:
 
 
 def restore_rows(rows: Array, order: Array) -> Array:
-    """Put rows [num_chunks * rows_per_chunk, 256], gathered by `order`, back at their original
-    indices.
-    """
+    """Put rows [num_chunks * rows_per_chunk, 256] that `order` gathered back at their indices."""
     places = order.reshape(-1)
     index = jnp.arange(places.size, dtype=places.dtype)
-    in_place = {"unique_indices": True, "mode": "promise_in_bounds"}
-    inverse = jnp.zeros_like(places).at[places].set(index, **in_place)
-    return rows.at[inverse].get(**in_place)
+    at = jnp.zeros_like(places).at[places]
+    inverse = at.set(index, unique_indices=True, mode="promise_in_bounds")
+    return rows.at[inverse].get(unique_indices=True, mode="promise_in_bounds")

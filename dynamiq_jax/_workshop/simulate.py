@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from dynamiq_jax._harness.gradient_files import Gradients
-from dynamiq_jax._harness.machine import num_cores
-from dynamiq_jax._harness.settings import Setting
+from dynamiq_jax._workshop.gradient_files import Gradients
+from dynamiq_jax._workshop.machine import num_cores
+from dynamiq_jax._workshop.settings import Setting
 
 _AXIS = "workers"
 _GROUP = 256  # coordinates whose relative error is looked at together

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dynamiq_jax._harness.environment import environment
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.units import format_seconds
+from dynamiq_jax._workshop.environment import environment
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.units import format_seconds
 
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -38,12 +38,12 @@ def main() -> None:
         )
     import tyro
 
-    from dynamiq_jax._cli.advise import Advise
-    from dynamiq_jax._cli.bench import Bench
-    from dynamiq_jax._cli.compare import Compare
-    from dynamiq_jax._cli.network import Network
-    from dynamiq_jax._harness.errors import CommandError
-    from dynamiq_jax._harness.processes import Stopped, stopping_cleanly
+    from dynamiq_jax._commands.advise import Advise
+    from dynamiq_jax._commands.bench import Bench
+    from dynamiq_jax._commands.compare import Compare
+    from dynamiq_jax._commands.network import Network
+    from dynamiq_jax._workshop.errors import CommandError
+    from dynamiq_jax._workshop.processes import Stopped, stopping_cleanly
 
     # A new command is a file with such a class, and a name here.
     commands: dict[str, Callable[..., Any]] = {

@@ -22,7 +22,7 @@ from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options
 from dynamiq_jax._core.naming import field_names
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax.methods import METHODS, PRESETS, Method, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Topology, resolve_topology
 

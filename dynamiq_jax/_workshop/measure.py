@@ -21,8 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.settings import Setting
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.settings import Setting
 
 AXIS = "workers"
 _MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
@@ -79,7 +79,7 @@ class AllReduce:
 def barrier() -> None:
     """Waits until all processes are here."""
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("dynamiq_jax._harness.measure")
+        multihost_utils.sync_global_devices("dynamiq_jax._workshop.measure")
 
 
 def check_seed(seed: int) -> None:

@@ -8,10 +8,10 @@ import tyro
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax._harness import tables
-from dynamiq_jax._harness.error_law import error_growth
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.units import (
+from dynamiq_jax._workshop import tables
+from dynamiq_jax._workshop.error_law import error_growth
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.units import (
     check_codec_ns,
     format_bytes,
     format_rate,

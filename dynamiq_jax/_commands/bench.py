@@ -13,18 +13,18 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from dynamiq_jax._harness import tables
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.joining import join
-from dynamiq_jax._harness.measure import (
+from dynamiq_jax._workshop import tables
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.joining import join
+from dynamiq_jax._workshop.measure import (
     Measurement,
     check_seed,
     make_mesh,
     measure,
     workers_per_machine,
 )
-from dynamiq_jax._harness.processes import MALLOC
-from dynamiq_jax._harness.settings import (
+from dynamiq_jax._workshop.processes import MALLOC
+from dynamiq_jax._workshop.settings import (
     BF16_RING,
     DEFAULTS,
     PSUM,
@@ -33,7 +33,7 @@ from dynamiq_jax._harness.settings import (
     parse_setting,
     parse_settings,
 )
-from dynamiq_jax._harness.units import (
+from dynamiq_jax._workshop.units import (
     format_bytes,
     format_rate,
     format_seconds,

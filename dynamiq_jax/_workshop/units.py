@@ -4,7 +4,7 @@ import math
 import re
 from decimal import Decimal
 
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop.errors import CommandError
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as tc spells them

@@ -1,4 +1,4 @@
-"""The process of one emulated host: `python -m dynamiq_jax._harness.worker '{...}'`.
+"""The process of one emulated host: `python -m dynamiq_jax._workshop.worker '{...}'`.
 
 Joins the others through `jax.distributed` over gloo, then does what it reads from standard input,
 one JSON object a line. See `processes.py` for the other end and `network.py` for what is asked.
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dynamiq_jax._harness.processes import die_with_parent
+from dynamiq_jax._workshop.processes import die_with_parent
 
 
 def serve(argument: str, make_host: Callable[[dict[str, Any]], Any]) -> None:
@@ -52,7 +52,7 @@ class _Host:
         """Joins the others and makes this host's gradient."""
         import jax
 
-        from dynamiq_jax._harness import joining, measure
+        from dynamiq_jax._workshop import joining, measure
 
         config = self._config
         jax.config.update("jax_num_cpu_devices", 1)
@@ -69,8 +69,8 @@ class _Host:
 
     def compile(self, setting: str) -> dict[str, Any]:
         """Compiles a setting and checks its result."""
-        from dynamiq_jax._harness import measure
-        from dynamiq_jax._harness.settings import parse_setting
+        from dynamiq_jax._workshop import measure
+        from dynamiq_jax._workshop.settings import parse_setting
 
         function = measure.AllReduce(parse_setting(setting), self._mesh, self._gradients)
         measure.barrier()

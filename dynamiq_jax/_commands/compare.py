@@ -11,14 +11,14 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from dynamiq_jax._cli import compare_plot
-from dynamiq_jax._harness import gradient_files, tables
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.gradient_files import Gradients
-from dynamiq_jax._harness.measure import worker_gradient
-from dynamiq_jax._harness.settings import PSUM, Setting, parse_settings, topologies_in
-from dynamiq_jax._harness.simulate import Simulation, codec_ns
-from dynamiq_jax._harness.units import (
+from dynamiq_jax._commands import compare_plot
+from dynamiq_jax._workshop import gradient_files, tables
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.gradient_files import Gradients
+from dynamiq_jax._workshop.measure import worker_gradient
+from dynamiq_jax._workshop.settings import PSUM, Setting, parse_settings, topologies_in
+from dynamiq_jax._workshop.simulate import Simulation, codec_ns
+from dynamiq_jax._workshop.units import (
     check_codec_ns,
     format_rate,
     format_seconds,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop.errors import CommandError
 
 Gradients = dict[str, NDArray[np.float32]]  # parameter to [workers, *shape]
 

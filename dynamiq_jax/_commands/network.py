@@ -12,12 +12,12 @@ import jax
 import tyro
 from rich.table import Table
 
-from dynamiq_jax._harness import namespaces, tables
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.joining import START_TIMEOUT
-from dynamiq_jax._harness.measure import check_seed
-from dynamiq_jax._harness.processes import Workers, python_command, python_environment
-from dynamiq_jax._harness.settings import (
+from dynamiq_jax._workshop import namespaces, tables
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.joining import START_TIMEOUT
+from dynamiq_jax._workshop.measure import check_seed
+from dynamiq_jax._workshop.processes import Workers, python_command, python_environment
+from dynamiq_jax._workshop.settings import (
     BF16_RING,
     DEFAULTS,
     PSUM,
@@ -25,7 +25,7 @@ from dynamiq_jax._harness.settings import (
     is_same,
     parse_settings,
 )
-from dynamiq_jax._harness.units import (
+from dynamiq_jax._workshop.units import (
     format_bytes,
     format_rate,
     format_seconds,
@@ -155,7 +155,7 @@ class _Run:
             "seed": self._options.seed,
         }
         return network.command(
-            host, python_command("dynamiq_jax._harness.worker", json.dumps(config))
+            host, python_command("dynamiq_jax._workshop.worker", json.dumps(config))
         )
 
     def _ask(

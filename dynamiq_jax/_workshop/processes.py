@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dynamiq_jax._harness.errors import CommandError
-from dynamiq_jax._harness.machine import num_cores
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.machine import num_cores
 
 _GRACE = 1.0  # seconds in which the others show that they failed too, to tell the first from these
 _TAIL = 2000  # characters of what a process wrote that an error shows

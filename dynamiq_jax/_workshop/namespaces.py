@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from dynamiq_jax._harness.errors import CommandError
+from dynamiq_jax._workshop.errors import CommandError
 
 MAX_HOSTS = 250  # addresses of one /24
 

@@ -11,7 +11,7 @@ import jaxlib
 import numpy as np
 
 import dynamiq_jax
-from dynamiq_jax._harness.machine import cpu_name, num_cores
+from dynamiq_jax._workshop.machine import cpu_name, num_cores
 
 
 def environment(device: str) -> dict[str, Any]:
