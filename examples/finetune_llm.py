@@ -1,7 +1,7 @@
 """Fine-tunes a checkpoint of the Llama or Gemma family with compressed gradients.
 
-    python examples/finetune_llm.py                                       # offline, minutes on CPUs
-    python examples/finetune_llm.py --checkpoint Llama-3.2-1B --data chats.jsonl --method dynamiq:5
+    python examples/finetune_llm.py  # offline, minutes on CPUs
+    python examples/finetune_llm.py --checkpoint Llama-3.2-1B-Instruct --data chats.jsonl
 
 A checkpoint is a folder of Hugging Face's layout with config.json, tokenizer.json and
 *.safetensors; the result is written in the same layout to OUTPUT_DIR/model. Without one, a small
@@ -19,7 +19,6 @@ llm/finetuning.py.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from jax.sharding import Mesh
 from llm import checkpoint, demo, report
 from llm.config import DecoderConfig
 from llm.documents import hold_out, read_documents
-from llm.encoding import Encoder
+from llm.encoding import TOKENIZER, read_encoder
 from llm.export import write_model, written_dtype
 from llm.finetuning import Every, Task, finetune
 from llm.mesh import fsdp_specs, make_mesh, on_mesh
@@ -45,7 +44,6 @@ from llm.reduction import wire_report
 from llm.snapshots import forget
 from llm.training import Recipe
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from dynamiq_jax._workshop import joining
 from dynamiq_jax._workshop.errors import CommandError
@@ -64,12 +62,13 @@ class Options:
 
     checkpoint: Path | None = None
     """Folder of the model: config.json, tokenizer.json, *.safetensors, of the Llama or Gemma 3
-    family. None pre-trains a small one first."""
+    family; for chats also chat_template.jinja, or chat_template in tokenizer_config.json. None
+    pre-trains a small one first."""
 
     data: Path | None = None
     """Text to train on: a .txt file, or .jsonl with one document a line, {"text": ...} or
-    {"messages": [{"role": ..., "content": ...}]}. Of chats, only the assistant's turns are
-    learned."""
+    {"messages": [{"role": ..., "content": ...}]}. Chats are written with the checkpoint's chat
+    template; only the assistant's turns are learned."""
 
     evaluation_data: Path | None = None
     """Text to evaluate on. None holds out the last part of --data."""
@@ -275,18 +274,22 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
             f"--checkpoint is {options.checkpoint}, which --output-dir {options.output_dir} would "
             "overwrite. Give another --output-dir."
         )
-    tokenizer = options.checkpoint / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ValueError(f"--checkpoint is {options.checkpoint}: it has no tokenizer.json.")
-    encoder = Encoder(Tokenizer.from_file(str(tokenizer)))
+    if not (options.checkpoint / TOKENIZER).is_file():
+        raise ValueError(f"--checkpoint is {options.checkpoint}: it has no {TOKENIZER}.")
+    encoder = read_encoder(options.checkpoint)
     documents = read_documents(options.data, "--data")
     if options.evaluation_data is not None:
         held_out = read_documents(options.evaluation_data, "--evaluation-data")
+        held_out_name, first_held_out = f"--evaluation-data {options.evaluation_data}", 1
     else:
         documents, held_out = hold_out(documents, options.evaluation_share)
+        held_out_name, first_held_out = f"--data {options.data}", len(documents) + 1
     context = options.context or 1024
-    rows, held_out_rows = (pack(encoder.encode(part), context) for part in (documents, held_out))
-    config = DecoderConfig.from_hf(json.loads((options.checkpoint / "config.json").read_text()))
+    rows = pack(encoder.encode(documents, f"--data {options.data}, document"), context)
+    held_out_rows = pack(
+        encoder.encode(held_out, f"{held_out_name}, document", first_held_out), context
+    )
+    config = checkpoint.read_config(options.checkpoint)
     check_fits(options, config, rows, held_out_rows)
     written_dtype(config)  # Better refused now than after training.
     on_cpu = mesh.devices.flat[0].platform == "cpu"

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import jax.numpy as jnp
+import llm_chat_templates
 import numpy as np
 from flax import nnx
 from llm import checkpoint
@@ -32,7 +33,7 @@ def write(folder: pathlib.Path) -> None:
     start.mkdir()
     model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     checkpoint.save(start, config, nnx.state(model, nnx.Param))
-    tokenizer.save(str(start / "tokenizer.json"))
+    llm_chat_templates.write(start, "llama3")
     rng = np.random.default_rng(0)
     with (folder / "chats.jsonl").open("w") as file:
         for _ in range(60):

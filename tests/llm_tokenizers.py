@@ -1,4 +1,4 @@
-"""A tokenizer that needs no training, and the marks that chats of each family have."""
+"""Tokenizers that need no training, and the marks that chats of each family have."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -8,14 +8,16 @@ MARKS = {
         *("<|start_header_id|>", "<|end_header_id|>"),
     ),
     "gemma": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-    "plain": ("</s>",),
+    "chatml": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
 }
 
 
-def byte_tokenizer(marks) -> Tokenizer:
-    """A token for every byte, and for each of the marks."""
+def byte_tokenizer(marks, *, merges=()) -> Tokenizer:
+    """A token for every byte, for each of the marks, and for pairs that are merged."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    vocabulary = [*alphabet, *map("".join, merges)]
+    model = models.BPE({token: i for i, token in enumerate(vocabulary)}, list(merges))
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])

@@ -1,6 +1,7 @@
 """Checkpoint folders of `examples/llm`: nothing is lost, and bad ones are refused by name."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -242,3 +243,77 @@ def test_parameters_that_do_not_fit_are_not_saved(llama, tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="shard_bytes is 0"):
         save(tmp_path / "new", config, params, shard_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "/model.safetensors",
+        "../model.safetensors",
+        "parts/../../model.safetensors",
+        "C:\\model.safetensors",
+        "..\\model.safetensors",
+        "elsewhere/model.safetensors",  # a link to another folder
+        "a\0b",
+        "",
+        ".",
+        3,
+    ),
+)
+def test_an_index_names_files_in_its_folder_only(name, tmp_path):
+    folder = tmp_path / "start"
+    oracle.write(folder, LLAMA, oracle.random_tensors(LLAMA), files=2)
+    save_file({"a": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
+    (folder / "elsewhere").symlink_to(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    words = rf"index\.json names the file {re.escape(repr(name))}, which is not inside of .*without"
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_files_may_be_in_subfolders_and_links_to_where_a_cache_keeps_them(tmp_path):
+    cache, folder = tmp_path / "cache", tmp_path / "start"
+    tensors = oracle.random_tensors(LLAMA)
+    oracle.write(folder, LLAMA, tensors, files=2)
+    cache.mkdir()
+    first, second = sorted(folder.glob("*.safetensors"))
+    first.rename(cache / "bytes")
+    first.symlink_to(cache / "bytes")
+    (folder / "parts").mkdir()
+    second.rename(folder / "parts" / second.name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(second.name, f"parts/{second.name}"))
+    save(tmp_path / "new", *load(folder))
+    assert equal(stored(tmp_path / "new"), tensors)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    (
+        (b"", "is broken JSON: Expecting value"),
+        (b'{"a": 1', "is broken JSON: Expecting ',' delimiter"),
+        (b'{"a": "\xff\xff"}', "is broken JSON: .*decode"),
+        (b"[" * 10**5, "is broken JSON: "),
+        (b"[]", "holds a list, not a JSON object"),
+        (b"null", "holds a NoneType, not a JSON object"),
+    ),
+)
+def test_broken_json_names_its_file(name, content, words, tmp_path):
+    oracle.write(tmp_path, LLAMA, oracle.random_tensors(LLAMA), files=2)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"/{name} {words}.*Copy or download the checkpoint again"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ({}, {"weight_map": []}, {"weight_map": {}}))
+def test_an_index_without_a_weight_map_is_refused(content, tmp_path):
+    oracle.write(tmp_path, LLAMA, oracle.random_tensors(LLAMA), files=2)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r'index\.json has "weight_map" .* instead of an object'):
+        load(tmp_path)

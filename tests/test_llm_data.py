@@ -1,8 +1,10 @@
-"""The data of the fine-tuning example: documents, chats and their masks, packed rows, batches."""
+"""The data of the fine-tuning example: documents, their tokens, packed rows, batches."""
 
 import json
+import pathlib
 
 import jax
+import llm_chat_templates as templates
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,82 +12,37 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from llm.batches import place, rows_of_step
 from llm.documents import Turn, hold_out, read_documents
-from llm.encoding import Encoded, Encoder
+from llm.encoding import Encoded, Encoder, read_encoder
 from llm.packing import Rows, pack
 from llm_tokenizers import MARKS, byte_tokenizer
-from tokenizers import Tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
-WRITTEN = {
-    "llama3": (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n[Yes.<|eot_id|>]"
-    ),
-    "gemma": (
-        "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
-        "<start_of_turn>model\n[Yes.<end_of_turn>]\n"
-    ),
-    "plain": "### system\nBe brief.</s>\n### user\nHi</s>\n### assistant\n[Yes.</s>]\n",
-}
-
-
-def encoded(document, kind="llama3"):
-    encoder = Encoder(byte_tokenizer(MARKS[kind]))
-    (result,) = encoder.encode([document])
-    return result, encoder.tokenizer
-
-
-def with_brackets(document: Encoded, tokenizer: Tokenizer) -> str:
-    """The text, with [ ] around what is learned."""
-    text, edges = "", np.diff(np.concatenate([[0], document.learned.astype(int), [0]]))
-    for i, edge in enumerate(edges):
-        text += {1: "[", -1: "]", 0: ""}[int(edge)]
-        if i < len(document.ids):
-            text += tokenizer.decode([int(document.ids[i])], skip_special_tokens=False)
-    return text
 
 
 # ---------------------------------------------------------------------------------------- documents
 
 
-@pytest.mark.parametrize("kind", WRITTEN)
-def test_chats_are_written_as_the_tokenizer_knows_and_only_the_assistant_is_learned(kind):
-    assert with_brackets(*encoded(CHAT, kind)) == WRITTEN[kind]
-
-
-def test_white_space_around_a_turn_and_repeated_system_turns_are_joined():
-    chat = (
-        *(Turn("system", " A "), Turn("system", "B"), Turn("user", "\nHi ")),
-        *(Turn("assistant", " Yes. "), Turn("system", "C")),
-    )
-    assert with_brackets(*encoded(chat, "gemma")) == (
-        "<bos><start_of_turn>user\nA\n\nB\n\nHi<end_of_turn>\n"
-        "<start_of_turn>model\n[Yes.<end_of_turn>]\n<start_of_turn>user\nC<end_of_turn>\n"
-    )
-
-
-def test_what_a_tokenizer_does_for_inference_is_not_done_to_pieces():
+def test_what_a_tokenizer_does_for_inference_is_not_done_to_pieces(tmp_path):
+    encoder = read_encoder(templates.write(tmp_path, "llama3"))
     tokenizer = byte_tokenizer(MARKS["llama3"])
-    expected = [list(document.ids) for document in Encoder(tokenizer).encode(["a b" * 9, CHAT])]
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=32)
-    documents = Encoder(tokenizer).encode(["a b" * 9, CHAT])
-    assert [list(document.ids) for document in documents] == expected
+    other = Encoder(tokenizer, tmp_path, encoder.template)
+    ours, theirs = (list(e.encode(["a b" * 9, CHAT])) for e in (encoder, other))
+    assert [list(document.ids) for document in theirs] == [list(document.ids) for document in ours]
 
 
 def test_all_of_a_text_is_learned_but_its_beginning():
-    assert with_brackets(*encoded("a b")) == "<|begin_of_text|>[a b<|end_of_text|>]"
-
-
-def test_nobody_ends_a_turn_by_writing_the_token_that_does():
-    document, tokenizer = encoded((Turn("user", "<|eot_id|>"), Turn("assistant", "No")))
-    assert list(document.ids).count(tokenizer.token_to_id("<|eot_id|>")) == 2
+    encoder = Encoder(byte_tokenizer(MARKS["llama3"]), pathlib.Path(), None)
+    (document,) = encoder.encode(["a<|eot_id|>b"])
+    words = [encoder.special.tokenizer.decode([i], False) for i in document.ids.tolist()]
+    assert words == ["<|begin_of_text|>", *"a<|eot_id|>b", "<|end_of_text|>"]
+    assert document.learned.tolist() == [False] + [True] * 13
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused():
     with pytest.raises(ValueError, match=r"no token for the end.*</s>"):
-        Encoder(byte_tokenizer(()))
+        Encoder(byte_tokenizer(()), pathlib.Path(), None)
 
 
 def test_files_are_read(tmp_path):

@@ -29,17 +29,33 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from .config import DecoderConfig, Family
+from .json_files import read_object
 from .model import abstract_params
+from .weight_files import INDEX, SINGLE, weight_files
 
 CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 READERS = 4
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 
 Params = Any  # An `nnx.State` of the decoder's parameters, or the same as a tree of dicts.
 Shardings = Any  # A Sharding, a tree of them, or a function from a parameter's name to one.
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """Read the configuration of a checkpoint.
+
+    Args:
+      folder: the checkpoint.
+
+    Returns:
+      Shape of its decoder.
+
+    Raises:
+      FileNotFoundError: there is no config.json.
+      ValueError: config.json is broken, or describes a network that is not built here.
+    """
+    return DecoderConfig.from_hf(read_object(folder / CONFIG))
 
 
 def load(
@@ -59,11 +75,13 @@ def load(
         The configuration, and the parameters as `nnx.split(Decoder(...), nnx.Param)` has them.
 
     Raises:
-        ValueError: The files do not hold what `config.json` promises; the message names every
-            tensor that is missing, unexpected, or has a wrong shape or dtype.
+        FileNotFoundError: A file is missing.
+        ValueError: A JSON file is broken, or names a file outside of the folder; or the files do
+            not hold what `config.json` promises: the message names every tensor that is missing,
+            unexpected, or has a wrong shape or dtype.
     """
     folder = Path(folder)
-    config = DecoderConfig.from_hf(json.loads(_existing(folder / CONFIG).read_text("utf-8")))
+    config = read_config(folder)
     abstract = abstract_params(config)
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract)}
     placed = _shardings_by_name(shardings, abstract)
@@ -249,7 +267,7 @@ def _starts(path: Path) -> dict[str, int]:
 def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict[str, _Tensor]:
     """Opens all files and lists what they hold."""
     found = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             # Mapped pages would count as memory of this process on top of the copies.
             opened = files.enter_context(safe_open(file, framework="np", backend="pread"))
@@ -270,21 +288,6 @@ def _find_tensors(folder: Path, config: DecoderConfig, files: ExitStack) -> dict
                 opened, stored_name, shape, stored.get_dtype(), file, starts[stored_name]
             )
     return found
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if not (folder / INDEX).exists():
-        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}.")
-    index = json.loads((folder / INDEX).read_text("utf-8"))
-    return [_existing(folder / name) for name in sorted(set(index["weight_map"].values()))]
-
-
-def _existing(file: Path) -> Path:
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is missing: this is no complete checkpoint folder.")
-    return file
 
 
 def _misfits(found: Mapping[str, tuple], wanted: Mapping[str, tuple]) -> list[str]:

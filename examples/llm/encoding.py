@@ -1,24 +1,26 @@
-"""Documents as token ids, and which of these there is something to learn from.
+"""Encode documents as token ids, and mark those that the model learns to predict.
 
-Of a text, everything. Of a chat, what the assistant says and that it stops there: the rest is
-given to a model, never asked from it. Chats are written in the way that the tokenizer knows:
-
-    Llama 3   <|start_header_id|>user<|end_header_id|>\\n\\nHello<|eot_id|>
-    Gemma     <start_of_turn>user\\nHello<end_of_turn>\\n
-    others    ### user\\nHello</s>\\n          with the tokenizer's own end of text
+All of a text is learned. Of a chat, the words of the assistant and the mark that ends its turn are:
+the rest is given to a model, never asked from it. Chats are rendered with the checkpoint's own
+template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from .chat_template import JINJA, TOKENIZER_CONFIG, ChatTemplate, read_chat_template
 from .documents import Document, Turn
+from .generation_block import CLOSE, OPEN
+from .json_files import COPY_AGAIN
+from .special_tokens import SpecialTokens
 
+TOKENIZER = "tokenizer.json"
 BEGINNINGS = ("<|begin_of_text|>", "<bos>", "<s>")
 ENDINGS = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
 
@@ -35,113 +37,122 @@ class Encoded(NamedTuple):
     learned: np.ndarray
 
 
-@dataclass(frozen=True)
-class ChatTemplate:
-    """How a turn of a chat is written: `open role close content end after`.
-
-    Attributes:
-        open: Before the role.
-        close: Between role and content.
-        end: Says that the turn is over; the last token to learn.
-        after: Between turns.
-        roles: Roles that have another name here.
-        has_system: Whether there is a system turn; otherwise its words begin the user's first.
-    """
-
-    open: str
-    close: str
-    end: str
-    after: str = ""
-    roles: dict[str, str] = field(default_factory=dict)
-    has_system: bool = True
-
-
-LLAMA3 = ChatTemplate("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")
-GEMMA = ChatTemplate(
-    "<start_of_turn>", "\n", "<end_of_turn>", "\n", {"assistant": "model"}, has_system=False
-)
-
-
 class Encoder:
-    """Turns documents into tokens."""
+    """Encode documents with the tokenizer and the chat template of a checkpoint."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        """Finds out how this tokenizer marks beginnings, ends and turns.
+    def __init__(self, tokenizer: Tokenizer, folder: Path, template: ChatTemplate | None):
+        """Find the tokens that begin and end a text.
+
+        Args:
+          tokenizer: that of the checkpoint.
+          folder: the checkpoint, for errors.
+          template: the checkpoint's chat template; None if it has none, which texts do not need.
 
         Raises:
-            ValueError: It has no token for the end of a text.
+          ValueError: the tokenizer has no token for the end of a text.
         """
-        # What files carry for inference would cut or fill every piece of a document.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self.tokenizer = tokenizer
-        self.beginning = self._first_known(BEGINNINGS)
-        self.ending = self._first_known(ENDINGS)
-        if self.ending is None:
+        self.special = SpecialTokens.of(tokenizer, marks=(OPEN, CLOSE))
+        self.folder = folder
+        self.template = template
+        self.beginning = _first_known(tokenizer, BEGINNINGS)
+        self.ending = _first_known(tokenizer, ENDINGS)
+        if not self.ending:
             raise ValueError(
-                "tokenizer.json has no token for the end of a text. Add one of "
+                f"{folder / TOKENIZER} has no token for the end of a text. Add one of "
                 f"{', '.join(ENDINGS)} as a special token."
             )
-        self.template = ChatTemplate("### ", "\n", self.ending, "\n")
-        for template in (LLAMA3, GEMMA):
-            if self._knows(template.open) and self._knows(template.end):
-                self.template = template
 
-    def encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
-        """Encodes documents, one after the other."""
-        for document in documents:
-            parts = self._text(document) if isinstance(document, str) else self._chat(document)
+    def encode(
+        self, documents: Sequence[Document], name: str = "document", first: int = 1
+    ) -> Iterator[Encoded]:
+        """Encode documents, one after the other.
+
+        Args:
+          documents: texts and chats.
+          name: what to call them in errors, before the number of one.
+          first: number of the first of them.
+
+        Yields:
+          Tokens of each document.
+
+        Raises:
+          ValueError: a chat cannot be written with the checkpoint's template, or it has none.
+        """
+        for number, document in enumerate(documents, start=first):
+            try:
+                is_text = isinstance(document, str)
+                parts = self._text(document) if is_text else self._chat(document)
+            except ValueError as problem:
+                raise ValueError(f"{name} {number}: {problem}") from problem
             ids = [np.asarray(ids, np.int32) for ids, _ in parts]
             learned = [np.full(len(ids), learn) for ids, learn in parts]
             yield Encoded(np.concatenate(ids), np.concatenate(learned))
 
     def _text(self, text: str) -> list[tuple[list[int], bool]]:
         return [
-            (self._marks(self.beginning or ""), False),
-            (self._words(text), True),
-            (self._marks(self.ending), True),
+            (self.beginning, False),
+            (self.special.encode_plain(text), True),
+            (self.ending, True),
         ]
 
     def _chat(self, turns: Sequence[Turn]) -> list[tuple[list[int], bool]]:
-        template, parts = self.template, [(self._marks(self.beginning or ""), False)]
-        for turn in turns if template.has_system else _without_system(turns):
-            role = template.roles.get(turn.role, turn.role)
-            learn = turn.role == "assistant"
-            parts += [
-                (self._marks(f"{template.open}{role}{template.close}"), False),
-                (self._words(turn.content.strip()), learn),
-                (self._marks(template.end), learn),
-                (self._marks(template.after), False),
+        if self.template is None:
+            raise ValueError(
+                f"{self.folder} has no chat template, which this chat needs. "
+                f'Add {JINJA} to it, or "chat_template" to its {TOKENIZER_CONFIG}, or give '
+                'documents as {"text": ...}.'
+            )
+        contents, letters = self.special.hide([turn.content for turn in turns])
+        parts = self.template.parts(
+            [
+                {"role": turn.role, "content": content}
+                for turn, content in zip(turns, contents, strict=True)
             ]
-        return parts
+        )
+        encoded: list[tuple[list[int], bool]] = [([], False)]  # A template may write nothing.
+        before = ""
+        for part in parts:
+            encoded.append((self._encode_behind(before, part.text, letters), part.learned))
+            before = part.text
+        return encoded
 
-    def _marks(self, text: str) -> list[int]:
-        """Text of a template, in which special tokens are special."""
-        self.tokenizer.encode_special_tokens = False
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+    def _encode_behind(self, before: str, text: str, letters: dict[int, str]) -> list[int]:
+        """Encode text as the continuation of the text before it.
 
-    def _words(self, text: str) -> list[int]:
-        """Text of a document, in which they are not: nobody ends a turn by writing <|eot_id|>."""
-        self.tokenizer.encode_special_tokens = True
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def _knows(self, token: str) -> bool:
-        return self.tokenizer.token_to_id(token) is not None
-
-    def _first_known(self, tokens: Sequence[str]) -> str | None:
-        return next(filter(self._knows, tokens), None)
+        Encoded on its own, it would start with a space with some tokenizers. No token reaches over
+        its start, since a model that answers is given whole tokens.
+        """
+        head = self.special.encode(before, letters)
+        both = self.special.encode(before + text, letters)
+        if both[: len(head)] == head:
+            return both[len(head) :]
+        return self.special.encode(text, letters)
 
 
-def _without_system(turns: Sequence[Turn]) -> list[Turn]:
-    """The same chat with what the system says in front of the next turn of the user."""
-    merged: list[Turn] = []
-    said = ""
-    for turn in turns:
-        if turn.role == "system":
-            said += turn.content.strip() + "\n\n"
-        elif turn.role == "user":
-            merged.append(Turn("user", said + turn.content.strip()))
-            said = ""
-        else:
-            merged.append(turn)
-    return [*merged, Turn("user", said.strip())] if said else merged
+def read_encoder(folder: Path) -> Encoder:
+    """Read the tokenizer and the chat template of a checkpoint folder.
+
+    Args:
+      folder: the checkpoint.
+
+    Returns:
+      What encodes its documents.
+
+    Raises:
+      FileNotFoundError: there is no tokenizer.json.
+      ValueError: a file is broken, or the tokenizer has no token for the end of a text.
+    """
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing. {COPY_AGAIN}")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises nothing more special.
+        raise ValueError(f"{file} is no tokenizer: {error}. {COPY_AGAIN}") from None
+    return Encoder(tokenizer, folder, read_chat_template(folder))
+
+
+def _first_known(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[int]:
+    """List the id of the first token that a tokenizer has, nothing if it has none of them."""
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    return [token for token in ids if token is not None][:1]

@@ -50,5 +50,7 @@ def write_model(folder: Path, config: DecoderConfig, params: Any, source: Path) 
     checkpoint.save(folder, config, params, dtype=written_dtype(config))
     if jax.process_index() == 0:
         for name in COPIED:
+            # That of an earlier model would come before what this one has elsewhere.
+            (folder / name).unlink(missing_ok=True)
             if (source / name).is_file():
                 shutil.copy(source / name, folder / name)

@@ -18,6 +18,8 @@ from jax.experimental import multihost_utils
 
 from dynamiq_jax._workshop.errors import CommandError
 
+from .json_files import read_object
+
 Facts = dict[str, Any]
 
 
@@ -32,7 +34,8 @@ class Snapshots:
             facts: All that the losses of the run depend on, as JSON.
 
         Raises:
-            CommandError: The folder has checkpoints of a run with other facts.
+            CommandError: The folder has checkpoints of a run with other facts, or none that can
+                be read.
         """
         self.folder = folder.absolute()
         # Saving waits until all is written: a step donates the buffers that would be read.
@@ -41,7 +44,11 @@ class Snapshots:
         self.step = self._manager.latest_step() or 0
         path = self.folder / "run.json"
         if self.step:
-            _check_same(json.loads(path.read_text()), facts, folder)
+            try:
+                before = read_object(path, "Give --restart or another --output-dir.")
+            except (ValueError, FileNotFoundError) as problem:
+                raise CommandError(str(problem)) from None
+            _check_same(before, facts, folder)
         elif jax.process_index() == 0:
             partial = self.folder / "run.json.partial"
             partial.write_text(json.dumps(facts, indent=2) + "\n")
@@ -85,7 +92,7 @@ def _check_same(before: Facts, now: Facts, folder: Path) -> None:
     if "workers" in other:
         raise CommandError(
             f"--workers is {now['workers']}, but the run in {folder} was begun with "
-            f"{before['workers']}. Each worker has a share of the batch, and rounding or a "
+            f"{before.get('workers')}. Each worker has a share of the batch, and rounding or a "
             f"residual of its own, so that the run would become another one. {remedy}"
         )
     if other:

@@ -1,0 +1,94 @@
+"""Encode special tokens as such where a template has them, and as letters in contents.
+
+Nobody ends a turn by writing <|eot_id|>. Before a template is rendered, every special token that a
+content spells is replaced by stand-ins, one private character for each of its letters. Contents
+keep their length and all other characters, so that templates can trim, cut, join and search them.
+When the rendered text is encoded, the stand-ins become the letters again, as plain text.
+
+The limits: a template can still spell a token by joining contents that have half of it each, or by
+changing the case of <|EOT_ID|>. It cannot find a special token that it searches for in a content.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+# Plane 15 of Unicode: no character has a meaning there.
+PRIVATE = range(0xF0000, 0xFFFFE)
+
+
+class Hidden(NamedTuple):
+    """Contents in which nothing spells a special token."""
+
+    contents: tuple[str, ...]
+    letters: dict[int, str]  # what each stand-in is for, as `str.translate` takes it
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Encode text with a tokenizer, in which special tokens are special or are not."""
+
+    tokenizer: Tokenizer
+    spelled: re.Pattern[str]  # any special token, and marks of a template, which are hidden too
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, marks: Iterable[str] = ()) -> "SpecialTokens":
+        """Find the special tokens of a tokenizer.
+
+        Args:
+          tokenizer: the tokenizer. Its truncation and padding are turned off: they would cut or
+            fill every piece of a document.
+          marks: other texts to hide in contents.
+        """
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        added = tokenizer.get_added_tokens_decoder().values()
+        texts = {token.content for token in added if token.special} | set(marks)
+        # The longest first: tokenizers match the longer of two that begin alike.
+        longest_first = sorted(filter(None, texts), key=lambda text: (-len(text), text))
+        never = "(?!)"
+        return cls(tokenizer, re.compile("|".join(map(re.escape, longest_first)) or never))
+
+    def hide(self, contents: Sequence[str]) -> Hidden:
+        """Write special tokens in contents with stand-ins."""
+        found = "".join(match for text in contents for match in self.spelled.findall(text))
+        if not found:
+            return Hidden(tuple(contents), {})
+        taken = set().union(*contents)
+        free = (code for code in PRIVATE if chr(code) not in taken)
+        stand_ins = {letter: next(free) for letter in sorted(set(found))}
+        to_stand_ins = str.maketrans(stand_ins)
+
+        def hide(match: re.Match[str]) -> str:
+            return match[0].translate(to_stand_ins)
+
+        hidden = tuple(self.spelled.sub(hide, text) for text in contents)
+        return Hidden(hidden, {code: letter for letter, code in stand_ins.items()})
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode text in which special tokens are letters like others."""
+        return self._encode(text, special=False)
+
+    def encode(self, text: str, letters: dict[int, str]) -> list[int]:
+        """Encode text in which special tokens are special, unless written with stand-ins.
+
+        Args:
+          text: rendered text.
+          letters: as of `hide`.
+        """
+        if not any(chr(code) in text for code in letters):
+            return self._encode(text, special=True)
+        ids: list[int] = []
+        start = 0
+        for match in self.spelled.finditer(text):
+            ids += self.encode_plain(text[start : match.start()].translate(letters))
+            ids += self._encode(match[0], special=True)
+            start = match.end()
+        return ids + self.encode_plain(text[start:].translate(letters))
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        self.tokenizer.encode_special_tokens = not special
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
