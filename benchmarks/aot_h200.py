@@ -43,15 +43,11 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from dynamiq_jax import compat
-from pallas_kernels.codec.layout import Layout, make_layout
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.topologies import TOPOLOGIES
 from pallas_kernels import implementation, mosaic_gpu_launch, triton_launch
-from pallas_kernels.operations import compress
-from pallas_kernels.operations import decompress
-from pallas_kernels.operations import decompress_accumulate
-from pallas_kernels.operations import hop
-from pallas_kernels.operations import statistics
+from pallas_kernels.codec.layout import Layout, make_layout
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.operations import compress, decompress, decompress_accumulate, hop, statistics
 
 _EXCESS = 1.10  # memory that a kernel may touch, over what it has to
 _SHAPE = jax.ShapeDtypeStruct

@@ -25,10 +25,7 @@ from rich.table import Table
 import dynamiq_jax as dq
 from pallas_kernels.codec.ordering import order_rows, restore_rows
 from pallas_kernels.codec.scales import bfloat16_bits
-from pallas_kernels.operations import compress
-from pallas_kernels.operations import decompress
-from pallas_kernels.operations import hop
-from pallas_kernels.operations import statistics
+from pallas_kernels.operations import compress, decompress, hop, statistics
 
 
 @dataclasses.dataclass(frozen=True)

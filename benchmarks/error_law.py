@@ -20,9 +20,9 @@ from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax._workshop.measure import worker_gradient
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 from dynamiq_jax._workshop.error_law import error_growth
+from dynamiq_jax._workshop.gradients import worker_gradient
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 
 ROW = 256
 TOPOLOGIES: dict[str, Topology] = {

@@ -32,8 +32,8 @@ from gpu.bench import Bench
 from gpu.options import Options
 from gpu.record import Record, Results
 
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from dynamiq_jax.methods import DynamiQ
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.implementation import without_gpu
 
 

@@ -303,7 +303,9 @@ def compare(before: Path, after: Path) -> int:
     for name in bits:
         print(f"other bits: {name}")
     for name in wire:
-        print(f"other collectives: {name}\n  {old[name]['collectives']}\n  {new[name]['collectives']}")
+        print(
+            f"other collectives: {name}\n  {old[name]['collectives']}\n  {new[name]['collectives']}"
+        )
     print(
         f"{len(common)} calls in both: {len(common) - len(bits)} with the same bits, "
         f"{len(common) - len(wire)} with the same collectives"

@@ -13,11 +13,11 @@ from matplotlib import pyplot as plt
 
 import dynamiq_jax as dq
 from dynamiq_jax._core.codec import RecodedChunks
+from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax.methods._allocation import POSITIONS, REFERENCE_LOG2_NORMS
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from pallas_kernels.codec.levels import make_levels, num_levels
 from pallas_kernels.codec.rounding import offsets
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
-from dynamiq_jax._workshop.error_law import error_growth
 
 FIGURES = Path(__file__).parent / "figures"
 STYLE = {

@@ -16,11 +16,11 @@ import jax
 
 import dynamiq_jax as dq
 from dynamiq_jax._commands.advise import Advise, Option, predictions
+from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax._workshop.units import format_seconds
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
 from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
-from dynamiq_jax._workshop.error_law import error_growth
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from gradients import heavy_tailed
+from dynamiq_jax.codec import allocation, layout
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec import allocation, layout
 from pallas_kernels.codec.levels import error_coefficient
+from tests.support.gradients import heavy_tailed
 
 WIDTHS = dq.DynamiQ().widths
 PAPER_WIDTHS = (2, 4, 8)

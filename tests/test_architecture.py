@@ -27,7 +27,11 @@ MAY_IMPORT = {
         "dynamiq_jax.topologies._base",
         "pallas_kernels",
     ),
-    "dynamiq_jax.axes": ("dynamiq_jax.checks", "pallas_kernels.codec.packing", "pallas_kernels.compat"),
+    "dynamiq_jax.axes": (
+        "dynamiq_jax.checks",
+        "pallas_kernels.codec.packing",
+        "pallas_kernels.compat",
+    ),
     "dynamiq_jax.buckets": (
         "dynamiq_jax.axes",
         "dynamiq_jax.checks",
@@ -38,7 +42,9 @@ MAY_IMPORT = {
     ),
     "pallas_kernels": ("dynamiq_jax.codec", "pallas_kernels.compat"),
 }
-COMMAND = "dynamiq_jax._commands"  # on top of everything, with packages that the library does not need
+COMMAND = (
+    "dynamiq_jax._commands"  # on top of everything, with packages that the library does not need
+)
 LOWER = ("dynamiq_jax.codec", "dynamiq_jax.methods", "dynamiq_jax.topologies", "pallas_kernels")
 
 every_file = pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """Messages of blocks give back what they hold, and a step is the smallest that covers its span."""
 
-import blocks_oracle
 import jax
 import numpy as np
 import pytest
+from dynamiq_jax.codec import blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec import blocks
 from dynamiq_jax.methods._block_format import BlockFormat
+from tests.support import blocks_oracle
 
 ROWS = 3
 seeds = st.integers(0, 2**32 - 1)

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers
-from hlo import collectives
+from dynamiq_jax.axes import Axes
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax import buckets
-from dynamiq_jax.axes import Axes
+from tests.support.gradients import of_workers
+from tests.support.hlo import collectives
+from tests.support.workers import TWO_CLASSES, simulated
 
 KEY = jax.random.key(0)
 

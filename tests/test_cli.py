@@ -13,7 +13,6 @@ import sys
 
 import numpy as np
 import pytest
-from commands import command, shown
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -34,6 +33,7 @@ from dynamiq_jax._workshop.units import (
 )
 from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES, CodecSpeed, Ring
+from tests.support.commands import command, shown
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default

@@ -5,14 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from gradients import heavy_tailed
+from dynamiq_jax.codec import packing, rounding, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec import packing, rounding, rows
 from pallas_kernels.codec.levels import make_levels
+from tests.support import oracle
+from tests.support.gradients import heavy_tailed
 
 WIDTHS = tuple(width for width in packing.WIDTHS if width)
 ROWS, GROUP_SIZE = 16, 32

@@ -10,18 +10,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from gradients import of_workers, vnmse
+from dynamiq_jax.codec import packing
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec import packing
+from pallas_kernels import blocks
 from pallas_kernels.codec.layout import Layout, make_layout
 from pallas_kernels.codec.rounding import ROUNDINGS
-from pallas_kernels import blocks
-from pallas_kernels.operations import compress
-from pallas_kernels.operations import decompress
-from pallas_kernels.operations import hop
+from pallas_kernels.operations import compress, decompress, hop
+from tests.support import oracle
+from tests.support.gradients import of_workers, vnmse
 
 ALL_WIDTHS = tuple(reversed(packing.WIDTHS))
 FEW_WIDTHS = (8, 5, 2)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import heavy_tailed, of_workers, vnmse
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
+from tests.support.gradients import heavy_tailed, of_workers, vnmse
+from tests.support.workers import TWO_CLASSES, on_mesh, simulated
 
 WORKERS = (1, 2, 3, 4, 5, 8)
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(1)

@@ -7,8 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from commands import command, shown
-from gradients import of_workers, vnmse
 from safetensors.numpy import save_file
 
 import dynamiq_jax as dq
@@ -18,6 +16,8 @@ from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.settings import parse_setting, parse_settings
 from dynamiq_jax._workshop.simulate import Simulation, codec_ns
 from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
+from tests.support.commands import command, shown
+from tests.support.gradients import of_workers, vnmse
 
 WORKERS = 4
 SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers, vnmse
 from hypothesis import given
 from hypothesis import strategies as st
-from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
+from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, CodecSpeed, Network, Ring
 from dynamiq_jax.topologies._cost_model import predict, predict_exact
-from dynamiq_jax._workshop.error_law import error_growth
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import TWO_CLASSES, simulated
 
 SLOW = Network(gbit_per_s=0.2, latency_us=100.0)
 FAST = Network(gbit_per_s=3200.0, latency_us=5.0)

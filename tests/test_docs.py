@@ -103,7 +103,9 @@ def test_pages_show_commands_of_every_kind():
 def test_options_of_the_command_line_exist(words, monkeypatch):
     started = []
     for name in COMMANDS:
-        command = getattr(importlib.import_module(f"dynamiq_jax._commands.{name}"), name.capitalize())
+        command = getattr(
+            importlib.import_module(f"dynamiq_jax._commands.{name}"), name.capitalize()
+        )
         monkeypatch.setattr(command, "run", lambda self: started.append(self) or 0)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from gradients import of_workers, vnmse
-from hlo import PRESETS, sent_bytes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import PRESETS, sent_bytes
+from tests.support.workers import TWO_CLASSES, on_mesh, simulated
 
 NUM_WORKERS, STEPS = 4, 6
 SHAPE, SIZE = (125, 160), 20_000

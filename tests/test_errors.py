@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, resolve_topology
+from tests.support.workers import TWO_CLASSES, on_mesh, simulated
 
 KEY = jax.random.key(0)
 GRADIENT = np.ones((2, 2048), np.float32)

@@ -2,19 +2,19 @@
 
 import functools
 
-import blocks_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import heavy_tailed, of_workers, vnmse
-from hlo import compiled_collectives
 from hypothesis import given
 from hypothesis import strategies as st
-from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import FlashCommunication
+from tests.support import blocks_oracle
+from tests.support.gradients import heavy_tailed, of_workers, vnmse
+from tests.support.hlo import compiled_collectives
+from tests.support.workers import on_mesh, simulated
 
 KEY = jax.random.key(0)
 WIRE_WORKERS = 8

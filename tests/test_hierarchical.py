@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gradients import of_workers, vnmse
-from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import collectives
+from tests.support.workers import TWO_CLASSES
 
 HOSTS, LOCAL = 2, 4
 AXES = ("hosts", "local")

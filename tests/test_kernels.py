@@ -14,16 +14,12 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from pallas_kernels.codec.layout import Layout
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation
-from pallas_kernels.operations import compress
-from pallas_kernels.operations import decompress
-from pallas_kernels.operations import decompress_accumulate
-from pallas_kernels.operations import hop
+from pallas_kernels.codec.layout import Layout
 from pallas_kernels.implementation import without_gpu
-from pallas_kernels.operations import statistics
+from pallas_kernels.operations import compress, decompress, decompress_accumulate, hop, statistics
 
 KERNELS = ("triton",)
 kernels = pytest.mark.parametrize("kernel", KERNELS)

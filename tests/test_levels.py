@@ -5,13 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from dynamiq_jax.codec import arithmetic, levels, packing
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec import arithmetic, levels, packing
+from tests.support import oracle
 
 WIDTHS = tuple(width for width in packing.WIDTHS if width)
 PRECISION = 2.0**-21  # of f, promised by the wire format

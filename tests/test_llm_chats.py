@@ -14,8 +14,9 @@ from llm.documents import Turn
 from llm.encoding import Encoded, Encoder, read_encoder
 from llm.export import write_model
 from llm.special_tokens import SpecialTokens
-from llm_tokenizers import MARKS, byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
 LONGER = (*CHAT, Turn("user", "Sure?"), Turn("assistant", "No."))

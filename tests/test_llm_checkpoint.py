@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from llm import checkpoint
 from llm.checkpoint import load, named_leaves, save
 from llm.model import abstract_params
-from llm_configs import GEMMA, LLAMA
 from safetensors.numpy import load_file, save_file
+
+from tests.support.llm_configs import GEMMA, LLAMA
 
 FAMILIES = pytest.mark.parametrize("hf", [LLAMA, GEMMA], ids=["llama", "gemma3"])
 

@@ -14,7 +14,8 @@ from llm.batches import place, rows_of_step
 from llm.documents import Turn, hold_out, read_documents
 from llm.encoding import Encoded, Encoder, read_encoder
 from llm.packing import Rows, pack
-from llm_tokenizers import MARKS, byte_tokenizer
+
+from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
 

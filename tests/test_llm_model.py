@@ -12,7 +12,8 @@ from flax import nnx
 from llm.checkpoint import load
 from llm.config import DecoderConfig, RopeScaling
 from llm.model import Decoder, Embedding
-from llm_configs import GEMMA, LLAMA
+
+from tests.support.llm_configs import GEMMA, LLAMA
 
 TIME = 20
 

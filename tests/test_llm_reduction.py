@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers, vnmse
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from llm.reduction import OVER_DATA, reduction, wire_report
 
 from dynamiq_jax._workshop.settings import parse_setting
+from tests.support.gradients import of_workers, vnmse
 
 # No axis of the second divides: it is whole on every device. The last one is too small to cut.
 SHAPES = {"even": (64, 96), "odd": (65, 63), "small": (5,)}

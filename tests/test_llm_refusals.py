@@ -6,12 +6,12 @@ import finetune_llm
 import llm_chat_templates as templates
 import numpy as np
 import pytest
+from dynamiq_jax.cli.errors import CommandError
 from llm.documents import Turn
 from llm.encoding import read_encoder
 from llm.snapshots import Snapshots
-from llm_tokenizers import MARKS, byte_tokenizer
 
-from dynamiq_jax.cli.errors import CommandError
+from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
 

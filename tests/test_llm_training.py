@@ -12,10 +12,8 @@ from types import SimpleNamespace
 
 import finetune_llm
 import jax
-import llm_files
 import numpy as np
 import orbax.checkpoint as ocp
-import processes
 import pytest
 from jax.sharding import AxisType
 from llm import report
@@ -32,6 +30,7 @@ import dynamiq_jax as dq
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax.methods import METHODS, resolve_method
+from tests.support import llm_files, processes
 
 SCRIPT = pathlib.Path(finetune_llm.__file__)
 STEPS, WORKERS = 8, 2

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers, vnmse
-from workers import simulated
-
-import dynamiq_jax as dq
 from dynamiq_jax.buckets import BUCKET_BYTES, EXACT_BELOW, resolve_options
 from dynamiq_jax.collectives import reduce_tree
+
+import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, MXFP8, ErrorFeedback, Method, PowerSGD, resolve_method
 from dynamiq_jax.methods._base import ChunkedMethod
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, Topology, resolve_topology
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import simulated
 
 NUM_WORKERS, SIZE = 4, 20_001  # divides by nothing
 MATRIX = (177, 113)  # of as many coordinates: a vector has no rank

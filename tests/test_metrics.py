@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import heavy_tailed, vnmse
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
+from tests.support.gradients import heavy_tailed, vnmse
 
 TRUTH = {"w": heavy_tailed(0, (512,)), "b": heavy_tailed(1, (40,))}
 

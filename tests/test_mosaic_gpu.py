@@ -7,13 +7,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from dynamiq_jax import compat
-from pallas_kernels.codec.layout import Layout, make_layout
 from pallas_kernels import implementation
-from pallas_kernels.operations import compress
-from pallas_kernels.operations import decompress
-from pallas_kernels.operations import decompress_accumulate
-from pallas_kernels.operations import hop
-from pallas_kernels.operations import statistics
+from pallas_kernels.codec.layout import Layout, make_layout
+from pallas_kernels.operations import compress, decompress, decompress_accumulate, hop, statistics
 
 pytestmark = pytest.mark.skipif(not compat.has_mosaic_gpu(), reason="this JAX has no such backend")
 

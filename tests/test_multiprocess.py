@@ -4,10 +4,11 @@ import functools
 
 import jax
 import numpy as np
-import processes
 import pytest
-from gradients import of_workers, vnmse
-from multiprocess_worker import CASES, LOCAL_DEVICES, NUM_PROCESSES, reduce
+
+from tests.support import processes
+from tests.support.gradients import of_workers, vnmse
+from tests.support.multiprocess_worker import CASES, LOCAL_DEVICES, NUM_PROCESSES, reduce
 
 SIZE = 20_000
 

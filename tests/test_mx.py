@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
-from gradients import of_workers, vnmse
-from hlo import compiled_collectives
+from dynamiq_jax.codec import packing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec import packing
-from dynamiq_jax.methods._block_format import as_row_chunks
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
+from dynamiq_jax.methods._block_format import as_row_chunks
 from dynamiq_jax.topologies import resolve_topology
+from tests.support import oracle
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import compiled_collectives
+from tests.support.workers import on_mesh, simulated
 
 KEY = jax.random.key(0)
 SIZE = 4096

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from emulation import emulates
 
 from dynamiq_jax._workshop import namespaces
 from dynamiq_jax._workshop.errors import CommandError
+from tests.support.emulation import emulates
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOSTS_FILES = pathlib.Path("/etc/netns")

@@ -6,13 +6,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from gradients import of_workers, vnmse
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, ErrorFeedback, OmniReduce, resolve_method
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import TWO_CLASSES, simulated
 
 NUM_WORKERS = 4
 SHAPES = {"kernel": (64, 96), "bias": (32,), "embedding": (40, 128)}

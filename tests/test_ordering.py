@@ -2,12 +2,12 @@
 
 import jax
 import numpy as np
-import oracle
 import pytest
+from dynamiq_jax.codec import layout, ordering
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec import layout, ordering
+from tests.support import oracle
 
 order_rows = jax.jit(ordering.order_rows, static_argnums=1)
 restore_rows = jax.jit(ordering.restore_rows)

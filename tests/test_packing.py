@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from dynamiq_jax.codec import packing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec import packing
+from tests.support import oracle
 
 ROWS = 3
 CODE_WIDTHS = [width for width in packing.WIDTHS if width]

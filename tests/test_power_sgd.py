@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import vnmse
-from hlo import sent_bytes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import ErrorFeedback, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
+from tests.support.gradients import vnmse
+from tests.support.hlo import sent_bytes
+from tests.support.workers import on_mesh, simulated
 
 NUM_WORKERS = 4
 KEY = jax.random.key(3)

@@ -6,9 +6,10 @@ import pathlib
 import signal
 
 import numpy as np
-import processes
 import pytest
-from recovery_worker import FAULTY_STEP, NUM_STEPS
+
+from tests.support import processes
+from tests.support.recovery_worker import FAULTY_STEP, NUM_STEPS
 
 WORKER = "recovery_worker.py"
 LONG, SHORT = 100, 8  # heartbeat time-outs in seconds: JAX's own, and one worth waiting for

@@ -6,14 +6,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from gradients import heavy_tailed, of_workers, vnmse
-from workers import TWO_CLASSES, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax._core.codec import SumCodec
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
+from tests.support import oracle
+from tests.support.gradients import heavy_tailed, of_workers, vnmse
+from tests.support.workers import TWO_CLASSES, simulated
 
 CHUNKS, ROWS = 3, 64
 every_method = pytest.mark.parametrize(

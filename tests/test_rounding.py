@@ -4,12 +4,12 @@ import functools
 
 import jax
 import numpy as np
-import oracle
 import pytest
+from dynamiq_jax.codec import rounding
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec import rounding
+from tests.support import oracle
 
 ROWS, LANES = 512, 256
 COUNT = ROWS * LANES

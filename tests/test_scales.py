@@ -2,12 +2,12 @@
 
 import jax
 import numpy as np
-import oracle
 import pytest
+from dynamiq_jax.codec import scales
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.codec import scales
+from tests.support import oracle
 
 ROWS, GROUPS = 8, 8
 TINY = np.finfo(np.float32).tiny

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers, vnmse
-from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import BlockInt, ErrorFeedback
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import collectives
+from tests.support.workers import TWO_CLASSES, on_mesh, simulated
 
 N = 4
 KEY = jax.random.key(11)

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers
-from hlo import TREE, collectives
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import OmniReduce, TopKChunked
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from dynamiq_jax.topologies import resolve_topology
+from tests.support.gradients import of_workers
+from tests.support.hlo import TREE, collectives
+from tests.support.workers import TWO_CLASSES, on_mesh, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40
 SIZE = NUM_BLOCKS * BLOCK - 17  # the last block is padded

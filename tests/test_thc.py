@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers, vnmse
+from dynamiq_jax.codec import hadamard
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from workers import on_mesh, simulated
 
 import dynamiq_jax as dq
-from dynamiq_jax.codec import hadamard
 from dynamiq_jax.methods._thc import THC, _Layout, _THCChunks
 from dynamiq_jax.topologies import Ring, resolve_topology
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import on_mesh, simulated
 
 N, SIZE, BLOCK = 4, 16_384, 1024
 KEY = jax.random.key(3)

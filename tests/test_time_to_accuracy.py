@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from emulation import emulates
 
 from dynamiq_jax._workshop.errors import CommandError
+from tests.support.emulation import emulates
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 TIMEOUT = 600  # seconds for what takes less than forty on a free machine

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers, vnmse
 from jax import lax
-from workers import TWO_CLASSES, on_mesh, simulated
 
 import dynamiq_jax as dq
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import TWO_CLASSES, on_mesh, simulated
 
 TOPOLOGIES = {
     "ring": Ring(),

@@ -9,9 +9,9 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
+from tests.support.workers import TWO_CLASSES
 
 NUM_WORKERS, BATCH, IN, HIDDEN, OUT = 4, 32, 48, 96, 16
 KEY = jax.random.key(0)

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import of_workers
-from hlo import PRESETS, SIZE, TREE, compiled_collectives
 from hypothesis import given
 from hypothesis import strategies as st
-from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
 from dynamiq_jax.topologies import Ring
+from tests.support.gradients import of_workers
+from tests.support.hlo import PRESETS, SIZE, TREE, compiled_collectives
+from tests.support.workers import TWO_CLASSES
 
 NUM_WORKERS = 8
 

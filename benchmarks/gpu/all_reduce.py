@@ -6,19 +6,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dynamiq_jax.collectives import psum
 from jax import Array
 
-from pallas_kernels.codec.norms import l2_norm
-from dynamiq_jax.collectives import psum
 from dynamiq_jax.methods import DynamiQ
 from gpu.bench import Bench
 from gpu.gradients import host, key_of, make_gradient, vnmse
 from gpu.operations import IMPLEMENTATIONS, order_of
 from gpu.record import Results
-from pallas_kernels.operations import compress
-from pallas_kernels.operations import decompress
-from pallas_kernels.operations import hop
-from pallas_kernels.operations import statistics
+from pallas_kernels.codec.norms import l2_norm
+from pallas_kernels.operations import compress, decompress, hop, statistics
 
 
 def simulate(bench: Bench, results: Results) -> None:

@@ -7,14 +7,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from gpu.baselines import PLAIN_CODECS, PlainCodec
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.ordering import order_rows
 from pallas_kernels.codec.scales import bfloat16_bits
-from gpu.baselines import PLAIN_CODECS, PlainCodec
-from pallas_kernels.operations import compress
-from pallas_kernels.operations import decompress
-from pallas_kernels.operations import hop
-from pallas_kernels.operations import statistics
+from pallas_kernels.operations import compress, decompress, hop, statistics
 
 KERNELS = ("statistics", "compress", "hop", "decompress")
 IMPLEMENTATIONS = ("triton", "xla")

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 from typing import Any
 
+from pallas_kernels.hop.triton import hop
+from pallas_kernels.triton_launch import Config
+
 from gpu.bench import Bench
 from gpu.cases import Case
 from gpu.record import Results
 from gpu.traffic import floor_bytes
-from pallas_kernels.hop.triton import hop
-from pallas_kernels.triton_launch import Config
 
 _HOP = ("hop", "triton")
 

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 
+from gpu.baselines import PLAIN_CODECS
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-from gpu.baselines import PLAIN_CODECS
 
 
 def floor_bytes(operation: str, implementation: str, layout: Layout, dtype: str) -> float:

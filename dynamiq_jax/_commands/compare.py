@@ -15,7 +15,7 @@ from dynamiq_jax._commands import compare_plot
 from dynamiq_jax._workshop import gradient_files, tables
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.gradient_files import Gradients
-from dynamiq_jax._workshop.measure import worker_gradient
+from dynamiq_jax._workshop.gradients import worker_gradient
 from dynamiq_jax._workshop.settings import PSUM, Setting, parse_settings, topologies_in
 from dynamiq_jax._workshop.simulate import Simulation, codec_ns
 from dynamiq_jax._workshop.units import (

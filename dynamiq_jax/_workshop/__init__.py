@@ -4,6 +4,7 @@ packages that only it needs.
     settings        METHOD:BITS:TOPOLOGY, as the command line takes it
     measure         time, bytes and error of an all-reduce on the devices that are there
     simulate        all workers as rows of a batch on one device
+    gradients       made-up gradients of workers
     gradient_files  gradients of workers in files
     namespaces      emulated hosts on slow links
     processes       one process for each host, started, watched and ended together

@@ -22,12 +22,11 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.gradients import worker_gradient
 from dynamiq_jax._workshop.settings import Setting
 
 AXIS = "workers"
 _MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
-_ROW = 256  # coordinates that share a magnitude
-_OCTAVES = 2.5  # standard deviation of the rows' magnitudes, as in a language model's gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,22 +111,6 @@ def make_gradients(mesh: Mesh, size: int, seed: int) -> Array:
         return np.stack([worker_gradient(worker, size, seed) for worker in range(first, last)])
 
     return jax.make_array_from_callback((mesh.size, size), sharding, rows)
-
-
-def worker_gradient(
-    worker: int, size: int, seed: int, *, agreement: float = 0.5
-) -> NDArray[np.float32]:
-    """One worker's float32 [size]: rows of lognormal magnitude, a share of their energy (the
-    agreement) common to all workers. The same on every machine.
-    """
-    num_rows = -(-size // _ROW)
-    common = np.random.default_rng([seed, 0])
-    magnitudes = np.exp2(_OCTAVES * common.standard_normal((num_rows, 1), np.float32))
-    signal = common.standard_normal((num_rows, _ROW), np.float32)
-    noise = np.random.default_rng([seed, 1 + worker]).standard_normal((num_rows, _ROW), np.float32)
-    share = np.float32(agreement)
-    rows = magnitudes * (np.sqrt(share) * signal + np.sqrt(1 - share) * noise)
-    return rows.reshape(-1)[:size]
 
 
 def exact_sum(num_workers: int, size: int, seed: int) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ def running(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """One process for each row of arguments, after a common port and its rank. None is left."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    paths = (str(HERE.parent), environment.get("PYTHONPATH"))
+    paths = (str(HERE.parents[1]), environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     port = free_port()
     processes: list[subprocess.Popen[str]] = []

@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from tests.support.workers import TWO_CLASSES
 
 NUM_PROCESSES, LOCAL_DEVICES = 2, 2
 KEY = 7

@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from llm_tokenizers import MARKS, byte_tokenizer
+from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 LLAMA3 = """\
 {{- bos_token }}

@@ -18,11 +18,11 @@ import orbax.checkpoint as ocp
 from jax.experimental import io_callback
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import TWO_CLASSES
 
 import dynamiq_jax as dq
 from dynamiq_jax._workshop.processes import die_with_parent
 from dynamiq_jax.topologies import Ring
+from tests.support.workers import TWO_CLASSES
 
 NUM_PROCESSES, NUM_STEPS, FAULTY_STEP = 2, 6, 3
 INPUTS, OUTPUTS, BATCH = 64, 96, 16

@@ -5,8 +5,9 @@ float32.
 """
 
 import numpy as np
-import oracle
 from numpy.typing import NDArray
+
+from tests.support import oracle
 
 TINY = 2.0**-126  # smallest normal number of float32 and of bfloat16
 

@@ -4,13 +4,14 @@ import json
 import pathlib
 
 import jax.numpy as jnp
-import llm_chat_templates
 import numpy as np
 from flax import nnx
 from llm import checkpoint
 from llm.config import DecoderConfig
 from llm.model import Decoder
-from llm_tokenizers import MARKS, byte_tokenizer
+
+from tests.support import llm_chat_templates
+from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 WORDS = ("the", "gradient", "of", "a", "loss", "is", "sent", "in", "five", "bits", "as", "mean")
 

@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
