@@ -50,11 +50,11 @@ def all_reduce_gradients(
 
     Args:
       axis_name: axis to average over, or several with the slowest link first; see `psum`.
-      method: how numbers become bytes; see `psum`.
-      topology: how chunks travel; see `psum`.
+      method: compression method; see `psum`.
+      topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
-      options: which leaves stay exact, and how large buckets are.
+      options: leaves that stay exact, and the size of buckets.
 
     Returns:
       A transformation whose state holds the step, the method's state and its metrics. The state can

@@ -68,7 +68,7 @@ def wire_report(
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
-    # Booleans travel as bytes, numbers of less than 32 bits as 32.
+    # Booleans are sent as bytes, numbers of less than 32 bits as 32.
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
     passes = 2 * (axes.num_workers - 1) / axes.num_workers
     exact = round(passes * sum(sizes[index] * item_bytes[index] for index, _ in plan.exact))

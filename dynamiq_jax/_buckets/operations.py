@@ -24,7 +24,7 @@ class Sent:
     """Result of the collective of one bucket."""
 
     values: Array  # rows that `Operation.restore` takes, of all leaves, flat
-    token: Array  # [1 or more], available once the bucket has traveled
+    token: Array  # [1 or more], available once the bucket has arrived
     state: State = ()
     metrics: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 

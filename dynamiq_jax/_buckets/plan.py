@@ -54,7 +54,7 @@ def make_plan(
       leaves: anything with `shape` and `dtype`.
       axes: axes of the collective.
       how: method, topology and options.
-      compress: False for leaves that the user wants exact.
+      compress: False for leaves that stay exact by the mask.
       kinds: leaves of different kinds never share a bucket.
     """
     exact: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""Methods turn numbers into bytes. A new one is one file here and one line in `METHODS`.
+"""Compression methods. A new one takes one file here and one line in `METHODS`.
 
 _base                     interface of a method
 _norms                    norms over all workers

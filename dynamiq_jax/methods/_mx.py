@@ -4,8 +4,8 @@ Compute Project, Microscaling Formats Specification v1.0, September 2023).
 Partial sums are added in float32 and rounded to the nearest element at every hop: deterministic,
 and biased as rounding to nearest is. All formats treat values that are not finite alike: a block
 that holds NaN or Inf has the scale NaN, and decodes to 32 NaN. The standard leaves Inf open, and
-most formats have no code for it. Codes travel in planes of whole rows of 256; the standard does not
-define their place in memory.
+most formats have no code for it. Codes are sent in planes of whole rows of 256; the standard does
+not define their place in memory.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Topologies carry chunks. A new one is one file here and one line in `TOPOLOGIES`.
+"""Topologies: routes of chunks. A new one takes one file here and one line in `TOPOLOGIES`.
 
 _base        interface of a topology
 _ring, _butterfly, _all_to_all
