@@ -52,8 +52,8 @@ def shell_lines() -> list[tuple[str, list[str]]]:
 
 def file_of(module: str) -> Path:
     """The file that `python -m MODULE` runs."""
-    path = ROOT / module.replace(".", "/")
-    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
+    return path if path.is_file() else path.with_suffix("") / "__main__.py"
 
 
 # ----------------------------------------------------------------------------------------- Python
