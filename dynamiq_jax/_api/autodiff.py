@@ -11,9 +11,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from dynamiq_jax._api.collectives import pmean, refuse_state
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax.methods._base import Method
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
 
 
 def value_and_grad(

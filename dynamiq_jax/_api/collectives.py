@@ -8,9 +8,8 @@ from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes, find_axis
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, ReduceScatter
 from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax.methods._base import Method
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
 
 Tree = TypeVar("Tree")
 

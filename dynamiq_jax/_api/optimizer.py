@@ -12,9 +12,8 @@ from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax.methods._base import Method, State
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method, State
+from dynamiq_jax.topologies import Topology
 
 
 class AllReduceState(NamedTuple):

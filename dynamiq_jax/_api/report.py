@@ -14,9 +14,8 @@ from dynamiq_jax._buckets.leaves import mask_flags
 from dynamiq_jax._buckets.options import Options, resolve
 from dynamiq_jax._buckets.plan import Bucket, make_plan
 from dynamiq_jax._core import Axis
-from dynamiq_jax.methods._base import Method
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
 
 
 @dataclasses.dataclass(frozen=True)

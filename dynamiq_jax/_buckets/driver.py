@@ -16,7 +16,7 @@ from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Plan, make_plan
-from dynamiq_jax.methods._base import State
+from dynamiq_jax.methods import State
 from pallas_kernels import compat
 
 States = tuple[State, ...]  # of a method, for every bucket

@@ -13,7 +13,7 @@ from jax import Array, lax
 from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.plan import Bucket
-from dynamiq_jax.methods._base import Method, State
+from dynamiq_jax.methods import Method, State
 from pallas_kernels.compat import override
 
 Leaves = dict[int, Any]  # index in the flattened tree to leaf

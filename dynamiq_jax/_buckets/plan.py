@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._core import WireCost
-from dynamiq_jax.methods._base import Call
-from dynamiq_jax.topologies._base import FixedTopology
+from dynamiq_jax.methods import Call
+from dynamiq_jax.topologies import FixedTopology
 
 
 @dataclasses.dataclass(frozen=True)

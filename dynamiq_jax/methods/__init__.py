@@ -26,7 +26,7 @@ from dynamiq_jax._core import (
     WireCost,
     naming,
 )
-from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced
+from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.methods._baselines import BF16, Exact
 from dynamiq_jax.methods._blockint import BlockInt
 from dynamiq_jax.methods._blockwise import BlockFormat, BlockwiseMethod
@@ -44,8 +44,16 @@ from dynamiq_jax.methods._topk_chunked import TopKChunked
 __all__ = ["BF16", "MXFP4", "MXFP6", "MXFP8", "MXINT8", "THC", "BlockInt", "DynamiQ"]
 __all__ += ["ErrorFeedback", "Exact", "FlashCommunication", "OmniReduce", "PowerSGD", "TopKChunked"]
 __all__ += ["Axis", "BlockFormat", "BlockwiseMethod", "Call", "ChunkCodec", "ChunkedMethod"]
-__all__ += ["LocalChunks", "Method", "RecodedChunks", "Reduced", "SparseBlocks", "SumCodec"]
-__all__ += ["METHODS", "PRESETS", "SummedChunks", "WireCost", "resolve_method"]
+__all__ += [
+    "LocalChunks",
+    "Method",
+    "RecodedChunks",
+    "Reduced",
+    "SparseBlocks",
+    "State",
+    "SumCodec",
+]
+__all__ += ["METHODS", "PRESETS", "State", "SummedChunks", "WireCost", "resolve_method"]
 
 # Names are those of the literature in lower case, with spaces and hyphens as underscores.
 METHODS: dict[str, type[Method]] = {

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, WireCost, as_chunks
-from dynamiq_jax.topologies._base import FixedTopology, Gathered, Scattered, gather
+from dynamiq_jax.topologies import FixedTopology, Gathered, Scattered, gather
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.compat import override
 
