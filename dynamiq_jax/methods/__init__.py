@@ -84,8 +84,10 @@ WRAPPERS: dict[str, type[ErrorFeedback]] = {"ef": ErrorFeedback}
 def resolve_method(method: Method | str) -> Method:
     """Return a method as given, or the one of a name: [WRAPPER+]METHOD[:BITS][:FIELD=VALUE]...
 
+    BITS is the field `bits` or `code_bits`, whichever the method has.
+
     >>> resolve_method("dynamiq:4").bits
-    4.0
+    4
     >>> resolve_method("ef+topk_chunked:2:block_size=512").inner.block_size
     512
     """

@@ -41,7 +41,7 @@ class ErrorFeedback(Method):
     `dq.all_reduce_gradients` along the axis, in `in_specs` and `out_specs` alike; a checkpoint then
     holds the residuals of all workers:
 
-        dq.AllReduceState(step=P(), method=P("data"))
+        dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
     >>> import jax, jax.numpy as jnp
     >>> import dynamiq_jax as dq

@@ -143,7 +143,7 @@ class MXFP8(_MX):
     ValueError: element='e3m4' is not possible. Give one of ('e4m3', 'e5m2').
     """
 
-    elements: ClassVar = ("e4m3", "e5m2")
+    elements: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
     element: str = "e4m3"  # e5m2 has a bit of mantissa less, and a range that blocks hardly need
 
 
@@ -151,7 +151,7 @@ class MXFP8(_MX):
 class MXFP6(_MX):
     """MXFP6: 6.25 bits a coordinate on the wire. Otherwise like `MXFP8`."""
 
-    elements: ClassVar = ("e2m3", "e3m2")
+    elements: ClassVar[tuple[str, ...]] = ("e2m3", "e3m2")
     element: str = "e2m3"  # e3m2 has a bit of mantissa less, and more range inside a block
 
 
@@ -159,7 +159,7 @@ class MXFP6(_MX):
 class MXFP4(_MX):
     """MXFP4: 4.25 bits a coordinate on the wire. Otherwise like `MXFP8`."""
 
-    elements: ClassVar = ("e2m1",)
+    elements: ClassVar[tuple[str, ...]] = ("e2m1",)
     element: str = "e2m1"
 
 
@@ -171,5 +171,5 @@ class MXINT8(_MX):
     Saturates at -127 and 127 steps; the standard allows -128 as well.
     """
 
-    elements: ClassVar = ("int8",)
+    elements: ClassVar[tuple[str, ...]] = ("int8",)
     element: str = "int8"
