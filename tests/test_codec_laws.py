@@ -183,6 +183,7 @@ def test_zeros_are_exact(data, seed):
     values[zero] = np.copysign(np.float32(0), values[zero])
     for width, quantized in with_codes(quantize(values, seed)):
         assert np.all(quantized[zero] == 0), width
+        np.testing.assert_array_equal(np.signbit(quantized), np.signbit(values))
         assert np.any(quantized[~zero] != 0), width
 
 
