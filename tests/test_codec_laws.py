@@ -1,4 +1,7 @@
-"""Laws of one quantization: unbiased, with the error that theory gives, at any magnitude."""
+"""Laws of one quantization: unbiased, with the error that theory predicts, at any magnitude.
+
+All widths are quantized in one program, as columns of levels, as in the message of a chunk.
+"""
 
 import functools
 
@@ -6,43 +9,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dynamiq_jax.codec import packing, rounding, rows
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.codec.levels import make_levels
+from pallas_kernels.codec import packing, rounding, rows
+from pallas_kernels.codec.levels import levels_of_rows, make_levels
 from tests.support import oracle
 from tests.support.gradients import heavy_tailed
 
-WIDTHS = tuple(width for width in packing.WIDTHS if width)
+WIDTHS = packing.WIDTHS  # 0 and 2 to 16
+CODE_WIDTHS = WIDTHS[1:]
 ROWS, GROUP_SIZE = 16, 32
 TUNED, PAPER = oracle.Spacing("quadratic", 2.7), oracle.Spacing("geometric", 2.7)
 UNIFORM = oracle.Spacing("quadratic", 1.0)
 TINY = float(np.finfo(np.float32).tiny)
 seeds = st.integers(0, 2**32 - 1)
-widths = pytest.mark.parametrize("width", WIDTHS)
+few_examples = settings(max_examples=10)  # of all widths each
 
 
-def _quantize(values, seed, width: int, spacing: oracle.Spacing):
-    """Encoded and decoded again, f32[ROWS, 256]."""
-    ids = jnp.arange(ROWS, dtype=jnp.uint32)
-    offset = rounding.offsets(ids, 0, jnp.stack([seed, seed ^ np.uint32(77)]), "correlated")
-    levels = make_levels(width, *spacing)
-    encoded = rows.encode_rows(values, offset, levels, group_size=GROUP_SIZE)
-    return rows.decode_rows(*encoded, levels, group_size=GROUP_SIZE)
+def _quantize(values, seed, spacing=TUNED, group_size=GROUP_SIZE, kind="correlated"):
+    """Encode and decode float32 [len(WIDTHS), ROWS, 256], each width with the same noise."""
+    ids = jnp.tile(jnp.arange(ROWS, dtype=jnp.uint32), len(WIDTHS))
+    offset = rounding.offsets(ids, 0, jnp.stack([seed, seed ^ np.uint32(77)]), kind)
+    classes = [make_levels(width, *spacing) for width in WIDTHS]
+    levels = levels_of_rows(classes, jnp.repeat(jnp.arange(len(WIDTHS)), ROWS))
+    encoded = rows.encode_rows(values.reshape(-1, 256), offset, levels, group_size=group_size)
+    return rows.decode_rows(*encoded, levels, group_size=group_size).reshape(values.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("width", "spacing"))
-def _quantize_once(values, seed, width, spacing):
-    return _quantize(values, seed, width, spacing)
+STATIC = ("spacing", "group_size", "kind")
+_quantize_once = jax.jit(_quantize, static_argnames=STATIC)
 
 
-@functools.partial(jax.jit, static_argnames=("width", "spacing"))
-def _mean_and_square(values, first, count, width, spacing):
+@functools.partial(jax.jit, static_argnames=STATIC)
+def _mean_and_square(values, first, count, **how):
     """Mean error and mean squared error of each coordinate over `count` seeds."""
 
     def add(index, sums):
-        error = _quantize(values, first + index.astype(jnp.uint32), width, spacing) - values
+        error = _quantize(values, first + index.astype(jnp.uint32), **how) - values
         return sums[0] + error, sums[1] + error * error
 
     zero = jnp.zeros_like(values)
@@ -50,16 +54,33 @@ def _mean_and_square(values, first, count, width, spacing):
     return first_moment / count.astype(jnp.float32), second / count.astype(jnp.float32)
 
 
-def quantize(values: np.ndarray, width: int, seed: int = 0, spacing=TUNED) -> np.ndarray:
-    return np.asarray(_quantize_once(values.astype(np.float32), np.uint32(seed), width, spacing))
+def for_all_widths(values: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(values.astype(np.float32), (len(WIDTHS), ROWS, 256))
+
+
+def quantize(values: np.ndarray, seed: int = 0, **how) -> dict[int, np.ndarray]:
+    """Return values [ROWS, 256] after a quantization at each width."""
+    found = np.asarray(_quantize_once(for_all_widths(values), np.uint32(seed), **how))
+    return dict(zip(WIDTHS, found, strict=True))
+
+
+def with_codes(found: dict[int, np.ndarray]) -> list[tuple[int, np.ndarray]]:
+    """Return all but width 0."""
+    return [(width, found[width]) for width in CODE_WIDTHS]
+
+
+def moments(values: np.ndarray, first: int, count: int, **how) -> list[dict[int, np.ndarray]]:
+    """Return the mean error and the mean squared error at each width with codes."""
+    found = _mean_and_square(for_all_widths(values), np.uint32(first), np.int32(count), **how)
+    return [dict(zip(WIDTHS, np.asarray(part), strict=True)) for part in found]
 
 
 def theory(
-    values: np.ndarray, width: int, spacing: oracle.Spacing
+    values: np.ndarray, width: int, spacing: oracle.Spacing, group_size: int = GROUP_SIZE
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Neighbours below and above each magnitude, and the variance of rounding between them."""
-    group_scales, super_scales = oracle.row_scales(values, GROUP_SIZE)
-    scale = np.repeat(oracle.group_steps(group_scales, super_scales), GROUP_SIZE, axis=1)
+    """Neighbors below and above each magnitude, and the variance of rounding between them."""
+    group_scales, super_scales = oracle.row_scales(values, group_size)
+    scale = np.repeat(oracle.group_steps(group_scales, super_scales), group_size, axis=1)
     f, magnitude = oracle.levels(width, spacing), np.abs(values).astype(np.float64)
     t = np.minimum(np.divide(magnitude, scale, out=np.zeros_like(magnitude), where=scale > 0), 1)
     r = np.clip(np.searchsorted(f, t, side="right") - 1, 0, f.size - 2)
@@ -76,141 +97,158 @@ def relative_error(values: np.ndarray, quantized: np.ndarray) -> float:
     return float(np.sum(difference**2) / np.sum(values.astype(np.float64) ** 2))
 
 
-@widths
-def test_the_estimate_is_unbiased(width):
+@pytest.mark.parametrize("kind", ("correlated", "independent"))
+def test_the_estimate_is_unbiased(kind):
     """The error of a mean over k seeds falls as 1 / sqrt(k), and is not zero to begin with."""
     values = gradient(0)
-    errors = {}
-    for count in (16, 1024):
-        mean, _ = _mean_and_square(values, np.uint32(0), np.int32(count), width, TUNED)
-        errors[count] = np.sqrt(relative_error(values, values + np.asarray(mean)))
-    assert errors[16] > 0
-    # 13 bits and more are a few float32 roundings away from exact, which do not average out.
-    assert errors[16] / errors[1024] == pytest.approx(8, rel=0.15 if width < 13 else 0.35)
+    few, many = (moments(values, 0, count, kind=kind)[0] for count in (16, 1024))
+    for width in CODE_WIDTHS:
+        first, last = (np.sqrt(relative_error(values, values + m[width])) for m in (few, many))
+        assert first > 0
+        # 13 bits and more are a few float32 roundings away from exact, which do not average out.
+        assert first / last == pytest.approx(8, rel=0.15 if width < 13 else 0.35), width
 
 
-@widths
-@pytest.mark.parametrize("spacing", (TUNED, PAPER, UNIFORM), ids=("tuned", "paper", "uniform"))
-def test_the_error_is_the_one_of_theory(width, spacing):
+@pytest.mark.parametrize(
+    ("spacing", "group_size"),
+    ((TUNED, 32), (PAPER, 16), (UNIFORM, 8)),
+    ids=("tuned", "paper", "uniform"),
+)
+def test_the_error_is_that_of_theory(spacing, group_size):
     """Bounded from both sides: a codec that does nothing fails, and so does one that wastes."""
     values = gradient(1)
-    _, square = _mean_and_square(values, np.uint32(5), np.int32(64), width, spacing)
-    _, _, variance = theory(values, width, spacing)
-    assert np.sum(square) == pytest.approx(np.sum(variance), rel=0.03 if width < 15 else 0.1)
+    _, square = moments(values, 5, 64, spacing=spacing, group_size=group_size)
+    for width in CODE_WIDTHS:
+        _, _, variance = theory(values, width, spacing, group_size)
+        expected = pytest.approx(np.sum(variance), rel=0.03 if width < 15 else 0.1)
+        assert np.sum(square[width]) == expected, width
 
 
-@widths
-def test_uniform_values_have_the_variance_of_uniform_spacing(width):
-    """E = s^2 / (6 L^2) per coordinate, from one level to 32767."""
+def test_uniform_values_have_the_variance_of_uniform_spacing():
+    """E = s^2 / (6 L^2) for each coordinate, from one level to 32767."""
     values = np.random.default_rng(2).uniform(-1, 1, (ROWS, 256)).astype(np.float32)
     values[:, ::GROUP_SIZE] = 1.0  # pins every group scale
-    error = np.mean((quantize(values, width, spacing=UNIFORM) - values).astype(np.float64) ** 2)
-    assert error == pytest.approx(1 / (6 * (2 ** (width - 1) - 1) ** 2), rel=0.1)
+    for width, quantized in with_codes(quantize(values, spacing=UNIFORM)):
+        error = np.mean((quantized - values).astype(np.float64) ** 2)
+        assert error == pytest.approx(1 / (6 * (2 ** (width - 1) - 1) ** 2), rel=0.1), width
 
 
-@widths
+@few_examples
 @given(data=seeds, seed=seeds)
-def test_every_value_goes_to_one_of_its_two_neighbours(width, data, seed):
+def test_every_value_goes_to_one_of_its_two_neighbors(data, seed):
+    values, slack = gradient(data), 2.0**-19
+    for width, quantized in with_codes(quantize(values, seed)):
+        magnitude = np.abs(quantized)
+        below, above, _ = theory(values, width, TUNED)
+        assert np.all(magnitude >= below * (1 - slack)), width
+        assert np.all(magnitude <= above * (1 + slack)), width
+        assert np.any(magnitude != np.abs(values)), width
+
+
+@few_examples
+@given(data=seeds)
+def test_nearest_rounding_goes_to_the_nearest_level(data):
     values = gradient(data)
-    magnitude = np.abs(quantize(values, width, seed))
-    below, above, _ = theory(values, width, TUNED)
-    slack = 2.0**-19
-    assert np.all(magnitude >= below * (1 - slack))
-    assert np.all(magnitude <= above * (1 + slack))
-    assert np.any(magnitude != np.abs(values))
+    for width, quantized in with_codes(quantize(values, kind="nearest")):
+        below, above, _ = theory(values, width, TUNED)
+        half = (above - below) / 2 + 2.0**-19 * above
+        assert np.all(np.abs(quantized - values) <= half), width
+        assert np.any(quantized != values), width
 
 
-@widths
+@few_examples
 @given(data=seeds, seed=seeds, power=st.integers(-70, 70))
-def test_a_power_of_two_passes_through_exactly(width, data, seed, power):
+def test_a_power_of_two_passes_through_exactly(data, seed, power):
     values = gradient(data)
-    scaled = quantize(np.ldexp(values, power), width, seed)
-    np.testing.assert_array_equal(scaled, np.ldexp(quantize(values, width, seed), power))
+    scaled, found = quantize(np.ldexp(values, power), seed), quantize(values, seed)
+    for width in WIDTHS:
+        np.testing.assert_array_equal(scaled[width], np.ldexp(found[width], power))
 
 
-@widths
+@few_examples
 @given(data=seeds, seed=seeds)
-def test_the_sign_passes_through_exactly(width, data, seed):
+def test_the_sign_passes_through_exactly(data, seed):
     values = gradient(data)
-    np.testing.assert_array_equal(quantize(-values, width, seed), -quantize(values, width, seed))
+    negative, found = quantize(-values, seed), quantize(values, seed)
+    for width in WIDTHS:
+        np.testing.assert_array_equal(negative[width], -found[width])
 
 
-@widths
+@few_examples
 @given(data=seeds, seed=seeds)
-def test_zeros_are_exact(width, data, seed):
+def test_zeros_are_exact(data, seed):
     values = gradient(data)
     zero = np.random.default_rng(data).random(values.shape) < 0.5
     zero[0] = True
     values[zero] = np.copysign(np.float32(0), values[zero])
-    quantized = quantize(values, width, seed)
-    assert np.all(quantized[zero] == 0)
-    assert np.any(quantized[~zero] != 0)
+    for width, quantized in with_codes(quantize(values, seed)):
+        assert np.all(quantized[zero] == 0), width
+        np.testing.assert_array_equal(np.signbit(quantized), np.signbit(values))
+        assert np.any(quantized[~zero] != 0), width
 
 
-@pytest.mark.parametrize("width", (0, *WIDTHS))
 @pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
-def test_what_is_not_finite_surfaces_in_its_row_and_nowhere_else(width, bad):
-    values = gradient(3)
-    clean = quantize(values, width)
+def test_what_is_not_finite_shows_in_its_row_and_nowhere_else(bad):
+    values, others = gradient(3), np.arange(ROWS) != 5
+    clean = quantize(values)
     values[5, 123] = bad
-    quantized = quantize(values, width)
-    assert np.isnan(quantized[5]).all()
-    others = np.arange(ROWS) != 5
-    np.testing.assert_array_equal(quantized[others], clean[others])
-    assert np.isfinite(quantized[others]).all()
+    for width, quantized in quantize(values).items():  # width 0 too
+        assert np.isnan(quantized[5]).all(), width
+        np.testing.assert_array_equal(quantized[others], clean[width][others])
+        assert np.isfinite(quantized[others]).all(), width
 
 
 def test_width_zero_drops_finite_rows():
-    assert not np.any(quantize(gradient(4), 0))
+    assert not np.any(quantize(gradient(4))[0])
 
 
-@widths
 @pytest.mark.parametrize("scale", (1e-30, 1e30))
-def test_magnitude_does_not_matter(width, scale):
+def test_magnitude_does_not_matter(scale):
     values = gradient(6)
-    reference = relative_error(values, quantize(values, width))
     scaled = (values.astype(np.float64) * scale).astype(np.float32)
-    error = relative_error(scaled, quantize(scaled, width))
-    assert error > 0
-    assert error == pytest.approx(reference, rel=0.2)
+    references = quantize(values)
+    for width, quantized in with_codes(quantize(scaled)):
+        error = relative_error(scaled, quantized)
+        assert error > 0
+        assert error == pytest.approx(relative_error(values, references[width]), rel=0.2), width
 
 
-@widths
+@few_examples
 @given(data=seeds, seed=seeds)
-def test_subnormals_are_small_or_zero_and_never_nan(width, data, seed):
-    """Hardware may flush them to zero; nothing else may happen to them, or to their row."""
+def test_subnormals_are_small_or_zero_and_never_nan(data, seed):
+    """Hardware may flush them to zero. Nothing else may happen to them, or to their row."""
     rng = np.random.default_rng(data)
     values = (rng.standard_normal((ROWS, 256)) * TINY / 8).astype(np.float32)
     assert np.any(values)
     values[1::2, 0] = 1e-20  # every other row has one normal value
-    quantized = quantize(values, width, seed)
-    assert np.isfinite(quantized).all()
-    assert np.all(np.abs(quantized[::2]) <= 2 * TINY)
-    assert quantized[1::2, 0] == pytest.approx(1e-20, rel=0.02)
+    for width, quantized in with_codes(quantize(values, seed)):
+        assert np.isfinite(quantized).all(), width
+        assert np.all(np.abs(quantized[::2]) <= 2 * TINY), width
+        assert quantized[1::2, 0] == pytest.approx(1e-20, rel=0.02), width
 
 
-@pytest.mark.parametrize("width", (4, 8, 16))
+@few_examples
 @given(data=seeds, seed=seeds)
-def test_one_huge_value_in_a_row_of_tiny_ones(width, data, seed):
+def test_one_huge_value_in_a_row_of_tiny_ones(data, seed):
     values = gradient(data, scale=1e-30)
     values[:, 200] = 1e30
-    quantized = quantize(values, width, seed)
-    assert np.isfinite(quantized).all()
-    # The super-scale is at most 2^-7 above the value, which is next to the top level.
-    gap = 1 - oracle.levels(width, TUNED)[-2]
-    assert np.all(np.abs(quantized[:, 200] / 1e30 - 1) <= gap)
-    # A tiny group costs at most one step of the group scale, 1/255 of the huge value.
-    assert np.all(np.abs(np.delete(quantized, 200, axis=1)) <= 1.01e30)
-    far = np.delete(quantized, range(192, 224), axis=1)
-    assert np.all(np.abs(far) <= 1e30 / 250)
+    for width, quantized in with_codes(quantize(values, seed)):
+        assert np.isfinite(quantized).all(), width
+        # The super-scale is at most 2^-7 above the value, which is next to the top level.
+        gap = 1 - oracle.levels(width, TUNED)[-2]
+        assert np.all(np.abs(quantized[:, 200] / 1e30 - 1) <= gap + 2.0**-20), width
+        # A tiny group costs at most one step of the group scale, 1/255 of the huge value.
+        assert np.all(np.abs(np.delete(quantized, 200, axis=1)) <= 1.01e30), width
+        far = np.delete(quantized, range(192, 224), axis=1)
+        assert np.all(np.abs(far) <= 1e30 / 250), width
 
 
 def test_one_value_of_each_magnitude_survives_in_its_own_row():
     """Rows share nothing: 1e-30 beside 1e30 keeps its relative accuracy at 8 bits."""
     values = gradient(8)
     magnitudes = np.logspace(-30, 30, ROWS)[:, None]
-    quantized = quantize((values * magnitudes).astype(np.float32), 8) / magnitudes
-    reference = quantize(values, 8)
+    quantized = quantize((values * magnitudes).astype(np.float32))[8] / magnitudes
+    reference = quantize(values)[8]
     norms = np.sum(values.astype(np.float64) ** 2, axis=1)
     ours = np.sum((quantized - values) ** 2, axis=1) / norms
     expected = np.sum((reference.astype(np.float64) - values) ** 2, axis=1) / norms

@@ -1,4 +1,4 @@
-"""Levels are geometric, and rounding between them is monotone and unbiased in the value."""
+"""Levels follow their formula, and rounding between them is monotone and unbiased."""
 
 import math
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dynamiq_jax.codec import arithmetic, levels, packing
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
+from pallas_kernels.codec import arithmetic, levels, packing
 from tests.support import oracle
 
 WIDTHS = tuple(width for width in packing.WIDTHS if width)
@@ -18,8 +18,7 @@ PRECISION = 2.0**-21  # of f, promised by the wire format
 
 TUNED, PAPER = oracle.Spacing("quadratic", 2.7), oracle.Spacing("geometric", 2.7)
 UNIFORM = oracle.Spacing("quadratic", 1.0)
-SPACINGS = (TUNED, PAPER, UNIFORM, oracle.Spacing("geometric", 1.0))
-every_width = pytest.mark.parametrize("width", WIDTHS)
+SPACINGS = (TUNED, PAPER, UNIFORM)
 every_spacing = pytest.mark.parametrize(
     "spacing", SPACINGS, ids=lambda s: f"{s.kind}-{s.gap_ratio}"
 )
@@ -51,12 +50,21 @@ def positions(count: int, seed: int = 0) -> np.ndarray:
     return np.concatenate([[0, 1], even, small]).astype(np.float32)
 
 
-@every_width
 @every_spacing
-def test_positions_are_those_of_the_formula(width, spacing):
-    assert all_levels(width, spacing)[0] == 0
-    assert relative_error(width, spacing) < PRECISION
-    assert np.all(np.diff(all_levels(width, spacing)) > 0)
+def test_positions_are_those_of_the_formula(spacing):
+    for width in WIDTHS:
+        assert all_levels(width, spacing)[0] == 0
+        assert relative_error(width, spacing) < PRECISION, width
+        assert np.all(np.diff(all_levels(width, spacing)) > 0), width
+
+
+def test_uniform_levels_do_not_depend_on_the_spacing():
+    for width in packing.WIDTHS:
+        quadratic, geometric = (
+            levels.make_levels(width, kind, 1.0) for kind in ("quadratic", "geometric")
+        )
+        assert isinstance(quadratic, levels.UniformLevels)
+        assert quadratic == geometric
 
 
 kinds, ratios = st.sampled_from(("quadratic", "geometric")), st.floats(0.5, 12) | st.just(1.0)
@@ -73,14 +81,14 @@ def test_what_cannot_keep_the_precision_is_refused(width, spacing):
         assert_unbiased(width, spacing, count=20)
 
 
-@every_width
 @pytest.mark.parametrize("kind", ("quadratic", "geometric"))
 @pytest.mark.parametrize("share", (0.0, 0.5, 1.0))
-def test_rounding_is_unbiased_at_every_accepted_spacing(width, kind, share):
+def test_rounding_is_unbiased_at_every_accepted_spacing(kind, share):
     low, high = levels.MIN_GAP_RATIO, levels.MAX_GAP_RATIO[kind]
     gap_ratio = low + share * (high - low)
     dq.DynamiQ(spacing=kind, gap_ratio=gap_ratio)
-    assert_unbiased(width, oracle.Spacing(kind, gap_ratio), count=20)
+    for width in WIDTHS:
+        assert_unbiased(width, oracle.Spacing(kind, gap_ratio), count=20)
 
 
 @pytest.mark.parametrize("width", (4, 6, 8))
@@ -97,50 +105,51 @@ def test_a_width_has_two_signs_for_each_level():
     assert [levels.num_levels(width) for width in (0, 2, 4, 8, 16)] == [0, 1, 7, 127, 32767]
 
 
-@every_width
 @every_spacing
-def test_rounding_picks_one_of_the_two_neighbours(width, spacing):
-    f, t = oracle.levels(width, spacing), positions(4000)
+def test_rounding_picks_one_of_the_two_neighbors(spacing):
+    t = positions(4000)
     offsets = np.random.default_rng(1).random(t.size).astype(np.float32)
-    codes = np.asarray(round_to_level(t, offsets, width, spacing)).astype(int)
-    r = np.clip(np.searchsorted(f, t, side="right") - 1, 0, f.size - 2)
-    # A position within float32 rounding of a level may be taken for one on its other side.
-    below, above = f[r] * (1 - 2 * PRECISION), f[r + 1] * (1 + 2 * PRECISION)
-    assert np.all((f[codes] >= below) & (f[codes] <= above))
-    assert 0.2 < np.mean(codes == r + 1) < 0.8
+    for width in WIDTHS:
+        f = oracle.levels(width, spacing)
+        codes = np.asarray(round_to_level(t, offsets, width, spacing)).astype(int)
+        r = np.clip(np.searchsorted(f, t, side="right") - 1, 0, f.size - 2)
+        # A position within float32 rounding of a level may be taken for one on its other side.
+        below, above = f[r] * (1 - 2 * PRECISION), f[r + 1] * (1 + 2 * PRECISION)
+        assert np.all((f[codes] >= below) & (f[codes] <= above)), width
+        assert 0.2 < np.mean(codes == r + 1) < 0.8, width
 
 
-@every_width
 @every_spacing
-def test_both_ends_are_exact_for_every_offset(width, spacing):
+def test_both_ends_are_exact_for_every_offset(spacing):
     offsets = np.linspace(0, 1 - 2.0**-10, 1024, dtype=np.float32)
-    for t, code in ((0, 0), (1, levels.num_levels(width))):
-        codes = round_to_level(np.full(1024, t, np.float32), offsets, width, spacing)
-        assert set(np.asarray(codes)) == {code}
+    for width in WIDTHS:
+        for t, code in ((0, 0), (1, levels.num_levels(width))):
+            codes = round_to_level(np.full(1024, t, np.float32), offsets, width, spacing)
+            assert set(np.asarray(codes)) == {code}, width
 
 
-@every_width
 @every_spacing
-def test_rounding_is_monotone(width, spacing):
-    """In t for every offset, and against the offset for every t."""
+def test_rounding_is_monotone(spacing):
+    """It rises with t for every offset, and falls with the offset for every t."""
     t = np.sort(positions(1000))
     offsets = np.linspace(0, 1, 64, endpoint=False, dtype=np.float32)
-    codes = np.asarray(round_to_level(t[:, None], offsets[None], width, spacing))
-    assert np.all(np.diff(codes, axis=0) >= 0)
-    assert np.all(np.diff(codes, axis=1) <= 0)
+    for width in WIDTHS:
+        codes = np.asarray(round_to_level(t[:, None], offsets[None], width, spacing))
+        assert np.all(np.diff(codes, axis=0) >= 0), width
+        assert np.all(np.diff(codes, axis=1) <= 0), width
 
 
-@every_width
 @every_spacing
-def test_rounding_is_unbiased_in_the_value(width, spacing):
-    assert_unbiased(width, spacing, count=100)
+def test_rounding_is_unbiased_in_the_value(spacing):
+    for width in WIDTHS:
+        assert_unbiased(width, spacing, count=100)
 
 
 def assert_unbiased(width: int, spacing: oracle.Spacing, count: int) -> None:
-    """The mean over an even grid of K offsets can be off by half a grid step, and by what a
-    logarithm or a root in float32 is off, and no more.
+    """Check that the mean over an even grid of offsets is off by at most half a step of the grid
+    and the error of a float32 logarithm or root.
 
-    Rounding in the log domain, the tempting mistake, is off by a hundred times that at 4 bits.
+    Rounding in the log domain would be off by a hundred times that at 4 bits.
     """
     grid = 2048
     f, t = oracle.levels(width, spacing), positions(count)
@@ -151,8 +160,8 @@ def assert_unbiased(width: int, spacing: oracle.Spacing, count: int) -> None:
     bias = np.abs(f[codes].mean(axis=1) - t)
     # Error of a code before it is rounded, in gaps: at 8 bits a ten-thousandth.
     inverse = 2.0**-20 * f.size / math.log(max(spacing.gap_ratio, 1.1))
-    assert np.all(bias <= gap * (1.01 / (2 * grid) + inverse) + 4 * PRECISION * t)
-    assert np.ptp(codes, axis=1).max() == 1  # it did round, both ways
+    assert np.all(bias <= gap * (1.01 / (2 * grid) + inverse) + 4 * PRECISION * t), width
+    assert np.ptp(codes, axis=1).max() == 1  # both up and down
 
 
 def test_error_coefficients_are_the_mean_squared_errors_of_uniform_levels():
@@ -170,7 +179,7 @@ def test_error_coefficients_are_the_mean_squared_errors_of_uniform_levels():
 
 @every_spacing
 def test_rows_of_different_widths_go_through_one_formula(spacing):
-    """Columns, a width for every row, give the codes and positions that scalars give."""
+    """Columns with a width for every row give the codes and positions that scalars give."""
     t = np.broadcast_to(positions(500), (len(WIDTHS), 1002))
     offsets = np.random.default_rng(3).random(t.shape).astype(np.float32)
     classes = [levels.make_levels(width, *spacing) for width in WIDTHS]
@@ -184,7 +193,7 @@ def test_rows_of_different_widths_go_through_one_formula(spacing):
     codes, values = map(np.asarray, by_rows(t, offsets))
     for row, (width, scalars) in enumerate(zip(WIDTHS, classes, strict=True)):
         expected = np.asarray(round_to_level(t[row], offsets[row], width, spacing))
-        # The contraction of multiply-adds may differ: a few codes hang on it.
+        # The contraction of multiply-adds may differ, and with it a few codes.
         assert np.mean(codes[row] != expected) < (1e-3 if width < 13 else 2e-2)
         assert np.max(np.abs(codes[row] - expected)) <= 1
         np.testing.assert_allclose(values[row], _position(codes[row], scalars), rtol=2 * PRECISION)

@@ -1,136 +1,114 @@
 """The Mosaic GPU kernels: interpreted, against the XLA base, and lowered for a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from dynamiq_jax import compat
-from pallas_kernels import implementation
-from pallas_kernels.codec.layout import Layout, make_layout
-from pallas_kernels.operations import compress, decompress, decompress_accumulate, hop, statistics
+from pallas_kernels import compat, implementation, operations
+from pallas_kernels.codec import Layout, LocalRows, Quantizer, make_layout
 
-pytestmark = pytest.mark.skipif(not compat.has_mosaic_gpu(), reason="this JAX has no such backend")
+pytestmark = pytest.mark.skipif(
+    not compat.has_mosaic_gpu(), reason="the Mosaic GPU kernels need JAX 0.11 or newer"
+)
+slow = pytest.mark.slow
 
 SEED = np.array([123456789, 987654321], np.uint32)
+QUANTIZER = {"group_size": 32, "spacing": "quadratic", "gap_ratio": 2.7, "rounding": "correlated"}
 
 
 def small_layout(rows: int, widths: tuple[int, ...] = (5, 2), **changes) -> Layout:
-    """Two chunks of `rows` rows, the same number of rows of each width."""
-    arguments = {
-        "group_size": 32,
-        "spacing": "quadratic",
-        "gap_ratio": 2.7,
-        "rounding": "correlated",
-        **changes,
-    }
+    """Layout of two chunks of `rows` rows, with the same number of rows of each width."""
     fractions = tuple((width, 1 / len(widths)) for width in widths)
-    return make_layout(2 * rows * 256, 2, fractions=fractions, **arguments)
+    return make_layout(2 * rows * 256, 2, fractions, Quantizer(**{**QUANTIZER, **changes}))
 
 
-def some_rows(layout: Layout, dtype=jnp.float32, seed: int = 0) -> jax.Array:
+def some_rows(layout: Layout, dtype="float32", seed: int = 0) -> LocalRows:
     rng = np.random.default_rng(seed)
-    rows = rng.normal(size=(layout.num_rows, 256)) * np.exp(
-        3 * rng.normal(size=(layout.num_rows, 1))
-    )
-    return jnp.asarray(rows.astype(np.float32)).astype(dtype)
-
-
-def some_order(layout: Layout) -> np.ndarray:
+    rows = rng.normal(size=(layout.num_rows, 256))
+    rows *= np.exp(3 * rng.normal(size=(layout.num_rows, 1)))
     order = np.random.default_rng(1).permutation(layout.num_rows)
-    return order.reshape(layout.num_chunks, -1).astype(np.int32)
+    table = order.reshape(layout.num_chunks, -1).astype(np.int32)
+    return LocalRows(jnp.asarray(rows, jnp.float32).astype(dtype), jnp.asarray(table), SEED)
 
 
-def some_messages(layout: Layout, dtype, chunk: jax.Array, count: int) -> jax.Array:
-    """What as many other workers would send of a chunk."""
-    order, options = some_order(layout), {"layout": layout, "implementation": "xla"}
-    sent = [
-        compress(some_rows(layout, dtype, seed), order, chunk, 0, SEED, **options)
-        for seed in range(count)
-    ]
-    return jnp.stack(sent)
+def some_messages(layout: Layout, dtype: str, chunk: int, count: int) -> jax.Array:
+    """Messages that as many other workers would send of a chunk."""
+    compress = functools.partial(operations.compress, layout=layout, implementation="xla")
+    send = jax.jit(lambda local: compress(local, chunk, 0))
+    return jnp.stack([send(some_rows(layout, dtype, seed)) for seed in range(count)])
+
+
+def run(backend: str, operation, *args, **static):
+    """Run an operation by the kernels, interpreted, or by the base."""
+    with implementation.without_gpu("interpret"):
+        jitted = jax.jit(functools.partial(operation, implementation=backend, **static))
+        return jax.tree.map(np.asarray, jitted(*args))
 
 
 @pytest.mark.parametrize(
     ("rows", "received", "dtype", "changes"),
     [
-        (36, 1, jnp.float32, {}),  # blocks of 16 rows that overlap
+        (36, 1, "float32", {}),  # blocks of 16 rows that overlap
         pytest.param(
             9,
             1,
-            jnp.bfloat16,
-            {"widths": (7, 3, 0), "group_size": 16, "rounding": "stratified"},
-            marks=pytest.mark.slow,
+            "bfloat16",
+            {"widths": (7, 3, 0), "group_size": 16, "rounding": "independent"},
+            marks=slow,
         ),
         pytest.param(
             12,
             2,
-            jnp.float32,
+            "float32",
             {"widths": (16, 9), "group_size": 8, "rounding": "independent"},
-            marks=pytest.mark.slow,
+            marks=slow,
         ),
         pytest.param(
             3,
             1,
-            jnp.float16,
+            "float16",
             {"widths": (8, 6, 4), "rounding": "nearest", "spacing": "geometric"},
-            marks=pytest.mark.slow,
+            marks=slow,
         ),
-        pytest.param(40, 1, jnp.float32, {"widths": (13,), "gap_ratio": 1}, marks=pytest.mark.slow),
+        pytest.param(40, 1, "float32", {"widths": (13,), "gap_ratio": 1}, marks=slow),
     ],
 )
-def test_a_hop_is_byte_for_byte_the_base(rows, received, dtype, changes):
-    layout = small_layout(rows, **changes)
-    order, chunk = some_order(layout), jnp.int32(1)
-    payloads = some_messages(layout, dtype, chunk, received)
-
-    def run(backend):
-        return jax.jit(
-            lambda payloads, rows: hop(
-                payloads, rows, order, chunk, received, SEED, layout=layout, implementation=backend
-            )
-        )(payloads, some_rows(layout, dtype, seed=9))
-
-    with implementation.without_gpu("interpret"):
-        actual = run("mosaic_gpu")
-    np.testing.assert_array_equal(actual, run("xla"))
+def test_a_hop_writes_the_bytes_of_the_base(rows, received, dtype, changes):
+    layout, chunk = small_layout(rows, **changes), jnp.int32(1)
+    args = some_messages(layout, dtype, 1, received), some_rows(layout, dtype, seed=9)
+    ours, expected = (
+        run(backend, operations.hop, *args, chunk, received, layout=layout)
+        for backend in ("mosaic_gpu", "xla")
+    )
+    np.testing.assert_array_equal(ours, expected)
 
 
 @pytest.mark.parametrize(
     ("rows", "received", "dtype", "error", "changes"),
     [
-        (36, 1, jnp.float32, 0, {}),
-        pytest.param(
-            7, 3, jnp.bfloat16, 0, {"widths": (7, 3, 0), "group_size": 16}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            1, 2, jnp.float16, 0, {"widths": (4,), "spacing": "geometric"}, marks=pytest.mark.slow
-        ),
+        (36, 1, "float32", 0, {}),
+        pytest.param(7, 3, "bfloat16", 0, {"widths": (7, 3, 0), "group_size": 16}, marks=slow),
+        pytest.param(1, 2, "float16", 0, {"widths": (4,), "spacing": "geometric"}, marks=slow),
         # XLA contracts multiply-adds of the base here, but not those of the interpreted kernel.
-        pytest.param(
-            12, 2, jnp.float32, 2e-7, {"widths": (16, 9), "group_size": 8}, marks=pytest.mark.slow
-        ),
+        pytest.param(12, 2, "float32", 2e-7, {"widths": (16, 9), "group_size": 8}, marks=slow),
     ],
 )
 def test_a_sum_is_that_of_the_base(rows, received, dtype, error, changes):
-    layout = small_layout(rows, **changes)
-    order, chunk = some_order(layout), jnp.int32(1)
-    payloads = some_messages(layout, dtype, chunk, received)
-    local = some_rows(layout, dtype, seed=9).at[order[1, 0], 5].set(jnp.nan)
-
-    def run(backend):
-        options = {"layout": layout, "implementation": backend}
-        return jax.jit(lambda *a: decompress_accumulate(*a, order, chunk, **options))(
-            payloads, local
-        )
-
-    with implementation.without_gpu("interpret"):
-        actual = run("mosaic_gpu")
-    expected = run("xla")
+    layout, chunk = small_layout(rows, **changes), jnp.int32(1)
+    local = some_rows(layout, dtype, seed=9)
+    local = local._replace(rows=local.rows.at[local.order[1, 0], 5].set(jnp.nan))
+    payloads = some_messages(layout, dtype, 1, received)
+    ours, expected = (
+        run(backend, operations.decompress_accumulate, payloads, local, chunk, layout=layout)
+        for backend in ("mosaic_gpu", "xla")
+    )
     largest = np.nanmax(np.abs(expected), axis=1, keepdims=True)
-    np.testing.assert_allclose(actual / largest, expected / largest, rtol=0, atol=error)
-    assert np.argwhere(np.isnan(actual)).tolist() == [[0, 5]]
+    np.testing.assert_allclose(ours / largest, expected / largest, rtol=0, atol=error)
+    assert np.argwhere(np.isnan(ours)).tolist() == [[0, 5]]
 
 
 @pytest.mark.parametrize("group_size", [8, 16, 32])
@@ -139,65 +117,50 @@ def test_every_width_lowers_for_a_gpu(group_size, rows):
     from jax.sharding import AbstractDevice  # not in older versions
 
     widths = (16, 11, 7, 0) if rows > 1 else (5,)
-    layout = small_layout(rows, widths, group_size=group_size, rounding="stratified")
-    order, rows_of_bucket = some_order(layout), some_rows(layout)
-    payload = jnp.zeros((1, layout.payload_bytes), jnp.uint8)
+    layout = small_layout(rows, widths, group_size=group_size)
+    payload, local = jnp.zeros((1, layout.payload_bytes), jnp.uint8), some_rows(layout)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    backend = {"implementation": "mosaic_gpu"}
 
-    def run(payload, rows):
-        backend = "mosaic_gpu"
-        sent = hop(payload, rows, order, 1, 1, SEED, layout=layout, implementation=backend)
+    def all_operations(payload, local):
+        sent = operations.hop(payload, local, 1, 1, layout=layout, **backend)
         received = jnp.stack([sent, sent])
-        decoded = decompress(received, order, layout=layout, implementation=backend)
-        added = decompress_accumulate(
-            received, rows, order, 1, layout=layout, implementation=backend
-        )
-        return sent, decoded, added, statistics(rows, implementation=backend)
+        decoded = operations.decompress(received, local.order, layout=layout, **backend)
+        added = operations.decompress_accumulate(received, local, 1, layout=layout, **backend)
+        return sent, decoded, added, operations.statistics(local.rows, **backend)
 
     with implementation.without_gpu("compile"), jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(run).trace(payload, rows_of_bucket)
+        traced = jax.jit(all_operations).trace(payload, local)
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 4
 
 
-@pytest.mark.slow
-def test_the_other_operations_are_the_base():
+def all_chunks(local: LocalRows, *, layout: Layout, implementation: str):
+    """Compress and decompress all chunks, and measure the norms."""
+    options = {"layout": layout, "implementation": implementation}
+    sent = [operations.compress(local, chunk, 0, **options) for chunk in range(layout.num_chunks)]
+    decoded = operations.decompress(jnp.stack(sent), local.order, **options)
+    return sent, decoded, operations.statistics(local.rows, implementation=implementation)
+
+
+@slow
+def test_the_other_operations_are_those_of_the_base():
     layout = small_layout(20)
-    rows, order = some_rows(layout, jnp.bfloat16), some_order(layout)
-
-    def run(backend):
-        sent = [
-            compress(rows, order, chunk, 0, SEED, layout=layout, implementation=backend)
-            for chunk in range(layout.num_chunks)
-        ]
-        decoded = decompress(jnp.stack(sent), order, layout=layout, implementation=backend)
-        return sent, decoded, statistics(rows, implementation=backend)
-
-    with implementation.without_gpu("interpret"):
-        sent, decoded, measured = jax.jit(lambda: run("mosaic_gpu"))()
-    expected_sent, expected_decoded, expected_measured = jax.jit(lambda: run("xla"))()
-    np.testing.assert_array_equal(sent, expected_sent)
-    np.testing.assert_array_equal(decoded, expected_decoded)
-    for actual, expected in zip(measured, expected_measured, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_not_finite_rows_decode_to_nan():
-    layout = small_layout(4)
-    rows, order = some_rows(layout).at[3, 7].set(jnp.inf).at[5, 0].set(jnp.nan), some_order(layout)
-    with implementation.without_gpu("interpret"):
-        sent = [
-            compress(rows, order, chunk, 0, SEED, layout=layout, implementation="mosaic_gpu")
-            for chunk in range(layout.num_chunks)
-        ]
-        backend = "mosaic_gpu"
-        decoded = decompress(jnp.stack(sent), order, layout=layout, implementation=backend)
-    assert np.flatnonzero(np.isnan(decoded).all(axis=1)).tolist() == [3, 5]
-    assert np.isfinite(np.delete(np.asarray(decoded), [3, 5], axis=0)).all()
+    local = some_rows(layout, "bfloat16")
+    local = local._replace(rows=local.rows.at[3, 7].set(jnp.inf).at[5, 0].set(jnp.nan))
+    ours, expected = (
+        run(backend, all_chunks, local, layout=layout) for backend in ("mosaic_gpu", "xla")
+    )
+    np.testing.assert_array_equal(ours[0], expected[0])
+    np.testing.assert_array_equal(ours[1], expected[1])
+    np.testing.assert_allclose(ours[2], expected[2], rtol=1e-6, atol=1e-6)
+    # What is not finite shows in all of its row and nowhere else.
+    assert np.flatnonzero(np.isnan(ours[1]).all(axis=1)).tolist() == [3, 5]
+    assert np.isfinite(np.delete(ours[1], [3, 5], axis=0)).all()
+    assert np.flatnonzero(~np.isfinite(ours[2])).tolist() == [3, 5]
 
 
 def test_it_is_refused_where_it_cannot_run():
     with pytest.raises(ValueError, match="GPU"):
-        statistics(jnp.zeros((1, 256)), implementation="mosaic_gpu")
+        operations.statistics(jnp.zeros((1, 256)), implementation="mosaic_gpu")

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from dynamiq_jax.codec import scales
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels.codec import scales
 from tests.support import oracle
 
 ROWS, GROUPS = 8, 8

@@ -1,9 +1,9 @@
 """NumPy oracle of the wire format (docs/wire_format.md), written from the page and nothing else.
 
-It favours clarity over speed and shares no code with the library. Scales are computed in float32,
-as the page fixes them bit for bit. Level positions, probabilities and norms are computed in
-float64, so a float32 implementation may legitimately differ where the outcome hangs on the last
-bits: `encode_rows` returns the mask of coordinates where it may not ("decided").
+It favors clarity over speed and shares no code with the library. Scales are computed in float32,
+as the page specifies them bit for bit. Level positions, probabilities and norms are computed in
+float64, so a float32 implementation may differ where the outcome depends on the last bits:
+`encode_rows` returns the mask of coordinates where it may not ("decided").
 
 Shapes: a bucket of `size` values on `n` workers is n * R rows of 256 lanes; a row has
 G = 256 / group_size groups; a chunk is R rows, and `class_rows` ((width, rows), ...) adds up to R.
@@ -67,6 +67,14 @@ def rows_per_chunk(size: int, n: int) -> int:
     return -(-rows // n)
 
 
+def class_rows_of(fractions: Sequence[tuple[int, float]], rows: int) -> list[tuple[int, int]]:
+    """(width, rows) of the width classes in a chunk of R rows, without empty classes."""
+    ends = np.rint(np.cumsum([share for _, share in fractions]) * rows).astype(int)  # half to even
+    ends[-1] = rows
+    counts = np.diff(ends, prepend=0).tolist()
+    return [(width, n) for (width, _), n in zip(fractions, counts, strict=True) if n > 0]
+
+
 def to_rows(flat: NDArray, n: int) -> F32:
     """A flat bucket [size] as its zero-padded matrix, f32[n * R, 256]."""
     rows = np.zeros((n * rows_per_chunk(flat.size, n), LANES), np.float32)
@@ -90,18 +98,6 @@ def combine_norms(bits: U16) -> U16:
         return bf16_nearest(np.sqrt(squares.sum(axis=0)))
 
 
-def row_means(rows: F32) -> U16:
-    """Mean of each row of one worker, f32[..., 256] -> bfloat16 bits u16[...]."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return bf16_nearest(rows.astype(np.float64).mean(axis=-1))
-
-
-def combine_means(bits: U16) -> U16:
-    """Means over the workers, u16[n, rows] -> u16[rows]."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return bf16_nearest(bf16_to_f32(bits).astype(np.float64).mean(axis=0))
-
-
 def row_order(norm_bits: U16) -> Ints:
     """Row indices by descending bit pattern u16[rows], ties by index, i64[rows]."""
     return np.argsort(-norm_bits.astype(np.int64), kind="stable")
@@ -117,6 +113,12 @@ def row_table(norm_bits: U16, class_rows: ClassRows, n: int) -> Ints:
         start += n * count
     assert start == order.size, "class_rows must add up to R"
     return np.concatenate(per_class, axis=1)
+
+
+def consecutive_table(norm_bits: U16, n: int) -> Ints:
+    """`row_table` where chunk c has to hold the c-th part of the rows."""
+    parts = norm_bits.reshape(n, -1)
+    return np.stack([row_order(part) + c * part.size for c, part in enumerate(parts)])
 
 
 # ------------------------------------------------------------------------------ 4. rounding offsets
@@ -136,11 +138,6 @@ def mix_mixed(h: U32) -> U32:
     return h ^ (h >> np.uint32(16))
 
 
-def bit_reverse_16(value: int) -> int:
-    """The low 16 bits of `value` in the opposite order."""
-    return int(f"{value & 0xFFFF:016b}"[::-1], 2)
-
-
 def rounding_words(ids: NDArray, turn: int, seed: tuple[int, int], rounding: str) -> U32:
     """Hash words u32[rows, 128] of rows with permuted ids [rows] at turn `turn`."""
     ids = np.atleast_1d(np.asarray(ids)).astype(np.uint32)
@@ -152,8 +149,6 @@ def rounding_words(ids: NDArray, turn: int, seed: tuple[int, int], rounding: str
     word = mix_mixed(row[:, None] ^ lanes)
     if rounding == "correlated":
         return word + shift
-    if rounding == "stratified":
-        return word ^ np.uint32(bit_reverse_16(turn) * 0x10001)
     raise ValueError(f"no words for rounding {rounding!r}")
 
 
@@ -189,8 +184,12 @@ def levels(width: int, spacing: Spacing) -> F64:
 
 
 def margin(width: int) -> float:
-    """How far (in probability) a float32 implementation may be from the exact comparison."""
-    return min(2.0**-20 * (2 ** (width - 1) - 1) + 2.0**-22, 0.02)
+    """How far (in probability) a float32 implementation may be from the exact comparison.
+
+    Positions are precise to 2^-21, of which the gaps at the top are 1 / L, and an inverse may be
+    as far off.
+    """
+    return 2.0**-20 * (2 ** (width - 1) - 1) + 2.0**-22
 
 
 def row_scales(x: F32, group_size: int) -> tuple[U8, U16]:
@@ -231,7 +230,7 @@ def encode_rows(x: F32, width: int, spacing: Spacing, group_size: int, u: NDArra
 
     With p = (t - f(r)) / (f(r + 1) - f(r)), the outcome is ceil(r + p - u): undecided where
     that argument is within `margin(width)` of a whole number. This covers a t next to a level,
-    where another implementation may start from the neighbouring r. Rows whose super-scale is not
+    where another implementation may start from the neighboring r. Rows whose super-scale is not
     finite get magnitude 0 and are undecided.
     """
     x = np.ascontiguousarray(x, np.float32)
@@ -429,7 +428,6 @@ def all_reduce(
     topology: Callable[[F32, int, Kind], tuple[F32, U8]],
     grads: F32,
     kind: Kind,
-    centre: bool = False,
     norm_bits: U16 | None = None,
 ) -> tuple[F32, list[U8]]:
     """Sum of grads f32[n, size]: estimate f32[size], final payload of each chunk.
@@ -441,16 +439,10 @@ def all_reduce(
     x = np.stack([to_rows(g, n) for g in grads])  # [n, n * R, 256]
     if norm_bits is None:
         norm_bits = combine_norms(row_norms(x))
-    means = np.zeros((x.shape[1], 1), np.float32)
-    if centre:
-        means = bf16_to_f32(combine_means(row_means(x)))[:, None]
-        x = x - means
     total, payloads = np.zeros(x.shape[1:], np.float32), []
     for chunk, rows in enumerate(row_table(norm_bits, kind.class_rows, n)):
         total[rows], payload = topology(x[:, rows], chunk, kind)
         payloads.append(payload)
-    if centre:
-        total = total + np.float32(n) * means
     return total.reshape(-1)[:size], payloads
 
 
