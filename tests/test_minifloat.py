@@ -6,10 +6,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from dynamiq_jax.codec import minifloat
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamiq_jax.methods import _minifloat as minifloat
 from dynamiq_jax.methods._minifloat import ELEMENTS
 
 DTYPES = {
