@@ -42,7 +42,7 @@ CASES = {
     "mxfp8_shared": MXFP8(shared_scale=True),
 }
 CHUNKED = [name for name, method in CASES.items() if isinstance(method, ChunkedMethod)]
-# Methods that the key does not change: name to the vNMSE that they are within, here. On a ring, sums
+# Methods that the key does not change: name to the vNMSE that they are within, here. Sums on a ring
 # have up to two compressions more than all to all.
 DETERMINISTIC = {
     "exact": (0, 1e-12),  # the order of float32 additions
