@@ -46,7 +46,7 @@ def test_other_numbers_do_not(value):
 
 def test_choices():
     check_choice("x", 32, (32, 64))
-    for value in (33, None, "32"):
+    for value in (33, None, "32", 32.0):
         with pytest.raises(ValueError) as info:
             check_choice("x", value, [32, 64])
         assert str(info.value) == f"x={value!r} is not possible. Give one of (32, 64)."
