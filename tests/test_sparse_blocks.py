@@ -32,9 +32,9 @@ both = pytest.mark.parametrize("method", (OMNI, TOP_K), ids=("omnireduce", "topk
 seeds = st.integers(0, 2**32 - 1)
 
 
-def local_all_reduce(method, size, num_workers=NUM_WORKERS, topology="ring"):
+def local_all_reduce(method, size, num_workers=NUM_WORKERS):
     """Return a local function to the sum, to what this worker applied, and to the metrics."""
-    call = call_on(size, num_workers, topology, feedback=True)
+    call = call_on(size, num_workers, feedback=True)
 
     def local(key, flat):
         reduced = method.all_reduce(flat, call, key, ())
@@ -44,15 +44,15 @@ def local_all_reduce(method, size, num_workers=NUM_WORKERS, topology="ring"):
 
 
 @functools.cache
-def runner(method, size, num_workers, topology):
-    return simulated(local_all_reduce(method, size, num_workers, topology))
+def runner(method, size, num_workers):
+    return simulated(local_all_reduce(method, size, num_workers))
 
 
-def reduced(method, gradients, topology="ring"):
+def reduced(method, gradients):
     """Return the sum [size], what each worker applied [n, size], and the metrics. All workers agree
     on the sum and on the metrics.
     """
-    run = runner(method, gradients.shape[1], len(gradients), topology)
+    run = runner(method, gradients.shape[1], len(gradients))
     total, applied, metrics = jax.tree.map(np.asarray, run(KEY, gradients))
     for leaf in (total, *metrics.values()):
         assert {replica.tobytes() for replica in leaf} == {leaf[0].tobytes()}
@@ -273,13 +273,12 @@ def test_units_of_the_gradient_do_not_matter(method, seed):
 
 
 @both
-@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
-def test_nan_and_inf_surface_and_stay_in_their_blocks(method, topology):
+def test_nan_and_inf_surface_and_stay_in_their_blocks(method):
     """In the least of all blocks, and there alone."""
     gradients = of_workers(3, NUM_WORKERS, SIZE)
     gradients[:, -3 * BLOCK :] = 0
     gradients[2, -1], gradients[1, -2 * BLOCK] = np.nan, -np.inf
-    total, _, _ = reduced(method, gradients, topology)
+    total, _, _ = reduced(method, gradients)
     spoilt = ~np.isfinite(total)
     assert spoilt[-1] and spoilt[-2 * BLOCK]
     assert not np.any(spoilt[: -3 * BLOCK])
@@ -326,11 +325,12 @@ def test_narrow_gradients_give_the_sum_of_their_values(method, dtype):
 
 
 @both
-@pytest.mark.parametrize("size", (1, BLOCK + 1))
-def test_there_is_room_for_one_block_at_least(method, size):
+def test_there_is_room_for_one_block_at_least(method):
     small = {"capacity": 0.01} if isinstance(method, OmniReduce) else {"bits": 0.3}
+    method, size = dataclasses.replace(method, **small), BLOCK + 1
+    assert [method.num_chosen(call_on(s, NUM_WORKERS)) for s in (1, size)] == [1, 1]
     gradients = np.tile(np.arange(1, size + 1, dtype=np.float32), (NUM_WORKERS, 1))
-    total, _, _ = reduced(dataclasses.replace(method, **small), gradients)
+    total, _, _ = reduced(method, gradients)
     assert np.count_nonzero(in_blocks(total).any(axis=1)) == 1
 
 

@@ -87,7 +87,7 @@ def test_the_rotation_keeps_inner_products_and_is_undone(block):
 def test_the_transform_is_that_of_sylvester():
     rotate, _, signs = rotation(512)
     matrix = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 9) / math.sqrt(512)
-    x = normal(0, 2, 512)
+    x = normal(0, 3, 512)
     np.testing.assert_allclose(rotate(x), (x * signs) @ matrix, atol=1e-5)
     assert set(signs) == {-1, 1}
     assert abs(signs.sum()) < 5 * math.sqrt(512)
@@ -97,8 +97,8 @@ def test_the_transform_is_that_of_sylvester():
 @pytest.mark.parametrize("scale", (1e-30, 1.0, 1e37))
 def test_a_spike_is_spread_evenly(block, scale):
     rotate, unrotate, _ = rotation(block)
-    spike = np.zeros((1, block), np.float32)
-    spike[0, 77] = scale
+    spike = np.zeros((3, block), np.float32)
+    spike[:, 77] = scale
     spread = np.asarray(rotate(spike))
     np.testing.assert_allclose(np.abs(spread) / scale, 1 / math.sqrt(block), rtol=1e-5)
     np.testing.assert_allclose(unrotate(spread) / np.float32(scale), spike / scale, atol=1e-5)
