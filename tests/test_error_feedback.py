@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import THC, ErrorFeedback, Method, PowerSGD, TopKChunked
+from dynamiq_jax.methods import THC, ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
@@ -30,7 +30,6 @@ NEAREST = dataclasses.replace(TWO_CLASSES, rounding="nearest")
 INNER = {
     "powersgd": (LOW_RANK, (0.05, 1.0), 1e-10),
     "powersgd in bf16": (PowerSGD(rank=4, inner=dq.BF16()), (0.05, 1.0), 1e-4),
-    "topk of bf16": (TopKChunked(), (0.05, 0.9), 1e-4),
     "nearest": (NEAREST, (1e-6, 0.01), 0.02),
     "thc": (THC(), (1e-3, 0.05), 1e-10),
     "bf16": (dq.BF16(), (1e-7, 1e-4), 1e-4),

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 import dynamiq_jax as dq
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
 from dynamiq_jax.methods._minifloat import ELEMENTS
+from dynamiq_jax.topologies import Ring
 from pallas_kernels.codec import packing
 from tests.support import oracle
 from tests.support.gradients import of_workers, vnmse
-from tests.support.hlo import compiled_collectives
-from tests.support.workers import call_on, on_mesh, simulated
+from tests.support.hlo import sum_on_mesh
+from tests.support.workers import call_on, simulated
 
 KEY = jax.random.key(0)
 SIZE = 4096
@@ -120,7 +121,7 @@ def test_a_message_of_several_blocks_of_rows_is_as_any_other():
     np.testing.assert_array_equal(message, expected_message(rows, "e2m3"))
 
 
-@every_format
+@some_formats
 def test_two_workers_get_the_sum_that_the_standard_gives(name):
     """Encoded, added in float32, encoded again: nothing else happens on the way."""
     values = of_workers(0, 2, 1024)
@@ -132,16 +133,16 @@ def test_two_workers_get_the_sum_that_the_standard_gives(name):
     np.testing.assert_array_equal(psum(name, False)(KEY, values)[0], expected.astype(np.float32))
 
 
-@pytest.mark.parametrize(("name", "shared"), (("e4m3", False), ("e2m1", True)))
-def test_the_report_is_the_compiled_program(data_mesh, name, shared):
+@sharing
+def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(data_mesh, shared):
     """Scales cost the same in messages and as statistics, which stay bytes on the wire."""
-    tree = {"w": jax.ShapeDtypeStruct((64, 1024), jnp.float32)}
-    method = method_of(name, shared)
-    report = dq.wire_report(tree, 8, method=method)
-    found = compiled_collectives(data_mesh(8), tree, method)
-    assert sum(c.sent_bytes(8) for c in found) == report.bytes_per_worker
-    assert frozenset().union(*(c.dtypes for c in found)) == {"u8"}
-    assert any(c.kind == "all-to-all" for c in found) == shared
+    method, values, n = method_of("e2m1", shared), of_workers(4, 4, SIZE), 4
+    result, sent = sum_on_mesh(data_mesh(n), method, KEY, values)
+    np.testing.assert_array_equal(result, psum("e2m1", shared)(KEY, values))
+    report = dq.wire_report({"w": values[0]}, n, method=method)
+    assert sum(c.sent_bytes(n) for c in sent) == report.bytes_per_worker
+    assert frozenset().union(*(c.dtypes for c in sent)) == {"u8"}
+    assert any(c.kind == "all-to-all" for c in sent) == shared
     assert report.bits == method.format.bits + 0.25
 
 
@@ -178,8 +179,10 @@ def test_exponents_of_blocks_do_not_change_errors(name, shared):
 
 
 @functools.cache
-def shared_sums(name: str, topology: str):
-    """Sums, and the scales that all workers agree on, per block."""
+def shared_sums(name: str, topology):
+    """Return a function of (key, values) to the sums, and to the scales that all workers agree on,
+    one for each block.
+    """
     method = method_of(name, True)
 
     def local(key, flat):
@@ -192,7 +195,10 @@ def shared_sums(name: str, topology: str):
 
 @pytest.mark.parametrize(
     ("name", "topology", "num_workers"),
-    (("e4m3", "ring", 5), ("e3m2", "ring", 4), ("e2m1", "all_to_all", 8), ("int8", "ring", 8)),
+    (
+        *(("e4m3", "ring", 5), ("e3m2", "ring", 4), ("e2m1", "all_to_all", 8)),
+        ("int8", Ring(bidirectional=True), 4),
+    ),
 )
 @given(seed=st.integers(0, 2**32 - 1), low=st.sampled_from((-1.0, 0.5, 0.99)))
 @settings(max_examples=10)
@@ -203,7 +209,7 @@ def test_shared_scales_never_saturate(name, topology, num_workers, seed, low):
     _, _, _, emax, mantissa_bits = FORMATS[name]
     emin = ELEMENTS[name].min_exponent
     rng = np.random.default_rng(seed)
-    size = 256 * num_workers
+    size = 512 * num_workers  # up to two chunks for each worker
     values = rng.uniform(low, 1, (num_workers, size)).astype(np.float32)
     values[:, ::32] = np.float32(1 - 2.0**-24)  # the largest below a power of two
     sums, scales = (np.asarray(x[0]) for x in shared_sums(name, topology)(KEY, values))
@@ -250,25 +256,12 @@ def test_the_whole_normal_range_keeps_its_relative_precision(name, shared):
         np.testing.assert_array_equal(psum(name, shared)(KEY, values)[0], 4 * values[0])
 
 
-@sharing
-def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, shared):
-    method, values = method_of("e2m1", shared), of_workers(4, 4, SIZE)
-
-    def local(key, g):
-        return dq.psum(g, "data", key=key, method=method)
-
-    result = np.asarray(on_mesh(local, data_mesh(4))(KEY, values))
-    np.testing.assert_array_equal(result, psum("e2m1", shared)(KEY, values))
-
-
 # ------------------------------------------------------------------------------------ arguments
 
 
 @pytest.mark.parametrize(("cls", "element"), ((MXFP8, "e3m2"), (MXFP6, "e4m3"), (MXFP8, None)))
 def test_unknown_elements(cls, element):
-    with pytest.raises(
-        ValueError, match=rf"element={element!r} is not possible\. Give one of .*\.$"
-    ):
+    with pytest.raises(ValueError, match=rf"element={element!r} is not possible\. Give one of "):
         cls(element=element)
 
 

@@ -18,7 +18,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import Axis, OmniReduce, TopKChunked
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from tests.support.gradients import of_workers
-from tests.support.hlo import TREE, compiled_collectives
+from tests.support.hlo import TREE, collectives, compiled_collectives
 from tests.support.workers import TWO_CLASSES, call_on, on_mesh, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40
@@ -335,7 +335,7 @@ def test_there_is_room_for_one_block_at_least(method):
 
 
 @both
-def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, method):
+def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(data_mesh, method):
     """And under check_vma, the types say that the sum and metrics are the same on all workers."""
     local = local_all_reduce(method, SIZE)
 
@@ -347,23 +347,26 @@ def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, method):
         run, mesh=data_mesh(NUM_WORKERS), in_specs=P("data"), out_specs=(P(), P("data"), P())
     )
     gradients = of_workers(6, NUM_WORKERS, SIZE)
-    jax.tree.map(
-        np.testing.assert_array_equal, jax.jit(mapped)(gradients), reduced(method, gradients)
-    )
+    compiled = jax.jit(mapped).lower(gradients).compile()
+    jax.tree.map(np.testing.assert_array_equal, compiled(gradients), reduced(method, gradients))
+    sent = collectives(compiled.as_text())
+    report = dq.wire_report({"w": gradients[0]}, NUM_WORKERS, method=method)
+    assert sum(c.sent_bytes(NUM_WORKERS) for c in sent) == report.bytes_per_worker
 
 
-@pytest.mark.parametrize(
-    ("name", "topology", "dtypes", "bits"),
-    (("omnireduce", "all_to_all", {"u8", "u16"}, 8.0), ("topk_chunked", "ring", {"u16"}, 2.0)),
-)
-def test_the_report_is_the_compiled_program(data_mesh, name, topology, dtypes, bits, n=8):
-    found = compiled_collectives(data_mesh(n), TREE, name, topology)
-    report = dq.wire_report(TREE, n, method=name, topology=topology)
+def test_wishes_and_votes_stay_bytes_on_the_wire(data_mesh, n=8):
+    """In the compiled program of the default, beside leaves that are summed exactly."""
+    found = compiled_collectives(data_mesh(n), TREE, "omnireduce", "all_to_all")
+    report = dq.wire_report(TREE, n, method="omnireduce", topology="all_to_all")
     assert sum(c.sent_bytes(n) for c in found) == report.bytes_per_worker
     compressed = [c for c in found if c.kind != "all-reduce"]
     assert sum(c.sent_bytes(n) for c in compressed) == report.compressed_bytes
-    assert frozenset().union(*(c.dtypes for c in compressed)) == dtypes
-    assert report.bits == pytest.approx(bits, abs=0.06)
+    assert frozenset().union(*(c.dtypes for c in compressed)) == {"u8", "u16"}
+
+
+@pytest.mark.parametrize(("name", "bits"), (("omnireduce", 8.0), ("topk_chunked", 2.0)))
+def test_the_defaults_cost_the_bits_of_their_docstrings(name, bits):
+    assert dq.wire_report(TREE, 8, method=name).bits == pytest.approx(bits, abs=0.06)
 
 
 # ---------------------------------------------------------------------------------------- errors

@@ -22,7 +22,8 @@ from dynamiq_jax.methods import _hadamard as hadamard
 from dynamiq_jax.methods._thc import _Layout, _norm_words
 from dynamiq_jax.topologies import Ring
 from tests.support.gradients import of_workers, vnmse
-from tests.support.workers import call_on, on_mesh, simulated
+from tests.support.hlo import sum_on_mesh
+from tests.support.workers import call_on, simulated
 
 N, SIZE, BLOCK = 4, 16_384, 1024
 KEY = jax.random.key(3)
@@ -160,20 +161,6 @@ def test_integers_are_on_the_grid_of_the_largest_norm():
     assert largest[1] == 7 and largest[3] == 1 and (largest < 7).sum() == 3
 
 
-def test_what_workers_apply_adds_up_to_the_result():
-    """Error feedback keeps the rest: nothing else may be lost on the way."""
-    call = call_on(SIZE, N, feedback=True)
-
-    def local(key, flat):
-        reduced = SMALL.all_reduce(flat, call, key, ())
-        return reduced.total, reduced.applied
-
-    g = of_workers(1, N, SIZE)
-    total, applied = map(np.asarray, simulated(local)(KEY, g))
-    assert vnmse(total[0], applied.sum(axis=0, dtype=np.float64)) < 1e-12
-    assert all(1e-3 < vnmse(mine, own) < 0.1 for mine, own in zip(applied, g, strict=True))
-
-
 def test_a_worker_gets_its_part_of_the_same_sum():
     def local(key, flat):
         return dq.psum_scatter(flat, "data", key=key, tiled=True, method=SMALL)
@@ -197,15 +184,14 @@ def test_gathered_parts_have_the_error_of_one_rounding():
         assert vnmse(ours, part) == pytest.approx(rounding, rel=0.05)
 
 
-def test_replicas_on_a_mesh_hold_the_same_bits(data_mesh):
+def test_a_mesh_computes_what_simulated_workers_do_and_sends_what_is_reported(data_mesh):
     g = of_workers(3, N, SIZE)
-
-    def local(key, x):
-        return dq.psum(x, "data", key=key, method=SMALL)
-
-    result = np.asarray(on_mesh(local, data_mesh(N))(KEY, g))
+    result, sent = sum_on_mesh(data_mesh(N), SMALL, KEY, g)
     assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
     assert vnmse(result[0], psum_with(SMALL)(KEY, g)[0]) < 1e-12
+    report = dq.wire_report({"w": g[0]}, N, method=SMALL)
+    assert sum(c.sent_bytes(N) for c in sent) == report.bytes_per_worker > 0
+    assert frozenset().union(*(c.dtypes for c in sent)) == {"u8", "u16"}
 
 
 # ---------------------------------------------------------------------------- width of the integers
