@@ -40,6 +40,7 @@ CASES = {
     **{name: resolve_method(name) for name in METHODS},
     "error_feedback": ErrorFeedback(inner=PowerSGD()),
     "mxfp8_shared": MXFP8(shared_scale=True),
+    "paper": dq.DynamiQ.paper(),
 }
 TRACED = CASES | {"dynamiq": dq.DynamiQ.paper()}  # has three widths, where the default has eight
 CHUNKED = [name for name, method in CASES.items() if isinstance(method, ChunkedMethod)]
@@ -65,12 +66,19 @@ DETERMINISTIC = {
 # in keys, which is the bias of correlated hops or of clamping; and the gain of the mean, less one.
 RANDOM = {
     "dynamiq": ((1.1e-3, 2.1e-3), 0.04, (-1e-3, 1e-3)),
+    "paper": ((1.1e-3, 2.1e-3), 0.04, (-1e-3, 1e-3)),
     "thc": ((8e-3, 1.2e-2), 0.02, (-0.012, -0.005)),  # what lies beyond the clamp is lost
 }
 TOPOLOGY_NAMES = ("ring", "all_to_all")
 
 methods = pytest.mark.parametrize("name", CASES)
-topologies = pytest.mark.parametrize("topology", TOPOLOGY_NAMES)
+
+
+def on_topologies(names) -> pytest.MarkDecorator:
+    """Parametrize with methods on both topologies. The preset of the paper is on a ring only."""
+    pairs = [(name, topology) for name in names for topology in TOPOLOGY_NAMES]
+    pairs = [pair for pair in pairs if pair != ("paper", "all_to_all")]
+    return pytest.mark.parametrize(("name", "topology"), pairs)
 
 
 @functools.cache
@@ -112,8 +120,7 @@ def test_every_method_has_a_window():
     assert CASES.keys() == DETERMINISTIC.keys() | RANDOM.keys()
 
 
-@methods
-@topologies
+@on_topologies(CASES)
 def test_replicas_are_identical_and_the_key_fixes_the_bits(name, topology):
     run = psum_with(name, topology)
     result = np.asarray(run(KEY, gradient()))
@@ -123,8 +130,7 @@ def test_replicas_are_identical_and_the_key_fixes_the_bits(name, topology):
     assert np.array_equal(other, result) == (name in DETERMINISTIC)
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
-@topologies
+@on_topologies(DETERMINISTIC)
 def test_the_sum_is_within_its_error(name, topology):
     truth = gradient().sum(axis=0, dtype=np.float64)
     low, high = DETERMINISTIC[name]
@@ -151,12 +157,11 @@ def test_fewer_compressions_have_less_error(name):
 REACH = {
     **dict.fromkeys(("exact", "bf16", "omnireduce", "topk_chunked"), 1),
     **dict.fromkeys((*RECODED, "mxfp8_shared"), 32),
-    "dynamiq": 256,
+    **dict.fromkeys(("dynamiq", "paper"), 256),
 }
 
 
-@methods
-@topologies
+@on_topologies(CASES)
 @pytest.mark.parametrize("bad", (np.nan, -np.inf))
 def test_what_is_not_finite_surfaces_on_all_workers_and_goes_no_further(name, topology, bad):
     values, places = gradient().copy(), {300: 1, SIZE - 2: NUM_WORKERS - 1}
@@ -176,8 +181,7 @@ def test_what_is_not_finite_surfaces_on_all_workers_and_goes_no_further(name, to
         np.testing.assert_array_equal(result[:, ~lost], clean[:, ~lost])
 
 
-@pytest.mark.parametrize("name", RANDOM)
-@topologies
+@on_topologies(RANDOM)
 def test_the_sum_is_unbiased(name, topology, keys=32):
     (low, high), bias, (least, most) = RANDOM[name]
     truth, run = gradient().sum(axis=0, dtype=np.float64), psum_with(name, topology)
@@ -246,8 +250,8 @@ def halves(name: str):
     return simulated(local)
 
 
-# The formats of one class differ in their elements alone.
-@pytest.mark.parametrize("name", [name for name in CHUNKED if name not in ("mxfp6", "mxint8")])
+# Formats of one class differ in their elements alone.
+@pytest.mark.parametrize("name", sorted({*CHUNKED} - {"mxfp6", "mxint8", "paper"}))
 def test_a_sum_is_scattered_parts_that_are_gathered(name):
     """Sums of parts are never compressed: a part has one compression less than the whole. Of
     bfloat16, most of the time: sums are float32 up to the end.
@@ -277,6 +281,12 @@ def test_methods_that_cannot_scatter_or_gather_say_so(name):
         CASES[name].reduce_scatter(None, None, None)
     with pytest.raises(ValueError, match=r"method=.* cannot be used in dq\.all_gather\. Use"):
         CASES[name].all_gather(None, None, None)
+
+
+@pytest.mark.parametrize("function", (dq.psum, dq.pmean))
+def test_sums_refuse_a_method_that_carries_state(function):
+    with pytest.raises(ValueError, match=r"carries state .*dq\.p.* Use dq\.all_reduce_gradients"):
+        simulated(lambda key, g: function(g, "data", key=key, method="powersgd"))(KEY, gradient())
 
 
 def test_a_granule_is_that_of_the_method_inside():
@@ -381,6 +391,9 @@ def test_the_wire_cost_counts_all_bytes_of_an_all_reduce(name, num_workers=5):
     sent, total = traced_bytes(reduce, call, call.size)
     assert total.shape == (num_workers, call.size)
     assert sent == call.topology.bytes_sent(method.wire_cost(call), num_workers)
+    tree = {"w": jax.ShapeDtypeStruct(MATRIX, jnp.float32)}
+    report = dq.wire_report(tree, num_workers, method=method, topology="all_to_all")
+    assert sent == report.bytes_per_worker
 
 
 @pytest.mark.parametrize("name", CHUNKED)
