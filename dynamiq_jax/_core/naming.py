@@ -22,33 +22,33 @@ def field_names(factory: Callable[[], Any]) -> set[str]:
     return {field.name for field in dataclasses.fields(factory()) if field.init}
 
 
-def make(argument: str, text: str, known: Mapping[str, Callable[[], Any]]) -> Any:
+def make(argument: str, text: str, known: Mapping[str, Callable[[], Any]], hint: str = "") -> Any:
     """Make an object with changed fields.
 
     Args:
       argument: name of the argument, for errors.
       text: a name that is known, then options.
       known: name to a function that makes the object with its default fields.
+      hint: what to add to the error about a word that is not an option.
 
     Raises:
       ValueError: an option is not possible.
     """
     name, *options = text.split(":")
     fields, given = field_names(known[name]), dict[str, Any]()
+    takes = f"FIELD=VALUE with a field of {sorted(fields)}" if fields else "the name alone"
     for option in options:
         field, equals, value = option.partition("=")
         if not equals:
             field, value = next((b for b in _BUDGETS if b in fields), ""), option
             if not (field and _is_number(option)):
+                number = f"a number of {field}, or " if field else ""
                 raise ValueError(
                     f"{argument}={text!r}: {option!r} is not an option of {name}. "
-                    + (f"Give a number of {field}, or " if field else "Give ")
-                    + f"FIELD=VALUE with a field of {sorted(fields)}."
+                    f"Give {number}{takes}." + ("" if _is_number(option) else hint)
                 )
         if field not in fields:
-            raise ValueError(
-                f"{argument}={text!r}: {name} has no field {field!r}. It has {sorted(fields)}."
-            )
+            raise ValueError(f"{argument}={text!r}: {name} has no field {field!r}. Give {takes}.")
         if field in given:
             raise ValueError(f"{argument}={text!r} gives {field!r} a second time. Give it once.")
         given[field] = _literal(value)

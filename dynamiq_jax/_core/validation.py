@@ -6,8 +6,8 @@ from typing import Any
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raise ValueError unless a value is one of several."""
-    if value not in choices:
+    """Raise ValueError unless a value is one of several: strings or integers."""
+    if value not in choices or isinstance(value, float):  # 256.0 equals 256, but is no size
         raise ValueError(f"{name}={value!r} is not possible. Give one of {tuple(choices)}.")
 
 

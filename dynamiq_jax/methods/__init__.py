@@ -96,7 +96,8 @@ def resolve_method(method: Method | str) -> Method:
     known = METHODS | PRESETS
     wrapper, plus, inner = method.rpartition("+") if isinstance(method, str) else ("", "", "")
     if naming.head(inner) in known and (wrapper in WRAPPERS or not plus):
-        made = naming.make("method", inner, known)
+        hint = " A topology is an argument of its own: topology='ring'."
+        made = naming.make("method", inner, known, hint)
         return WRAPPERS[wrapper](inner=made) if plus else made
     raise ValueError(
         f"method={method!r} is not known. Give a method such as dq.DynamiQ(bits=5.0), or one of "

@@ -20,7 +20,6 @@ KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce
 PRESETS = {
     "default": dq.DynamiQ(),
     "paper": dq.DynamiQ.paper(),
-    "centred": dq.DynamiQ.paper(centre=True),
     "bf16": dq.BF16(),
     "exact": dq.Exact(),
     "thc": THC(),
@@ -98,6 +97,23 @@ def compiled_collectives(
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     lowered = jax.jit(mapped).lower(jax.random.key(0), _stacked(tree, mesh.size))
     return collectives(lowered.compile().as_text())
+
+
+def sum_on_mesh(
+    mesh, method: Method, key, stacked, topology: str = "ring", *, check_vma: bool = True
+) -> tuple[np.ndarray, list[Collective]]:
+    """The sums of `stacked`, [workers, ...], on all workers of a mesh, and the collectives of the
+    compiled program.
+    """
+
+    def local(key, stacked):
+        return dq.psum(stacked, "data", key=key, method=method, topology=topology)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=check_vma
+    )
+    compiled = jax.jit(mapped).lower(key, stacked).compile()
+    return np.asarray(compiled(key, stacked)), collectives(compiled.as_text())
 
 
 def sent_bytes(mesh, tree, method: Method, topology: str) -> float:

@@ -8,6 +8,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import Axis, Call
+from dynamiq_jax.topologies import FixedTopology, resolve_topology
 
 # Two width classes compile in a third of the time of the default's eight, on the same code path.
 TWO_CLASSES = dq.DynamiQ(bits=6.0, widths=(4, 8))
@@ -36,3 +38,11 @@ def on_mesh(fn: PerWorker, mesh: Mesh, *, check_vma: bool = True) -> Callable[..
     )
     jitted = jax.jit(mapped)
     return lambda key, *stacked: jitted(key, stacked)
+
+
+def call_on(
+    size: int, num_workers: int, topology: FixedTopology | str = "ring", **options: Any
+) -> Call:
+    """Return the call of a bucket over the axis "data", for tests that call a method directly."""
+    topology = resolve_topology(topology)
+    return Call(size=size, axis=Axis("data", num_workers), topology=topology, **options)

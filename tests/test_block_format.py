@@ -3,16 +3,16 @@
 import jax
 import numpy as np
 import pytest
-from dynamiq_jax.codec import blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamiq_jax.methods._block_format import BlockFormat
+from dynamiq_jax.methods import BlockFormat
+from dynamiq_jax.methods._block_format import covering_step, rows_per_chunk
 from tests.support import blocks_oracle
 
 ROWS = 3
 seeds = st.integers(0, 2**32 - 1)
-covering = jax.jit(blocks.covering_step, static_argnums=1)
+covering = jax.jit(covering_step, static_argnums=1)
 pack = jax.jit(BlockFormat.pack, static_argnums=0)
 unpack = jax.jit(BlockFormat.unpack, static_argnums=0)
 FORMATS = (
@@ -49,8 +49,10 @@ def test_a_message_holds_codes_and_sides_and_nothing_else(layout, seed):
 def test_bytes_of_a_row(bits, block, side_bytes, row_bytes):
     layout = BlockFormat(bits=bits, block=block, side_bytes=side_bytes)
     assert layout.row_bytes == row_bytes
-    assert layout.payload_bytes(8 * 512, 8) == 2 * row_bytes
-    assert layout.payload_bytes(8 * 512 + 1, 8) == 3 * row_bytes
+
+
+def test_rows_of_a_chunk():
+    assert [rows_per_chunk(size, 8) for size in (1, 2048, 2049, 4096, 4097)] == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("levels", (1, 3, 7, 31, 127, 255))
