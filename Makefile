@@ -10,7 +10,7 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 demo: $(VENV)/installed  ## fine-tune a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
-	$(RUN) examples/finetune_llm.py $(ARGS)
+	$(RUN) -m examples.finetune_llm $(ARGS)
 
 test: lint  ## run lint, the type checker and all tests
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
@@ -31,9 +31,9 @@ build: $(VENV)/installed  ## build the wheel and the source distribution into di
 	$(RUN) -m build --outdir dist
 
 benchmarks: $(VENV)/installed  ## measure the codec and the error on this machine
-	$(RUN) benchmarks/codec.py
-	$(RUN) benchmarks/error.py
-	$(RUN) benchmarks/compile_time.py
+	$(RUN) -m benchmarks.codec
+	$(RUN) -m benchmarks.error
+	$(RUN) -m benchmarks.compile_time
 
 clean:  ## remove the virtual environments, caches and what was built
 	rm -rf dist site $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis

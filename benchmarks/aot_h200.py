@@ -30,18 +30,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
-import h200
 import jax
 import jax.numpy as jnp
 import tyro
-from aot import overlap, pmean
-from aot.table import new_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
+from benchmarks import common, h200
+from benchmarks.aot import overlap, pmean
+from benchmarks.aot.table import new_table
 from dynamiq_jax import compat
 from dynamiq_jax.topologies import TOPOLOGIES
 from pallas_kernels import implementation, mosaic_gpu_launch, triton_launch

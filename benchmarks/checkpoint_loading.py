@@ -14,26 +14,25 @@ import math
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import common
 import jax
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "examples")]
+from benchmarks import common
 
-from llm.checkpoint import hf_name, load, named_leaves
-from llm.config import DecoderConfig, RopeScaling
-from llm.model import abstract_params
+ROOT = Path(__file__).resolve().parent.parent
+
+from examples.llm.checkpoint import hf_name, load, named_leaves
+from examples.llm.config import DecoderConfig, RopeScaling
+from examples.llm.model import abstract_params
 
 LLAMA_1B = DecoderConfig(
     family="llama",

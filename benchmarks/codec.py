@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
+from benchmarks import common
 from pallas_kernels.codec.ordering import order_rows, restore_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 from pallas_kernels.operations import compress, decompress, hop, statistics

@@ -9,7 +9,6 @@ import sys
 import time
 from typing import Any
 
-import common
 import jax
 import jax.numpy as jnp
 import tyro
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
+from benchmarks import common
 
 
 @dataclasses.dataclass(frozen=True)

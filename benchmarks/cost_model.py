@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import tyro
 from matplotlib import pyplot as plt
@@ -25,6 +24,7 @@ from rich.table import Table
 from scipy import optimize
 
 import dynamiq_jax as dq
+from benchmarks import common
 from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax.topologies import AllToAll, Butterfly, Network, Ring
 from dynamiq_jax.topologies._cost_model import (

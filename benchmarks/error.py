@@ -8,11 +8,9 @@ large super-groups dominate, the table has the mean over super-groups of their r
 
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
-import common
 import jax
 import numpy as np
 import tyro
@@ -23,15 +21,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
+from benchmarks import common
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
 import oracle
-from small_lm.data import load_corpora
-from small_lm.gradients import gradient_snapshots
-from small_lm.model import ModelConfig
-from small_lm.training import new_model, pretrain
+
+from benchmarks.small_lm.gradients import gradient_snapshots
+from benchmarks.small_lm.model import ModelConfig
+from benchmarks.small_lm.training import new_model
+from examples.llm.corpora import load_corpora
+from examples.llm.pretraining import pretrain
 
 SUPER_GROUP = 256
 

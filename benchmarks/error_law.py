@@ -10,7 +10,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import common
 import jax
 import numpy as np
 import tyro
@@ -20,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
+from benchmarks import common
 from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax._workshop.gradients import worker_gradient
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology

@@ -7,12 +7,10 @@ in the same order; a seed changes batches and rounding.
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,14 +21,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
+from benchmarks import common
 from dynamiq_jax._workshop.settings import Setting, parse_setting
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples")]
 
-from small_lm.data import Corpora, all_windows, load_corpora, random_windows
-from small_lm.model import ModelConfig
-from small_lm.training import Params, loss_of, make_optimizer, new_model, pretrain
+from benchmarks.small_lm.model import ModelConfig
+from benchmarks.small_lm.training import new_model
+from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
+from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,16 +22,24 @@ from pathlib import Path
 
 _STARTED = time.perf_counter()
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 # The parts are in gpu/; what each is for is in gpu/__init__.py.
-import common
 import jax
-from gpu import all_reduce, correctness, device, plot, prediction, profiling, speed, sweep
-from gpu.bench import Bench
-from gpu.options import Options
-from gpu.record import Record, Results
 
+from benchmarks import common
+from benchmarks.gpu import (
+    all_reduce,
+    correctness,
+    device,
+    plot,
+    prediction,
+    profiling,
+    speed,
+    sweep,
+)
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.options import Options
+from benchmarks.gpu.record import Record, Results
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.implementation import without_gpu

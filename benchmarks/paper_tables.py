@@ -13,11 +13,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import common
 import tyro
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks import common
 from dynamiq_jax._workshop import gradient_files, tables
 from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax._workshop.simulate import Simulation

@@ -17,13 +17,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import tyro
 from numpy.typing import NDArray
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import common
 from dynamiq_jax._workshop import gradient_files, tables
 
 GROUP = 16  # coordinates that share a variance

@@ -27,25 +27,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import common
 import jax
 import numpy as np
 import tyro
-from race import report
-from race.run import Run, check_identical, trainers
 
 import dynamiq_jax as dq
+from benchmarks import common
+from benchmarks.race import report
+from benchmarks.race.run import Run, check_identical, trainers
+from benchmarks.small_lm.model import ModelConfig
+from benchmarks.small_lm.training import new_model
 from dynamiq_jax._workshop import namespaces, tables
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.processes import Stopped, stopping_cleanly
 from dynamiq_jax._workshop.settings import PSUM, Setting, parse_settings
 from dynamiq_jax._workshop.units import parse_rate
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-from small_lm.data import Corpora, all_windows, load_corpora
-from small_lm.model import ModelConfig
-from small_lm.training import new_model, pretrain
+from examples.llm.corpora import Corpora, all_windows, load_corpora
+from examples.llm.pretraining import pretrain
 
 ALONE_STEPS = 20  # that measure how long a step takes without the all-reduce
 

@@ -29,26 +29,26 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jax.sharding import Mesh
-from llm import checkpoint, demo, report
-from llm.config import DecoderConfig
-from llm.documents import hold_out, read_documents
-from llm.encoding import TOKENIZER, read_encoder
-from llm.export import write_model, written_dtype
-from llm.finetuning import Every, Task, finetune
-from llm.mesh import fsdp_specs, make_mesh, on_mesh
-from llm.metrics import Record
-from llm.model import Decoder
-from llm.packing import Rows, pack
-from llm.progress import progress
-from llm.reduction import wire_report
-from llm.snapshots import forget
-from llm.training import Recipe
 from rich.console import Console
 
 from dynamiq_jax._workshop import joining
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.settings import PSUM, Setting, parse_setting
 from dynamiq_jax._workshop.units import format_bytes
+from examples.llm import checkpoint, demo, report
+from examples.llm.config import DecoderConfig
+from examples.llm.documents import hold_out, read_documents
+from examples.llm.encoding import TOKENIZER, read_encoder
+from examples.llm.export import write_model, written_dtype
+from examples.llm.finetuning import Every, Task, finetune
+from examples.llm.mesh import fsdp_specs, make_mesh, on_mesh
+from examples.llm.metrics import Record
+from examples.llm.model import Decoder
+from examples.llm.packing import Rows, pack
+from examples.llm.progress import progress
+from examples.llm.reduction import wire_report
+from examples.llm.snapshots import forget
+from examples.llm.training import Recipe
 
 EXACT = "exact"  # Folder of the run to compare with.
 MODEL = "model"  # Folder of what comes out.

@@ -11,7 +11,6 @@
     _xla            backend in pure JAX: always there, and the reference for the others
     _triton         fused kernels for NVIDIA GPUs from Ampere on
     _mosaic_gpu     fused kernels for Hopper and newer, for when Triton is gone
-    operands        operands of the operations
     implementation  choice of the backend
     row_blocks      loops over blocks of rows, for backends without kernels
     compat          differences between versions of JAX

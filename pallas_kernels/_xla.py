@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.norms import l2_norm
+from pallas_kernels.codec.ordering import LocalRows
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import offsets
-from pallas_kernels.codec.rows import decode_rows, encode_rows
+from pallas_kernels.codec.rows import decode_rows, encode_rows, l2_norm
 from pallas_kernels.compat import match_varying
-from pallas_kernels.operands import Index, LocalRows
 from pallas_kernels.row_blocks import for_each_block
 
 # Sums of 256 squares in this range are as precise as those of scaled values: nothing overflows, and

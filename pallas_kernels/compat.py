@@ -11,26 +11,13 @@ import jax
 from jax import Array, lax
 
 if sys.version_info >= (3, 12):
-    from typing import override
+    from typing import override as override
 else:
 
     def override(method: Any) -> Any:
         """Mark a method that overrides one of a base class, as `typing.override` does."""
         return method
 
-
-__all__ = [
-    "all_gather",
-    "has_mosaic_gpu",
-    "has_triton",
-    "match_varying",
-    "mosaic_gpu_store",
-    "override",
-    "shape_like",
-    "tracks_varying",
-    "vary_over",
-    "varying_axes",
-]
 
 Tree = TypeVar("Tree")
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import _mosaic_gpu, _triton, _xla, implementation
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.operands import Index, LocalRows
+from pallas_kernels.codec.ordering import LocalRows
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
 # chunk of which nothing was received, `decompress_accumulate` and `decompress`.

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm.chat_template import ChatTemplate, read_chat_template
-from llm.config import DecoderConfig
-from llm.demo import new_decoder
-from llm.documents import Turn
-from llm.encoding import Encoded, Encoder, read_encoder
-from llm.export import write_model
-from llm.special_tokens import SpecialTokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from examples.llm.chat_template import ChatTemplate, read_chat_template
+from examples.llm.config import DecoderConfig
+from examples.llm.demo import new_decoder
+from examples.llm.documents import Turn
+from examples.llm.encoding import Encoded, Encoder, read_encoder
+from examples.llm.export import write_model
+from examples.llm.special_tokens import SpecialTokens
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))

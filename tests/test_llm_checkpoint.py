@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm import checkpoint
-from llm.checkpoint import load, named_leaves, save
-from llm.model import abstract_params
 from safetensors.numpy import load_file, save_file
 
+from examples.llm import checkpoint
+from examples.llm.checkpoint import load, named_leaves, save
+from examples.llm.model import abstract_params
 from tests.support.llm_configs import GEMMA, LLAMA
 
 FAMILIES = pytest.mark.parametrize("hf", [LLAMA, GEMMA], ids=["llama", "gemma3"])

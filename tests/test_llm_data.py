@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
-from llm.batches import place, rows_of_step
-from llm.documents import Turn, hold_out, read_documents
-from llm.encoding import Encoded, Encoder, read_encoder
-from llm.packing import Rows, pack
 
+from examples.llm.batches import place, rows_of_step
+from examples.llm.documents import Turn, hold_out, read_documents
+from examples.llm.encoding import Encoded, Encoder, read_encoder
+from examples.llm.packing import Rows, pack
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))

@@ -9,10 +9,10 @@ import llm_oracle as oracle
 import numpy as np
 import pytest
 from flax import nnx
-from llm.checkpoint import load
-from llm.config import DecoderConfig, RopeScaling
-from llm.model import Decoder, Embedding
 
+from examples.llm.checkpoint import load
+from examples.llm.config import DecoderConfig, RopeScaling
+from examples.llm.model import Decoder, Embedding
 from tests.support.llm_configs import GEMMA, LLAMA
 
 TIME = 20

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from llm.reduction import OVER_DATA, reduction, wire_report
 
 from dynamiq_jax._workshop.settings import parse_setting
+from examples.llm.reduction import OVER_DATA, reduction, wire_report
 from tests.support.gradients import of_workers, vnmse
 
 # No axis of the second divides: it is whole on every device. The last one is too small to cut.

@@ -2,15 +2,15 @@
 
 import json
 
-import finetune_llm
 import llm_chat_templates as templates
 import numpy as np
 import pytest
 from dynamiq_jax.cli.errors import CommandError
-from llm.documents import Turn
-from llm.encoding import read_encoder
-from llm.snapshots import Snapshots
 
+from examples import finetune_llm
+from examples.llm.documents import Turn
+from examples.llm.encoding import read_encoder
+from examples.llm.snapshots import Snapshots
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))

@@ -10,26 +10,26 @@ import sys
 import time
 from types import SimpleNamespace
 
-import finetune_llm
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
-from llm import report
-from llm.batches import rows_of_step
-from llm.export import written_dtype
-from llm.finetuning import Every, finetune
-from llm.metrics import Metrics, read
-from llm.packing import Rows
-from llm.snapshots import Snapshots, forget
-from llm.training import Recipe, loss_and_hits
 from safetensors.numpy import load_file
 
 import dynamiq_jax as dq
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax.methods import METHODS, resolve_method
+from examples import finetune_llm
+from examples.llm import report
+from examples.llm.batches import rows_of_step
+from examples.llm.export import written_dtype
+from examples.llm.finetuning import Every, finetune
+from examples.llm.metrics import Metrics, read
+from examples.llm.packing import Rows
+from examples.llm.snapshots import Snapshots, forget
+from examples.llm.training import Recipe, loss_and_hits
 from tests.support import llm_files, processes
 
 SCRIPT = pathlib.Path(finetune_llm.__file__)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import h200
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,8 +14,9 @@ from jax.sharding import PartitionSpec
 from rich.table import Table
 
 import dynamiq_jax as dq
-from aot.names import topology_of
-from aot.table import new_table
+from benchmarks import h200
+from benchmarks.aot.names import topology_of
+from benchmarks.aot.table import new_table
 
 TOPOLOGIES = (
     "exact",

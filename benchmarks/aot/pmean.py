@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import h200
 import jax
 from jax.sharding import PartitionSpec
 from rich.table import Table
 
 import dynamiq_jax as dq
-from aot.names import topology_of
-from aot.table import new_table
+from benchmarks import h200
+from benchmarks.aot.names import topology_of
+from benchmarks.aot.table import new_table
 from dynamiq_jax.topologies import Ring
 
 

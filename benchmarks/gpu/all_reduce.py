@@ -9,11 +9,11 @@ import numpy as np
 from dynamiq_jax.collectives import psum
 from jax import Array
 
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.gradients import host, key_of, make_gradient, vnmse
+from benchmarks.gpu.operations import IMPLEMENTATIONS, order_of
+from benchmarks.gpu.record import Results
 from dynamiq_jax.methods import DynamiQ
-from gpu.bench import Bench
-from gpu.gradients import host, key_of, make_gradient, vnmse
-from gpu.operations import IMPLEMENTATIONS, order_of
-from gpu.record import Results
 from pallas_kernels.codec.norms import l2_norm
 from pallas_kernels.operations import compress, decompress, hop, statistics
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from gpu import timing
-from gpu.options import Options
-from gpu.record import Record
+from benchmarks.gpu import timing
+from benchmarks.gpu.options import Options
+from benchmarks.gpu.record import Record
 
 Program = tuple[Callable[..., Any], Sequence[Any]]  # a function, and arguments or their shapes
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gpu.baselines import PLAIN_CODECS
-from gpu.bench import Bench, Program
-from gpu.gradients import key_of, make_gradient
-from gpu.operations import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
+from benchmarks.gpu.baselines import PLAIN_CODECS
+from benchmarks.gpu.bench import Bench, Program
+from benchmarks.gpu.gradients import key_of, make_gradient
+from benchmarks.gpu.operations import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 _CACHE_BYTES = 256 * 2**20  # several times the L2 of any GPU: inputs rotate through at least this

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gpu.bench import Bench
-from gpu.gradients import host, key_of, make_gradient, vnmse
-from gpu.operations import IMPLEMENTATIONS, KERNELS, kernel_jobs, order_of, program_key
-from gpu.record import Results
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.gradients import host, key_of, make_gradient, vnmse
+from benchmarks.gpu.operations import IMPLEMENTATIONS, KERNELS, kernel_jobs, order_of, program_key
+from benchmarks.gpu.record import Results
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.operations import statistics
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gpu.bench import Bench, Program
-from gpu.record import Results
+from benchmarks.gpu.bench import Bench, Program
+from benchmarks.gpu.record import Results
 
 
 def facts() -> dict[str, Any]:

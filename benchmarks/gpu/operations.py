@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from gpu.baselines import PLAIN_CODECS, PlainCodec
+from benchmarks.gpu.baselines import PLAIN_CODECS, PlainCodec
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.ordering import order_rows
 from pallas_kernels.codec.scales import bfloat16_bits

@@ -4,9 +4,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from gpu.bench import Bench
-from gpu.operations import KERNELS
-from gpu.rows import matching
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.operations import KERNELS
+from benchmarks.gpu.rows import matching
 
 
 def save(bench: Bench) -> None:

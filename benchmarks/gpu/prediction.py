@@ -4,14 +4,14 @@ measured.
 
 import math
 
-import h200
 import jax
 
-from gpu.bench import Bench
-from gpu.operations import KERNELS
-from gpu.record import Results
-from gpu.rows import matching
-from gpu.traffic import floor_bytes
+from benchmarks import h200
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.operations import KERNELS
+from benchmarks.gpu.record import Results
+from benchmarks.gpu.rows import matching
+from benchmarks.gpu.traffic import floor_bytes
 
 
 def predict(bench: Bench, results: Results) -> None:

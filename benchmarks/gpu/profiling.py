@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from gpu.bench import Bench
-from gpu.cases import Case
-from gpu.record import Results
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.record import Results
 
 
 def profile(bench: Bench, results: Results) -> None:

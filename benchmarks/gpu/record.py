@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu.options import Options
+from benchmarks.gpu.options import Options
 
 Results = dict[str, Any]
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from gpu.baselines import PLAIN_CODECS
-from gpu.operations import program_key
+from benchmarks.gpu.baselines import PLAIN_CODECS
+from benchmarks.gpu.operations import program_key
 
 SHORT_US = 50.0  # calls below this are near what the host needs to start one
 ALTERNATIVES = ("xla", *PLAIN_CODECS)  # to the kernels

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from gpu.bench import Bench
-from gpu.cases import Case
-from gpu.record import Results
-from gpu.rows import Row, add_ratios, make_row, matching
-from gpu.table import print_rows, print_title
-from gpu.traffic import floor_bytes
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.record import Results
+from benchmarks.gpu.rows import Row, add_ratios, make_row, matching
+from benchmarks.gpu.table import print_rows, print_title
+from benchmarks.gpu.traffic import floor_bytes
 
 
 def measure(bench: Bench, results: Results, *, sizes: Sequence[int], bits: Sequence[float]) -> None:

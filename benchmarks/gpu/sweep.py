@@ -7,10 +7,10 @@ from typing import Any
 from pallas_kernels.hop.triton import hop
 from pallas_kernels.triton_launch import Config
 
-from gpu.bench import Bench
-from gpu.cases import Case
-from gpu.record import Results
-from gpu.traffic import floor_bytes
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.record import Results
+from benchmarks.gpu.traffic import floor_bytes
 
 _HOP = ("hop", "triton")
 

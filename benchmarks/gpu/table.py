@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from gpu.rows import SHORT_US, Row
+from benchmarks.gpu.rows import SHORT_US, Row
 
 
 def _operation(row: Row) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from gpu.options import Options
+from benchmarks.gpu.options import Options
 
 _KEPT_BYTES = 24 * 2**30  # outputs and temporaries of calls that may be alive at once
 

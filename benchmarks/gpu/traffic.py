@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from gpu.baselines import PLAIN_CODECS
+from benchmarks.gpu.baselines import PLAIN_CODECS
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 

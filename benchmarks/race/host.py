@@ -19,15 +19,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.small_lm.model import ModelConfig
+from benchmarks.small_lm.training import data_parallel_step, new_model
 from dynamiq_jax._workshop import joining, measure
 from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax._workshop.worker import serve
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-
-from small_lm.data import random_windows
-from small_lm.model import ModelConfig
-from small_lm.training import data_parallel_step, make_optimizer, new_model
+from examples.llm.corpora import random_windows
+from examples.llm.pretraining import make_optimizer
 
 
 class Host:

@@ -8,11 +8,11 @@ import matplotlib
 import numpy as np
 from rich.table import Table
 
+from benchmarks.race.run import Run
+from benchmarks.race.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._workshop import tables
 from dynamiq_jax._workshop.settings import BF16_RING, PSUM, is_same, parse_setting
 from dynamiq_jax._workshop.units import format_rate, format_seconds
-from race.run import Run
-from race.target import FRACTIONS, reached, target_loss
 
 matplotlib.use("Agg")  # The plot goes to a file: no display is needed.
 from matplotlib import pyplot as plt

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.codec.norms import LARGEST_UNIT, inverse_unit
+from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 
 
 def vnmse(estimate: Any, truth: Any) -> Array:

@@ -1,17 +1,14 @@
 """Options of a collective: everything about compression that a user can set."""
 
 import dataclasses
-import numbers
 from collections.abc import Callable
 from typing import Any
 
+from dynamiq_jax._core import check_integer
 from dynamiq_jax.methods import resolve_method
 from dynamiq_jax.methods._base import Method
 from dynamiq_jax.topologies import resolve_topology
 from dynamiq_jax.topologies._base import Topology
-
-_EXACT_BELOW = 1024
-_BUCKET_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,24 +24,16 @@ class Options:
     mask: Any | Callable[[Any], Any] | None = None
     # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
     # and the most sensitive.
-    exact_below: int = _EXACT_BELOW
+    exact_below: int = 1024
     # Leaves of one dtype are compressed together, in buckets of at most as many bytes (or of one
     # leaf). The compiler can send one bucket while a backward pass still computes another. The
     # default fills the messages of a fast link, and few buckets have to be compiled, each with its
     # own codec; it is small enough for the first one to leave early in a backward pass.
-    bucket_bytes: int = _BUCKET_BYTES
+    bucket_bytes: int = 2**27
 
     def __post_init__(self):
-        if not _is_integer(self.exact_below, least=0):
-            raise ValueError(
-                f"exact_below={self.exact_below!r} is not a number of elements. Give 0 to compress "
-                f"all leaves, or a positive integer, such as {_EXACT_BELOW}."
-            )
-        if not _is_integer(self.bucket_bytes, least=1):
-            raise ValueError(
-                f"bucket_bytes={self.bucket_bytes!r} is not a number of bytes. Give a positive "
-                f"integer, such as {_BUCKET_BYTES}."
-            )
+        check_integer("exact_below", self.exact_below, 0)
+        check_integer("bucket_bytes", self.bucket_bytes, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +55,3 @@ def resolve(method: Method | str, topology: Topology | str, options: Options) ->
     if not isinstance(options, Options):
         raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
     return Compression(resolve_method(method), resolve_topology(topology), options)
-
-
-def _is_integer(value: Any, least: int) -> bool:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and int(value) >= least

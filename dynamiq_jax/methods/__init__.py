@@ -3,8 +3,8 @@
 _base                     interface of a method
 _norms                    norms over all workers
 _dynamiq                  with `_dynamiq_codec`, one bucket, and `_allocation`, bits to widths
-_exact, _bf16             baselines
-_blockwise                base of block quantizers, with `_block_format`, their messages
+_baselines                Exact, BF16
+_blockwise                base of block quantizers
 _blockint, _flash_communication
 _mx                       with `_minifloat`, elements and scales
 _thc                      with `_hadamard`, the rotation
@@ -27,13 +27,11 @@ from dynamiq_jax._core import (
     naming,
 )
 from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced
-from dynamiq_jax.methods._bf16 import BF16
-from dynamiq_jax.methods._block_format import BlockFormat
+from dynamiq_jax.methods._baselines import BF16, Exact
 from dynamiq_jax.methods._blockint import BlockInt
-from dynamiq_jax.methods._blockwise import BlockwiseMethod
+from dynamiq_jax.methods._blockwise import BlockFormat, BlockwiseMethod
 from dynamiq_jax.methods._dynamiq import DynamiQ
 from dynamiq_jax.methods._error_feedback import ErrorFeedback
-from dynamiq_jax.methods._exact import Exact
 from dynamiq_jax.methods._flash_communication import FlashCommunication
 from dynamiq_jax.methods._mx import MXFP4, MXFP6, MXFP8, MXINT8
 from dynamiq_jax.methods._omnireduce import OmniReduce

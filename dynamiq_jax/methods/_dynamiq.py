@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._core import WireCost, check_choice
+from dynamiq_jax._core import WireCost, check_choice, check_number
 from dynamiq_jax.methods import _allocation as allocation
 from dynamiq_jax.methods import _norms as norms
 from dynamiq_jax.methods._allocation import Fractions
@@ -21,6 +21,7 @@ from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     WIDTHS,
     Layout,
+    LocalRows,
     Quantizer,
     make_layout,
     order_rows,
@@ -28,7 +29,6 @@ from pallas_kernels.codec import (
 from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
 from pallas_kernels.compat import override
-from pallas_kernels.operands import LocalRows
 
 _GROUP_SIZES = (8, 16, 32)
 _MIN_BITS, _MAX_BITS = 2.5, 16.0
@@ -69,10 +69,7 @@ class DynamiQ(ChunkedMethod):
 
     def __post_init__(self):
         backends.check(self.implementation)
-        if not (isinstance(self.bits, numbers.Real) and _MIN_BITS <= self.bits <= _MAX_BITS):
-            raise ValueError(
-                f"bits={self.bits!r} is out of range. Give {_MIN_BITS} to {_MAX_BITS:g}."
-            )
+        check_number("bits", self.bits, _MIN_BITS, _MAX_BITS)
         if not isinstance(self.widths, tuple) or not 0 < len(set(self.widths)) == len(self.widths):
             raise ValueError(
                 f"widths={self.widths!r} is not a tuple of different widths. Give one."

@@ -7,9 +7,8 @@ from jax import Array, lax
 
 from dynamiq_jax._core import ChunkCodec, SumCodec
 from pallas_kernels import operations
-from pallas_kernels.codec import Layout, rank, restore_rows, scales
+from pallas_kernels.codec import Index, Layout, LocalRows, rank, restore_rows, scales
 from pallas_kernels.compat import override
-from pallas_kernels.operands import Index, LocalRows
 
 # Workers from which on it pays to order the rows of sums again. With fewer, the rounding of the sum
 # still cancels those before it, as long as rows stay in their places.

@@ -10,8 +10,13 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._core import check_choice, check_flag, check_integer
-from dynamiq_jax.methods._block_format import BLOCKS, BlockFormat, covering_step, in_blocks
-from dynamiq_jax.methods._blockwise import BlockwiseMethod
+from dynamiq_jax.methods._blockwise import (
+    BLOCKS,
+    BlockFormat,
+    BlockwiseMethod,
+    covering_step,
+    in_blocks,
+)
 from pallas_kernels.codec.scales import (
     LARGEST_BITS,
     NAN_BITS,

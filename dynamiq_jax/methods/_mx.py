@@ -17,13 +17,17 @@ from jax import Array, lax
 from dynamiq_jax._core import Axis, RecodedChunks, WireCost, check_choice, check_flag, take_chunk
 from dynamiq_jax.methods import _minifloat as minifloat
 from dynamiq_jax.methods._base import Call
-from dynamiq_jax.methods._block_format import BlockFormat, in_blocks, rows_per_chunk
-from dynamiq_jax.methods._blockwise import BlockwiseMethod, encode_message
+from dynamiq_jax.methods._blockwise import (
+    BlockFormat,
+    BlockwiseMethod,
+    encode_message,
+    in_blocks,
+    rows_per_chunk,
+)
 from dynamiq_jax.methods._minifloat import BLOCK_SIZE, ELEMENTS, NAN_SCALE, Element
-from pallas_kernels.codec import SUPER_GROUP_SIZE
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index
 from pallas_kernels.codec.scales import group_maxima
 from pallas_kernels.compat import override
-from pallas_kernels.operands import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

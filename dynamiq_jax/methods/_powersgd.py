@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from dynamiq_jax._core import WireCost
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
-from dynamiq_jax.methods._exact import Exact
+from dynamiq_jax.methods._baselines import Exact
 from pallas_kernels.compat import override
 
 # Sums a message over the axis. Several views of it may come back: the sum first, then the values

@@ -14,7 +14,7 @@ from jax import Array
 
 from dynamiq_jax._core import Axis, WireCost, as_chunks, check_integer
 from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
-from dynamiq_jax.methods._bf16 import BF16
+from dynamiq_jax.methods._baselines import BF16
 from pallas_kernels.codec import SUPER_GROUP_SIZE, rank
 from pallas_kernels.compat import override
 

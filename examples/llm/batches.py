@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .packing import Rows
+from examples.llm.packing import Rows
 
 
 def rows_of_step(num_rows: int, *, count: int, seed: int, step: int) -> np.ndarray:

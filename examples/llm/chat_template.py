@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llm.generation_block import GenerationBlock, Part, has_generation, split
-from llm.json_files import read_object
+from examples.llm.generation_block import GenerationBlock, Part, has_generation, split
+from examples.llm.json_files import read_object
 
 JINJA = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -28,10 +28,10 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .config import DecoderConfig, Family
-from .json_files import read_object
-from .model import abstract_params
-from .weight_files import INDEX, SINGLE, weight_files
+from examples.llm.config import DecoderConfig, Family
+from examples.llm.json_files import read_object
+from examples.llm.model import abstract_params
+from examples.llm.weight_files import INDEX, SINGLE, weight_files
 
 CONFIG = "config.json"
 SHARD_BYTES = 5 * 10**9

@@ -13,12 +13,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from small_lm.data import END_OF_TEXT, Corpora, load_corpora
-from small_lm.training import Params, pretrain
 
-from . import checkpoint
-from .config import DecoderConfig
-from .model import Decoder
+from examples.llm import checkpoint
+from examples.llm.config import DecoderConfig
+from examples.llm.corpora import END_OF_TEXT, Corpora, load_corpora
+from examples.llm.model import Decoder
+from examples.llm.pretraining import Params, pretrain
 
 
 @dataclass(frozen=True)

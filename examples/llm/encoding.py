@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from .chat_template import JINJA, TOKENIZER_CONFIG, ChatTemplate, read_chat_template
-from .documents import Document, Turn
-from .generation_block import CLOSE, OPEN
-from .json_files import COPY_AGAIN
-from .special_tokens import SpecialTokens
+from examples.llm.chat_template import JINJA, TOKENIZER_CONFIG, ChatTemplate, read_chat_template
+from examples.llm.documents import Document, Turn
+from examples.llm.generation_block import CLOSE, OPEN
+from examples.llm.json_files import COPY_AGAIN
+from examples.llm.special_tokens import SpecialTokens
 
 TOKENIZER = "tokenizer.json"
 BEGINNINGS = ("<|begin_of_text|>", "<bos>", "<s>")

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .batches import place
-from .packing import Rows
-from .training import Params, loss_and_hits
+from examples.llm.batches import place
+from examples.llm.packing import Rows
+from examples.llm.training import Params, loss_and_hits
 
 
 class Evaluation(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import checkpoint
-from .config import DecoderConfig
+from examples.llm import checkpoint
+from examples.llm.config import DecoderConfig
 
 # What belongs to the text rather than to the network, where the folder has it.
 COPIED = (

@@ -16,13 +16,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from .batches import place, rows_of_step
-from .evaluation import evaluator
-from .metrics import Metrics, Record
-from .packing import Rows
-from .reduction import wire_report
-from .snapshots import Facts, Snapshots
-from .training import Params, Recipe, initial_state, train_step
+from examples.llm.batches import place, rows_of_step
+from examples.llm.evaluation import evaluator
+from examples.llm.metrics import Metrics, Record
+from examples.llm.packing import Rows
+from examples.llm.reduction import wire_report
+from examples.llm.snapshots import Facts, Snapshots
+from examples.llm.training import Params, Recipe, initial_state, train_step
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from .config import DecoderConfig, RopeScaling
+from examples.llm.config import DecoderConfig, RopeScaling
 
 
 class Linear(nnx.Module):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .encoding import Encoded
+from examples.llm.encoding import Encoded
 
 
 class Rows(NamedTuple):

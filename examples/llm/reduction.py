@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._workshop.settings import Setting
+from examples.llm.mesh import fsdp_specs
 from pallas_kernels.compat import varying_axes
-
-from .mesh import fsdp_specs
 
 
 class ReductionState(NamedTuple):

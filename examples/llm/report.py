@@ -14,8 +14,7 @@ import matplotlib
 from rich.table import Table
 
 import dynamiq_jax as dq
-
-from .metrics import Record
+from examples.llm.metrics import Record
 
 matplotlib.use("Agg")  # The plot goes to a file: no display is needed.
 import matplotlib.pyplot as plt

@@ -17,8 +17,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from dynamiq_jax._workshop.errors import CommandError
-
-from .json_files import read_object
+from examples.llm.json_files import read_object
 
 Facts = dict[str, Any]
 

@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._workshop.settings import Setting
-
-from .mesh import fsdp_specs, on_mesh
-from .packing import Rows
-from .reduction import OVER_DATA, PLACED, ReductionState, reduction
+from examples.llm.mesh import fsdp_specs, on_mesh
+from examples.llm.packing import Rows
+from examples.llm.reduction import OVER_DATA, PLACED, ReductionState, reduction
 
 Params = Any  # A pytree of arrays: what `nnx.split` leaves of a model beside its structure.
 

@@ -3,7 +3,7 @@
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from llm.json_files import COPY_AGAIN, read_object
+from examples.llm.json_files import COPY_AGAIN, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -119,7 +119,7 @@ class Block:
 def for_each_block(
     kernel: Callable,
     layout: Layout,
-    operands: Sequence[Array],
+    operands: Sequence[Array | int],
     out_shape: jax.ShapeDtypeStruct,
     *,
     staged: Any,

@@ -10,11 +10,10 @@ from jax import Array, lax
 
 from pallas_kernels._mosaic_gpu import blocks, launch
 from pallas_kernels._mosaic_gpu.launch import row_shape
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.norms import LARGEST_UNIT
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.codec.rows import LARGEST_UNIT
 from pallas_kernels.compat import shape_like
-from pallas_kernels.operands import Index, LocalRows, scalar
 
 
 def statistics(rows: Array) -> Array:
@@ -61,7 +60,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     return blocks.for_each_block(
         kernel,
         layout,
-        [scalar(chunk), scalar(turn), local.seed, local.order, pieces_of_rows, *messages],
+        [chunk, turn, local.seed, local.order, pieces_of_rows, *messages],
         shape_like((layout.payload_bytes,), jnp.uint8, local.rows),
         staged=local.rows.dtype,
     )
@@ -88,7 +87,7 @@ def decompress_accumulate(
     sums = blocks.for_each_block(
         kernel,
         layout,
-        [scalar(chunk), local.order, local.rows.reshape(-1, *row), payloads],
+        [chunk, local.order, local.rows.reshape(-1, *row), payloads],
         shape_like((layout.rows_per_chunk, *row), jnp.float32, local.rows),
         staged=local.rows.dtype,
     )

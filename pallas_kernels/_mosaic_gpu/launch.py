@@ -15,8 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, implementation
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-from pallas_kernels.operands import Index
 
 PIECES, LANES = 8, 32  # of a row, of a piece
 MOST_ROWS = 16  # of a block
@@ -27,13 +27,17 @@ Shape = tuple[int, ...]  # of a piece
 def launch(
     kernel: Callable,
     grid: tuple[int, ...],
-    operands: Sequence[Array],
+    operands: Sequence[Any],
     out_shape: Any,
     scratch: Sequence[Any] = (),
 ) -> Any:
-    """Run `kernel(*refs)` on a grid of blocks, or of blocks and chunks, one warpgroup each."""
+    """Run `kernel(*refs)` on a grid of blocks, or of blocks and chunks, one warpgroup each.
+    Numbers become int32 [1].
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    values = (jnp.asarray(operand) for operand in operands)
+    arrays = [value if value.ndim else value.astype(jnp.int32).reshape(1) for value in values]
     return plgpu.kernel(
         kernel,
         out_type=out_shape,
@@ -47,7 +51,7 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=plgpu.InterpretGPUParams() if implementation.interpreting() else None,
-    )(*operands)
+    )(*arrays)
 
 
 def cast(values: Array, shape: Shape, dims: tuple[int, ...]) -> Array:

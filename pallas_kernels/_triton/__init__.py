@@ -2,9 +2,8 @@
 
 From the bottom up:
 
-    launch      grids, programs and warps
     arithmetic  PTX instructions for elementary operations
-    blocks      the rows of one program
+    blocks      the rows of one program, and how it is started
     message     words of codes and scales in a message
     rows        rows gathered, decoded and encoded
     kernels     the operations

@@ -1,4 +1,4 @@
-"""The rows of one program of a Triton kernel, and how its threads hold them.
+"""The rows of one program of a Triton kernel, how its threads hold them, and how it is started.
 
 A row of 256 lanes is handled as eight pieces [rows, 32]: a Triton value cannot be sliced, and in
 every plane of a message the lanes of a piece are 32 neighboring bytes at one shift. A thread holds
@@ -12,6 +12,7 @@ class of the block, and planes that the width lacks are skipped.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,52 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels._triton.launch import Config, launch
+from pallas_kernels import implementation
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import Levels, top_code
 from pallas_kernels.codec.packing import planes
-from pallas_kernels.operands import Index
 
 PIECES, LANES = 8, 32  # of a row, of a piece
 U32 = jnp.uint32
 _CLASS_FIELDS = 5
+
+
+class Config(NamedTuple):
+    """Rows of one program, and the warps that share them: powers of two, the same for all shapes.
+
+    16 rows on 4 warps give every thread four lanes of each of the eight pieces of a row: 128 bytes
+    of a float32 gradient in flight.
+    """
+
+    rows: int = 16
+    warps: int = 4
+
+    def programs(self, rows: int) -> int:
+        """Return how many programs cover `rows` rows; the last one may overhang."""
+        return -(-rows // self.rows)
+
+
+def launch(
+    kernel: Callable,
+    grid: tuple[int, ...],
+    config: Config,
+    operands: Sequence[Any],
+    out_shape: Any,
+) -> Any:
+    """Run `kernel(*refs)` on a grid. All refs are whole arrays in memory, numbers int32 [1]."""
+    # A deprecated backend: imported here, so that its removal breaks nothing else.
+    from jax.experimental.pallas import triton
+
+    values = (jnp.asarray(operand) for operand in operands)
+    arrays = [value if value.ndim else value.astype(jnp.int32).reshape(1) for value in values]
+    return pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=grid,
+        interpret=implementation.interpreting(),
+        compiler_params=triton.CompilerParams(num_warps=config.warps, num_stages=1),
+    )(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +105,7 @@ def for_each_block(
     kernel: Callable,
     layout: Layout,
     config: Config,
-    operands: Sequence[Array],
+    operands: Sequence[Array | int],
     out_shape: jax.ShapeDtypeStruct,
     chunks: int = 1,
 ) -> Array:
@@ -80,8 +118,7 @@ def for_each_block(
         kernel(_locate(layout, config, classes_ref, levels_ref), *refs)
 
     blocks = sum(config.programs(c.rows) for c in layout.classes)
-    tables = [jnp.asarray(classes), jnp.asarray(levels)]
-    return launch(body, (blocks, chunks), config, [*tables, *operands], out_shape)
+    return launch(body, (blocks, chunks), config, [classes, levels, *operands], out_shape)
 
 
 def _tables(layout: Layout, config: Config) -> tuple[np.ndarray, np.ndarray]:

@@ -8,18 +8,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import message, rows
-from pallas_kernels._triton.blocks import for_each_block
-from pallas_kernels._triton.launch import Config, launch
+from pallas_kernels._triton.blocks import Config, for_each_block, launch
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.norms import LARGEST_UNIT, inverse_unit
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 from pallas_kernels.compat import shape_like
-from pallas_kernels.operands import Index, LocalRows, scalar
 
 
-def statistics(values: Array, *, config: Config | None = None) -> Array:
+def statistics(values: Array, *, config: Config = Config()) -> Array:
     """Compute the norm of every row."""
-    config = config or Config()
     num_rows = values.shape[0]
 
     def kernel(rows_ref, norms_ref):
@@ -44,7 +41,7 @@ def hop(
     turn: Index,
     *,
     layout: Layout,
-    config: Config | None = None,
+    config: Config = Config(),
 ) -> Array:
     """Encode the sum of received and local rows."""
     received = payloads.shape[0]
@@ -60,15 +57,15 @@ def hop(
     sent = for_each_block(
         kernel,
         layout,
-        config or Config(),
-        [scalar(chunk), scalar(turn), local.seed, local.order, local.rows, *messages],
+        config,
+        [chunk, turn, local.seed, local.order, local.rows, *messages],
         shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
     )
     return message.as_bytes(sent)
 
 
 def decompress_accumulate(
-    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout, config: Config | None = None
+    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout, config: Config = Config()
 ) -> Array:
     """Sum received and local rows."""
     received = payloads.shape[0]
@@ -81,14 +78,14 @@ def decompress_accumulate(
     return for_each_block(
         kernel,
         layout,
-        config or Config(),
-        [scalar(chunk), local.order, local.rows, message.halves(payloads)],
+        config,
+        [chunk, local.order, local.rows, message.halves(payloads)],
         shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, local.rows),
     )
 
 
 def decompress(
-    payloads: Array, order: Array, *, layout: Layout, config: Config | None = None
+    payloads: Array, order: Array, *, layout: Layout, config: Config = Config()
 ) -> Array:
     """Decode the messages of all chunks to rows in their original order."""
 
@@ -100,7 +97,7 @@ def decompress(
     return for_each_block(
         kernel,
         layout,
-        config or Config(),
+        config,
         [order, message.halves(payloads)],
         shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
         chunks=layout.num_chunks,

@@ -23,9 +23,9 @@ from pallas_kernels._triton.blocks import (
     merge_lanes,
     split_lanes,
 )
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import planes
-from pallas_kernels.operands import Index
 
 
 def halves(payloads: Array) -> Array:

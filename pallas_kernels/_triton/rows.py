@@ -22,10 +22,9 @@ from pallas_kernels._triton.blocks import (
     to_lanes,
 )
 from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import code_to_float, float_to_code
+from pallas_kernels.codec.arithmetic import Index, code_to_float, float_to_code
 from pallas_kernels.codec.levels import round_to_level
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
-from pallas_kernels.operands import Index
 
 Pieces = Sequence[Array]  # float32 [rows, 32] each
 

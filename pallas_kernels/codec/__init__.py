@@ -8,15 +8,15 @@ From the bottom up:
     levels      magnitudes to codes and back
     rounding    shared random offsets
     scales      scales of groups and super-groups
-    norms       L2 norms over the whole range of float32
-    rows        rows to codes and scales, and back
+    rows        rows to norms, codes and scales, and back
     layout      shape of a bucket on the wire
     ordering    rows to places
 """
 
 from pallas_kernels.codec import packing, scales
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout, Quantizer, make_layout
-from pallas_kernels.codec.norms import l2_norm
-from pallas_kernels.codec.ordering import order_rows, rank, restore_rows
+from pallas_kernels.codec.ordering import LocalRows, order_rows, rank, restore_rows
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, WIDTHS, row_bytes
 from pallas_kernels.codec.rounding import offsets
+from pallas_kernels.codec.rows import l2_norm

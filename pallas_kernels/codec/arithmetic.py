@@ -15,6 +15,7 @@ from jax import Array, lax
 # an integer without a conversion, which costs a GPU more than arithmetic.
 WHOLE = np.float32(1.5 * 2**23)
 
+Index = Array | int  # a number that may be traced
 Number = Array | np.float32 | float  # float only of constants that are rounded before use
 
 

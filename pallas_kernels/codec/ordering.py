@@ -5,6 +5,8 @@ This takes no communication: all workers hold the same integers, and a stable so
 the same order everywhere.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -14,6 +16,14 @@ from pallas_kernels.codec.layout import Layout
 # Norms are not negative, so their order does not need the sign.
 _BITS = 15
 _LARGEST = np.uint16((1 << _BITS) - 1)
+
+
+class LocalRows(NamedTuple):
+    """Rows of a bucket that a worker holds, their places, and the seed of the rounding noise."""
+
+    rows: Array  # local values in their original order, float [num_rows, 256]
+    order: Array  # original row of every place, int32 [num_chunks, rows_per_chunk]
+    seed: Array  # uint32 [2], the same on all workers
 
 
 def order_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -> Array:

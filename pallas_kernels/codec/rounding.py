@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-from pallas_kernels.operands import Index
 
 Rounding = Literal["correlated", "independent", "nearest"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)

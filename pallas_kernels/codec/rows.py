@@ -1,4 +1,4 @@
-"""Rows to codes and scales, and back: the arithmetic that a kernel fuses."""
+"""Rows to norms, codes and scales, and back: the arithmetic that a kernel fuses."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +7,24 @@ from jax import Array, lax
 from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import code_to_float
 from pallas_kernels.codec.levels import Levels, round_to_level, top_code
+
+# Hardware flushes the reciprocals of larger numbers.
+LARGEST_UNIT = scales.LARGEST_BITS.view(np.float32)
+
+
+def l2_norm(values: Array, axis: int) -> Array:
+    """Compute sqrt(sum of squares) of float32 `values` along an axis, for all of float32; not
+    finite where a value is not.
+    """
+    # Squares of 1e-30 or 1e30 leave the range of float32.
+    unit = jnp.minimum(jnp.max(jnp.abs(values), axis=axis, keepdims=True), LARGEST_UNIT)
+    squares = jnp.sum((values * inverse_unit(unit)) ** 2, axis=axis)
+    return jnp.squeeze(unit, axis) * jnp.sqrt(squares)
+
+
+def inverse_unit(unit: Array) -> Array:
+    """Return the factor of values before they are squared, for a `unit` up to `LARGEST_UNIT`."""
+    return jnp.where(unit > np.finfo(np.float32).tiny, 1 / unit, np.float32(1))
 
 
 def encode_rows(

@@ -6,10 +6,10 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from llm import checkpoint
-from llm.config import DecoderConfig
-from llm.model import Decoder
 
+from examples.llm import checkpoint
+from examples.llm.config import DecoderConfig
+from examples.llm.model import Decoder
 from tests.support import llm_chat_templates
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from llm.demo import new_decoder, small_config
 from rich.console import Console
-from small_lm.data import load_corpora
-from small_lm.gradients import gradient_snapshots, save_snapshots
-from small_lm.model import ModelConfig
-from small_lm.training import new_model, pretrain
+
+from benchmarks.small_lm.gradients import gradient_snapshots, save_snapshots
+from benchmarks.small_lm.model import ModelConfig
+from benchmarks.small_lm.training import new_model
+from examples.llm.corpora import load_corpora
+from examples.llm.demo import new_decoder, small_config
+from examples.llm.pretraining import pretrain
 
 
 @dataclass(frozen=True)

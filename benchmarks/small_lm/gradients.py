@@ -21,8 +21,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .data import random_windows
-from .training import Params, loss_of, make_optimizer
+from examples.llm.corpora import random_windows
+from examples.llm.pretraining import Params, loss_of, make_optimizer
 
 
 @partial(jax.jit, static_argnums=0)

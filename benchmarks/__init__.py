@@ -1,0 +1,1 @@
+"""Benchmarks, each run from the root of a checkout: `python -m benchmarks.codec`."""
