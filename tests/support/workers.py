@@ -1,18 +1,57 @@
-"""Two ways to run one per-worker function: simulated by vmap, and on a mesh of devices."""
+"""Two ways to run one per-worker function: simulated by vmap, and on a mesh of devices. Methods
+that compile fast.
+"""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import Call, ChunkedMethod, RecodedChunks, WireCost
 
-# Two width classes compile in a third of the time of the default's eight, on the same code path.
+# Two width classes compile in two thirds of the time of the default's eight, on the same code path.
 TWO_CLASSES = dq.DynamiQ(bits=6.0, widths=(4, 8))
 
 PerWorker = Callable[..., Any]  # (key, *local trees) -> local tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dithered(ChunkedMethod):
+    """Unbiased rounding to multiples of a step, with noise of the key, the chunk and the turn: for
+    tests of keys and of noise that do not depend on the method. Compiles in a fifth of the time of
+    `TWO_CLASSES`.
+    """
+
+    step: float = 2.0**-14  # of values up to 2 in magnitude
+
+    def wire_cost(self, call: Call) -> WireCost:
+        return WireCost(payload_bytes=2 * -(-call.size // call.num_chunks))
+
+    def bind(self, values: Array, call: Call, key: Array) -> RecodedChunks:
+        seed = jax.random.bits(key, (), jnp.uint32)
+
+        def encode(values: Array, chunk: Array, turn: Any) -> Array:
+            bits = jnp.arange(values.size, dtype=jnp.uint32) * np.uint32(0x9E3779B9) + seed
+            for number in (chunk, turn):  # a hash
+                bits = bits ^ (jnp.asarray(number, jnp.uint32) * np.uint32(0x27D4EB2F))
+                bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
+                bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
+            noise = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+            codes = jnp.floor(values * np.float32(1 / self.step) + noise).astype(jnp.int16)
+            return jax.lax.bitcast_convert_type(codes, jnp.uint16)
+
+        def decode(codes: Array, chunk: Array) -> Array:
+            signed = jax.lax.bitcast_convert_type(codes, jnp.int16)
+            return signed.astype(jnp.float32) * np.float32(self.step)
+
+        return RecodedChunks(local=call.local_chunks(values), encode=encode, decode=decode)
 
 
 def simulated(fn: PerWorker) -> Callable[..., Any]:
