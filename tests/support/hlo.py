@@ -20,7 +20,6 @@ KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce
 PRESETS = {
     "default": dq.DynamiQ(),
     "paper": dq.DynamiQ.paper(),
-    "centred": dq.DynamiQ.paper(centre=True),
     "bf16": dq.BF16(),
     "exact": dq.Exact(),
     "thc": THC(),
