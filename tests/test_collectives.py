@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
-from tests.support.workers import TWO_CLASSES, Dithered, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_CLASSES, on_mesh, simulated
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(1)
 manual = pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
@@ -23,15 +23,15 @@ def local_psum(key, tree):
     return dq.psum(tree, "data", key=key, method=TWO_CLASSES)
 
 
-def local_dithered(key, tree):
-    return dq.psum(tree, "data", key=key, method=Dithered())
+def local_stochastic(key, tree):
+    return dq.psum(tree, "data", key=key, method=STOCHASTIC)
 
 
 def local_bf16(key, tree):
     return dq.psum(tree, "data", key=key, method="bf16")
 
 
-psum, dithered, bf16 = simulated(local_psum), simulated(local_dithered), simulated(local_bf16)
+psum, stochastic, bf16 = simulated(local_psum), simulated(local_stochastic), simulated(local_bf16)
 
 
 @functools.cache
@@ -65,20 +65,20 @@ def assert_replicated(stacked):
 @pytest.mark.parametrize("num_workers", (1, 2, 3, 5, 8))
 def test_sums_are_close_and_replicated_and_depend_on_the_key(num_workers):
     tree = tree_of(num_workers)
-    result = dithered(KEY, tree)
+    result = stochastic(KEY, tree)
     assert_replicated(result)
-    assert_same_bits(dithered(jax.random.key(0), tree), result)
-    other = dithered(OTHER_KEY, tree)
+    assert_same_bits(stochastic(jax.random.key(0), tree), result)
+    other = stochastic(OTHER_KEY, tree)
     for name in ("kernel", "embedding"):
         error = vnmse(result[name][0], tree[name].sum(axis=0, dtype=np.float64))
         # One worker sends nothing and loses nothing, whatever the key.
-        assert error == 0 if num_workers == 1 else 1e-6 < error < 2e-3
+        assert error == 0 if num_workers == 1 else 1e-6 < error < 1e-4
         assert np.array_equal(other[name], result[name]) == (num_workers == 1)
     exact = jax.vmap(lambda leaf: lax.psum(leaf, "data"), axis_name="data")(tree["bias"])
     np.testing.assert_array_equal(result["bias"], exact)
     np.testing.assert_array_equal(other["bias"], exact)
     # The mean is the sum divided by the workers, in float32.
-    mean = simulated(lambda key, tree: dq.pmean(tree, "data", key=key, method=Dithered()))
+    mean = simulated(lambda key, tree: dq.pmean(tree, "data", key=key, method=STOCHASTIC))
     divided = jax.tree.map(lambda leaf: leaf * np.float32(1 / num_workers), result)
     assert_same_bits(mean(KEY, tree), divided)
 
@@ -87,19 +87,19 @@ def test_sums_are_close_and_replicated_and_depend_on_the_key(num_workers):
     ("num_workers", "check_vma", "local"),
     (
         (1, True, local_psum),
-        (1, False, local_dithered),
-        (2, True, local_dithered),
+        (1, False, local_stochastic),
+        (2, True, local_stochastic),
         (3, False, local_psum),
-        (5, True, local_dithered),
-        (8, True, local_dithered),
-        (8, False, local_dithered),
+        (5, True, local_stochastic),
+        (8, True, local_stochastic),
+        (8, False, local_stochastic),
     ),
 )
 def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, num_workers, check_vma, local):
     tree = tree_of(num_workers)
     result = on_mesh(local, data_mesh(num_workers), check_vma=check_vma)(KEY, tree)
     assert_replicated(result)
-    assert_same_bits(result, {local_psum: psum, local_dithered: dithered}[local](KEY, tree))
+    assert_same_bits(result, {local_psum: psum, local_stochastic: stochastic}[local](KEY, tree))
 
 
 def test_the_default_method_on_a_mesh_gives_the_bits_of_the_simulation(data_mesh):
@@ -158,13 +158,13 @@ def test_steps_of_a_scan_have_keys_of_their_own():
 
     def local(key, gradient):
         def step(total, index):
-            reduced = local_dithered(jax.random.fold_in(key, index), gradient)
+            reduced = local_stochastic(jax.random.fold_in(key, index), gradient)
             return total + reduced, None
 
         return lax.scan(step, jnp.zeros_like(gradient), jnp.arange(4))[0]
 
     gradient = tree_of(2)["kernel"]
-    each = [np.asarray(dithered(jax.random.fold_in(KEY, step), gradient)) for step in range(4)]
+    each = [np.asarray(stochastic(jax.random.fold_in(KEY, step), gradient)) for step in range(4)]
     found = simulated(local)(KEY, gradient)
     np.testing.assert_allclose(found, sum(each), rtol=1e-5, atol=1e-8)
     # More than rounding apart from the same step four times.
@@ -344,7 +344,7 @@ def test_exact_below_moves_the_line(exact_below):
 
     def local(key, tree):
         options = dq.Options(exact_below=exact_below)
-        return dq.psum(tree, "data", key=key, method=Dithered(step=2.0**-10), options=options)
+        return dq.psum(tree, "data", key=key, method=STOCHASTIC, options=options)
 
     tree = tree_of(3) | {"scalar": np.ones(3, np.float32), "none": np.ones((3, 0), np.float32)}
     tree["empty_f16"] = np.ones((3, 0), np.float16)
@@ -354,7 +354,7 @@ def test_exact_below_moves_the_line(exact_below):
         for name, leaf in tree.items()
         if leaf.size and not np.allclose(result[name][0], leaf.sum(axis=0), rtol=1e-5, atol=1e-8)
     }
-    # The sizes are 20480, 9520 and 40. The scalar is a multiple of the step, and so itself.
+    # The sizes are 20480, 9520 and 40. The scalar has few bits, and so stays itself.
     lines = {0: {"kernel", "embedding", "bias"}, 9520: {"kernel", "embedding"}, 9521: {"kernel"}}
     assert compressed == lines.get(exact_below, set())
     assert result["scalar"].tolist() == [3] * 3
@@ -386,7 +386,7 @@ def test_masked_leaves_are_exact_and_change_nothing_else(name):
     def run(tree, mask=None):
         def local(key, tree):
             options = dq.Options(mask=mask)
-            return reduce(tree, "data", key=key, method=Dithered(), options=options)
+            return reduce(tree, "data", key=key, method=STOCHASTIC, options=options)
 
         return simulated(local)(KEY, tree)
 
@@ -398,7 +398,7 @@ def test_masked_leaves_are_exact_and_change_nothing_else(name):
         assert_same_bits(found["kernel"], alone["kernel"])
         np.testing.assert_allclose(found["embedding"], expected["embedding"], rtol=1e-5, atol=1e-9)
     for leaf, truth in expected.items():
-        assert 1e-6 < vnmse(compressed[leaf], truth) < 2e-3
+        assert 1e-6 < vnmse(compressed[leaf], truth) < 1e-4
     with pytest.raises(ValueError, match="does not fit"):
         run(tree, {"kernel": True})
 
@@ -478,14 +478,14 @@ def test_the_reduction_of_a_manual_axis_leaves_the_other_manual_axis_alone():
     shards = of_workers(0, 8, 8192).reshape(2, 4, 8192)
 
     def local(key, stacked):
-        return local_dithered(key, stacked[0, 0])[None]
+        return local_stochastic(key, stacked[0, 0])[None]
 
     mapped = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=(P(), P("model", "data")), out_specs=P("model"))
     )
     result = mapped(KEY, shards)
     for column in range(2):
-        np.testing.assert_array_equal(result[column], dithered(KEY, shards[column])[0])
+        np.testing.assert_array_equal(result[column], stochastic(KEY, shards[column])[0])
 
 
 @pytest.mark.parametrize("size", (8192, 40), ids=("compressed", "exact"))
@@ -500,7 +500,7 @@ def test_leaves_that_differ_along_another_axis_keep_to_themselves(name, size):
 
     def local(tree):
         leaves = {"same": tree["same"][0], "other": tree["other"][0, 0]}
-        return reduce(leaves, "data", key=jax.random.key(0), method=Dithered())
+        return reduce(leaves, "data", key=jax.random.key(0), method=STOCHASTIC)
 
     # Whole results are the same on all workers of "data".
     over = () if name != "psum_scatter" else ("data",)
@@ -514,7 +514,7 @@ def test_leaves_that_differ_along_another_axis_keep_to_themselves(name, size):
         return np.asarray(whole).reshape(-1) if over else np.asarray(whole[0])
 
     found = {"same": result["same"], "other": np.split(np.asarray(result["other"]), 2)}
-    bounds = (1e-6, 2e-3) if size >= 1024 else (-1, 1e-12)
+    bounds = (1e-6, 1e-4) if size >= 1024 else (-1, 1e-12)
     assert bounds[0] < vnmse(found["same"], truth(tree["same"])) < bounds[1]
     for column in range(2):
         expected = truth(tree["other"][:, column])

@@ -14,7 +14,7 @@ from dynamiq_jax.methods import Axis, Call, ErrorFeedback
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import TWO_CLASSES, Dithered, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_CLASSES, on_mesh, simulated
 
 N = 4
 KEY = jax.random.key(11)
@@ -24,12 +24,11 @@ TOPOLOGIES = {
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }
-METHODS = {"dynamiq": TWO_CLASSES, "dithered": Dithered(), "bf16": dq.BF16(), "exact": dq.Exact()}
+METHODS = {"dynamiq": TWO_CLASSES, "stochastic": STOCHASTIC, "exact": dq.Exact()}
 # Of a sum of four workers: least and most.
 ERRORS = {
     "dynamiq": (1e-6, 5e-3),
-    "dithered": (1e-6, 2e-3),
-    "bf16": (1e-7, 2e-5),
+    "stochastic": (1e-6, 1e-4),
     "exact": (-1, 1e-12),
 }
 
@@ -54,7 +53,7 @@ def scattered(method: str, topology: str):
 @pytest.mark.parametrize(
     ("method", "topology"),
     [
-        *((method, name) for method in ("bf16", "dithered") for name in TOPOLOGIES),
+        *(("stochastic", name) for name in TOPOLOGIES),
         ("dynamiq", "ring"),
         ("dynamiq", "bidirectional"),
         ("exact", "ring"),
@@ -70,7 +69,7 @@ def test_parts_of_the_sum_are_close_and_not_exact(method, topology):
 
 
 @pytest.mark.parametrize(
-    ("method", "topology"), [*(("dithered", name) for name in TOPOLOGIES), ("dynamiq", "ring")]
+    ("method", "topology"), [*(("stochastic", name) for name in TOPOLOGIES), ("dynamiq", "ring")]
 )
 def test_parts_are_unbiased(method, topology):
     """The error of the mean over k keys falls as 1 / k; correlated rounding keeps a few percent."""
@@ -80,7 +79,7 @@ def test_parts_are_unbiased(method, topology):
     results = [np.asarray(run(jax.random.key(k), g), float).reshape(96, 200) for k in range(keys)]
     single = np.mean([vnmse(r, truth) for r in results])
     gain = single / vnmse(np.mean(results, axis=0), truth)
-    assert (0.8 if method == "dithered" else 0.4) * keys < gain < 1.25 * keys
+    assert (0.8 if method == "stochastic" else 0.4) * keys < gain < 1.25 * keys
 
 
 @pytest.mark.parametrize("dimension", (0, 1, 2))
@@ -182,7 +181,7 @@ def test_a_gather_puts_every_leaf_where_it_was():
     """Two dtypes, so two buckets, one leaf between them that is exact, and one that is nothing."""
     parts = {
         "a": gradient((6, 5, 100)),
-        "b": gradient((3, 2, 400)).astype(jnp.bfloat16),
+        "b": gradient((3, 2, 400)).astype(np.float16),
         "exact": np.arange(N * 6, dtype=np.int32).reshape(N, 2, 3),
         "masked": gradient((4, 4, 300)),
         "z": gradient((2, 2, 600)),
@@ -191,7 +190,7 @@ def test_a_gather_puts_every_leaf_where_it_was():
 
     def local(key, tree):
         tree = {**tree, "nothing": np.zeros((2, 3), jax.dtypes.float0)}
-        how = {"method": Dithered(), "options": dq.Options(mask=mask)}
+        how = {"method": STOCHASTIC, "options": dq.Options(mask=mask)}
         gathered = dq.all_gather(tree, "data", key=key, axis=-1, tiled=True, **how)
         nothing = gathered.pop("nothing")
         assert (nothing.shape, nothing.dtype) == ((2, 3 * N), jax.dtypes.float0)
@@ -207,7 +206,7 @@ def test_a_gather_puts_every_leaf_where_it_was():
     for name, leaf in expected.items():
         assert (found[name].shape, found[name].dtype) == (leaf.shape, leaf.dtype)
         error = vnmse(found[name], leaf)
-        assert error == 0 if name in ("exact", "masked") else 1e-6 < error < 2e-3, name
+        assert error == 0 if name in ("exact", "masked") else 1e-6 < error < 1e-4, name
 
 
 def test_numbers_are_gathered_like_arrays():
@@ -227,8 +226,8 @@ def test_both_halves_may_have_one_key():
     truth = g.sum(axis=0, dtype=np.float64)
 
     def local(key, g):
-        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=Dithered())
-        return dq.all_gather(part, "data", key=key, tiled=True, method=Dithered())
+        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=STOCHASTIC)
+        return dq.all_gather(part, "data", key=key, tiled=True, method=STOCHASTIC)
 
     run = simulated(local)
     results = [np.asarray(run(jax.random.key(k), g)[0], float) for k in range(64)]
@@ -244,18 +243,18 @@ def test_trees_keep_small_and_integer_leaves_exact():
     }
 
     def local(key, tree):
-        part = dq.psum_scatter(tree, "data", key=key, tiled=True, method=Dithered())
-        return part, dq.all_gather(part, "data", key=key, tiled=True, method=Dithered())
+        part = dq.psum_scatter(tree, "data", key=key, tiled=True, method=STOCHASTIC)
+        return part, dq.all_gather(part, "data", key=key, tiled=True, method=STOCHASTIC)
 
     part, whole = simulated(local)(KEY, tree)
     assert jax.tree.map(lambda x: x.shape[1:], part) == {"w": (16, 64), "bias": (2,), "count": (2,)}
     np.testing.assert_allclose(whole["bias"][0], tree["bias"].sum(axis=0), rtol=1e-6)
     np.testing.assert_array_equal(whole["count"][0], tree["count"].sum(axis=0))
-    assert 1e-6 < vnmse(whole["w"][0], tree["w"].sum(axis=0)) < 2e-3
+    assert 1e-6 < vnmse(whole["w"][0], tree["w"].sum(axis=0)) < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("check_vma", "method"), ((True, TWO_CLASSES), (False, Dithered())), ids=("vma", "no_vma")
+    ("check_vma", "method"), ((True, TWO_CLASSES), (False, STOCHASTIC)), ids=("vma", "no_vma")
 )
 def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, check_vma, method):
     def local(key, g):

@@ -12,23 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax import topologies
 from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax.methods import Axis, ChunkCodec, SumCodec
-from dynamiq_jax.topologies import (
-    TOPOLOGIES as NAMES,
-)
-from dynamiq_jax.topologies import (
-    AllToAll,
-    Auto,
-    Butterfly,
-    FixedTopology,
-    Ring,
-    Topology,
-    resolve_topology,
-)
+from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring, resolve_topology
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import TWO_CLASSES, Dithered, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_CLASSES, on_mesh, simulated
 
 TOPOLOGIES = {
     "ring": Ring(),
@@ -38,7 +28,14 @@ TOPOLOGIES = {
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }
-SIZES = dict.fromkeys(TOPOLOGIES, (2, 3, 4, 5, 8)) | {"butterfly": (2, 4, 8, 16)}
+SIZES = {
+    "ring": (2, 3, 4, 5, 8),
+    "bidirectional": (2, 3, 5, 8),
+    "unrolled": (2, 5),
+    "unrolled_bidirectional": (2, 5),
+    "butterfly": (2, 4, 8),
+    "all_to_all": (2, 3, 5, 8),
+}
 every_size = pytest.mark.parametrize(
     ("name", "n"), [(name, n) for name, sizes in SIZES.items() for n in sizes]
 )
@@ -256,8 +253,8 @@ def test_sums_are_right_and_padding_is_cut_off(name):
 @pytest.mark.parametrize(
     ("name", "check_vma", "method"),
     [
-        *((name, True, Dithered()) for name in TOPOLOGIES),
-        *((name, False, Dithered()) for name in ("ring", "butterfly", "all_to_all")),
+        *((name, True, STOCHASTIC) for name in TOPOLOGIES),
+        *((name, False, STOCHASTIC) for name in ("ring", "butterfly", "all_to_all")),
         ("bidirectional", True, TWO_CLASSES),
         ("all_to_all", True, TWO_CLASSES),
     ],
@@ -344,15 +341,15 @@ def test_an_axis_shifts_swaps_and_gathers():
 
 
 def test_every_name_makes_its_topology():
-    for name, kind in NAMES.items():
+    for name, kind in topologies.TOPOLOGIES.items():
         assert type(resolve_topology(name)) is kind
-        assert issubclass(kind, Topology)
+        assert issubclass(kind, topologies.Topology)
     assert resolve_topology("ring:unroll=True:bidirectional=True") == Ring(
         unroll=True, bidirectional=True
     )
     assert resolve_topology(Ring(unroll=True)) == Ring(unroll=True) != Ring()
     # An automatic choice is a rule: it carries nothing itself.
-    assert not isinstance(Auto(), FixedTopology)
+    assert not isinstance(topologies.Auto(), FixedTopology)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -442,10 +439,6 @@ def test_the_error_law_is_what_the_codec_does(agreement):
 
 def test_shorter_paths_have_smaller_errors():
     """Correlated roundings of neighbors cancel, the more the longer the path."""
-    ring, butterfly, all_to_all = (
-        error_of(name, "correlated", 0.5) for name in ("ring", "butterfly", "all_to_all")
-    )
-    assert 0.45 < butterfly / ring < 0.7
+    ring, all_to_all = (error_of(name, "correlated", 0.5) for name in ("ring", "all_to_all"))
     assert 0.4 < all_to_all / ring < 0.65
-    assert all_to_all < butterfly
     assert 0.55 < ring / error_of("ring", "independent", 0.5) < 0.8

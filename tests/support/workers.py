@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -23,13 +23,11 @@ PerWorker = Callable[..., Any]  # (key, *local trees) -> local tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dithered(ChunkedMethod):
-    """Unbiased rounding to multiples of a step, with noise of the key, the chunk and the turn: for
-    tests of keys and of noise that do not depend on the method. Compiles in a fifth of the time of
-    `TWO_CLASSES`.
+class StochasticBF16(ChunkedMethod):
+    """Stochastic rounding to bfloat16, with noise of the key, the chunk and the turn: for tests of
+    keys and of noise that do not depend on the method. Compiles in a fifth of the time of
+    `TWO_CLASSES`. A rounding has a vNMSE of about 5e-6.
     """
-
-    step: float = 2.0**-14  # of values up to 2 in magnitude
 
     def wire_cost(self, call: Call) -> WireCost:
         return WireCost(payload_bytes=2 * -(-call.size // call.num_chunks))
@@ -38,20 +36,21 @@ class Dithered(ChunkedMethod):
         seed = jax.random.bits(key, (), jnp.uint32)
 
         def encode(values: Array, chunk: Array, turn: Any) -> Array:
-            bits = jnp.arange(values.size, dtype=jnp.uint32) * np.uint32(0x9E3779B9) + seed
+            noise = jnp.arange(values.size, dtype=jnp.uint32) * np.uint32(0x9E3779B9) + seed
             for number in (chunk, turn):  # a hash
-                bits = bits ^ (jnp.asarray(number, jnp.uint32) * np.uint32(0x27D4EB2F))
-                bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
-                bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
-            noise = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
-            codes = jnp.floor(values * np.float32(1 / self.step) + noise).astype(jnp.int16)
-            return jax.lax.bitcast_convert_type(codes, jnp.uint16)
+                noise = noise ^ (jnp.asarray(number, jnp.uint32) * np.uint32(0x27D4EB2F))
+                noise = (noise ^ (noise >> 16)) * np.uint32(0x85EBCA6B)
+                noise = (noise ^ (noise >> 13)) * np.uint32(0xC2B2AE35)
+            bits = lax.bitcast_convert_type(values, jnp.uint32)
+            return ((bits + (noise >> 16)) >> 16).astype(jnp.uint16)
 
         def decode(codes: Array, chunk: Array) -> Array:
-            signed = jax.lax.bitcast_convert_type(codes, jnp.int16)
-            return signed.astype(jnp.float32) * np.float32(self.step)
+            return lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
 
         return RecodedChunks(local=call.local_chunks(values), encode=encode, decode=decode)
+
+
+STOCHASTIC = StochasticBF16()
 
 
 def simulated(fn: PerWorker) -> Callable[..., Any]:
