@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -375,6 +376,29 @@ COLLECTIVES = {
     ),
 }
 every_collective = pytest.mark.parametrize("name", COLLECTIVES)
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        dq.psum,
+        dq.pmean,
+        dq.psum_scatter,
+        dq.all_gather,
+        dq.value_and_grad,
+        dq.all_reduce_gradients,
+        dq.wire_report,
+    ),
+    ids=lambda function: function.__name__,
+)
+def test_defaults_are_the_same_everywhere(function):
+    parameters = inspect.signature(function).parameters
+    assert parameters["method"].default == dq.DynamiQ()
+    assert parameters["options"].default == dq.Options()
+    if function is not dq.all_gather:  # which sends to all in any case
+        assert parameters["topology"].default == "ring"
+    keywords = {"method", "topology", "options", "key"} & set(parameters)
+    assert {parameters[name].kind for name in keywords} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @every_collective
