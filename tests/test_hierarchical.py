@@ -50,6 +50,11 @@ def reduce(g, **options):
     return dq.psum(g, AXES, key=KEY, **{"method": TWO_CLASSES, **options})
 
 
+@functools.cache
+def summed(topology, method):
+    return simulated(functools.partial(reduce, topology=topology, method=method))
+
+
 @pytest.mark.parametrize(
     ("topology", "check_vma", "method"),
     (
@@ -62,11 +67,22 @@ def reduce(g, **options):
 )
 def test_all_replicas_hold_the_bits_of_the_simulation(topology, check_vma, method):
     local = functools.partial(reduce, topology=topology, method=method)
-    result = np.asarray(simulated(local)(gradients()))
+    result = np.asarray(summed(topology, method)(gradients()))
     assert (result == result[0, 0]).all()
     np.testing.assert_array_equal(on_mesh(local, check_vma=check_vma)(gradients()), result)
     truth = gradients().sum(axis=(0, 1), dtype=np.float64)
     assert 1e-6 < vnmse(result[0, 0], truth) < 5e-3
+
+
+@pytest.mark.parametrize("coordinate", (0, 10_000, 20_000))
+def test_values_that_are_not_finite_stay_in_their_super_group(coordinate):
+    """Parts of the fast axes are whole super-groups: one value touches 256 coordinates."""
+    values = gradients()
+    values[1, 2, coordinate] = np.inf
+    result = np.asarray(summed("ring", TWO_CLASSES)(values))
+    assert not np.isfinite(result[:, :, coordinate]).any()
+    bad = np.flatnonzero(~np.isfinite(result).all(axis=(0, 1)))
+    assert set(bad // 256) == {coordinate // 256}
 
 
 def test_an_exact_method_gives_the_exact_sum():
