@@ -26,7 +26,7 @@ from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import ChunkedMethod, RecodedChunks, WireCost
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_CLASSES, simulated
+from tests.support.workers import STOCHASTIC, simulated
 
 KEY = jax.random.key(0)
 # Each gives a whole result or the worker's part.
@@ -172,20 +172,6 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
         if name == "pmean":
             report = dq.wire_report(leaves, 4, method="bf16", options=options)
             assert sum(c.sent_bytes(4) for c in found) == report.bytes_per_worker
-
-
-def test_buckets_of_the_default_method_send_the_bytes_of_the_report(data_mesh):
-    """A bucket of its own has statistics and messages of its own."""
-    leaf = jax.ShapeDtypeStruct((8192,), jnp.float32)
-    options = dq.Options(bucket_bytes=1)
-    stacked = dict.fromkeys("ab", jax.ShapeDtypeStruct((4, 8192), jnp.float32))
-    text = compiled(
-        data_mesh(4),
-        stacked,
-        lambda tree: dq.pmean(tree, "data", key=KEY, method=TWO_CLASSES, options=options),
-    )
-    report = dq.wire_report(dict.fromkeys("ab", leaf), 4, method=TWO_CLASSES, options=options)
-    assert sum(c.sent_bytes(4) for c in collectives(text)) == report.bytes_per_worker
 
 
 # ------------------------------------------------------------------------------ order of buckets

@@ -93,12 +93,12 @@ def test_an_exact_method_gives_the_exact_sum():
 
 def test_the_error_is_that_of_the_hosts_alone():
     """The exact sum inside a host costs no accuracy: 2 workers, not 8."""
-    flat = gradients(160_000).reshape(-1, 160_000)
+    flat = gradients().reshape(HOSTS * LOCAL, -1)
     truth = flat.sum(axis=0, dtype=np.float64)
     one_ring = jax.jit(
         jax.vmap(lambda g: dq.psum(g, "d", key=KEY, method=TWO_CLASSES), axis_name="d")
     )
-    nested = vnmse(simulated(reduce)(gradients(160_000))[0, 0], truth)
+    nested = vnmse(summed("ring", TWO_CLASSES)(gradients())[0, 0], truth)
     assert 1e-6 < nested < 0.7 * vnmse(one_ring(flat)[0], truth)
 
 

@@ -207,7 +207,7 @@ def test_a_batch_may_be_any_pytree(data_mesh):
     close(grads, jax.grad(plain_loss)(plain_params(), x, y))
 
 
-@pytest.mark.parametrize("method", ("exact", TWO_CLASSES), ids=("exact", "compressed"))
+@pytest.mark.parametrize("method", ("exact", "bf16"))
 def test_another_axis_is_left_to_the_compiler(method):
     """Parameters sharded over "model" stay so, and the gradient is the same."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -227,7 +227,7 @@ def test_another_axis_is_left_to_the_compiler(method):
     loss, grads = jax.jit(grad_fn)(params, *batch(), key=KEY)
     expected_loss, expected = jax.value_and_grad(plain_loss)(plain_params(), *batch())
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    close(grads, expected, error=0.0 if method == "exact" else 2e-2)
+    close(grads, expected, error=0.0 if method == "exact" else 1e-5)
 
 
 def test_a_step_of_training_lowers_the_loss(data_mesh):

@@ -65,17 +65,21 @@ def test_the_report_is_the_compiled_program(data_mesh, preset):
 
 def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
     topology = Ring(bidirectional=True)
-    report = dq.wire_report(TREE, NUM_WORKERS, method=TWO_CLASSES, topology=topology)
-    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, TWO_CLASSES, topology)
+    report = dq.wire_report(TREE, NUM_WORKERS, method="bf16", topology=topology)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.BF16(), topology)
     hops = [c for c in found if c.kind == "collective-permute"]
-    one = cost(TWO_CLASSES, topology)
-    assert {c.result_bytes for c in hops} == {one.payload_bytes}
+    payload = cost(dq.BF16(), topology).payload_bytes
+    assert {c.result_bytes for c in hops} == {payload}
     # Two in the loop, which runs n - 2 times, and one of each direction outside.
     assert sorted(c.looped for c in hops) == [False, False, True, True]
-    sent = 2 * (NUM_WORKERS - 1) * one.payload_bytes
-    assert report.compressed_bytes == 2 * sent + one.statistics_bytes
-    one_way = dq.wire_report(TREE, NUM_WORKERS, method=TWO_CLASSES).compressed_bytes
-    assert report.compressed_bytes == pytest.approx(one_way, rel=1e-3)
+    assert report.compressed_bytes == 4 * (NUM_WORKERS - 1) * payload
+    # With statistics and scales too, both directions together send what one would.
+    for method in (dq.DynamiQ(), TWO_CLASSES, dq.BF16()):
+        both, one_way = (
+            dq.wire_report(TREE, NUM_WORKERS, method=method, topology=t).compressed_bytes
+            for t in (topology, Ring())
+        )
+        assert both == pytest.approx(one_way, rel=1e-3)
 
 
 @pytest.mark.parametrize("preset", ("default", "paper"))
