@@ -1,8 +1,8 @@
-"""Lets pages link to files outside of docs/ as they do in the repository.
+"""Links from pages to files outside of docs/, on the site as in the repository.
 
-Pages are read in two places: in the repository, where `../benchmarks/results/error.png` is a file,
-and on the site, whose root is docs/. The files that pages need from elsewhere join the site at
-their place in the repository, and links to them lose the steps out of docs/.
+A page is read in two places. In the repository, `../benchmarks/results/error.png` is a file. The
+root of the site is docs/, so these hooks add such files to the site at their place in the
+repository, and remove the steps out of docs/ from links to them.
 """
 
 import posixpath
@@ -20,7 +20,7 @@ _LINK = re.compile(r"\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds what lies outside of docs/."""
+    """Add the files outside of docs/ that pages need."""
     for path in [ROOT / page for page in PAGES] + sorted(ROOT.glob(IMAGES)):
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path)))
@@ -28,7 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links from file to file in the repository into links on the site."""
+    """Turn links between files of the repository into links of the site."""
     folder = posixpath.dirname(page.file.src_uri)
     in_repository = folder if page.file.src_uri in PAGES else posixpath.join("docs", folder)
 

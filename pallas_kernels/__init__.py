@@ -8,9 +8,9 @@
                                the step of a ring, with n - 1 that of an all-to-all
         decompress_accumulate  messages decoded, local rows added
         decompress             messages of all chunks to rows in their original places
-    _xla            backend in pure JAX: always there, and the reference for the others
+    _xla            backend in pure JAX: available everywhere, and the reference for the others
     _triton         fused kernels for NVIDIA GPUs from Ampere on
-    _mosaic_gpu     fused kernels for Hopper and newer, for when Triton is gone
+    _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
     implementation  choice of the backend
     row_blocks      loops over blocks of rows, for backends without kernels
     compat          differences between versions of JAX

@@ -1,4 +1,4 @@
-"""Pure JAX backend: always there, and the reference that kernels reproduce byte for byte."""
+"""Pure JAX backend: available everywhere, and the reference that kernels reproduce."""
 
 from collections.abc import Callable
 
@@ -133,9 +133,8 @@ def _decode(messages: _Parts, message: Index, first: Index, count: int, layout: 
 
 
 def _norms(block: Array) -> Array:
-    """Compute L2 norms of rows. Squares of the values as they are, which suffice for usual values,
-    take a third of the time on a CPU.
-    """
+    """Compute L2 norms of rows."""
+    # Unscaled squares suffice for usual values and take a third of the time on a CPU.
     squares = jnp.sum(block * block, axis=1)
     usual = (squares > _USUAL[0]) & (squares < _USUAL[1])
     return lax.cond(jnp.all(usual), lambda: jnp.sqrt(squares), lambda: l2_norm(block, axis=1))

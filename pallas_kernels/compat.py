@@ -92,7 +92,7 @@ def has_mosaic_gpu() -> bool:
 
 
 def mosaic_gpu_store(ref: Any, value: Array) -> None:
-    """Store to memory in pieces of any size, which JAX 0.12 has to be told."""
+    """Store to memory in pieces of any size, for which JAX 0.12 has a function."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if hasattr(plgpu, "store"):

@@ -22,7 +22,7 @@ _without_gpu: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode"
 
 
 def check(implementation: str | None) -> None:
-    """Refuse a backend that cannot run here.
+    """Check that a backend can run on this machine.
 
     Raises:
       ValueError: the named backend does not exist, or this machine cannot run it.

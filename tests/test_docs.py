@@ -1,23 +1,26 @@
-"""What README and the documentation show runs as it stands, links to what there is, and has the
-figures of the result files.
+"""README and documentation: code runs as shown, commands and links exist, tables match the result
+files, and the reference has all public names.
 """
 
 import contextlib
 import importlib
 import io
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import jax
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax import cli
-from dynamiq_jax.methods import METHODS, ErrorFeedback
+import pallas_kernels
+from dynamiq_jax import _commands
+from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +29,6 @@ PAGES = {
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
 COMMANDS = ("bench", "network", "advise", "compare")
-EXAMPLE = ROOT / "examples" / "finetune_llm.py"
 slow = pytest.mark.slow
 
 
@@ -35,7 +37,7 @@ def code_blocks(text: str, language: str) -> list[str]:
 
 
 def shell_lines() -> list[tuple[str, list[str]]]:
-    """Every command that a page shows, as words, without variables set in front of it."""
+    """Every command in a page as words, without the variables set in front of it."""
     lines = []
     for page, text in PAGES.items():
         for block in code_blocks(text, "sh"):
@@ -46,6 +48,12 @@ def shell_lines() -> list[tuple[str, list[str]]]:
                 if words:
                     lines.append((page, words))
     return lines
+
+
+def file_of(module: str) -> Path:
+    """The file that `python -m MODULE` runs."""
+    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
+    return path if path.is_file() else path.with_suffix("") / "__main__.py"
 
 
 # ----------------------------------------------------------------------------------------- Python
@@ -60,12 +68,12 @@ def shell_lines() -> list[tuple[str, list[str]]]:
         if code_blocks(PAGES[page], "python")
     ],
 )
-def test_python_of_a_page_runs_in_order_and_prints_what_it_says(page):
-    """In one namespace, on eight devices. A comment behind `print` is what it prints."""
+def test_python_of_a_page_runs_in_order_and_prints_its_comments(page):
+    """In one namespace, on eight devices. A comment behind `print` is the line that it prints."""
     blocks = code_blocks(PAGES[page], "python")
     namespace: dict = {}
     printed = io.StringIO()
-    # The suite is stricter than JAX is for its users.
+    # The tests are stricter than the default of JAX.
     with jax.numpy_dtype_promotion("standard"), contextlib.redirect_stdout(printed):
         for block in blocks:
             exec(compile(block, page, "exec"), namespace)
@@ -103,18 +111,16 @@ def test_pages_show_commands_of_every_kind():
 def test_options_of_the_command_line_exist(words, monkeypatch):
     started = []
     for name in COMMANDS:
-        command = getattr(
-            importlib.import_module(f"dynamiq_jax._commands.{name}"), name.capitalize()
-        )
+        command = getattr(importlib.import_module(f"{_commands.__name__}.{name}"), name.title())
         monkeypatch.setattr(command, "run", lambda self: started.append(self) or 0)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        _commands.main()
     assert ended.value.code == 0
     assert [type(command).__name__.lower() for command in started] == [words[1]]
 
 
-def test_files_targets_and_extras_of_commands_exist():
+def test_targets_and_extras_of_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -126,11 +132,33 @@ def test_files_targets_and_extras_of_commands_exist():
         if words[0] == "pip":
             named = re.findall(r"\[([\w,-]+)\]", shlex.join(words))
             assert set(",".join(named).split(",")) <= {*extras, ""}, shown
-        if words[0] == "python" and words[1] != "-m":
-            script = (ROOT / words[1]).read_text()
-            for option in (word for word in words[2:] if word.startswith("--")):
-                field = option.removeprefix("--").replace("-", "_")
-                assert re.search(rf'^    {field}: |"{option}"', script, re.MULTILINE), shown
+
+
+def test_python_runs_modules_that_exist():
+    """Also in running text. Nothing is run as a file."""
+    found = [
+        (page, module)
+        for page, text in PAGES.items()
+        for module in re.findall(r"\bpython -m ([\w.]*\w)", text)
+    ]
+    assert {"benchmarks.codec", "tests.faults"} <= {module for _, module in found}
+    assert [(page, module) for page, module in found if not file_of(module).is_file()] == []
+    files = [(page, words) for page, words in shell_lines() if words[0] == "python"]
+    assert [(page, words) for page, words in files if words[1] != "-m"] == []
+
+
+@slow
+def test_help_of_modules_names_the_options_that_pages_use():
+    used: dict[str, set[str]] = {}
+    for _, words in shell_lines():
+        options = {word for word in words if word.startswith("--")}
+        if words[:2] == ["python", "-m"] and options:
+            used.setdefault(words[2], set()).update(options)
+    assert {"benchmarks.dump_gradients", "examples.finetune_llm"} <= used.keys()
+    for module, options in used.items():
+        command = [sys.executable, "-m", module, "--help"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert {option for option in options if option not in run.stdout} == set(), module
 
 
 # ------------------------------------------------------------------------------ links and figures
@@ -139,7 +167,9 @@ def test_files_targets_and_extras_of_commands_exist():
 def anchors(page: str) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", PAGES[page], flags=re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
-    return {re.sub(r"\s+", "-", heading) for heading in plain}
+    # The reference of a class has its name as anchor.
+    documented = re.findall(r"^::: ([\w.]+)$", PAGES[page], flags=re.MULTILINE)
+    return {*(re.sub(r"\s+", "-", heading) for heading in plain), *documented}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -155,52 +185,63 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(str(target.resolve().relative_to(ROOT))), link
 
 
-@pytest.fixture(scope="module")
-def docs_script():
-    """`docs_script(name)`: a module of docs/."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs")
-        yield importlib.import_module
-
-
-def test_tables_are_those_of_the_result_files_and_the_library(docs_script):
-    tables = docs_script("tables")
+def test_tables_are_those_of_the_result_files_and_the_library():
+    tables = importlib.import_module("docs.tables")
     shown = set()
     for page, text in PAGES.items():
-        assert tables.rewritten(text) == text, f"{page} is old: run python docs/tables.py"
+        assert tables.rewritten(text) == text, f"{page} is old: run python -m docs.tables"
         shown |= set(re.findall(r"<!-- table: (\w+) -->", text))
     assert shown == tables.TABLES.keys()
 
 
-def test_the_ring_in_the_figure_is_that_of_the_library(docs_script):
-    """Chunk c starts at worker c + 1 and ends at worker c, as its page says."""
-    paths = docs_script("figures").ring_paths(5)
+def test_the_ring_in_the_figure_is_that_of_the_library():
+    """Chunk c starts at worker c + 1 and ends at worker c, as on its page."""
+    paths = importlib.import_module("docs.figures").ring_paths(5)
     for chunk, visited in enumerate(paths):
         assert [int(worker) for worker in visited] == [(chunk + 1 + hop) % 5 for hop in range(5)]
 
 
-def test_every_public_name_method_and_topology_has_its_page():
-    reference = PAGES["docs/api/functions.md"] + PAGES["docs/api/methods.md"]
-    for name in dq.__all__:
-        assert re.search(rf"^::: [\w.]+\.{name}$", reference, re.MULTILINE), name
-    topologies = PAGES["docs/api/topologies.md"]
-    exported = re.findall(r"^::: [\w.]+\.(\w+)$", topologies, re.MULTILINE)
-    classes = [
-        name for name in dq.topologies.__all__ if isinstance(getattr(dq.topologies, name), type)
-    ]
-    assert sorted(exported) == sorted(classes)
-    for cls in (*METHODS.values(), ErrorFeedback, *TOPOLOGIES.values()):
-        assert f"::: {cls.__module__}.{cls.__name__}\n" in reference + topologies
-        page = cls.__module__.rpartition(".")[2]
-        assert {f"docs/methods/{page}.md", f"docs/topologies/{page}.md"} & PAGES.keys()
+# ------------------------------------------------------------------------------------ public names
 
 
-# ---------------------------------------------------------------------------------------- example
+def reference() -> set[str]:
+    """Identifiers that the reference pages document."""
+    pages = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/api/"))
+    return set(re.findall(r"^::: ([\w.]+)$", pages, flags=re.MULTILINE))
 
 
-@slow
-def test_example_help_names_the_options_that_pages_use():
-    command = [sys.executable, str(EXAMPLE), "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for option in ("--checkpoint", "--data", "--method", "--compare", "--fsdp", "--restart"):
-        assert option in shown
+def test_the_reference_has_every_public_name_and_no_private_one():
+    facades = (dq, dq.methods, dq.topologies)
+    shown = reference()
+    assert [name for name in shown if re.search(r"\b_", name)] == []
+    public = set()
+    for facade in facades:
+        for name in facade.__all__:
+            value = getattr(facade, name)
+            if isinstance(value, types.ModuleType):
+                continue
+            # A name of several facades is documented once.
+            names = {f"{f.__name__}.{name}" for f in facades if getattr(f, name, None) is value}
+            assert len(names & shown) == 1, name
+            public |= names
+    assert {name for name in shown if name.startswith("dynamiq_jax.")} <= public
+
+
+def test_the_reference_has_every_public_module_of_the_kernels():
+    modules = {
+        module.name
+        for module in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels.")
+        if not module.ispkg and "._" not in module.name
+    }
+    private = {"pallas_kernels.compat"}  # of this project
+    assert {name for name in reference() if name.startswith("pallas_kernels")} == modules - private
+
+
+def test_every_method_and_topology_has_a_page():
+    methods = {"mx" if name.startswith("mx") else name for name in METHODS}
+    for name in (*methods, "error_feedback"):
+        assert f"docs/methods/{name}.md" in PAGES
+        assert f"({name}.md)" in PAGES["docs/methods/index.md"]
+    for name in TOPOLOGIES:
+        assert f"docs/topologies/{name}.md" in PAGES
+        assert f"({name}.md)" in PAGES["docs/topologies/index.md"]

@@ -11,9 +11,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from dynamiq_jax._api.collectives import pmean, refuse_state
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax.methods._base import Method
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
 
 
 def value_and_grad(
@@ -47,14 +46,14 @@ def value_and_grad(
       loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
       mesh: mesh with the axis.
       axis_name: axis of the mesh to split over, or several with the slowest link first; see `psum`.
-      method: how numbers become bytes; see `psum`.
-      topology: how chunks travel; see `psum`.
+      method: compression method; see `psum`.
+      topology: route of the chunks; see `psum`.
       has_aux: whether `loss_fn` returns `(loss, aux)`; aux is a pytree of arrays, averaged exactly
         over the workers (metrics, not outputs per example).
       replicated_argnums: positions (from 1) of further arguments that every worker gets whole, such
         as a key for dropout. Fold `jax.lax.axis_index(axis_name)` into the key, or all workers drop
         the same.
-      options: which gradients stay exact, and how large buckets are.
+      options: gradients that stay exact, and the size of buckets.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a typed PRNG key, that returns `(loss,

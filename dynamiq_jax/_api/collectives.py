@@ -8,9 +8,8 @@ from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes, find_axis
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, ReduceScatter
 from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax.methods._base import Method
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
 
 Tree = TypeVar("Tree")
 
@@ -38,9 +37,9 @@ def psum(
         over `local`, a part on each worker, compresses over `hosts`, and gathers exactly.
       key: typed PRNG key, the same on all workers, another one at every step. The same key gives
         the same bits.
-      method: how numbers become bytes: a method, or a name such as "dynamiq:5", "paper:4" or "qgz".
-      topology: how chunks travel: a topology, or a name such as "ring" or "all_to_all".
-      options: which leaves stay exact, and how large buckets are.
+      method: compression method, or a name such as "dynamiq:5", "paper:4" or "qgz".
+      topology: route of the chunks, or a name such as "ring" or "all_to_all".
+      options: leaves that stay exact, and the size of buckets.
 
     Returns:
       A tree of the same structure, shapes and dtypes. NaN and Inf of any worker surface at least at
@@ -108,9 +107,9 @@ def psum_scatter(
       scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
         divided by it if tiled.
       tiled: keep that dimension, divided by the size of the axis; otherwise remove it.
-      method: how numbers become bytes; see `psum`.
-      topology: how chunks travel; see `psum`.
-      options: which leaves stay exact, and how large buckets are.
+      method: compression method; see `psum`.
+      topology: route of the chunks; see `psum`.
+      options: leaves that stay exact, and the size of buckets.
 
     Returns:
       A tree of the same structure and dtypes with the worker's part of every leaf.
@@ -153,8 +152,8 @@ def all_gather(
         `psum_scatter` before may be used again.
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
       tiled: join the parts along that dimension; otherwise it is a new one.
-      method: how numbers become bytes; see `psum`.
-      options: which leaves stay exact, and how large buckets are; sizes count once gathered.
+      method: compression method; see `psum`.
+      options: leaves that stay exact, and the size of buckets; sizes are those of gathered leaves.
 
     Returns:
       A tree of the same structure and dtypes with all of every leaf.

@@ -12,9 +12,8 @@ from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax.methods._base import Method, State
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method, State
+from dynamiq_jax.topologies import Topology
 
 
 class AllReduceState(NamedTuple):
@@ -50,11 +49,11 @@ def all_reduce_gradients(
 
     Args:
       axis_name: axis to average over, or several with the slowest link first; see `psum`.
-      method: how numbers become bytes; see `psum`.
-      topology: how chunks travel; see `psum`.
+      method: compression method; see `psum`.
+      topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
-      options: which leaves stay exact, and how large buckets are.
+      options: leaves that stay exact, and the size of buckets.
 
     Returns:
       A transformation whose state holds the step, the method's state and its metrics. The state can

@@ -14,9 +14,8 @@ from dynamiq_jax._buckets.leaves import mask_flags
 from dynamiq_jax._buckets.options import Options, resolve
 from dynamiq_jax._buckets.plan import Bucket, make_plan
 from dynamiq_jax._core import Axis
-from dynamiq_jax.methods._base import Method
-from dynamiq_jax.methods._dynamiq import DynamiQ
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ def wire_report(
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
-    # Booleans travel as bytes, numbers of less than 32 bits as 32.
+    # Booleans are sent as bytes, numbers of less than 32 bits as 32.
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
     passes = 2 * (axes.num_workers - 1) / axes.num_workers
     exact = round(passes * sum(sizes[index] * item_bytes[index] for index, _ in plan.exact))

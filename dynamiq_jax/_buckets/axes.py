@@ -16,8 +16,8 @@ AxisName = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Workers of one collective. Over the fast axes numbers travel exactly, a part to each worker.
-    Over the slow one the parts travel compressed.
+    """Workers of one collective. Sums over the fast axes are exact, a part on each worker. Sums of
+    these parts over the slow axis are compressed.
     """
 
     slow: Axis

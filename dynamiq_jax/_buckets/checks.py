@@ -64,7 +64,7 @@ def check_key(key: Any, axis_names: Sequence[str]) -> Array:
 
 
 def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None:
-    """Refuse a leaf that is reduced already, where types tell (`check_vma=True`).
+    """Check that a leaf is not reduced already, which types show under `check_vma=True`.
 
     Raises:
       ValueError: the leaf is already the same on all workers.

@@ -16,7 +16,7 @@ from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Plan, make_plan
-from dynamiq_jax.methods._base import State
+from dynamiq_jax.methods import State
 from pallas_kernels import compat
 
 States = tuple[State, ...]  # of a method, for every bucket
@@ -92,9 +92,9 @@ def first_states(operation: Operation, tree: Any, how: Compression) -> States:
 def after(token: Array | None, flat: Array) -> Array:
     """Return the same values, which are not available before `token` is.
 
-    So buckets travel one after the other. Otherwise XLA joins the transfers of several buckets, or
-    has them all wait for one, and none is left to run under the backward pass. XLA removes
-    `lax.optimization_barrier` before it does so, and cannot tell that this comparison is always
+    So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
+    or has them all wait for one, and none is left to run under the backward pass. XLA removes
+    `lax.optimization_barrier` before it does so, and does not find that this comparison is always
     true.
     """
     if token is None or not compat.varying_axes(token) <= compat.varying_axes(flat):

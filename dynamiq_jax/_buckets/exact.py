@@ -12,9 +12,9 @@ from pallas_kernels.compat import varying_axes
 def all_reduce(leaves: dict[int, Array], axes: Axes, divisor: int) -> dict[int, Array]:
     """Sum leaves exactly over all axes and divide them by `divisor`, in their own dtypes.
 
-    Floating leaves travel in one float32 message for each set of axes that they vary over (f64 and
-    complex in their own), others as they are. Quotients of integers are floored. A boolean result
-    is True where any worker has True.
+    Floating leaves are sent in one float32 message for each set of axes that they vary over (f64
+    and complex in their own), others as they are. Quotients of integers are floored. A boolean
+    result is True where any worker has True.
     """
     result: dict[int, Array] = {}
     floats: dict[frozenset[str], dict[int, Array]] = {}

@@ -13,7 +13,7 @@ from jax import Array, lax
 from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.plan import Bucket
-from dynamiq_jax.methods._base import Method, State
+from dynamiq_jax.methods import Method, State
 from pallas_kernels.compat import override
 
 Leaves = dict[int, Any]  # index in the flattened tree to leaf
@@ -24,7 +24,7 @@ class Sent:
     """Result of the collective of one bucket."""
 
     values: Array  # rows that `Operation.restore` takes, of all leaves, flat
-    token: Array  # [1 or more], available once the bucket has traveled
+    token: Array  # [1 or more], available once the bucket has arrived
     state: State = ()
     metrics: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 

@@ -5,10 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamiq_jax._core import check_integer
-from dynamiq_jax.methods import resolve_method
-from dynamiq_jax.methods._base import Method
-from dynamiq_jax.topologies import resolve_topology
-from dynamiq_jax.topologies._base import Topology
+from dynamiq_jax.methods import Method, resolve_method
+from dynamiq_jax.topologies import Topology, resolve_topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

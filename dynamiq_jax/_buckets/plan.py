@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._core import WireCost
-from dynamiq_jax.methods._base import Call
-from dynamiq_jax.topologies._base import FixedTopology
+from dynamiq_jax.methods import Call
+from dynamiq_jax.topologies import FixedTopology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def make_plan(
       leaves: anything with `shape` and `dtype`.
       axes: axes of the collective.
       how: method, topology and options.
-      compress: False for leaves that the user wants exact.
+      compress: False for leaves that stay exact by the mask.
       kinds: leaves of different kinds never share a bucket.
     """
     exact: list[tuple[int, str]] = []

@@ -1,9 +1,9 @@
 """Interface between methods and topologies: a bucket in chunks, as many for each worker.
 
-A topology moves payloads that it cannot read, and asks a `ChunkCodec` for the next ones: the first
-payload of a chunk, the payload of received partial sums (one in a ring, several in a butterfly or
-an all-to-all) plus the local values, and the values of the final payloads. Several payloads are one
-tree, stacked on a leading axis.
+A topology moves opaque payloads. A `ChunkCodec` makes them: the first payload of a chunk, and the
+payload of received partial sums (one in a ring, several in a butterfly or an all-to-all) plus the
+local values. It also decodes the final payloads. Several payloads are one tree, stacked on a
+leading axis.
 
 There are two families of codecs. `RecodedChunks` decodes and encodes at each hop. `SummedChunks`
 adds what is encoded.
@@ -33,7 +33,7 @@ class WireCost:
 
 
 class SumCodec(abc.ABC):
-    """The last two steps of an all-reduce: the owner encodes the sum, and all workers decode it."""
+    """The last two steps of an all-reduce: encoding of a sum by its owner, decoding by all."""
 
     @abc.abstractmethod
     def hop(self, payloads: Payload, chunk: Array, turn: Index) -> Payload:
@@ -42,8 +42,8 @@ class SumCodec(abc.ABC):
         Args:
           payloads: received payloads, stacked on a leading axis.
           chunk: index of the chunk.
-          turn: number of this compression of the chunk, from 0. No two compressions of a chunk, on
-            all workers together, have the same, so that rounding errors can be made to cancel.
+          turn: number of this compression of the chunk, from 0. It differs between any two
+            compressions of a chunk on all workers, so that rounding errors can cancel.
         """
 
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class SumCodec(abc.ABC):
 
 
 class ChunkCodec(SumCodec):
-    """One bucket of one collective on one worker, in as many chunks as the topology asks for."""
+    """One bucket of one collective on one worker, in the chunks of the topology."""
 
     @abc.abstractmethod
     def compress(self, chunk: Array, turn: Index) -> Payload:
@@ -76,7 +76,7 @@ class ChunkCodec(SumCodec):
 
     def of_sums(self, num_workers: int) -> SumCodec:
         """Return a codec that encodes the sum of all workers with less error, at the price of
-        another pass over its values. Topologies ask for it where this one compression is most of
+        another pass over its values. Topologies use it where this one compression is most of
         the error. Payloads have the same size, but only its own `decompress` reads them.
         """
         return self

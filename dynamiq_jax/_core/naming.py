@@ -51,7 +51,7 @@ def make(argument: str, text: str, known: Mapping[str, Callable[[], Any]]) -> An
             )
         if field in given:
             raise ValueError(f"{argument}={text!r} gives {field!r} a second time. Give it once.")
-        given[field] = float(value) if not equals else _literal(value)
+        given[field] = _literal(value)
     try:
         return dataclasses.replace(known[name](), **given)
     except (TypeError, ValueError) as error:

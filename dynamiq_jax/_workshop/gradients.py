@@ -1,5 +1,7 @@
 """Made-up gradients of workers that resemble those of a language model."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,7 +48,7 @@ def worker_gradient(
 
 
 def worker_gradients(
-    num_workers: int, size: int, seed: int, *, agreement: float = 0.5, **like: float
+    num_workers: int, size: int, seed: int, *, agreement: float = 0.5, **like: Any
 ) -> NDArray[np.float32]:
     """Draw the gradients of all workers, float32 [num_workers, size]; see `worker_gradient`."""
     rows = [worker_gradient(w, size, seed, agreement=agreement, **like) for w in range(num_workers)]

@@ -1,4 +1,4 @@
-"""Methods turn numbers into bytes. A new one is one file here and one line in `METHODS`.
+"""Compression methods. A new one takes one file here and one line in `METHODS`.
 
 _base                     interface of a method
 _norms                    norms over all workers
@@ -26,7 +26,7 @@ from dynamiq_jax._core import (
     WireCost,
     naming,
 )
-from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced
+from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.methods._baselines import BF16, Exact
 from dynamiq_jax.methods._blockint import BlockInt
 from dynamiq_jax.methods._blockwise import BlockFormat, BlockwiseMethod
@@ -44,8 +44,16 @@ from dynamiq_jax.methods._topk_chunked import TopKChunked
 __all__ = ["BF16", "MXFP4", "MXFP6", "MXFP8", "MXINT8", "THC", "BlockInt", "DynamiQ"]
 __all__ += ["ErrorFeedback", "Exact", "FlashCommunication", "OmniReduce", "PowerSGD", "TopKChunked"]
 __all__ += ["Axis", "BlockFormat", "BlockwiseMethod", "Call", "ChunkCodec", "ChunkedMethod"]
-__all__ += ["LocalChunks", "Method", "RecodedChunks", "Reduced", "SparseBlocks", "SumCodec"]
-__all__ += ["METHODS", "PRESETS", "SummedChunks", "WireCost", "resolve_method"]
+__all__ += [
+    "LocalChunks",
+    "Method",
+    "RecodedChunks",
+    "Reduced",
+    "SparseBlocks",
+    "State",
+    "SumCodec",
+]
+__all__ += ["METHODS", "PRESETS", "State", "SummedChunks", "WireCost", "resolve_method"]
 
 # Names are those of the literature in lower case, with spaces and hyphens as underscores.
 METHODS: dict[str, type[Method]] = {
@@ -76,8 +84,10 @@ WRAPPERS: dict[str, type[ErrorFeedback]] = {"ef": ErrorFeedback}
 def resolve_method(method: Method | str) -> Method:
     """Return a method as given, or the one of a name: [WRAPPER+]METHOD[:BITS][:FIELD=VALUE]...
 
+    BITS is the field `bits` or `code_bits`, whichever the method has.
+
     >>> resolve_method("dynamiq:4").bits
-    4.0
+    4
     >>> resolve_method("ef+topk_chunked:2:block_size=512").inner.block_size
     512
     """

@@ -1,8 +1,8 @@
 """Bits to widths: the share of the super-groups that gets each width.
 
 The paper moves thresholds on F, the squared norm of a super-group, until the budget is met (section
-4). XLA wants static shapes, so here the fractions are fixed and the super-groups are ranked by F.
-They are solved once, for a measured distribution of F or for `REFERENCE_LOG2_NORMS`.
+4). XLA requires static shapes, so here the fractions are fixed and the super-groups are ranked by
+F. They are solved once, for a measured distribution of F or for `REFERENCE_LOG2_NORMS`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Interface of methods: how numbers become bytes. They know nothing of how the bytes travel."""
+"""Interface of compression methods, which are independent of the topology."""
 
 import abc
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, WireCost, as_chunks
-from dynamiq_jax.topologies._base import FixedTopology, Gathered, Scattered, gather
+from dynamiq_jax.topologies import FixedTopology, Gathered, Scattered, gather
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.compat import override
 
@@ -18,14 +18,14 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective on one bucket: all that is static about it."""
+    """Static description of one collective on one bucket."""
 
     size: int  # coordinates of the bucket; in an all-gather, once gathered
     axis: Axis
     topology: FixedTopology  # an all-gather does not use it
     collective: Literal["all_reduce", "psum_scatter", "all_gather"] = "all_reduce"
     shapes: Shapes | None = None  # of the leaves in the bucket; None if it is a part of those
-    feedback: bool = False  # whether `Reduced.applied` is wanted
+    feedback: bool = False  # whether the method returns `Reduced.applied`
 
     @property
     def num_workers(self) -> int:
@@ -42,7 +42,7 @@ class Call:
     @property
     def is_consecutive(self) -> bool:
         """Whether chunk c has to hold the c-th part of the coordinates. In an all-reduce a method
-        may assign coordinates to chunks as it likes.
+        may assign coordinates to chunks in any order.
         """
         return self.collective != "all_reduce"
 
@@ -74,8 +74,8 @@ class Reduced:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(abc.ABC):
-    """A way to turn numbers into bytes. Subclasses are frozen, keyword-only dataclasses, validated
-    when made.
+    """A compression method. Subclasses are frozen, keyword-only dataclasses that validate their
+    fields.
     """
 
     @property
@@ -131,7 +131,7 @@ class Method(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedMethod(Method):
-    """A method of one round and no state: a codec of chunks, which the topology carries."""
+    """A method of one round and no state: a codec of chunks."""
 
     @abc.abstractmethod
     def bind(self, values: Array, call: Call, key: Array) -> ChunkCodec:

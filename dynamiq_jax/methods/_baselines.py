@@ -12,7 +12,7 @@ from pallas_kernels.compat import override
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exact(ChunkedMethod):
-    """Sums in float32 without loss: a baseline that takes every step of a compressed method."""
+    """Lossless float32 sums: a baseline that takes every step of a compressed method."""
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
@@ -31,10 +31,10 @@ class Exact(ChunkedMethod):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BF16(ChunkedMethod):
-    """Adds partial sums in float32 and rounds them to the nearest bfloat16 at every hop.
+    """Partial sums in float32, rounded to the nearest bfloat16 at every hop.
 
-    Bits travel as uint16: XLA:CPU widens bfloat16 to float32 in its collectives, which would double
-    the bytes.
+    Bits are sent as uint16: XLA:CPU widens bfloat16 to float32 in its collectives, which would
+    double the bytes.
     """
 
     @override

@@ -52,7 +52,7 @@ class BlockFormat:
 
     def pack(self, codes: Array, *sides: Array) -> Array:
         """Join codes, uint16 [rows, 256] below 2**bits, and sides, uint8 or uint16 [rows, blocks]
-        as `side_bytes` says, into one uint8 message.
+        by `side_bytes`, into one uint8 message.
         """
         parts = packing.pack(codes, self.bits)
         parts += [lax.bitcast_convert_type(side, jnp.uint8).reshape(-1) for side in sides]

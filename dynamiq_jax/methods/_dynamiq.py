@@ -46,9 +46,9 @@ class DynamiQ(ChunkedMethod):
     is 12 times that after `fit`. A magnitude above 2^126 (8.5e37) counts as not finite.
 
     Differences from the paper: fixed fractions of the super-groups get each width, instead of
-    thresholds solved every step (XLA wants static shapes); every width from 2 to 16 instead of 2, 4
-    and 8; groups of 32; quadratic instead of geometric levels; golden-ratio rounding instead of a
-    permutation.
+    thresholds solved every step (XLA requires static shapes); every width from 2 to 16 instead of
+    2, 4 and 8; groups of 32; quadratic instead of geometric levels; golden-ratio rounding instead
+    of a permutation.
 
     >>> DynamiQ(bits=4.0).bits
     4.0
@@ -147,7 +147,7 @@ class DynamiQ(ChunkedMethod):
     def bind(self, values: Array, call: Call, key: Array) -> DynamiQChunks:
         layout = self.layout(call.size, call.num_chunks)
         if call.collective == "all_gather":
-            # Nothing is summed: all workers learn the norms of all parts, and so their order.
+            # Nothing is summed: all workers gather the norms of all parts, and so their order.
             rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
         else:
             rows, share = layout.as_rows(values), norms.combine_norms

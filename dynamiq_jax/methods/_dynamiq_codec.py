@@ -71,9 +71,9 @@ class DynamiQChunks(ChunkCodec):
 class ReorderedSums(SumCodec):
     """Codec that orders the rows of each chunk again, by the scales of its sum.
 
-    The table follows the norms of the workers' values, which say little about a sum in which much
-    cancels. The message carries all that a receiver needs: its scales stay in the order of the
-    table, and its codes are in the new order. (docs/wire_format.md, section 7)
+    The table follows the norms of the workers' values, which are a poor estimate of those of a sum
+    in which much cancels. The message carries all that a receiver needs: its scales stay in the
+    order of the table, and its codes are in the new order. (docs/wire_format.md, section 7)
     """
 
     chunks: DynamiQChunks

@@ -21,9 +21,9 @@ class FeedbackState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Method):
-    """Corrects a method that is biased or coarse. Each worker adds its residual, which the steps
-    before left out, to its gradient, and keeps what this step leaves out (Seide et al., Interspeech
-    2014; Karimireddy et al., ICML 2019, arXiv 1901.09847, algorithm 2):
+    """Error feedback around a biased or coarse method. Each worker adds its residual, which the
+    steps before left out, to its gradient, and keeps what this step leaves out (Seide et al.,
+    Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847, algorithm 2):
 
         wanted = gradient + residual;  residual = wanted - applied
 
@@ -41,7 +41,7 @@ class ErrorFeedback(Method):
     `dq.all_reduce_gradients` along the axis, in `in_specs` and `out_specs` alike; a checkpoint then
     holds the residuals of all workers:
 
-        dq.AllReduceState(step=P(), method=P("data"))
+        dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
     >>> import jax, jax.numpy as jnp
     >>> import dynamiq_jax as dq
@@ -97,7 +97,7 @@ class ErrorFeedback(Method):
         reduced = self.inner.all_reduce(wanted, with_feedback, key, state.inner)
         if reduced.applied is None:
             raise ValueError(
-                f"method={self.inner!r} cannot tell what it leaves out, which "
+                f"inner={self.inner!r} does not return the values that it applied, which "
                 "dq.methods.ErrorFeedback needs."
             )
         left_out = wanted - reduced.applied

@@ -39,8 +39,8 @@ class FlashCommunication(BlockwiseMethod):
     coordinate.
     Spike reserving (version 2) keeps the smallest and the largest value of a block as bfloat16,
     with their places as bytes, and quantizes the others in the range that remains: 48 / block bits
-    more, 7.5 in all at 5 bits and blocks of 32. Codes of odd widths travel in planes of 4, 2 and 1
-    bits, the paper's bit splitting.
+    more, 7.5 in all at 5 bits and blocks of 32. Codes of odd widths are sent in planes of 4, 2 and
+    1 bits, the paper's bit splitting.
 
     Made for `topology="all_to_all"`, the papers' two steps; works on every one. A block that holds
     NaN, Inf or a magnitude above 2^126 (8.5e37) decodes to NaN, all of it; a magnitude below 2^-126

@@ -4,8 +4,8 @@ Compute Project, Microscaling Formats Specification v1.0, September 2023).
 Partial sums are added in float32 and rounded to the nearest element at every hop: deterministic,
 and biased as rounding to nearest is. All formats treat values that are not finite alike: a block
 that holds NaN or Inf has the scale NaN, and decodes to 32 NaN. The standard leaves Inf open, and
-most formats have no code for it. Codes travel in planes of whole rows of 256; the standard does not
-define their place in memory.
+most formats have no code for it. Codes are sent in planes of whole rows of 256; the standard does
+not define their place in memory.
 """
 
 import dataclasses
@@ -143,7 +143,7 @@ class MXFP8(_MX):
     ValueError: element='e3m4' is not possible. Give one of ('e4m3', 'e5m2').
     """
 
-    elements: ClassVar = ("e4m3", "e5m2")
+    elements: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
     element: str = "e4m3"  # e5m2 has a bit of mantissa less, and a range that blocks hardly need
 
 
@@ -151,7 +151,7 @@ class MXFP8(_MX):
 class MXFP6(_MX):
     """MXFP6: 6.25 bits a coordinate on the wire. Otherwise like `MXFP8`."""
 
-    elements: ClassVar = ("e2m3", "e3m2")
+    elements: ClassVar[tuple[str, ...]] = ("e2m3", "e3m2")
     element: str = "e2m3"  # e3m2 has a bit of mantissa less, and more range inside a block
 
 
@@ -159,7 +159,7 @@ class MXFP6(_MX):
 class MXFP4(_MX):
     """MXFP4: 4.25 bits a coordinate on the wire. Otherwise like `MXFP8`."""
 
-    elements: ClassVar = ("e2m1",)
+    elements: ClassVar[tuple[str, ...]] = ("e2m1",)
     element: str = "e2m1"
 
 
@@ -171,5 +171,5 @@ class MXINT8(_MX):
     Saturates at -127 and 127 steps; the standard allows -128 as well.
     """
 
-    elements: ClassVar = ("int8",)
+    elements: ClassVar[tuple[str, ...]] = ("int8",)
     element: str = "int8"

@@ -6,7 +6,7 @@ from dynamiq_jax._core import Axis
 from pallas_kernels.codec import l2_norm
 from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
 
-_BYTES = 2  # of a norm: they travel as bits of bfloat16, which XLA:CPU would widen
+_BYTES = 2  # of a norm: sent as bits of bfloat16, which XLA:CPU would widen
 
 
 def combine_norms(local: Array, axis: Axis) -> Array:

@@ -1,4 +1,4 @@
-"""Block-sparse all-reduce: the union of the blocks that workers want (OmniReduce, SIGCOMM 2021)."""
+"""Block-sparse all-reduce of the union of requested blocks (OmniReduce, SIGCOMM 2021)."""
 
 import dataclasses
 import math
@@ -25,21 +25,22 @@ class OmniReduce(SparseBlocks):
     """Block-sparse all-reduce of Fei et al., "Efficient Sparse Collective Communication and its
     Application to Accelerate Distributed Deep Learning" (SIGCOMM 2021).
 
-    Each worker wants its blocks that are not zero, or the `density` of all blocks that has the
-    largest norms (compared in bfloat16). Blocks that any worker wants are summed, with the values
-    of all workers; others are zero. If `inner` is exact and the union fits into `capacity`, the sum
-    of the union is exact. If the union does not fit, the blocks that most workers want go first,
-    then those with lower indices. The metric `left_out` is the share of the wanted blocks without
-    room: make `capacity` larger if it stays above zero, or wrap the method in error feedback.
-    Without `density`, dense gradients leave out the same blocks, the last ones, at every step.
+    Each worker requests its blocks that are not zero, or the `density` of all blocks that has the
+    largest norms (compared in bfloat16). Blocks that any worker requests are summed, with the
+    values of all workers; others are zero. If `inner` is exact and the union fits into `capacity`,
+    the sum of the union is exact. If the union does not fit, the blocks that most workers request
+    go first, then those with lower indices. The metric `left_out` is the share of requested blocks
+    without room: make `capacity` larger if it stays above zero, or wrap the method in error
+    feedback. Without `density`, dense gradients leave out the same blocks, the last ones, at every
+    step.
 
-    Differences from the paper: a capacity, since XLA wants static shapes; workers learn all wishes
-    before they send, instead of streaming to an aggregator that asks for the next block; blocks
-    travel on any topology. More than 254 wishes for a block count as 254.
+    Differences from the paper: a capacity, since XLA requires static shapes; all requests are
+    exchanged before blocks are sent, instead of an aggregator that streams them; any topology
+    carries the blocks. More than 254 requests for a block count as 254.
     """
 
-    density: float | None = 0.25  # share of blocks that a worker wants; None: all that are not zero
-    capacity: float = 0.5  # share of blocks that are sent, wanted or not: half of the bytes of BF16
+    density: float | None = 0.25  # share of blocks that a worker requests; None: nonzero blocks
+    capacity: float = 0.5  # share of blocks that are sent, requested or not: half of BF16
 
     @override
     def __post_init__(self):
@@ -59,13 +60,13 @@ class OmniReduce(SparseBlocks):
 
     @override
     def scores_bytes(self, num_blocks: int, axis: Axis) -> int:
-        # Wishes to the owners of the votes, packed, and the votes to all.
+        # Packed requests to the owners of the counts, and the counts to all.
         share = -(-num_blocks // axis.size)
         return axis.owners_bytes(_packed_rows(share) * packing.row_bytes(_WISH_BITS), share)
 
     @override
     def scores(self, blocks: Array, axis: Axis) -> Array:
-        """Count how many workers want each block."""
+        """Count the workers that request each block."""
         wishes = self._wishes(blocks)
         share = -(-wishes.size // axis.size)
         rows = _packed_rows(share)
@@ -91,7 +92,7 @@ class OmniReduce(SparseBlocks):
         return {"left_out": over / jnp.maximum(wanted, 1).astype(jnp.float32)}
 
     def _wishes(self, blocks: Array) -> Array:
-        """Compute what this worker wants of each block: uint16 [num_blocks]."""
+        """Compute the requests of this worker: uint16 [num_blocks]."""
         values = blocks.astype(jnp.float32)
         # As integers: float comparisons flush subnormals, and float maxima drop NaN.
         largest = jnp.max(lax.bitcast_convert_type(jnp.abs(values), jnp.int32), axis=1)
@@ -105,7 +106,7 @@ class OmniReduce(SparseBlocks):
 
 
 def _packed_rows(share: int) -> int:
-    """Return the rows of the packing that hold the wishes for one worker's share of the blocks."""
+    """Return the rows of the packing that hold the requests for one owner's share."""
     return -(-share // packing.SUPER_GROUP_SIZE)
 
 

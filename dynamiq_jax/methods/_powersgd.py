@@ -21,15 +21,15 @@ _Send = Callable[[Array, Array], list[Array]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Method):
-    """Sends two products in place of each matrix M of the gradient: M Q, whose orthonormal basis is
-    P, and then M^T P. The sum of the second makes the result, and is the Q that the next step
+    """Two low-rank products in place of each matrix M of the gradient: M Q, whose orthonormal basis
+    is P, and then M^T P. The sum of the second makes the result, and is the Q that the next step
     starts from: one step of subspace iteration (Vogels, Karimireddy, Jaggi, NeurIPS 2019, algorithm
     1). Both are linear in M, so that any all-reduce can sum them.
 
     Biased, and far from the gradient in any one step: put it inside `ErrorFeedback`, as the paper
     does. A leaf of more than two dimensions is a matrix of its first dimensions by its last ones,
     cut where the factors are smallest. Vectors, and matrices too small for factors of this rank to
-    save bytes, travel whole, in the message of the first products. Where a bucket has no shapes
+    save bytes, are sent whole, in the message of the first products. Where a bucket has no shapes
     (several axes, a flat vector), it is one nearly square matrix, padded with zeros. Such a matrix
     has no low rank of its own, so the error is higher.
 
@@ -92,7 +92,10 @@ class PowerSGD(Method):
         def send(message: Array, key: Array) -> list[Array]:
             reduced = self.inner.all_reduce(message, call.of_size(message.size), key, ())
             if call.feedback and reduced.applied is None:
-                raise ValueError(f"inner={self.inner!r} cannot tell what it leaves out.")
+                raise ValueError(
+                    f"inner={self.inner!r} does not return the values that it applied, which error "
+                    "feedback needs."
+                )
             return [reduced.total] + ([] if reduced.applied is None else [reduced.applied])
 
         pieces = _pieces(call, self.rank)

@@ -1,7 +1,7 @@
 """Base of methods that sum some blocks of a bucket: the best ones become one dense vector, which an
 inner method sums.
 
-All workers choose the same blocks, so no indices travel, and any topology carries the values.
+All workers choose the same blocks, so no indices are sent, and any topology carries the values.
 """
 
 import abc
@@ -88,7 +88,7 @@ class SparseBlocks(Method):
         values = jnp.where(wanted[:, None], best, jnp.zeros((), best.dtype)).reshape(-1)
 
         def put_back(values: Array, others: Array) -> Array:
-            """Place the values of the chosen blocks, and fill each other block as `others` says."""
+            """Place the values of the chosen blocks, and fill the others with `others`."""
             filled = jnp.broadcast_to(others[:, None], (others.size, self.block_size))
             rows = values.reshape(room, -1)
             filled = filled.at[places].set(rows, unique_indices=True, mode="promise_in_bounds")

@@ -31,8 +31,8 @@ class THC(ChunkedMethod):
     worker with noise of its own. The integers are summed without loss, and the rotation is undone
     once, at the end. The sum has the error of n single roundings on every topology.
 
-    A sum of n workers needs `ceil(log2(2 (2^(code_bits - 1) - 1) n + 1))` bits, and travels with as
-    many on its whole way; at code_bits=4:
+    A sum of n workers needs `ceil(log2(2 (2^(code_bits - 1) - 1) n + 1))` bits, and has that
+    width in every message; at code_bits=4:
 
       workers    2  4  8  16  64
       wire bits  5  6  7   8  10
@@ -114,7 +114,7 @@ class THC(ChunkedMethod):
             call.axis.index,
             jax.random.bits(noise_key, (2,), jnp.uint32),
         )
-        # Integers travel in two's complement: their sums need no carry beyond the width, and a
+        # Integers are sent in two's complement: their sums need no carry beyond the width, and a
         # payload means the same for any number of summands.
         words = lax.bitcast_convert_type(integers.astype(jnp.int16), jnp.uint16)
 

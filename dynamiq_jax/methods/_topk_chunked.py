@@ -26,7 +26,7 @@ class TopKChunked(SparseBlocks):
 
     Biased: a block that never has a large norm is never summed. Use it inside error feedback, which
     adds what was left out to the next gradient. Norms are compared in bfloat16. Differences from
-    the paper: norms travel as bfloat16, are reduced by owners and gathered, so that all workers
+    the paper: norms are sent as bfloat16, reduced by owners and gathered, so that all workers
     choose the same blocks; `bits` counts them.
     """
 

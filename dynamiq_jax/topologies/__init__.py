@@ -1,4 +1,4 @@
-"""Topologies carry chunks. A new one is one file here and one line in `TOPOLOGIES`.
+"""Topologies: routes of chunks. A new one takes one file here and one line in `TOPOLOGIES`.
 
 _base        interface of a topology
 _ring, _butterfly, _all_to_all
@@ -9,13 +9,21 @@ _auto        choice by the cost model
 from dynamiq_jax._core import Axis, naming
 from dynamiq_jax.topologies._all_to_all import AllToAll
 from dynamiq_jax.topologies._auto import Auto
-from dynamiq_jax.topologies._base import Arrival, FixedTopology, Topology
+from dynamiq_jax.topologies._base import (
+    Arrival,
+    FixedTopology,
+    Gathered,
+    Scattered,
+    Topology,
+    gather,
+)
 from dynamiq_jax.topologies._butterfly import Butterfly
 from dynamiq_jax.topologies._cost_model import CodecSpeed, Network
 from dynamiq_jax.topologies._ring import Ring
 
 __all__ = ["TOPOLOGIES", "AllToAll", "Arrival", "Auto", "Axis", "Butterfly", "CodecSpeed"]
-__all__ += ["FixedTopology", "Network", "Ring", "Topology", "resolve_topology"]
+__all__ += ["FixedTopology", "Gathered", "Network", "Ring", "Scattered", "Topology", "gather"]
+__all__ += ["resolve_topology"]
 
 # Names are those of the literature in lower case, with spaces and hyphens as underscores.
 TOPOLOGIES: dict[str, type[Topology]] = {

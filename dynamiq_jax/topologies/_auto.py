@@ -21,9 +21,9 @@ from pallas_kernels.compat import override
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(Topology):
-    """Chooses a topology for every bucket, by its size, the number of workers and the network.
+    """Topology selected for every bucket by its size, the number of workers and the network.
 
-    Where exact sums are as fast, the bucket is summed exactly. Describe your network: the default
+    A bucket is summed exactly where this is as fast. Describe your network: the default
     is 10 Gbit/s with 50 us between hosts that all send at full speed.
     """
 

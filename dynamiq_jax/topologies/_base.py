@@ -1,4 +1,4 @@
-"""Interface of topologies: how chunks travel. They move payloads that they cannot read."""
+"""Interface of topologies, which move opaque payloads between workers."""
 
 import abc
 import dataclasses
@@ -48,7 +48,7 @@ class Gathered(NamedTuple):
 
 
 class Topology(abc.ABC):
-    """A way in which chunks travel, or a rule that chooses one for every bucket."""
+    """A route of chunks between workers, or a rule that selects one for every bucket."""
 
     @abc.abstractmethod
     def choose(self, size: int, num_workers: int, cost_of: CostOf) -> Choice:
@@ -66,7 +66,7 @@ class Topology(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedTopology(Topology):
-    """A way in which chunks travel between the workers of one axis.
+    """A route of chunks between the workers of one axis.
 
     Worker w owns the chunks from w * chunks_per_worker on: their sums end there. An all-reduce
     compresses these and gathers the bytes. Every worker, the owner too, decodes the same bytes, so

@@ -63,7 +63,7 @@ class Ring(FixedTopology):
 
 @dataclasses.dataclass(frozen=True)
 class _Direction:
-    """Chunks that travel around the ring in one direction."""
+    """One direction of the ring."""
 
     codec: ChunkCodec
     axis: Axis
@@ -105,7 +105,7 @@ def _stacked(payload: Payload) -> Payload:
 
 def _walk_both(forward: _Direction, backward: _Direction) -> tuple[Payload, Payload]:
     """Return the last messages of both directions, which are half a step apart: while a payload of
-    one direction travels, the last one of the other is added to.
+    one direction is sent, the last one of the other is added to.
     """
 
     def step(turn: Array, carry: tuple[Payload, Payload]) -> tuple[Payload, Payload]:

@@ -3,7 +3,7 @@ reproduces. Nothing here communicates.
 
 From the bottom up:
 
-    arithmetic  elementary operations that a backend may implement in its own way
+    arithmetic  elementary operations that each backend may implement differently
     packing     codes to bytes
     levels      magnitudes to codes and back
     rounding    shared random offsets

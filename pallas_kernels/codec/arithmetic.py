@@ -1,4 +1,4 @@
-"""Elementary operations that a backend may implement in its own way.
+"""Elementary operations that each backend may implement differently.
 
 The formulas of the codec take them as an argument, so that all backends share one set of formulas.
 A backend's operation may differ from the plain one in the last bit of a float32.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-# The low bits of a float32 between 2^23 and 2^24 spell a whole number. Adding this constant makes
+# The low bits of a float32 between 2^23 and 2^24 are a whole number. Adding this constant makes
 # an integer without a conversion, which costs a GPU more than arithmetic.
 WHOLE = np.float32(1.5 * 2**23)
 

@@ -42,14 +42,14 @@ class WidthClass:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All that is static about the message of one chunk; the chunks of a bucket share it.
+    """Static description of the message of one chunk, the same for all chunks of a bucket.
 
     Invariants: `classes` are disjoint, in order and cover `rows_per_chunk`; `payload_bytes` is the
       whole message.
     """
 
     size: int  # coordinates of the bucket, before padding
-    num_chunks: int  # one or more for each worker
+    num_chunks: int  # a multiple of the workers
     quantizer: Quantizer
     classes: tuple[WidthClass, ...]  # widest first, none empty
 
@@ -161,9 +161,9 @@ def make_layout(
 
     Args:
       size: coordinates of the bucket, at least 1.
-      num_chunks: chunks of the bucket, as many for each worker.
+      num_chunks: chunks of the bucket, the same number for each worker.
       fractions: (width, share of the rows), widest first, shares adding up to 1.
-      quantizer: how rows are quantized.
+      quantizer: group size, levels and rounding of the rows.
     """
     rows_per_chunk = -(-size // (SUPER_GROUP_SIZE * num_chunks))
     classes, first_row, codes_start, cumulative = [], 0, 0, 0.0
