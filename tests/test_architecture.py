@@ -27,12 +27,6 @@ LAYERS = (
     "dynamiq_jax.__main__",
 )
 ON_TOP = ("dynamiq_jax._workshop", "dynamiq_jax._commands", "dynamiq_jax.__main__")
-# Private modules that are an interface between layers of `dynamiq_jax`.
-INTERFACES = {
-    "dynamiq_jax.methods._base",
-    "dynamiq_jax.methods._dynamiq",  # the default method
-    "dynamiq_jax.topologies._base",
-}
 # Functions with one keyword for each choice of a user.
 COLLECTIVES = {
     "psum",
@@ -160,10 +154,9 @@ def test_what_is_private_is_imported_only_where_it_lives():
         for private, holder in private_parts(other):
             if inside(name, "examples"):
                 known = private == "dynamiq_jax._workshop"
-            elif any(inside(name, folder) for folder in ON_TOP):
-                known = inside(holder, "dynamiq_jax")
             else:
-                known = private in INTERFACES and inside(name, "dynamiq_jax")
+                on_top = any(inside(name, folder) for folder in ON_TOP)
+                known = on_top and inside(holder, "dynamiq_jax")
             if not (inside(name, holder) or known):
                 wrong.append((name, private))
     assert wrong == []
