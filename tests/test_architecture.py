@@ -1,174 +1,248 @@
-"""The rules of the house, on the source itself: who imports whom, how long, how quiet."""
+"""Rules for the source as a whole: who imports whom, what is private, how long, how quiet."""
 
 import ast
 import functools
 import pathlib
+import re
+from collections.abc import Iterator
 
 import pytest
 
 import dynamiq_jax as dq
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("dynamiq_jax", "pallas_kernels")
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-# What a folder may import of this project, beside itself. Longest prefix wins.
-MAY_IMPORT = {
-    "dynamiq_jax.codec": (),
-    "pallas_kernels.compat": (),
-    "dynamiq_jax.metrics": ("dynamiq_jax.codec",),
-    "dynamiq_jax.checks": ("pallas_kernels.compat",),
-    "dynamiq_jax._core.codec": (),
-    "dynamiq_jax.topologies": ("dynamiq_jax._core.codec", "pallas_kernels.compat"),
-    "dynamiq_jax.methods": (
-        "dynamiq_jax._core.codec",
-        "dynamiq_jax.codec",
-        "pallas_kernels.compat",
-        "dynamiq_jax.topologies._base",
-        "pallas_kernels",
-    ),
-    "dynamiq_jax.axes": (
-        "dynamiq_jax.checks",
-        "pallas_kernels.codec.packing",
-        "pallas_kernels.compat",
-    ),
-    "dynamiq_jax.buckets": (
-        "dynamiq_jax.axes",
-        "dynamiq_jax.checks",
-        "dynamiq_jax._core.codec",
-        "pallas_kernels.compat",
-        "dynamiq_jax.methods",
-        "dynamiq_jax.topologies",
-    ),
-    "pallas_kernels": ("dynamiq_jax.codec", "pallas_kernels.compat"),
+# Each layer may import itself and those before it.
+LAYERS = (
+    "pallas_kernels",
+    "dynamiq_jax._core",
+    "dynamiq_jax.topologies",
+    "dynamiq_jax.methods",
+    "dynamiq_jax._buckets",
+    "dynamiq_jax._api",
+    "dynamiq_jax.__init__",
+    "dynamiq_jax._workshop",
+    "dynamiq_jax._commands",
+    "dynamiq_jax.__main__",
+)
+ON_TOP = ("dynamiq_jax._workshop", "dynamiq_jax._commands", "dynamiq_jax.__main__")
+# Functions with one keyword for each choice of a user.
+COLLECTIVES = {
+    "psum",
+    "pmean",
+    "psum_scatter",
+    "all_gather",
+    "value_and_grad",
+    "all_reduce_gradients",
 }
-COMMAND = (
-    "dynamiq_jax._commands"  # on top of everything, with packages that the library does not need
-)
-LOWER = ("dynamiq_jax.codec", "dynamiq_jax.methods", "dynamiq_jax.topologies", "pallas_kernels")
-
-every_file = pytest.mark.parametrize(
-    "path", FILES, ids=lambda path: str(path.relative_to(ROOT)).removesuffix(".py")
-)
 
 
 def module_name(path: pathlib.Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    """`a.b` for a/b.py and `a.__init__` for a/__init__.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-@functools.cache
-def tree_of(path: pathlib.Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed(*folders: str) -> dict[str, ast.Module]:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {module_name(path): ast.parse(path.read_text()) for path in paths}
 
 
-def imports(node: ast.AST) -> set[str]:
-    """Modules of this project that are imported anywhere below a node.
-
-    `from a import b` counts as a.b where that is a module or a package, else as a.
-    """
-    found = set()
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            found |= {alias.name for alias in child.names}
-        elif isinstance(child, ast.ImportFrom):
-            assert child.level == 0, "imports are absolute"
-            for alias in child.names:
-                inner = ROOT / child.module.replace(".", "/") / alias.name
-                is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
-                found.add(f"{child.module}.{alias.name}" if is_module else child.module)
-        found |= imports(child)
-    return {name for name in found if name.split(".")[0] in PACKAGES}
+LIBRARY = parsed(*PACKAGES)
 
 
 def inside(name: str, folder: str) -> bool:
-    return name == folder or name.startswith(folder + ".")
+    return f"{name}.".startswith(f"{folder}.")
 
 
-def test_there_is_something_to_look_at():
-    names = {module_name(path) for path in FILES}
-    assert len(names) == len(FILES) > 20
-    assert all(any(inside(name, rule) for name in names) for rule in MAY_IMPORT)
-    found = imports(tree_of(ROOT / "dynamiq_jax" / "methods" / "dynamiq_chunks.py"))
-    assert {"pallas_kernels.codec.scales", "pallas_kernels.operations"} <= found
+def layer_of(name: str) -> str:
+    return next(layer for layer in LAYERS if inside(name, layer))
 
 
-@every_file
-def test_nothing_imports_what_is_above_it(path):
-    name = module_name(path)
-    rules = [folder for folder in MAY_IMPORT if inside(name, folder)]
-    found = imports(tree_of(path))
-    if rules:
-        own = max(rules, key=len)
-        allowed = (own, *MAY_IMPORT[own])
-        assert [x for x in found if not any(inside(x, folder) for folder in allowed)] == []
+def imports(tree: ast.Module) -> set[str]:
+    """Modules of this project that a module imports anywhere, named like those of `LIBRARY`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            # `from a import b` imports a.b where that is a module or a package.
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                is_module = name in LIBRARY or f"{name}.__init__" in LIBRARY
+                found.add(name if is_module else node.module)
+    ours = {name for name in found if name.split(".")[0] in PACKAGES}
+    return {name if name in LIBRARY else f"{name}.__init__" for name in ours}
 
 
-@every_file
-def test_no_lower_layer_knows_the_public_api(path):
-    if any(inside(module_name(path), folder) for folder in LOWER):
-        assert "dynamiq_jax" not in imports(tree_of(path))
+@functools.cache
+def edges() -> list[tuple[str, str]]:
+    """(importing module, imported module) in the library."""
+    return [(name, other) for name, tree in LIBRARY.items() for other in sorted(imports(tree))]
 
 
-@every_file
-def test_the_library_does_not_need_the_command_line(path):
-    if not inside(module_name(path), COMMAND):
-        assert [name for name in imports(tree_of(path)) if inside(name, COMMAND)] == []
+def functions(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef, ast.AST]]:
+    """Every function, with the node that it is defined in."""
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child, node
 
 
-def test_imports_make_no_circle():
-    graph = {module_name(path): imports(tree_of(path)) - {module_name(path)} for path in FILES}
-    done: set[str] = set()
-    while len(done) < len(graph):
-        ready = {name for name in graph if name not in done and graph[name] <= done}
-        assert ready, f"a circle among {sorted(set(graph) - done)}"
-        done |= ready
+def is_override(node: ast.AST) -> bool:
+    return "override" in map(ast.unparse, getattr(node, "decorator_list", ()))
 
 
-@every_file
-def test_the_library_is_silent(path):
-    names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
-    attributes = {
-        ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)
+def test_the_rules_see_the_source():
+    """Imports of every form are found, and every module has a layer."""
+    assert len(LIBRARY) > 70
+    assert {layer_of(name) for name in LIBRARY} == set(LAYERS)
+    assert all(other in LIBRARY for _, other in edges())
+    forms = "import pallas_kernels\nfrom dynamiq_jax import methods\n" + (
+        "def f():\n    from dynamiq_jax._core.axis import Axis, jax\n    import jax.numpy"
+    )
+    assert imports(ast.parse(forms)) == {
+        "pallas_kernels.__init__",
+        "dynamiq_jax.methods.__init__",
+        "dynamiq_jax._core.axis",
     }
-    imported = {
-        alias.name.split(".")[0]
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module)])
-    }
-    if inside(module_name(path), COMMAND):
-        return
-    assert not names & {"print", "breakpoint"}
-    assert not imported & {"logging", "warnings", "rich", "tqdm", "tyro", "matplotlib"}
-    assert not [a for a in attributes if a.startswith(("sys.std", "jax.debug"))]
 
 
-@every_file
-def test_a_file_is_one_idea(path):
-    assert len(path.read_text().splitlines()) <= 400
-    assert ast.get_docstring(tree_of(path)), "a file says what its idea is"
-
-
-@every_file
-def test_everything_public_says_what_it_is(path):
-    definitions = (ast.FunctionDef, ast.ClassDef)
-    public = [
-        node
-        for node in tree_of(path).body
-        if isinstance(node, definitions) and not node.name.startswith("_")
+def test_imports_go_one_way():
+    """Each layer knows those before it, and nothing of the library knows the command line."""
+    wrong = [
+        (name, other)
+        for name, other in edges()
+        if LAYERS.index(layer_of(other)) > LAYERS.index(layer_of(name))
     ]
-    members = [
-        member
-        for node in public
-        if isinstance(node, ast.ClassDef)
-        for member in node.body
-        if isinstance(member, ast.FunctionDef) and not member.name.startswith("_")
+    assert wrong == []
+
+
+def test_imports_make_no_cycle():
+    """Neither modules nor packages: the parts of every package can be put into an order."""
+    folders = {".".join(name.split(".")[:depth]) for name in LIBRARY for depth in range(4)}
+    for folder in folders - set(LIBRARY):
+        prefix = f"{folder}." if folder else ""
+        names = [name for name in LIBRARY if name.startswith(prefix)]
+        graph = {name.removeprefix(prefix).split(".")[0]: set[str]() for name in names}
+        for edge in edges():
+            if all(name.startswith(prefix) for name in edge):
+                one, other = (name.removeprefix(prefix).split(".")[0] for name in edge)
+                graph[one] |= {other} - {one}
+        while graph:
+            free = [part for part, needs in graph.items() if not needs & set(graph)]
+            assert free, f"a cycle among {sorted(graph)} of {folder}"
+            for part in free:
+                del graph[part]
+
+
+def private_parts(name: str) -> Iterator[tuple[str, str]]:
+    """(private module or package, package that holds it) on the path of a name."""
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if part.startswith("_") and not part.startswith("__"):
+            yield ".".join(parts[: depth + 1]), ".".join(parts[:depth])
+
+
+def test_what_is_private_is_imported_only_where_it_lives():
+    """A name with an underscore is for the package that holds it. The command line and its
+    workshop belong to `dynamiq_jax` and may use all of that. The examples may use the workshop.
+    """
+    examples = [(n, o) for n, tree in parsed("examples").items() for o in imports(tree)]
+    wrong = []
+    for name, other in (*edges(), *examples):
+        for private, holder in private_parts(other):
+            if inside(name, "examples"):
+                known = private == "dynamiq_jax._workshop"
+            else:
+                on_top = any(inside(name, folder) for folder in ON_TOP)
+                known = on_top and inside(holder, "dynamiq_jax")
+            if not (inside(name, holder) or known):
+                wrong.append((name, private))
+    assert wrong == []
+    assert examples and not any(inside(other, "examples") for _, other in edges())
+
+
+def test_the_library_neither_prints_nor_logs():
+    """Only the command line does, which has a console."""
+    silent = {n: t for n, t in LIBRARY.items() if not any(inside(n, folder) for folder in ON_TOP)}
+    assert len(silent) > 60
+    for module, tree in silent.items():
+        nodes = list(ast.walk(tree))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        imported = {
+            name.split(".")[0]
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+            )
+        }
+        assert not names & {"print", "breakpoint", "input"}, module
+        assert not imported & {"logging", "warnings", "rich", "tqdm", "tyro", "matplotlib"}, module
+        assert not [a for a in attributes if a.startswith(("sys.std", "jax.debug"))], module
+
+
+def test_files_are_short_and_say_what_they_hold():
+    for module, tree in LIBRARY.items():
+        lines = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text().splitlines()
+        assert len(lines) <= 400, module
+        assert ast.get_docstring(tree), module
+
+
+def test_everything_public_has_a_docstring():
+    """Methods that override one of a base class have its docstring."""
+    for module, tree in LIBRARY.items():
+        definitions = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        public = [node for node in definitions if not node.name.startswith("_")]
+        public += [
+            member
+            for node in public
+            for member in (node.body if isinstance(node, ast.ClassDef) else ())
+            if isinstance(member, ast.FunctionDef) and not member.name.startswith("_")
+        ]
+        silent = [n.name for n in public if not (ast.get_docstring(n) or is_override(n))]
+        assert silent == [], module
+
+
+def test_docstrings_are_statements():
+    """They say what a function does or what an object is: none opens with a question word."""
+    question = re.compile(r"(What|How|Which|Whose|Where|When|See)\b")
+    found = [
+        (module, node.name)
+        for module, tree in LIBRARY.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and question.match(ast.get_docstring(node) or "")
     ]
-    assert [node.name for node in (*public, *members) if not ast.get_docstring(node)] == []
+    assert found == []
 
 
-def test_the_public_api_is_small_and_real():
-    assert len(dq.__all__) <= 13
+def test_functions_take_at_most_six_parameters():
+    wrong = []
+    for module, tree in LIBRARY.items():
+        for function, holder in functions(tree):
+            given = function.args
+            names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            if isinstance(holder, ast.ClassDef) and names[:1] in (["self"], ["cls"]):
+                names = names[1:]
+            public = inside(module, "dynamiq_jax._api") and function.name in COLLECTIVES
+            if len(names) > 6 and not public:
+                wrong.append(f"{module}.{function.name}: {names}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", (dq, dq.methods, dq.topologies), ids=lambda p: p.__name__)
+def test_the_public_api_is_what_is_there(package):
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_the_main_api_is_small_and_documented():
+    assert set(dq.__all__) >= COLLECTIVES
+    assert len(dq.__all__) <= 16
     assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
     assert all(getattr(dq, name).__doc__ for name in dq.__all__)

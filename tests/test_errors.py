@@ -1,5 +1,6 @@
 """Every error names the argument, shows its value, and says what to do."""
 
+import dataclasses
 import re
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, resolve_topology
-from tests.support.workers import TWO_CLASSES, on_mesh, simulated
+from tests.support.workers import on_mesh, simulated
 
 KEY = jax.random.key(0)
 GRADIENT = np.ones((2, 2048), np.float32)
@@ -126,15 +127,13 @@ def test_unknown_topology(topology):
 
 
 @pytest.mark.parametrize("value", ("x", 1, None))
-@pytest.mark.parametrize(
-    ("made", "name"), ((Ring, "bidirectional"), (Ring, "unroll"), (dq.DynamiQ, "centre"))
-)
+@pytest.mark.parametrize(("made", "name"), ((Ring, "bidirectional"), (Ring, "unroll")))
 def test_flags_are_true_or_false(made, name, value):
     with raises(ValueError, f"{name}={value!r}", "Give True or False"):
         made(**{name: value})
 
 
-def test_what_is_no_network_or_speed():
+def test_networks_and_speeds_of_another_type():
     with raises(ValueError, "network=5", "Give one", "Network("):
         Auto(network=5)
     with raises(ValueError, "codec=8.0", "Give None", "CodecSpeed("):
@@ -148,6 +147,9 @@ def test_every_entry_point_checks_method_and_topology(data_mesh, name, value):
     entries = (
         lambda **kw: dq.psum(GRADIENT, "data", key=KEY, **kw),
         lambda **kw: dq.pmean(GRADIENT, "data", key=KEY, **kw),
+        lambda **kw: simulated(lambda key, g: dq.psum_scatter(g, "data", key=key, **kw))(
+            KEY, GRADIENT
+        ),
         lambda **kw: dq.wire_report(GRADIENT, 2, **kw),
         lambda **kw: dq.all_reduce_gradients("data", **kw),
         lambda **kw: dq.value_and_grad(jnp.sum, mesh=data_mesh(2), axis_name="data", **kw),
@@ -155,6 +157,9 @@ def test_every_entry_point_checks_method_and_topology(data_mesh, name, value):
     for entry in entries:
         with raises(ValueError, f"{name}={value!r}", "Give"):
             entry(**{name: value})
+    if name == "method":
+        with raises(ValueError, f"{name}={value!r}", "Give"):
+            simulated(lambda key, g: dq.all_gather(g, "data", key=key, method=value))(KEY, GRADIENT)
 
 
 @pytest.mark.parametrize("axis_size", (0, -1, 2.0, None))
@@ -236,7 +241,7 @@ def gradient_step(data_mesh, *, check_vma: bool, mark: bool, reduce=dq.pmean):
     def local(params, batch):
         if mark:
             params = jax.tree.map(lambda leaf: lax.pcast(leaf, "data", to="varying"), params)
-        return reduce(jax.grad(loss)(params, batch), "data", key=KEY, method=TWO_CLASSES)
+        return reduce(jax.grad(loss)(params, batch), "data", key=KEY, method="bf16")
 
     mapped = jax.shard_map(
         local,
@@ -268,7 +273,7 @@ def test_complex_gradients_that_are_already_summed(data_mesh):
 
 def test_the_fix_that_the_message_names_is_one(data_mesh):
     expected, ours = gradient_step(data_mesh, check_vma=True, mark=True)
-    assert 0 < dq.vnmse(ours, expected) < 0.02
+    assert 1e-7 < dq.vnmse(ours, expected) < 2e-5
 
 
 # ------------------------------------------------------------------- stateful methods, autodiff
@@ -277,8 +282,14 @@ def test_the_fix_that_the_message_names_is_one(data_mesh):
 class Remembering(dq.Exact):
     """Carries a state, which psum has no place for."""
 
-    def init_state(self, size: int, num_workers: int):
-        return jnp.zeros(size)
+    is_stateful = True
+
+    def init_state(self, call):
+        return jnp.zeros(call.size)
+
+    def all_reduce(self, flat, call, key, state):
+        reduced = super().all_reduce(flat, call, key, state)
+        return dataclasses.replace(reduced, state=state + flat)
 
 
 @pytest.mark.parametrize("reduce", (dq.psum, dq.pmean))
@@ -298,7 +309,7 @@ def test_a_state_of_other_buckets():
     """Made for all leaves at once, and used for each by itself."""
     tree = {"a": GRADIENT, "b": GRADIENT}
     wide, narrow = (
-        dq.all_reduce_gradients("data", method=Remembering(), bucket_bytes=size)
+        dq.all_reduce_gradients("data", method=Remembering(), options=dq.Options(bucket_bytes=size))
         for size in (1 << 20, 1024)
     )
     state = simulated(lambda key, g: wide.init(g))(KEY, tree)

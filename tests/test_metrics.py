@@ -47,6 +47,22 @@ def test_the_ends_of_the_scale():
     assert np.isnan(float(dq.vnmse(jnp.array([1.0, jnp.nan]), jnp.ones(2))))
 
 
+def test_complex_numbers_count_with_both_parts():
+    estimate, truth = jnp.array([1 + 1j, 2 + 2j]), jnp.array([1 - 1j, 2 + 1j])
+    # Errors of 2j and 1j, of numbers whose squared magnitudes are 2 and 5.
+    assert float(dq.vnmse(estimate, truth)) == pytest.approx(5 / 7, rel=1e-6)
+    assert float(dq.vnmse(truth.conj(), truth)) == pytest.approx((4 + 4) / 7, rel=1e-6)
+    mixed = {"real": jnp.array([3.0]), "complex": truth}
+    assert float(dq.vnmse({**mixed, "complex": estimate}, mixed)) == pytest.approx(5 / 16, rel=1e-6)
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(
+        ValueError, match=r"estimate has shapes \[\(2,\)\] and truth has \[\(3,\)\]"
+    ):
+        dq.vnmse(jnp.ones(2), jnp.ones(3))
+
+
 def test_low_precision_is_measured_in_single():
     exact = heavy_tailed(0, (4096,))
     rounded = jnp.asarray(exact).astype(jnp.bfloat16)

@@ -10,11 +10,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import BlockInt, ErrorFeedback
+from dynamiq_jax.methods import Axis, Call, ErrorFeedback
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import TWO_CLASSES, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_CLASSES, on_mesh, simulated
 
 N = 4
 KEY = jax.random.key(11)
@@ -24,13 +24,13 @@ TOPOLOGIES = {
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }
-METHODS = {
-    "dynamiq": TWO_CLASSES,
-    "centred": dq.DynamiQ(bits=6.0, widths=(4, 8), centre=True),
-    "bf16": dq.BF16(),
-    "exact": dq.Exact(),
+METHODS = {"dynamiq": TWO_CLASSES, "stochastic": STOCHASTIC, "exact": dq.Exact()}
+# Of a sum of four workers: least and most.
+ERRORS = {
+    "dynamiq": (1e-6, 5e-3),
+    "stochastic": (1e-6, 1e-4),
+    "exact": (-1, 1e-12),
 }
-LARGEST_ERROR = {"dynamiq": 0.05, "centred": 0.05, "bf16": 1e-4, "exact": 1e-12}
 
 
 def gradient(shape=(96, 200)) -> np.ndarray:
@@ -47,87 +47,63 @@ def scattered(method: str, topology: str):
     return simulated(local)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+# ---------------------------------------------------------------------------------- psum_scatter
+
+
+@pytest.mark.parametrize(
+    ("method", "topology"),
+    [
+        *(("stochastic", name) for name in TOPOLOGIES),
+        ("dynamiq", "ring"),
+        ("dynamiq", "bidirectional"),
+        ("exact", "ring"),
+        ("exact", "butterfly"),
+    ],
+)
 def test_parts_of_the_sum_are_close_and_not_exact(method, topology):
     g = gradient()
     result = np.asarray(scattered(method, topology)(KEY, g))
     assert (result.shape, result.dtype) == ((N, 24, 200), np.float32)
-    error = vnmse(result.reshape(96, 200), g.sum(axis=0, dtype=np.float64))
-    assert LARGEST_ERROR[method] / 1e5 < error + 1e-15 < LARGEST_ERROR[method]
+    least, most = ERRORS[method]
+    assert least < vnmse(result.reshape(96, 200), g.sum(axis=0, dtype=np.float64)) < most
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_parts_are_unbiased(topology):
-    g = gradient()
+@pytest.mark.parametrize(
+    ("method", "topology"), [*(("stochastic", name) for name in TOPOLOGIES), ("dynamiq", "ring")]
+)
+def test_parts_are_unbiased(method, topology):
+    """The error of the mean over k keys falls as 1 / k; correlated rounding keeps a few percent."""
+    g, keys = gradient(), 24
     truth = g.sum(axis=0, dtype=np.float64)
-    run = scattered("dynamiq", topology)
-    results = [np.asarray(run(jax.random.key(k), g), float).reshape(96, 200) for k in range(24)]
+    run = scattered(method, topology)
+    results = [np.asarray(run(jax.random.key(k), g), float).reshape(96, 200) for k in range(keys)]
     single = np.mean([vnmse(r, truth) for r in results])
-    assert 8 < single / vnmse(np.mean(results, axis=0), truth) < 40
+    gain = single / vnmse(np.mean(results, axis=0), truth)
+    assert (0.8 if method == "stochastic" else 0.4) * keys < gain < 1.25 * keys
 
 
 @pytest.mark.parametrize("dimension", (0, 1, 2))
 @pytest.mark.parametrize("tiled", (True, False))
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16))
-def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled, dtype):
+def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled):
     shape = [8, 12, 40]
     shape[dimension] = 2 * N if tiled else N
-    g = jnp.asarray(gradient(tuple(shape)), dtype)
-    options = {"scatter_dimension": dimension, "tiled": tiled}
+    g = gradient(tuple(shape))
+    tree = {dtype: jnp.asarray(g, dtype) for dtype in ("float32", "bfloat16", "float16")}
+    how = {"scatter_dimension": dimension, "tiled": tiled}
 
     def local(key, g):
-        return dq.psum_scatter(g, "data", key=key, method="bf16", exact_below=0, **options)
+        options = dq.Options(exact_below=0)
+        return dq.psum_scatter(g, "data", key=key, method="bf16", options=options, **how)
 
-    ours = simulated(local)(KEY, g)
-    theirs = simulated(lambda key, g: jax.lax.psum_scatter(g, "data", **options))(KEY, g)
-    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    assert vnmse(ours, theirs) < 1e-4
-
-
-@pytest.mark.parametrize("axis", (0, 1, 2, -1))
-@pytest.mark.parametrize("tiled", (True, False))
-def test_a_gather_has_the_shapes_of_lax_and_the_same_bits_everywhere(axis, tiled):
-    parts = gradient((6, 10, 40))
-
-    def local(key, part):
-        return dq.all_gather(part, "data", key=key, method=TWO_CLASSES, axis=axis, tiled=tiled)
-
-    ours = np.asarray(simulated(local)(KEY, parts))
-    theirs = simulated(lambda key, p: jax.lax.all_gather(p, "data", axis=axis, tiled=tiled))
-    expected = np.asarray(theirs(KEY, parts))
-    assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
-    assert (ours == ours[0]).all()
-    assert 1e-6 < vnmse(ours, expected) < 0.02
-
-
-@pytest.mark.parametrize(("axis", "tiled"), ((2, True), (-3, True), (3, False), (0.0, True)))
-def test_a_gather_along_a_dimension_that_does_not_exist(axis, tiled):
-    with pytest.raises(ValueError, match=rf"axis={axis} is not a dimension.*tree\['w'\].*Give one"):
-        simulated(lambda key, g: dq.all_gather({"w": g}, "data", key=key, axis=axis, tiled=tiled))(
-            KEY, gradient((8, 8))
-        )
-
-
-def test_both_halves_may_have_one_key():
-    """Noise that both shared would not average out: errors of many keys have to."""
-    method = BlockInt(bits=4, rounding="stochastic")
-    g = gradient((64, 64))[:2]
-    truth = g.sum(axis=0, dtype=np.float64)
-
-    def local(key, g):
-        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=method)
-        return dq.all_gather(part, "data", key=key, tiled=True, method=method)
-
-    run = simulated(local)
-    results = [np.asarray(run(jax.random.key(k), g)[0], float) for k in range(64)]
-    single = np.mean([vnmse(result, truth) for result in results])
-    assert 48 < single / vnmse(np.mean(results, axis=0), truth) < 84  # 64; 31 with shared noise
+    ours = simulated(local)(KEY, tree)
+    theirs = simulated(lambda key, g: jax.lax.psum_scatter(g, "data", **how))(KEY, tree)
+    for dtype, leaf in ours.items():
+        assert (leaf.shape, leaf.dtype) == (theirs[dtype].shape, dtype)
+        assert 0 < vnmse(leaf, theirs[dtype]) < 1e-4
 
 
 def test_exact_parts_follow_the_rules_of_the_exact_sum():
-    """Half precision adds up in single, and of booleans there is whether any is True."""
+    """Half precision adds up in single, and a boolean is True where any worker has True."""
     ones = np.ones((N, N), np.float32)
     tree = {
         "half": jnp.asarray(np.concatenate([256 * ones[:1], ones[1:]]), jnp.bfloat16),
@@ -141,6 +117,124 @@ def test_exact_parts_follow_the_rules_of_the_exact_sum():
     assert whole["half"][0, 0] == 260 and list(whole["flag"][0]) == [False, True, True, True]
 
 
+@pytest.mark.parametrize(("tiled", "shape"), ((True, (3, 2)), (False, (3,))))
+def test_a_leaf_that_holds_nothing_is_scattered_too(tiled, shape):
+    def local(key, g):
+        nothing = np.zeros((3, 2 * N if tiled else N), jax.dtypes.float0)
+        found = dq.psum_scatter(nothing, "data", key=key, scatter_dimension=1, tiled=tiled)
+        assert (found.shape, found.dtype) == (shape, jax.dtypes.float0)
+        return g
+
+    simulated(local)(KEY, gradient())
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    (
+        ((10, 8), {"tiled": True}, "dimension 0 does not scatter over 4 workers"),
+        ((8, 8), {}, "Give 4, or tiled=True"),
+        ((8, 8), {"scatter_dimension": 2, "tiled": True}, "scatter_dimension=2"),
+    ),
+)
+def test_leaves_that_do_not_scatter_are_refused(shape, options, words):
+    with pytest.raises(ValueError, match=words):
+        simulated(lambda key, g: dq.psum_scatter(g, "data", key=key, **options))(
+            KEY, gradient(shape)
+        )
+
+
+# ------------------------------------------------------------------------------------ all_gather
+
+
+@pytest.mark.parametrize("axis", (0, 1, 2, -1))
+@pytest.mark.parametrize("tiled", (True, False))
+def test_a_gather_has_the_shapes_of_lax_and_the_same_bits_everywhere(axis, tiled):
+    parts = gradient((6, 10, 40))
+
+    def local(key, part):
+        return dq.all_gather(part, "data", key=key, method="bf16", axis=axis, tiled=tiled)
+
+    ours = np.asarray(simulated(local)(KEY, parts))
+    theirs = simulated(lambda key, p: jax.lax.all_gather(p, "data", axis=axis, tiled=tiled))
+    expected = np.asarray(theirs(KEY, parts))
+    assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+    assert (ours == ours[0]).all()
+    assert 1e-7 < vnmse(ours, expected) < 1e-5
+
+
+def test_a_gather_by_the_default_method_is_close_and_the_same_everywhere():
+    parts = gradient((60, 100))
+    found = np.asarray(simulated(lambda key, p: dq.all_gather(p, "data", key=key))(KEY, parts))
+    assert (found == found[0]).all()
+    assert 1e-4 < vnmse(found[0], parts) < 1e-2
+
+
+@pytest.mark.parametrize(("axis", "tiled"), ((2, True), (-3, True), (3, False), (0.0, True)))
+def test_a_gather_along_a_dimension_that_does_not_exist(axis, tiled):
+    with pytest.raises(ValueError, match=rf"axis={axis} is not a dimension.*tree\['w'\].*Give one"):
+        simulated(lambda key, g: dq.all_gather({"w": g}, "data", key=key, axis=axis, tiled=tiled))(
+            KEY, gradient((8, 8))
+        )
+
+
+def test_a_gather_puts_every_leaf_where_it_was():
+    """Two dtypes, so two buckets, one leaf between them that is exact, and one that is nothing."""
+    parts = {
+        "a": gradient((6, 5, 100)),
+        "b": gradient((3, 2, 400)).astype(np.float16),
+        "exact": np.arange(N * 6, dtype=np.int32).reshape(N, 2, 3),
+        "masked": gradient((4, 4, 300)),
+        "z": gradient((2, 2, 600)),
+    }
+    mask = {name: name != "masked" for name in parts} | {"nothing": True}
+
+    def local(key, tree):
+        tree = {**tree, "nothing": np.zeros((2, 3), jax.dtypes.float0)}
+        how = {"method": STOCHASTIC, "options": dq.Options(mask=mask)}
+        gathered = dq.all_gather(tree, "data", key=key, axis=-1, tiled=True, **how)
+        nothing = gathered.pop("nothing")
+        assert (nothing.shape, nothing.dtype) == ((2, 3 * N), jax.dtypes.float0)
+        return gathered
+
+    found = simulated(local)(KEY, parts)
+    expected = simulated(
+        lambda key, tree: {
+            name: jax.lax.all_gather(leaf, "data", axis=leaf.ndim - 1, tiled=True)
+            for name, leaf in tree.items()
+        }
+    )(KEY, parts)
+    for name, leaf in expected.items():
+        assert (found[name].shape, found[name].dtype) == (leaf.shape, leaf.dtype)
+        error = vnmse(found[name], leaf)
+        assert error == 0 if name in ("exact", "masked") else 1e-6 < error < 1e-4, name
+
+
+def test_numbers_are_gathered_like_arrays():
+    found = simulated(lambda key, g: dq.all_gather({"a": 2.5, "b": 3}, "data", key=key))(
+        KEY, gradient()
+    )
+    np.testing.assert_array_equal(found["a"][0], [2.5] * N)
+    np.testing.assert_array_equal(found["b"][0], [3] * N)
+
+
+# ------------------------------------------------------------------------------------------- both
+
+
+def test_both_halves_may_have_one_key():
+    """Noise that both shared would not average out: errors of many keys have to."""
+    g = gradient((64, 64))[:2]
+    truth = g.sum(axis=0, dtype=np.float64)
+
+    def local(key, g):
+        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=STOCHASTIC)
+        return dq.all_gather(part, "data", key=key, tiled=True, method=STOCHASTIC)
+
+    run = simulated(local)
+    results = [np.asarray(run(jax.random.key(k), g)[0], float) for k in range(64)]
+    single = np.mean([vnmse(result, truth) for result in results])
+    assert 48 < single / vnmse(np.mean(results, axis=0), truth) < 84  # 64 without shared noise
+
+
 def test_trees_keep_small_and_integer_leaves_exact():
     tree = {
         "w": gradient((64, 64)),
@@ -149,21 +243,23 @@ def test_trees_keep_small_and_integer_leaves_exact():
     }
 
     def local(key, tree):
-        part = dq.psum_scatter(tree, "data", key=key, tiled=True, method=TWO_CLASSES)
-        return part, dq.all_gather(part, "data", key=key, tiled=True, method=TWO_CLASSES)
+        part = dq.psum_scatter(tree, "data", key=key, tiled=True, method=STOCHASTIC)
+        return part, dq.all_gather(part, "data", key=key, tiled=True, method=STOCHASTIC)
 
     part, whole = simulated(local)(KEY, tree)
     assert jax.tree.map(lambda x: x.shape[1:], part) == {"w": (16, 64), "bias": (2,), "count": (2,)}
     np.testing.assert_allclose(whole["bias"][0], tree["bias"].sum(axis=0), rtol=1e-6)
     np.testing.assert_array_equal(whole["count"][0], tree["count"].sum(axis=0))
-    assert 1e-5 < vnmse(whole["w"][0], tree["w"].sum(axis=0)) < 0.05
+    assert 1e-6 < vnmse(whole["w"][0], tree["w"].sum(axis=0)) < 1e-4
 
 
-@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
-def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, check_vma):
+@pytest.mark.parametrize(
+    ("check_vma", "method"), ((True, TWO_CLASSES), (False, STOCHASTIC)), ids=("vma", "no_vma")
+)
+def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, check_vma, method):
     def local(key, g):
-        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=TWO_CLASSES)
-        return part, dq.all_gather(part, "data", key=key, tiled=True, method=TWO_CLASSES)
+        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=method)
+        return part, dq.all_gather(part, "data", key=key, tiled=True, method=method)
 
     ours = on_mesh(local, data_mesh(N), check_vma=check_vma)(KEY, gradient())
     for mine, expected in zip(ours, simulated(local)(KEY, gradient()), strict=True):
@@ -175,8 +271,8 @@ def test_the_halves_send_the_bytes_of_an_all_reduce(data_mesh):
     shape = (N * 256, 1024)
 
     def halves(g):
-        part = dq.psum_scatter(g[0], "data", key=KEY, tiled=True)
-        return dq.all_gather(part, "data", key=KEY, tiled=True)
+        part = dq.psum_scatter(g[0], "data", key=KEY, tiled=True, method=TWO_CLASSES)
+        return dq.all_gather(part, "data", key=KEY, tiled=True, method=TWO_CLASSES)
 
     stacked = jax.ShapeDtypeStruct((N, *shape), jnp.float32)
     mapped = jax.shard_map(halves, mesh=data_mesh(N), in_specs=P("data"), out_specs=P())
@@ -186,10 +282,41 @@ def test_the_halves_send_the_bytes_of_an_all_reduce(data_mesh):
         assert c.dtypes <= {"u8", "u16"}
         loops = {"collective-permute": N - 2 if c.looped else 1}.get(c.kind, (N - 1) / N)
         sent += c.result_bytes * loops
-    report = dq.wire_report({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, N)
-    # The gather's statistics are sent besides, two bytes a row.
-    assert sent == pytest.approx(report.compressed_bytes, rel=0.01)
-    assert sent > report.compressed_bytes
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    report = dq.wire_report({"w": leaf}, N, method=TWO_CLASSES)
+    call = Call(size=leaf.size, axis=Axis("data", N), topology=Ring(), collective="all_gather")
+    of_gather = TWO_CLASSES.wire_cost(call)
+    assert of_gather.statistics_bytes == 2 * (N - 1) * 1024  # two bytes a row, of every worker
+    assert sent == report.compressed_bytes + of_gather.statistics_bytes
+
+
+@pytest.mark.parametrize(
+    ("half", "rows"), ((dq.psum_scatter, 48), (dq.all_gather, 192)), ids=("scatter", "gather")
+)
+def test_several_axes_are_refused_and_one_in_a_tuple_is_one(half, rows):
+    def on(axes, g):
+        return half(g, axes, key=KEY, tiled=True, method="bf16")
+
+    g = gradient().reshape(2, 2, 96, 200)
+    for axes in (("data",), "data"):
+        found = jax.eval_shape(jax.vmap(functools.partial(on, axes), axis_name="data"), g[0])
+        assert found.shape == (2, rows, 200)
+    both = jax.vmap(
+        jax.vmap(functools.partial(on, ("hosts", "data")), axis_name="data"), axis_name="hosts"
+    )
+    with pytest.raises(ValueError, match=r"\('hosts', 'data'\) names 2 axes"):
+        both(g)
+
+
+@pytest.mark.parametrize("half", (dq.psum_scatter, dq.all_gather))
+def test_methods_without_halves_say_so(half):
+    method = ErrorFeedback(inner=dq.Exact())
+    g = gradient((N, 1000))
+    with pytest.raises(ValueError, match=rf"ErrorFeedback.*dq\.{half.__name__}"):
+        simulated(lambda key, g: half(g, "data", key=key, method=method))(KEY, g)
+
+
+# ----------------------------------------------------------------------------- sharded parameters
 
 
 def test_parameters_sharded_over_one_axis_and_gradients_compressed_over_the_other():
@@ -233,144 +360,10 @@ def test_a_training_step_of_zero_on_sharded_parameters(data_mesh):
     def local(part, x):
         whole = jax.lax.all_gather(part, "data", tiled=True)
         grad = jax.grad(lambda w: jnp.mean((x[0] @ w) ** 2))(whole)
-        mean = dq.psum_scatter(grad, "data", key=KEY, tiled=True, method=TWO_CLASSES) / N
-        return part - np.float32(0.1) * mean
+        mean = dq.psum_scatter(grad, "data", key=KEY, tiled=True, method="bf16") / N
+        return part - mean
 
     step = jax.shard_map(local, mesh=data_mesh(N), in_specs=P("data"), out_specs=P("data"))
     after = jax.jit(step)(weights, batch)
     grads = [jax.grad(lambda w, x=x: jnp.mean((x @ w) ** 2))(weights) for x in batch]
-    update = 0.1 * np.mean(grads, axis=0)
-    assert 1e-6 < vnmse(weights - np.asarray(after), update) < 0.02
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "words"),
-    (
-        ((10, 8), {"tiled": True}, "dimension 0 does not scatter over 4 workers"),
-        ((8, 8), {}, "Give 4, or tiled=True"),
-        ((8, 8), {"scatter_dimension": 2, "tiled": True}, "scatter_dimension=2"),
-    ),
-)
-def test_what_does_not_scatter_is_refused(shape, options, words):
-    with pytest.raises(ValueError, match=words):
-        simulated(lambda key, g: dq.psum_scatter(g, "data", key=key, **options))(
-            KEY, gradient(shape)
-        )
-
-
-@pytest.mark.parametrize(
-    ("half", "rows"), ((dq.psum_scatter, 48), (dq.all_gather, 192)), ids=("scatter", "gather")
-)
-def test_several_axes_are_refused_and_one_in_a_tuple_is_one(half, rows):
-    def on(axes, g):
-        return half(g, axes, key=KEY, tiled=True)
-
-    g = gradient().reshape(2, 2, 96, 200)
-    for axes in (("data",), "data"):
-        found = jax.eval_shape(jax.vmap(functools.partial(on, axes), axis_name="data"), g[0])
-        assert found.shape == (2, rows, 200)
-    both = jax.vmap(
-        jax.vmap(functools.partial(on, ("hosts", "data")), axis_name="data"), axis_name="hosts"
-    )
-    with pytest.raises(ValueError, match=r"\('hosts', 'data'\) names 2 axes"):
-        both(g)
-
-
-def test_a_gather_puts_every_leaf_where_it_was():
-    """Two dtypes, so two buckets, one leaf between them that is exact, and one that is nothing."""
-    parts = {
-        "a": gradient((6, 5, 100)),
-        "b": gradient((3, 2, 400)).astype(jnp.bfloat16),
-        "exact": np.arange(N * 6, dtype=np.int32).reshape(N, 2, 3),
-        "masked": gradient((4, 4, 300)),
-        "z": gradient((2, 2, 600)),
-    }
-    mask = {name: name != "masked" for name in parts}
-
-    def local(key, tree):
-        tree = {**tree, "nothing": np.zeros((2, 3), jax.dtypes.float0)}
-        gathered = dq.all_gather(
-            tree,
-            "data",
-            key=key,
-            axis=-1,
-            tiled=True,
-            method=TWO_CLASSES,
-            mask={**mask, "nothing": True},
-        )
-        nothing = gathered.pop("nothing")
-        assert (nothing.shape, nothing.dtype) == ((2, 3 * N), jax.dtypes.float0)
-        return gathered
-
-    found = simulated(local)(KEY, parts)
-    expected = simulated(
-        lambda key, tree: {
-            name: jax.lax.all_gather(leaf, "data", axis=leaf.ndim - 1, tiled=True)
-            for name, leaf in tree.items()
-        }
-    )(KEY, parts)
-    for name, leaf in expected.items():
-        assert (found[name].shape, found[name].dtype) == (leaf.shape, leaf.dtype)
-        error = vnmse(found[name], leaf)
-        assert error == 0 if name in ("exact", "masked") else 1e-6 < error < 0.05, name
-
-
-@pytest.mark.parametrize(("tiled", "shape"), ((True, (3, 2)), (False, (3,))))
-def test_a_leaf_that_holds_nothing_is_scattered_too(tiled, shape):
-    def local(key, g):
-        nothing = np.zeros((3, 2 * N if tiled else N), jax.dtypes.float0)
-        found = dq.psum_scatter(nothing, "data", key=key, scatter_dimension=1, tiled=tiled)
-        assert (found.shape, found.dtype) == (shape, jax.dtypes.float0)
-        return g
-
-    simulated(local)(KEY, gradient())
-
-
-def test_numbers_are_gathered_like_arrays():
-    found = simulated(lambda key, g: dq.all_gather({"a": 2.5, "b": 3}, "data", key=key))(
-        KEY, gradient()
-    )
-    np.testing.assert_array_equal(found["a"][0], [2.5] * N)
-    np.testing.assert_array_equal(found["b"][0], [3] * N)
-
-
-def test_a_gather_joins_leaves_in_buckets(data_mesh):
-    """One message for all leaves that fit."""
-    parts = {"a": gradient((24, 100)), "b": gradient((10, 100)), "c": gradient((500,))}
-
-    def run(bucket_bytes):
-        def local(key, tree):
-            return dq.all_gather(
-                tree, "data", key=key, method=TWO_CLASSES, bucket_bytes=bucket_bytes
-            )
-
-        return simulated(local)
-
-    for bucket_bytes, messages in ((2**20, 1), (4 * N * 3400, 2), (1, 3)):
-        found = run(bucket_bytes)(KEY, parts)
-        for name, part in parts.items():
-            assert (np.asarray(found[name]) == found[name][0]).all()
-            assert found[name].shape == (N, *part.shape)
-            assert 1e-7 < vnmse(found[name][0], part) < LARGEST_ERROR["dynamiq"]
-        mapped = jax.shard_map(
-            lambda tree, b=bucket_bytes: dq.all_gather(
-                jax.tree.map(lambda leaf: leaf[0], tree),
-                "data",
-                key=KEY,
-                method=TWO_CLASSES,
-                bucket_bytes=b,
-            ),
-            mesh=data_mesh(N),
-            in_specs=P("data"),
-            out_specs=P(),
-            check_vma=False,
-        )
-        text = jax.jit(mapped).lower(parts).compile().as_text()
-        assert len(collectives(text)) == 2 * messages  # of statistics, and of messages
-
-
-def test_methods_without_halves_say_so():
-    method = ErrorFeedback(method=dq.Exact())
-    g = gradient((N, 1000))
-    with pytest.raises(ValueError, match=r"ErrorFeedback.*dq\.all_gather"):
-        simulated(lambda key, g: dq.all_gather(g, "data", key=key, method=method))(KEY, g)
+    assert 1e-7 < vnmse(weights - np.asarray(after), np.mean(grads, axis=0)) < 1e-4

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
+from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import Ring
 from tests.support.gradients import of_workers
 from tests.support.hlo import PRESETS, SIZE, TREE, compiled_collectives
@@ -18,11 +19,24 @@ from tests.support.workers import TWO_CLASSES
 NUM_WORKERS = 8
 
 
-@pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
-@pytest.mark.parametrize("preset", ("default", "exact", "thc"))
+def cost(method, topology=Ring()):
+    """Bytes of the leaf that is compressed."""
+    return method.wire_cost(Call(size=SIZE, axis=Axis("data", NUM_WORKERS), topology=topology))
+
+
+@pytest.mark.parametrize(
+    ("topology", "preset"),
+    (
+        ("all_to_all", "two_classes"),
+        ("all_to_all", "exact"),
+        ("butterfly", "exact"),
+        ("butterfly", "thc"),
+    ),
+)
 def test_the_report_is_the_compiled_program_of_other_topologies(data_mesh, topology, preset):
-    report = dq.wire_report(TREE, NUM_WORKERS, method=PRESETS[preset], topology=topology)
-    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, PRESETS[preset], topology)
+    method = {"two_classes": TWO_CLASSES, **PRESETS}[preset]
+    report = dq.wire_report(TREE, NUM_WORKERS, method=method, topology=topology)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, method, topology)
     assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
     dtypes = frozenset().union(*(c.dtypes for c in found if c.kind != "all-reduce"))
     assert dtypes == ({"f32"} if preset == "exact" else {"u8", "u16"})
@@ -46,30 +60,29 @@ def test_the_report_is_the_compiled_program(data_mesh, preset):
     # One message for each hop, and one gather of messages.
     hops = [c for c in compressed if c.looped]
     assert [c.kind for c in hops] == ["collective-permute"]
-    assert hops[0].result_bytes == method.wire_cost(SIZE, NUM_WORKERS, NUM_WORKERS).payload_bytes
+    assert hops[0].result_bytes == cost(method).payload_bytes
 
 
 def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
     topology = Ring(bidirectional=True)
-    report = dq.wire_report(TREE, NUM_WORKERS, topology=topology)
-    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.DynamiQ(), topology)
+    report = dq.wire_report(TREE, NUM_WORKERS, method="bf16", topology=topology)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.BF16(), topology)
     hops = [c for c in found if c.kind == "collective-permute"]
-    payload = dq.DynamiQ().wire_cost(SIZE, NUM_WORKERS, 2 * NUM_WORKERS).payload_bytes
+    payload = cost(dq.BF16(), topology).payload_bytes
     assert {c.result_bytes for c in hops} == {payload}
     # Two in the loop, which runs n - 2 times, and one of each direction outside.
     assert sorted(c.looped for c in hops) == [False, False, True, True]
-    sent = 2 * (NUM_WORKERS - 1) * payload
-    assert report.compressed_bytes == 2 * sent + report_statistics(topology)
-    one_way = dq.wire_report(TREE, NUM_WORKERS).compressed_bytes
-    assert report.compressed_bytes == pytest.approx(one_way, rel=1e-3)
+    assert report.compressed_bytes == 4 * (NUM_WORKERS - 1) * payload
+    # With statistics and scales too, both directions together send what one would.
+    for method in (dq.DynamiQ(), TWO_CLASSES, dq.BF16()):
+        both, one_way = (
+            dq.wire_report(TREE, NUM_WORKERS, method=method, topology=t).compressed_bytes
+            for t in (topology, Ring())
+        )
+        assert both == pytest.approx(one_way, rel=1e-3)
 
 
-def report_statistics(topology: Ring) -> int:
-    chunks = topology.num_chunks(NUM_WORKERS)
-    return dq.DynamiQ().wire_cost(SIZE, NUM_WORKERS, chunks).statistics_bytes
-
-
-@pytest.mark.parametrize("preset", ("default", "paper", "centred"))
+@pytest.mark.parametrize("preset", ("default", "paper"))
 def test_the_bits_are_those_asked_for(preset):
     for bits in (4.0, 5.0, 6.5):
         method = dataclasses.replace(PRESETS[preset], bits=bits)
@@ -98,16 +111,25 @@ def test_every_exact_leaf_is_listed_with_its_reason():
     assert "512 elements" in reasons["['bias']"]
     assert "int32" in reasons["['steps']"]
     few = {"w": jax.ShapeDtypeStruct((100,), jnp.float32)}  # one row, but a chunk for each worker
-    (path, reason), *none = dq.wire_report(few, NUM_WORKERS, exact_below=0).exact_leaves
+    (path, reason), *none = dq.wire_report(
+        few, NUM_WORKERS, options=dq.Options(exact_below=0)
+    ).exact_leaves
     assert (path, none) == ("['w']", [])
     assert "100 coordinates over 8 workers" in reason
+    masked = dq.wire_report(
+        TREE, NUM_WORKERS, options=dq.Options(mask={name: name != "w" for name in TREE})
+    )
+    assert dict(masked.exact_leaves)["['w']"] == "masked"
+    assert (masked.compressed_bytes, masked.compressed_size) == (0, 0)
 
 
 @given(size=st.integers(1, 5000), num_workers=st.integers(2, 64))
 def test_compression_never_costs_bytes(size, num_workers):
     tree = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
-    compressed = dq.wire_report(tree, num_workers, exact_below=0).bytes_per_worker
-    exact = dq.wire_report(tree, num_workers, exact_below=size + 1).bytes_per_worker
+    compressed, exact = (
+        dq.wire_report(tree, num_workers, options=dq.Options(exact_below=below)).bytes_per_worker
+        for below in (0, size + 1)
+    )
     # Chunks are whole: up to one item for each of 2 (n - 1) messages is padding.
     assert compressed <= exact + 4 * 2 * (num_workers - 1)
 
@@ -117,10 +139,23 @@ def test_dtypes_have_buckets_of_their_own(data_mesh):
     shapes = {"a": (300, 512), "b": (40_000,), "c": (7, 100, 256)}
     dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float32}
     tree = {name: jax.ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes}
-    found = compiled_collectives(data_mesh(NUM_WORKERS), tree, TWO_CLASSES)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), tree, dq.BF16())
     assert sum(c.kind == "collective-permute" for c in found) == 2
-    report = dq.wire_report(tree, NUM_WORKERS, method=TWO_CLASSES)
+    report = dq.wire_report(tree, NUM_WORKERS, method="bf16")
     assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
+
+
+@pytest.mark.parametrize(
+    "dtype", ("bool", "uint8", "int16", "int32", "float16", "bfloat16", "float32", "complex64")
+)
+def test_the_report_knows_the_bytes_of_every_exact_dtype(data_mesh, dtype):
+    """Booleans travel as bytes, numbers of less than 32 bits as 32."""
+    tree = {"a": jax.ShapeDtypeStruct((40,), dtype), "b": jax.ShapeDtypeStruct((7, 3), dtype)}
+    found = compiled_collectives(data_mesh(4), tree, dq.Exact())
+    report = dq.wire_report(tree, 4)
+    item_bytes = {"bool": 1, "complex64": 8}.get(dtype, 4)
+    assert report.bytes_per_worker == report.exact_bytes == round(1.5 * 61 * item_bytes)
+    assert round(sum(c.sent_bytes(4) for c in found)) == report.exact_bytes
 
 
 def test_a_report_takes_arrays_as_well_as_shapes():

@@ -33,7 +33,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What happens to every leaf: a function of shapes and dtypes."""
+    """Buckets and exact leaves of a tree: a function of shapes and dtypes."""
 
     buckets: tuple[Bucket, ...]
     exact: tuple[tuple[int, str], ...]  # (leaf index, why)

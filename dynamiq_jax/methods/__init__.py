@@ -44,16 +44,8 @@ from dynamiq_jax.methods._topk_chunked import TopKChunked
 __all__ = ["BF16", "MXFP4", "MXFP6", "MXFP8", "MXINT8", "THC", "BlockInt", "DynamiQ"]
 __all__ += ["ErrorFeedback", "Exact", "FlashCommunication", "OmniReduce", "PowerSGD", "TopKChunked"]
 __all__ += ["Axis", "BlockFormat", "BlockwiseMethod", "Call", "ChunkCodec", "ChunkedMethod"]
-__all__ += [
-    "LocalChunks",
-    "Method",
-    "RecodedChunks",
-    "Reduced",
-    "SparseBlocks",
-    "State",
-    "SumCodec",
-]
-__all__ += ["METHODS", "PRESETS", "State", "SummedChunks", "WireCost", "resolve_method"]
+__all__ += ["LocalChunks", "Method", "RecodedChunks", "Reduced", "SparseBlocks", "State"]
+__all__ += ["METHODS", "PRESETS", "SumCodec", "SummedChunks", "WireCost", "resolve_method"]
 
 # Names are those of the literature in lower case, with spaces and hyphens as underscores.
 METHODS: dict[str, type[Method]] = {

@@ -8,32 +8,40 @@ import sys
 
 import jax
 import numpy as np
-from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
-from tests.support.workers import TWO_CLASSES
+from tests.support.workers import STOCHASTIC, TWO_CLASSES
 
 NUM_PROCESSES, LOCAL_DEVICES = 2, 2
 KEY = 7
-# name: (axes of the mesh, options)
+
+
+def sum_by(method=dq.DynamiQ(), topology="ring"):
+    def reduce(gradient, axis_name):
+        key = jax.random.key(KEY)
+        return dq.psum(gradient, axis_name, key=key, method=method, topology=topology)
+
+    return reduce
+
+
+def sum_in_halves(gradient, axis_name):
+    """The sum again, as a reduce-scatter and a gather."""
+    how = {"key": jax.random.key(KEY), "method": STOCHASTIC, "tiled": True}
+    return dq.all_gather(dq.psum_scatter(gradient, axis_name, **how), axis_name, **how)
+
+
+HIERARCHICAL = ("hosts", "local")
+# name: (axes of the mesh, collective of a gradient)
 CASES = {
-    "default": (("data",), {}),
-    "ring": (("data",), {"method": TWO_CLASSES, "topology": Ring()}),
-    "butterfly": (("data",), {"method": TWO_CLASSES, "topology": Butterfly()}),
-    "all_to_all": (("data",), {"method": TWO_CLASSES, "topology": AllToAll()}),
-    "bf16": (("data",), {"method": dq.BF16()}),
-    "hierarchical": (("hosts", "local"), {"method": TWO_CLASSES}),
+    "default": ("data", sum_by()),
+    "butterfly": ("data", sum_by(STOCHASTIC, topology="butterfly")),
+    "bidirectional": ("data", sum_by(STOCHASTIC, topology="ring:bidirectional=True")),
+    "all_to_all": ("data", sum_by(TWO_CLASSES, topology="all_to_all")),
+    "hierarchical": (HIERARCHICAL, sum_by(STOCHASTIC)),
+    "halves": ("data", sum_in_halves),
 }
-
-
-def reduce(name: str, gradient: Array) -> Array:
-    """The sum of one case; inside shard_map or vmap with the case's axes."""
-    axes, options = CASES[name]
-    axis_name = axes[0] if len(axes) == 1 else axes
-    return dq.psum(gradient, axis_name, key=jax.random.key(KEY), **options)
 
 
 def main(port: str, rank: int, source: str, target: str) -> None:
@@ -43,14 +51,17 @@ def main(port: str, rank: int, source: str, target: str) -> None:
     rows = np.load(source)
     mine = rows[rank * LOCAL_DEVICES : (rank + 1) * LOCAL_DEVICES]
     results = {}
-    for name, (axes, _) in CASES.items():
+    for name, (axes, reduce) in CASES.items():
         shape = (
-            (NUM_PROCESSES * LOCAL_DEVICES,) if len(axes) == 1 else (NUM_PROCESSES, LOCAL_DEVICES)
+            (NUM_PROCESSES, LOCAL_DEVICES)
+            if axes == HIERARCHICAL
+            else (NUM_PROCESSES * LOCAL_DEVICES,)
         )
-        mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+        names = axes if isinstance(axes, tuple) else (axes,)
+        mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
         stacked = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, P(axes)), mine)
         mapped = jax.shard_map(
-            lambda gradient, name=name: reduce(name, gradient[0])[None],
+            lambda gradient, r=reduce, a=axes: r(gradient[0], a)[None],
             mesh=mesh,
             in_specs=P(axes),
             out_specs=P(axes),

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._workshop.processes import die_with_parent
 from dynamiq_jax.topologies import Ring
-from tests.support.workers import TWO_CLASSES
+from tests.support.workers import STOCHASTIC
 
 NUM_PROCESSES, NUM_STEPS, FAULTY_STEP = 2, 6, 3
 INPUTS, OUTPUTS, BATCH = 64, 96, 16
@@ -44,12 +44,12 @@ def ring_through(halfway: Halfway) -> Ring:
     """A ring that calls `halfway` when chunks have been summed, before the sums are gathered."""
 
     class RingThrough(Ring):
-        def sums(self, codec, axis_name, num_workers):
+        def sums(self, codec, axis):
             def through(leaf):
                 same = io_callback(halfway, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf)
-                return jax.lax.pcast(same, axis_name, to="varying")
+                return jax.lax.pcast(same, axis.name, to="varying")
 
-            return jax.tree.map(through, super().sums(codec, axis_name, num_workers))
+            return jax.tree.map(through, super().sums(codec, axis))
 
     return RingThrough()
 
@@ -84,7 +84,7 @@ def main(port: str, rank: int, folder: pathlib.Path, heartbeat: int, fault: str)
     replicated, split = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
     halfway = Halfway(fault)
     optimizer = optax.chain(
-        dq.all_reduce_gradients("data", method=TWO_CLASSES, topology=ring_through(halfway)),
+        dq.all_reduce_gradients("data", method=STOCHASTIC, topology=ring_through(halfway)),
         optax.adam(1e-2),
     )
     step = make_step(optimizer, mesh)

@@ -1,20 +1,57 @@
-"""Two ways to run one per-worker function: simulated by vmap, and on a mesh of devices."""
+"""Two ways to run one per-worker function: simulated by vmap, and on a mesh of devices. Methods
+that compile fast.
+"""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Axis, Call
+from dynamiq_jax.methods import Axis, Call, ChunkedMethod, RecodedChunks, WireCost
 from dynamiq_jax.topologies import FixedTopology, resolve_topology
 
-# Two width classes compile in a third of the time of the default's eight, on the same code path.
+# Two width classes compile in two thirds of the time of the default's eight, on the same code path.
 TWO_CLASSES = dq.DynamiQ(bits=6.0, widths=(4, 8))
 
 PerWorker = Callable[..., Any]  # (key, *local trees) -> local tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StochasticBF16(ChunkedMethod):
+    """Stochastic rounding to bfloat16, with noise of the key, the chunk and the turn: for tests of
+    keys and of noise that do not depend on the method. Compiles in a fifth of the time of
+    `TWO_CLASSES`. A rounding has a vNMSE of about 5e-6.
+    """
+
+    def wire_cost(self, call: Call) -> WireCost:
+        return WireCost(payload_bytes=2 * -(-call.size // call.num_chunks))
+
+    def bind(self, values: Array, call: Call, key: Array) -> RecodedChunks:
+        seed = jax.random.bits(key, (), jnp.uint32)
+
+        def encode(values: Array, chunk: Array, turn: Any) -> Array:
+            noise = jnp.arange(values.size, dtype=jnp.uint32) * np.uint32(0x9E3779B9) + seed
+            for number in (chunk, turn):  # a hash
+                noise = noise ^ (jnp.asarray(number, jnp.uint32) * np.uint32(0x27D4EB2F))
+                noise = (noise ^ (noise >> 16)) * np.uint32(0x85EBCA6B)
+                noise = (noise ^ (noise >> 13)) * np.uint32(0xC2B2AE35)
+            bits = lax.bitcast_convert_type(values, jnp.uint32)
+            return ((bits + (noise >> 16)) >> 16).astype(jnp.uint16)
+
+        def decode(codes: Array, chunk: Array) -> Array:
+            return lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
+
+        return RecodedChunks(local=call.local_chunks(values), encode=encode, decode=decode)
+
+
+STOCHASTIC = StochasticBF16()
 
 
 def simulated(fn: PerWorker) -> Callable[..., Any]:
