@@ -9,8 +9,6 @@ Measuring a compressor needs real gradients more often than it needs a real netw
         ...  # Each leaf is a NumPy array with the worker as its first axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path

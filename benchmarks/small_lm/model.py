@@ -1,7 +1,5 @@
 """The network: a decoder-only transformer of the kind large language models are built on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

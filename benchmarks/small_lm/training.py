@@ -4,8 +4,6 @@
 its communication changes one line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
