@@ -36,7 +36,7 @@ from benchmarks import common
 from benchmarks.emulated_training import report
 from benchmarks.emulated_training.run import Run, check_identical, trainers
 from benchmarks.small_lm.model import ModelConfig
-from benchmarks.small_lm.training import new_model
+from benchmarks.small_lm.training import abstract_model, new_model
 from dynamiq_jax._workshop import namespaces, options, tables
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.settings import PSUM, Setting, parse_settings
@@ -196,7 +196,7 @@ def measure(config: Config) -> None:
     namespaces.remove_stale()
     corpora = load_corpora()
     model = ModelConfig(corpora.vocabulary, width=config.width, layers=config.layers)
-    shapes = jax.eval_shape(lambda: new_model(model)[1])
+    _, shapes = abstract_model(model)
     cost = costs(settings, shapes, config.hosts)
     sent = {name: int(of["bytes_per_worker"]) for name, of in cost.items()}
     first, *others = config.seeds

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.small_lm.model import ModelConfig
-from benchmarks.small_lm.training import data_parallel_step, new_model
+from benchmarks.small_lm.training import abstract_model, data_parallel_step
 from dynamiq_jax._workshop.host import Host, serve
 from dynamiq_jax._workshop.joining import barrier
 from dynamiq_jax._workshop.settings import parse_setting
@@ -39,7 +39,7 @@ class TrainingHost(Host):
         with np.load(Path(config["folder"]) / "text.npz") as text:
             self._corpus = text["corpus"]
             self._held_out = text["held_out"][self.index :: self.num_hosts]
-        self._structure, self._params = new_model(ModelConfig(**config["model"]))
+        self._structure, self._params = abstract_model(ModelConfig(**config["model"]))
         self._optimizer = make_optimizer(config["learning_rate"], config["steps"])
         self._evaluate = jax.jit(_evaluation_of(self._structure))
         return answer

@@ -70,10 +70,10 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
     row = SUPER_GROUP_SIZE
     return Options(
         sizes=(64 * row, 48 * row) if small else tuple(int(s * 2**20) for s in given.sizes),
-        bits=(5.0, 3.0) if small else tuple(given.bits),
+        bits=(5.0, 6.0) if small else tuple(given.bits),
         bits_of_sizes=(5.0,) if small else tuple(given.bits),
         dtypes=tuple(given.dtypes),
-        widths=(2, 8) if small else DynamiQ.widths,  # few widths compile faster
+        widths=(4, 8) if small else DynamiQ.widths,  # few widths compile faster
         sweep_rows=(8,) if small else tuple(given.rows),
         sweep_warps=(4,) if small else tuple(given.warps),
         check_bits=(5.0,) if small else (5.0, 3.0, 8.0, 12.0),

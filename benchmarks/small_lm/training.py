@@ -22,6 +22,11 @@ def new_model(config: ModelConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]
     return nnx.split(Transformer(config, nnx.Rngs(seed)), nnx.Param)
 
 
+def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
+    """Return the structure of a transformer, and the shapes of its parameters."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
+
+
 def data_parallel_step(
     structure: nnx.GraphDef,
     optimizer: optax.GradientTransformation,

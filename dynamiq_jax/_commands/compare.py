@@ -95,12 +95,6 @@ class Compare:
         names = [f"{m}:{t}" for t in self.topologies for m in self.methods]
         settings = parse_settings(names, "--methods")
         options.check_outputs(self.json, self.plot)
-        # Simulated workers share one device, of which a CPU has the memory.
-        jax.config.update("jax_platforms", "cpu")
-        comparison = Comparison(
-            steps=self._load(), seeds=self.seeds, rate=rate, codec_ns=self.codec_ns
-        )
-        console = tables.console()
         cases = [
             (setting, count)
             for count in self.workers
@@ -112,6 +106,12 @@ class Compare:
             raise CommandError(
                 f"--topologies {self.topologies} do not support any of --workers {self.workers}."
             )
+        # Simulated workers share one device, of which a CPU has the memory.
+        jax.config.update("jax_platforms", "cpu")
+        comparison = Comparison(
+            steps=self._load(), seeds=self.seeds, rate=rate, codec_ns=self.codec_ns
+        )
+        console = tables.console()
         rows = []
         steps = len(cases) * (1 + len(comparison.steps))
         with tables.progress(console, "compare", steps) as advance:
