@@ -1,5 +1,7 @@
 """Checks with the compiler for H200, but no GPU: registers, spills, bytes and instructions of every
-kernel, and what a program on several GPUs runs while bytes travel.
+kernel, and the overlap of transfers and kernels in programs for several GPUs.
+
+    python -m benchmarks.aot_h200
 
 Compiles the Triton and Mosaic GPU kernels for one H200, and a compressed `pmean` for several, on a
 machine that needs no GPU; and a training step whose gradients are reduced in one bucket, or in
@@ -7,7 +9,7 @@ several under the backward pass. Exits with 1 where a figure is off, and says wh
 
 - a kernel spills registers, or an operation takes more than one kernel;
 - it touches over 10 % more memory than it must: gradient, message received, message sent;
-- one of Triton's does not read or write four neighbouring coordinates of a gradient at once (f32:
+- one of Triton's does not read or write four neighboring coordinates of a gradient at once (f32:
   128 bits);
 - a hop on several GPUs takes more than one kernel, or, in a bidirectional ring, nothing runs while
   a transfer is under way;
@@ -20,271 +22,59 @@ how many instructions can be issued while memory moves the bytes of a coordinate
 bandwidth; slots are how many it takes, as the busiest pipe may need longer than to issue all.
 
 It needs the CUDA plugin of the same version as JAX and the CUDA compiler, but neither a driver nor
-the CUDA libraries: pip install -e '.[bench,cuda13-aot]'.
+the CUDA libraries: pip install -e '.[cuda13-aot]'.
 """
 
+import argparse
 import dataclasses
-import functools
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import jax
-import jax.numpy as jnp
-import tyro
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
-import dynamiq_jax as dq
 from benchmarks import common, h200
-from benchmarks.aot import overlap, pmean
-from benchmarks.aot.table import new_table
-from dynamiq_jax import compat
+from benchmarks.aot import kernels, pmean, training_step
 from dynamiq_jax.topologies import TOPOLOGIES
-from pallas_kernels import implementation, mosaic_gpu_launch, triton_launch
-from pallas_kernels.codec.layout import Layout, make_layout
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-from pallas_kernels.operations import compress, decompress, decompress_accumulate, hop, statistics
+from pallas_kernels.implementation import without_gpu
 
-_EXCESS = 1.10  # memory that a kernel may touch, over what it has to
-_SHAPE = jax.ShapeDtypeStruct
-_BACKENDS = {"triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
+Item = TypeVar("Item")
 
 
-def _topologies() -> tuple[str, ...]:
-    """Those of this version, with the choices that matter here."""
+def all_topologies() -> list[str]:
+    """Return the topologies of this version, with the options that matter here."""
     both = [
-        f"{name}:bidirectional"
+        f"{name}:bidirectional=True"
         for name, topology in TOPOLOGIES.items()
         if "bidirectional" in {field.name for field in dataclasses.fields(topology)}
     ]
-    return (*TOPOLOGIES, *both)
+    return [*TOPOLOGIES, *both]
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Options of the checks."""
-
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # of the gradient
-    alone: tuple[int, ...] = (8, 5, 4)  # widths for which a hop is compiled alone
-    size: int = 2**27  # coordinates of the bucket that the kernels work on
-    workers: int = 8  # GPUs; also chunks of that bucket
-    # of the pmean: names, with options that are to be True after colons, as in ring:bidirectional
-    topologies: tuple[str, ...] = dataclasses.field(default_factory=_topologies)
-    leaf_sizes: tuple[int, ...] = (2**24, 2**22, 1000)  # coordinates of the leaves of the pmean
-    # of the training step, in the same way; "exact" is jax.lax.pmean
-    steps: tuple[str, ...] = overlap.TOPOLOGIES
-    save: bool = True  # write the result to benchmarks/results/aot_h200.json
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One kernel: an operation on a gradient of some type, by some method."""
-
-    operation: str
-    method: str
-    dtype: str
-    layout: Layout
-    backend: str = "triton"
-
-
-def cases(config: Config) -> list[Case]:
-    """All kernels to compile."""
-    default = dq.DynamiQ()
-    layout = default.layout(config.size, config.workers)
-    label = f"{default.bits:g} bits"
-    names = ("statistics", "compress", "hop", "decompress_accumulate")
-    result = []
-    for dtype in config.dtypes:
-        result += [Case(name, label, dtype, layout) for name in names]
-        for name, method in (("paper", dq.DynamiQ.paper()), ("8 bits", dq.DynamiQ(bits=8.0))):
-            result.append(Case("hop", name, dtype, method.layout(config.size, config.workers)))
-        for width in config.alone:
-            alone = make_layout(
-                config.size,
-                config.workers,
-                fractions=((width, 1.0),),
-                group_size=default.group_size,
-                spacing=default.spacing,
-                gap_ratio=default.gap_ratio,
-                rounding=default.rounding,
-            )
-            result.append(Case("hop", f"{width} bits alone", dtype, alone))
-    result.append(Case("decompress", label, "float32", layout))  # whatever was compressed
-    if compat.has_mosaic_gpu():
-        result += [
-            dataclasses.replace(case, backend="mosaic_gpu")
-            for case in result
-            if case.method == label or case.method.endswith("alone")
-        ]
-    return result
-
-
-def examine(case: Case, config: Config, dump: Path) -> dict[str, Any]:
-    """Compiles one kernel: a row of the table."""
-    layout = case.layout
-    options: dict[str, Any] = {"layout": layout, "implementation": case.backend}
-    rows = _SHAPE((layout.num_rows, SUPER_GROUP_SIZE), case.dtype)
-    order = _SHAPE((layout.num_chunks, layout.rows_per_chunk), "int32")
-    number, seed = _SHAPE((), "int32"), _SHAPE((2,), "uint32")
-    payload = layout.payload_bytes
-    of_chunk = layout.rows_per_chunk * SUPER_GROUP_SIZE
-    item, wire = jnp.dtype(case.dtype).itemsize, payload / of_chunk
-    # function, arguments, bytes per coordinate that it has to move
-    operations: dict[str, tuple[Callable, tuple, float]] = {
-        "statistics": (lambda *a: statistics(*a, implementation=case.backend), (rows,), item),
-        "compress": (
-            lambda *a: compress(*a, **options),
-            (rows, order, number, number, seed),
-            item + wire,
-        ),
-        "hop": (
-            lambda *a: hop(*a, **options),
-            (_SHAPE((1, payload), "uint8"), rows, order, number, number, seed),
-            item + 2 * wire,
-        ),
-        "decompress_accumulate": (
-            lambda *a: decompress_accumulate(*a, **options),
-            (_SHAPE((1, payload), "uint8"), rows, order, number),
-            item + wire + 4,
-        ),
-        "decompress": (
-            lambda *a: decompress(*a, **options),
-            (_SHAPE((layout.num_chunks, payload), "uint8"), order),
-            wire + item,
-        ),
-    }
-    function, args, floor = operations[case.operation]
-    program = h200.compile_for(h200.mesh(1, "data"), function, args, dump=dump)
-    one_chunk = case.operation in ("compress", "hop", "decompress_accumulate")
-    touched = _touched_bytes(program, layout, one_chunk) / (
-        of_chunk if one_chunk else of_chunk * layout.num_chunks
-    )
-    (kernel,) = program.kernels
-    by_triton = case.backend == "triton"
-    block = triton_launch.Config().rows if by_triton else mosaic_gpu_launch.MOST_ROWS
-    coordinates = block * SUPER_GROUP_SIZE // kernel.threads  # of a thread
-    kind = "st" if case.operation == "decompress" else "ld"
-    vector_share = None
-    if by_triton:  # Mosaic's have the copy engine move rows
-        vector_share = kernel.vector_bytes(kind, 4 * item) / (coordinates * item)
-    pipes = kernel.pipes()
-    counts = None
-    one_width = len(layout.classes) == 1 or case.operation == "statistics"
-    if pipes is not None and (by_triton or one_width):
-        counts = {pipe: count / coordinates for pipe, count in pipes.items()}
-    row: dict[str, Any] = {
-        "backend": case.backend,
-        "operation": case.operation,
-        "method": case.method,
-        "dtype": case.dtype,
-        "kernels": sum(instruction.runs for instruction in program.computations[program.entry]),
-        "registers": kernel.registers,
-        "spill_bytes": kernel.spill_bytes,
-        "shared_bytes": kernel.shared_bytes,
-        "warps": kernel.warps,
-        "barriers": kernel.barriers,
-        "vector_share": vector_share,
-        "floor_bytes": floor,
-        "touched_bytes": touched,
-        "budget": floor * h200.instructions_per_byte(),
-        "instructions": counts,
-        "slots": counts and h200.busiest(counts),
-        "opcodes": kernel.opcodes,
-    }
-    problems = {
-        f"spills {kernel.spill_bytes} bytes": kernel.spill_bytes > 0,
-        f"takes {row['kernels']} kernels, not 1": row["kernels"] != 1,
-        f"touches {touched:.2f} bytes a coordinate where it must {floor:.2f}": (
-            not floor <= touched <= _EXCESS * floor
-        ),
-        f"moves the gradient by less than {32 * item} bits": (
-            vector_share is not None and vector_share < 1
-        ),
-    }
-    return row | {"problems": [text for text, wrong in problems.items() if wrong]}
-
-
-def _touched_bytes(program: h200.Program, layout: Layout, one_chunk: bool) -> float:
-    """Bytes that the instructions of a program read and write, by the shapes of what goes in and
-    out. A kernel for one chunk reads its part of the rows and of the order.
-    """
-    entry = program.computations[program.entry]
-    shapes = {instruction.name: instruction.shape for instruction in entry}
-    of_all_chunks = (f"[{layout.num_rows},", f"[{layout.num_chunks},{layout.rows_per_chunk}]")
-    total = 0.0
-    for instruction in filter(lambda instruction: instruction.runs, entry):
-        total += h200.size_of(instruction.shape)
-        for operand in instruction.operands:
-            parted = any(shape in shapes[operand] for shape in of_all_chunks)
-            part = layout.num_chunks if one_chunk and instruction.pallas and parted else 1
-            total += h200.size_of(shapes[operand]) / part
-    return total
-
-
-def kernel_tables(rows: list[dict[str, Any]], name: str) -> list[Table]:
-    """Two tables of a backend's kernels: what they hold and touch, and what they run."""
-    resources = new_table(
-        f"{name} kernels for an H200; bytes a coordinate",
-        "registers,spills,shared,warps,barriers,vectors,kernels,bytes,floor",
-    )
-    work = new_table(
-        f"Instructions a coordinate of {name} kernels, by the pipe that runs them",
-        "budget,slots,all,FMA,ALU,XU,LSU,other",
-    )
-    for row in rows:
-        style = "red" if row["problems"] else None
-        head = _name(row)
-        resources.add_row(
-            head,
-            *(str(row[key]) for key in ("registers", "spill_bytes", "shared_bytes", "warps")),
-            "-" if row["barriers"] is None else str(row["barriers"]),
-            "-" if row["vector_share"] is None else f"{row['vector_share']:.0%}",
-            str(row["kernels"]),
-            f"{row['touched_bytes']:.2f}",
-            f"{row['floor_bytes']:.2f}",
-            style=style,
-        )
-        counts = row["instructions"]
-        if counts:
-            numbers = [row["budget"], row["slots"], sum(counts.values()), *counts.values()]
-            work.add_row(head, *(f"{number:.1f}" for number in numbers), style=style)
-    return [resources, work] if work.rows else [resources]
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['operation']}, {row['method']}, {row['dtype']}"
-
-
-def main(config: Config) -> int:
-    """Compiles, prints tables and all problems; 1 where there are some."""
-    console = Console()
-    console.width = max(console.width, 130)  # of the first table
-    # Not where the compiler prints what is read from it.
-    progress = functools.partial(track, console=Console(stderr=True), transient=True)
-    with tempfile.TemporaryDirectory() as folder, implementation.without_gpu("compile"):
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print tables and all problems; return 1 if there are some."""
+    options = parse(arguments)
+    with tempfile.TemporaryDirectory() as folder, without_gpu("compile"):
         dump = Path(folder)
         h200.prepare(dump)
-        kernels = [examine(case, config, dump) for case in progress(cases(config), "kernels")]
-        for backend, name in _BACKENDS.items():
-            if rows := [row for row in kernels if row["backend"] == backend]:
-                console.print(*kernel_tables(rows, name))
+        cases = kernels.cases(options.dtypes, options.alone, options.size, options.workers)
+        cases = [
+            case for case in cases if not options.operations or case.operation in options.operations
+        ]
+        rows = [kernels.examine(case, dump) for case in progress("kernel", cases)]
+        kernels.print_tables(rows)
         means = [
-            pmean.examine(name, config.workers, config.leaf_sizes, dump)
-            for name in progress(config.topologies, "pmean")
+            pmean.examine(name, options.workers, options.leaf_sizes, dump)
+            for name in progress("pmean", options.topologies)
         ]
-        console.print(pmean.table(means, config.workers))
+        pmean.print_means(means, options.workers)
         steps = [
-            overlap.examine(case, config.workers, dump)
-            for case in progress(overlap.cases(config.steps), "training steps")
+            training_step.examine(case, options.workers, dump)
+            for case in progress("training step", training_step.cases(options.steps))
         ]
-        console.print(overlap.table(steps, config.workers))
+        training_step.print_steps(steps, options.workers)
     problems = [
-        f"{row['backend']} {_name(row)}: {problem}"
-        for row in kernels
-        for problem in row["problems"]
+        f"{row['backend']} {kernels.name_of(row)}: {p}" for row in rows for p in row["problems"]
     ]
     problems += [f"{row['topology']}: {problem}" for row in means for problem in row["problems"]]
     problems += [
@@ -293,13 +83,45 @@ def main(config: Config) -> int:
         for problem in row["problems"]
     ]
     for problem in problems:
-        console.print(f"[red]Off: {problem}")
-    if config.save:
-        results = {"target": "NVIDIA H200", "kernels": kernels, "pmean": means, "steps": steps}
-        path = common.save("aot_h200", dataclasses.asdict(config), results)
-        console.print(f"Written to {path}")
+        print(f"Off: {problem}")
+    if options.save:
+        results = {"target": "NVIDIA H200", "kernels": rows, "pmean": means, "steps": steps}
+        print(f"Written to {common.save('aot_h200', vars(options), results)}")
     return 1 if problems else 0
 
 
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--dtypes", nargs="*", default=["float32", "bfloat16"], help="of the gradient")
+    add("--operations", nargs="*", default=[], help="to compile alone; all if none are given")
+    add("--alone", type=int, nargs="*", default=[8, 5, 4], help="widths of hops of one width")
+    add("--size", type=int, default=2**27, help="coordinates of the bucket of the kernels")
+    add("--workers", type=int, default=8, help="GPUs; also chunks of that bucket")
+    add("--topologies", nargs="*", default=all_topologies(), help="of the pmean")
+    sizes = [2**24, 2**22, 1000]
+    add("--leaf-sizes", type=int, nargs="*", default=sizes, help="coordinates of its leaves")
+    steps = list(training_step.TOPOLOGIES)
+    add("--steps", nargs="*", default=steps, help="of training: topologies, or exact (lax.pmean)")
+    save = "write the result to benchmarks/results/aot_h200.json"
+    add("--save", action=argparse.BooleanOptionalAction, default=True, help=save)
+    return parser.parse_args(arguments)
+
+
+def progress(what: str, items: Sequence[Item]) -> Iterator[Item]:
+    """Yield items, with a line for each on a terminal. Not on standard output, which the compiler
+    writes to.
+    """
+    for number, item in enumerate(items, start=1):
+        if sys.stderr.isatty():
+            print(f"\r{what} {number} of {len(items)}  ", end="", file=sys.stderr, flush=True)
+        yield item
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Config, description=__doc__)))
+    sys.exit(main())

@@ -1,6 +1,8 @@
 """Loading a checkpoint: peak memory of the process relative to the files, and bytes per second
 beside plain reading of the same file.
 
+    python -m benchmarks.checkpoint_loading
+
 A random decoder of the shape of Llama 3.2 1B (2.5 GB in bfloat16) is written into a temporary
 folder. Then fresh processes take turns, each after the file was dropped from the page cache:
 
@@ -9,6 +11,7 @@ folder. Then fresh processes take turns, each after the file was dropped from th
 - `keep` reads the file into memory that was never used before, as any loader has to.
 """
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -17,7 +20,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
@@ -27,9 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
-
-ROOT = Path(__file__).resolve().parent.parent
-
 from examples.llm.checkpoint import hf_name, load, named_leaves
 from examples.llm.config import DecoderConfig, RopeScaling
 from examples.llm.model import abstract_params
@@ -52,7 +51,7 @@ LLAMA_1B = DecoderConfig(
 BUFFER_BYTES = 16 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Options of the benchmark."""
 
@@ -62,7 +61,7 @@ class Config:
 
 
 def write_random(folder: Path, config: DecoderConfig) -> Path:
-    """Writes a bfloat16 checkpoint of small random numbers, one tensor in memory at a time."""
+    """Write a bfloat16 checkpoint of small random numbers, one tensor in memory at a time."""
     (folder / "config.json").write_text(json.dumps(config.to_hf()))
     shapes = {
         hf_name(name, config.family): leaf.shape
@@ -85,12 +84,12 @@ def write_random(folder: Path, config: DecoderConfig) -> Path:
 
 
 def load_file(path: Path) -> None:
-    """Loads the folder of a file and waits for its parameters."""
+    """Load the folder of a file and wait for its parameters."""
     jax.block_until_ready(load(path.parent))
 
 
 def read_file(path: Path) -> None:
-    """Reads a file and forgets it."""
+    """Read a file and forget it."""
     buffer = bytearray(BUFFER_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
@@ -98,12 +97,12 @@ def read_file(path: Path) -> None:
 
 
 def keep_file(path: Path) -> None:
-    """Reads a file into memory."""
+    """Read a file into memory."""
     path.read_bytes()
 
 
 def measured(work: Callable[[Path], None], path: Path) -> tuple[float, int]:
-    """Seconds, and the highest resident memory that this process ever had, in bytes."""
+    """Return seconds, and the highest resident memory that this process ever had, in bytes."""
     jax.block_until_ready(jax.numpy.zeros(1))  # The start of JAX is not what is measured.
     with path.open("rb") as file:
         os.fsync(file.fileno())  # Pages that were not written yet cannot be dropped.
@@ -148,7 +147,7 @@ def main(config: Config) -> None:
         )
     Console().print(table)
     if config.save:
-        kept = {"repeats": config.repeats, "model": asdict(LLAMA_1B)}
+        kept = {"repeats": config.repeats, "model": dataclasses.asdict(LLAMA_1B)}
         print("wrote", common.save("checkpoint_loading", kept, results))
 
 

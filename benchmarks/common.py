@@ -1,6 +1,7 @@
-"""What every benchmark shares: timing, a description of the machine, and where results go."""
+"""Timing, environment and result files of all benchmarks. Imports nothing but what the library
+needs, as some benchmarks run on machines that have no more.
+"""
 
-import json
 import shutil
 import statistics
 import subprocess
@@ -11,13 +12,14 @@ from typing import Any
 
 import jax
 
-from dynamiq_jax._workshop import environment as cli_environment
+from dynamiq_jax._workshop import environment as workshop_environment
+from dynamiq_jax._workshop import records
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def median_seconds(function: Callable[..., Any], *args: Any, repeats: int = 15) -> float:
-    """Median wall time of a call, compiled and warm, until its result is ready."""
+    """Return the median wall time of a call, compiled and warm, until its result is ready."""
     jax.block_until_ready(function(*args))
     seconds = []
     for _ in range(repeats):
@@ -28,21 +30,20 @@ def median_seconds(function: Callable[..., Any], *args: Any, repeats: int = 15) 
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and date, to be kept with every result, and the commit."""
-    known = cli_environment.environment(jax.devices()[0].device_kind)
+    """Describe the hardware, versions, date and commit of a result."""
+    known = workshop_environment.environment(jax.devices()[0].device_kind)
     return known | {"commit": _commit(), "platform": jax.default_backend()}
 
 
 def save(name: str, config: dict[str, Any], results: Any) -> Path:
-    """Writes a result with its environment and config; returns the path."""
+    """Write a result with its environment and config to benchmarks/results; return the path."""
     RESULTS.mkdir(exist_ok=True)
     return write(RESULTS / f"{name}.json", config, results)
 
 
 def write(path: Path, config: dict[str, Any], results: Any) -> Path:
-    """As `save`, to any file."""
-    record = {"environment": environment(), "config": config, "results": results}
-    path.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    """Write a result to any file, as `save` does."""
+    records.write(path, environment(), config, results)
     return path
 
 

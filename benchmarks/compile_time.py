@@ -1,5 +1,7 @@
 """Compile time of `pmean` of a tree of 100 leaves on 8 and 64 virtual CPU devices, exact against
 compressed, in one bucket and in several.
+
+    python -m benchmarks.compile_time
 """
 
 import dataclasses
@@ -24,10 +26,7 @@ from benchmarks import common
 class Config:
     """Options of the benchmark."""
 
-    workers: tuple[int, ...] = (
-        8,
-        64,
-    )  # virtual devices; each number is measured in its own process
+    workers: tuple[int, ...] = (8, 64)  # virtual devices, each number in a process of its own
     leaves: int = 100  # leaves of the tree
     leaf_size: int = 40_960  # coordinates of each
     buckets: tuple[int, ...] = (1, 8)  # in as many the tree is compressed
@@ -37,8 +36,8 @@ class Config:
 def compile_seconds(
     workers: int, leaves: int, leaf_size: int, buckets: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Seconds from a traced function to an executable: of an exact mean, and of a compressed one by
-    the number of its buckets.
+    """Return the seconds from a function to an executable: of an exact mean, and of compressed ones
+    by the number of their buckets.
     """
     jax.config.update("jax_num_cpu_devices", workers)
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,))
@@ -54,7 +53,8 @@ def compile_seconds(
 
         def mean(tree, key):
             own = jax.tree.map(lambda leaf: leaf[0], tree)
-            return dq.pmean(own, "data", key=key, bucket_bytes=bucket_bytes)
+            options = dq.Options(bucket_bytes=bucket_bytes)
+            return dq.pmean(own, "data", key=key, options=options)
 
         return mean
 
@@ -76,19 +76,19 @@ def compile_seconds(
 
 
 def main(config: Config) -> None:
-    """Measures each number of workers in a process of its own."""
+    """Measure each number of workers in a process of its own."""
     console = Console()
     results = []
     for workers in config.workers:
         shape = f"{workers}, {config.leaves}, {config.leaf_size}, {config.buckets}"
         call = f"compile_time.compile_seconds({shape})"
-        code = f"import json, compile_time; print(json.dumps({call}))"
+        code = f"import json; from benchmarks import compile_time; print(json.dumps({call}))"
         output = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             check=True,
-            cwd=common.RESULTS.parent,
+            cwd=common.RESULTS.parents[1],
         ).stdout
         results.append({"workers": workers} | json.loads(output))
     table = Table(

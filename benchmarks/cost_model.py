@@ -1,11 +1,13 @@
-"""The cost model against an emulated network, and what it says of larger ones.
+"""The cost model against an emulated network, and its predictions for larger ones.
+
+    python -m benchmarks.cost_model
 
 Measures all-reduces over several numbers of hosts and rates with `dynamiq-jax network` (root and
 iproute2), or takes the JSON files of earlier runs. Codec speeds, the latency, the efficiency of the
 link and how much slower it is for each topology that talks to more than neighbours (gloo halves the
 speed of partners that exchange) are fitted to the points of all rates but one; every point is
-predicted, those of the rate that was left out too. Then the model simulates 8 to
-8192 workers of an accelerator on links of 1 to 400 Gbit/s.
+predicted, those of the rate that was left out too. Then the model simulates 8 to 8192 workers of an
+accelerator on links of 1 to 400 Gbit/s.
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ from scipy import optimize
 import dynamiq_jax as dq
 from benchmarks import common
 from dynamiq_jax._workshop.settings import parse_setting
-from dynamiq_jax.topologies import AllToAll, Butterfly, Network, Ring
+from dynamiq_jax.methods import Axis, Call
+from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Network, Ring
 from dynamiq_jax.topologies._cost_model import (
     CODEC_SPEEDS,
     SUM_SPEEDS,
@@ -35,7 +38,11 @@ from dynamiq_jax.topologies._cost_model import (
     predict_exact,
 )
 
-TOPOLOGIES = {"ring": Ring(), "butterfly": Butterfly(), "all_to_all": AllToAll()}
+TOPOLOGIES: dict[str, FixedTopology] = {
+    "ring": Ring(),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
+}
 FREE = CodecSpeed(ns_per_coordinate=0.0)
 
 
@@ -62,7 +69,7 @@ class Config:
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """Runs `dynamiq-jax network`; its record."""
+    """Run `dynamiq-jax network` and return its record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "network.json"
         command = [sys.executable, "-m", "dynamiq_jax", "network", "--json", str(path)]
@@ -76,12 +83,12 @@ def measure(config: Config) -> dict[str, Any]:
 
 
 def kind(row: dict[str, Any]) -> str:
-    """What has a codec speed of its own."""
+    """Return the method of a row, which has a codec speed of its own."""
     return row["setting"].split(":")[0]
 
 
 def wire_seconds(row: dict[str, Any], **network: float) -> float:
-    """Seconds of the wire alone of a measured setting, predicted."""
+    """Predict the seconds of the wire alone for a measured setting."""
     setting = parse_setting(row["setting"])
     link = Network(
         gbit_per_s=row["rate"] / 1e9, **{"latency_us": 0.0, "efficiency": 1.0, **network}
@@ -90,12 +97,12 @@ def wire_seconds(row: dict[str, Any], **network: float) -> float:
     if setting.method is None:
         return predict_exact(size, hosts, network=link, codec=FREE).wire
     topology = setting.topology
-    cost = setting.method.wire_cost(size, hosts, topology.num_chunks(hosts))
-    return predict(size, hosts, topology=topology, cost=cost, network=link, codec=FREE).wire
+    cost = setting.method.wire_cost(Call(size=size, axis=Axis("", hosts), topology=topology))
+    return predict(size, hosts, topology, cost, link, FREE).wire
 
 
 def far_topology(row: dict[str, Any]) -> str | None:
-    """Name of a measured setting's topology, if workers send to others than their neighbours."""
+    """Return the name of a setting's topology, if workers send to others than their neighbors."""
     topology = parse_setting(row["setting"]).topology
     return topology and next(
         (name for name, known in TOPOLOGIES.items() if known == topology and known.is_far), None
@@ -103,8 +110,8 @@ def far_topology(row: dict[str, Any]) -> str | None:
 
 
 def design(rows: list[dict[str, Any]], kinds: list[str], fars: list[str], cores: int) -> np.ndarray:
-    """Coefficients of what is fitted, [rows, kinds + 2 + fars]: codec speeds (ns), latency (us),
-    time of the wire over bytes at the rate, and what more it is on each far topology.
+    """Return the coefficients of the fit, [rows, kinds + 2 + fars]: of codec speeds (ns), latency
+    (us), time of the wire over bytes at the rate, and its excess on each far topology.
     """
     matrix = np.zeros((len(rows), len(kinds) + 2 + len(fars)))
     for row, line in zip(rows, matrix, strict=True):
@@ -121,7 +128,7 @@ def design(rows: list[dict[str, Any]], kinds: list[str], fars: list[str], cores:
 def fit_and_predict(
     rows: list[dict[str, Any]], config: Config, cores: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Fitted parameters, and rows with the predicted seconds beside the measured ones."""
+    """Return fitted parameters, and rows with the predicted seconds beside the measured ones."""
     kinds = sorted({kind(row) for row in rows})
     seconds = np.array([row["seconds"] for row in rows])
     fars = sorted({far for row in rows if (far := far_topology(row)) is not None})
@@ -149,7 +156,7 @@ def fit_and_predict(
 
 
 def simulate(config: Config) -> list[dict[str, Any]]:
-    """All-reduce times of large clusters, and the speed-up over bfloat16 sums."""
+    """Predict all-reduce times of large clusters, and the speed-up over bfloat16 sums."""
     rows = []
     method = dq.DynamiQ()
     for gbit in (1, 10, 25, 100, 200, 400):
@@ -163,15 +170,9 @@ def simulate(config: Config) -> list[dict[str, Any]]:
                 item_bytes=2,
             )
             for name, topology in TOPOLOGIES.items():
-                cost = method.wire_cost(config.coordinates, workers, topology.num_chunks(workers))
-                time = predict(
-                    config.coordinates,
-                    workers,
-                    topology=topology,
-                    cost=cost,
-                    network=network,
-                    codec=CODEC_SPEEDS["gpu"],
-                )
+                size, axis = config.coordinates, Axis("", workers)
+                cost = method.wire_cost(Call(size=size, axis=axis, topology=topology))
+                time = predict(size, workers, topology, cost, network, CODEC_SPEEDS["gpu"])
                 rows.append(
                     {
                         "gbit_per_s": gbit,
@@ -189,7 +190,7 @@ def simulate(config: Config) -> list[dict[str, Any]]:
 
 
 def print_fit(console: Console, parameters: dict[str, float], rows: list[dict[str, Any]]) -> None:
-    """Every measured point beside its prediction."""
+    """Print every measured point beside its prediction."""
     table = Table(title="All-reduce, measured and predicted", title_justify="left")
     for heading in ("hosts", "rate", "setting", "measured", "predicted", "off", ""):
         table.add_column(heading, justify="left" if heading in ("setting", "") else "right")
@@ -208,7 +209,7 @@ def print_fit(console: Console, parameters: dict[str, float], rows: list[dict[st
 
 
 def print_simulation(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Speed-up over bfloat16 sums, by link and workers."""
+    """Print the speed-up over bfloat16 sums, by link and workers."""
     workers = sorted({row["workers"] for row in rows})
     table = Table(title="5 bits: times faster than psum of bf16 (simulated)", title_justify="left")
     table.add_column("link", justify="right")
@@ -228,15 +229,15 @@ def print_simulation(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]], path: Path) -> None:
-    """Predicted against measured; and the simulated speed-ups of an all-to-all and a ring."""
+    """Draw predicted against measured times, and the simulated speed-ups of two topologies."""
     figure, (fit, scale) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    colours = {"psum": "tab:gray", "bf16": "tab:orange", "dynamiq": "tab:blue"}
+    colors = {"psum": "tab:gray", "bf16": "tab:orange", "dynamiq": "tab:blue"}
     for row in rows:
         fit.plot(
             1e3 * row["seconds"],
             1e3 * row["predicted"],
             "o" if row["fitted"] else "D",
-            color=colours.get(kind(row), "black"),
+            color=colors.get(kind(row), "black"),
             fillstyle="full" if row["fitted"] else "none",
         )
     ends = np.array([min(r["seconds"] for r in rows), max(r["seconds"] for r in rows)]) * 1e3
@@ -253,16 +254,16 @@ def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]], path: Path
     for axis in (fit.xaxis, fit.yaxis):
         axis.set_ticks(ticks, [str(tick) for tick in ticks])
     fit.minorticks_off()
-    for name, colour in colours.items():
-        fit.plot([], [], "o", color=colour, label=name)
-    for gbit, colour in ((10, "tab:green"), (100, "tab:blue"), (400, "tab:red")):
+    for name, color in colors.items():
+        fit.plot([], [], "o", color=color, label=name)
+    for gbit, color in ((10, "tab:green"), (100, "tab:blue"), (400, "tab:red")):
         for name, style in (("ring", "--"), ("all_to_all", "-")):
             chosen = [r for r in simulated if (r["gbit_per_s"], r["topology"]) == (gbit, name)]
             scale.plot(
                 [r["workers"] for r in chosen],
                 [r["speedup_over_bf16_psum"] for r in chosen],
                 style,
-                color=colour,
+                color=color,
                 label=f"{gbit} Gbit/s, {name}",
             )
     scale.set(xscale="log", xlabel="workers", title="Simulated: times faster than psum of bf16")
@@ -275,7 +276,7 @@ def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]], path: Path
 
 
 def main(config: Config) -> int:
-    """Measures, fits, simulates; exit status 1 if a prediction is off by more than 15 %."""
+    """Measure, fit and simulate; return 1 if a prediction is off by more than 15 %."""
     console = Console()
     records = [json.loads(path.read_text()) for path in config.measured] or [measure(config)]
     measured = [row for record in records for row in record["results"]]

@@ -1,16 +1,14 @@
-"""Writes the gradients that workers meet while fine-tuning a small language model.
+"""Gradients that workers meet while fine-tuning a small language model, written to a file.
 
-    python examples/dump_gradients.py --workers 16 --output gradients.npz
+    python -m benchmarks.dump_gradients --workers 16 --output gradients.npz
     dynamiq-jax compare --gradients gradients.npz --workers 8 16
 
 Training takes the exact mean; the file has one array STEP/PARAMETER of [workers, *shape] for each
-step and parameter. To have your own model's: write such a file with np.savez, or safetensors.
+step and parameter. For your own model, write such a file with np.savez, or as safetensors.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +23,7 @@ from examples.llm.demo import new_decoder, small_config
 from examples.llm.pretraining import pretrain
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Write the gradients of several training steps, of every worker, to an .npz file."""
 
@@ -34,7 +32,7 @@ class Options:
 
     model: Literal["transformer", "decoder"] = "transformer"
     """What is trained: the small transformer of the benchmarks, or the decoder of the Llama family
-    that finetune_llm.py makes."""
+    that examples.finetune_llm makes."""
 
     workers: int = 16
     """Workers whose gradients are written; eight train, however many these are."""

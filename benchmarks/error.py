@@ -1,20 +1,20 @@
-"""Error of the all-reduce on the gradients of the example's model: vNMSE by preset, bits, topology,
-training step and number of workers.
+"""Error of the all-reduce on the gradients of a small language model: vNMSE by preset, bits,
+topology, training step and number of workers.
+
+    python -m benchmarks.error
 
 The gradients are those that 64 workers meet while fine-tuning with the exact mean. Workers are
-simulated with vmap on one device, which runs the same program as real ones. Beside vNMSE, which
-large super-groups dominate, the table has the mean over super-groups of their relative error.
+simulated on one device, which runs the same program as real ones. Beside vNMSE, which large
+super-groups dominate, the table has the mean over super-groups of their relative error.
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import tyro
-from jax import Array
 from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.progress import Progress
@@ -22,18 +22,15 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
-
-ROOT = Path(__file__).parents[1]
-
-import oracle
-
 from benchmarks.small_lm.gradients import gradient_snapshots
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import new_model
+from dynamiq_jax._workshop.settings import Setting
+from dynamiq_jax._workshop.simulate import Simulation
+from dynamiq_jax.topologies import resolve_topology
 from examples.llm.corpora import load_corpora
 from examples.llm.pretraining import pretrain
-
-SUPER_GROUP = 256
+from tests.support import oracle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +47,8 @@ class Config:
 
 
 def stacked_gradients(config: Config) -> dict[int, np.ndarray]:
-    """Training step to the gradients of all workers, float32 [workers, size]; small leaves left
-    out.
+    """Return training step to the gradients of all workers, float32 [workers, size]; small leaves
+    are left out.
     """
     corpora = load_corpora()
     structure, params = new_model(ModelConfig(corpora.vocabulary))
@@ -68,46 +65,19 @@ def stacked_gradients(config: Config) -> dict[int, np.ndarray]:
     return result
 
 
-@functools.partial(jax.jit, static_argnames=("method", "topology"))
-def simulate(gradients: Array, key: Array, *, method: Any, topology: str) -> Array:
-    """What every worker gets from psum of [workers, size]; that of the first."""
-    reduce = functools.partial(dq.psum, axis_name="data", key=key, method=method, topology=topology)
-    return jax.vmap(reduce, axis_name="data")(gradients)[0]
-
-
-def errors(
-    gradients: np.ndarray, method: Any, topology: str, config: Config
-) -> tuple[float, float]:
-    """vNMSE, and the mean over super-groups of the relative squared error."""
-    truth = gradients.astype(np.float64).sum(axis=0)
-    vnmse, relative = [], []
-    for seed in range(config.seeds):
-        estimate = simulate(gradients, jax.random.key(seed), method=method, topology=topology)
-        squared = (np.asarray(estimate, np.float64) - truth) ** 2
-        vnmse.append(squared.sum() / (truth**2).sum())
-        relative.append(
-            np.mean(super_group_sums(squared) / np.maximum(super_group_sums(truth**2), 1e-300))
-        )
-    return float(np.mean(vnmse)), float(np.mean(relative))
-
-
-def super_group_sums(flat: np.ndarray) -> np.ndarray:
-    """Sums over super-groups of [size]."""
-    return np.pad(flat, (0, -flat.size % SUPER_GROUP)).reshape(-1, SUPER_GROUP).sum(axis=1)
-
-
 def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> float:
-    """vNMSE of the independent NumPy implementation of the same preset."""
+    """Return the vNMSE of the independent NumPy implementation of the same preset."""
     workers, size = gradients.shape
     layout = method.layout(size, workers)
+    quantizer = layout.quantizer
     truth = gradients.astype(np.float64).sum(axis=0)
     result = []
     for seed in range(config.seeds):
         kind = oracle.Kind(
             class_rows=[(c.width, c.rows) for c in layout.classes],
-            group_size=layout.group_size,
-            spacing=oracle.Spacing(layout.spacing, layout.gap_ratio),
-            rounding=layout.rounding,
+            group_size=quantizer.group_size,
+            spacing=oracle.Spacing(quantizer.spacing, quantizer.gap_ratio),
+            rounding=quantizer.rounding,
             seed=(seed, seed + 1),
         )
         estimate, _ = oracle.all_reduce(oracle.ring, gradients, kind)
@@ -116,9 +86,9 @@ def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> f
 
 
 def main(config: Config) -> None:
-    """Measures every case and prints a table."""
+    """Measure every case and print a table."""
     console = Console()
-    with console.status("Training the example's model to get its gradients"):
+    with console.status("Training the model to get its gradients"):
         gradients = stacked_gradients(config)
     presets = {"default": dq.DynamiQ, "paper": dq.DynamiQ.paper}
     cases = [(name, bits, "ring", 8) for name in presets for bits in config.bits]
@@ -132,19 +102,22 @@ def main(config: Config) -> None:
         task = progress.add_task("Simulating", total=len(cases) * len(config.steps))
         for name, bits, topology, workers in cases:
             method = presets[name](bits=bits)
-            for step, stacked in gradients.items():
-                vnmse, relative = errors(stacked[:workers], method, topology, config)
+            setting = Setting(f"{name}:{bits:g}", method, resolve_topology(topology))
+            of_workers = {step: {"gradient": all_[:workers]} for step, all_ in gradients.items()}
+            simulation = Simulation(setting, next(iter(of_workers.values())))
+            for step, chosen in of_workers.items():
+                found = simulation(chosen, range(config.seeds))
                 row = {
                     "preset": name,
-                    "bits": dq.wire_report(stacked[0], workers, method=method).bits,
+                    "bits": dq.wire_report(chosen["gradient"][0], workers, method=method).bits,
                     "topology": topology,
                     "workers": workers,
                     "step": step,
-                    "vnmse": vnmse,
-                    "relative": relative,
+                    "vnmse": found.vnmse,
+                    "relative": found.relative,
                 }
                 if name == "paper" and workers == 8 and bits == 5:
-                    row["oracle_vnmse"] = oracle_vnmse(stacked[:workers], method, config)
+                    row["oracle_vnmse"] = oracle_vnmse(chosen["gradient"], method, config)
                 results.append(row)
                 progress.advance(task)
     size = next(iter(gradients.values())).shape[1]
@@ -156,7 +129,7 @@ def main(config: Config) -> None:
 
 
 def print_table(console: Console, results: list[dict[str, Any]], config: Config, size: int) -> None:
-    """One line a case, one column a training step."""
+    """Print one line for each case, one column for each training step."""
     table = Table(
         title=f"vNMSE, {size:,} coordinates (in brackets: mean relative error of a super-group)"
     )
@@ -177,15 +150,15 @@ def print_table(console: Console, results: list[dict[str, Any]], config: Config,
 
 
 def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
-    """Error against bits and against workers, mean over the training steps."""
+    """Draw the error against bits and against workers, mean over the training steps."""
     figure, (by_bits, by_workers) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     lines = [("paper", "ring", "tab:orange")]
-    colours = ("tab:blue", "tab:green", "tab:purple")
+    colors = ("tab:blue", "tab:green", "tab:purple")
     lines += [
-        ("default", topology, colour)
-        for topology, colour in zip(config.topologies, colours, strict=False)
+        ("default", topology, color)
+        for topology, color in zip(config.topologies, colors, strict=False)
     ]
-    for preset, topology, colour in lines:
+    for preset, topology, color in lines:
         of_line = [row for row in results if (row["preset"], row["topology"]) == (preset, topology)]
         by_8 = [row for row in of_line if row["workers"] == 8] if topology == "ring" else []
         at_5 = [row for row in of_line if abs(row["bits"] - 5) < 0.1]
@@ -196,7 +169,7 @@ def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
             if points:
                 xs = sorted(points)
                 means = [np.exp(np.mean(np.log(points[x]))) for x in xs]
-                axes.plot(xs, means, "o-", color=colour, label=f"{preset}, {topology}")
+                axes.plot(xs, means, "o-", color=color, label=f"{preset}, {topology}")
     by_bits.set(
         xlabel="bits per coordinate on the wire", ylabel="vNMSE", yscale="log", title="8 workers"
     )

@@ -1,6 +1,8 @@
 """Error of each topology on 2 to 8192 workers: simulated with vmap as far as memory goes, and by
 the law of `dynamiq_jax._workshop.error_law` beyond.
 
+    python -m benchmarks.error_law
+
 Gradients are synthetic: rows of lognormal magnitude, a share of whose energy all workers have in
 common. The law has one number to fit, the error of one compression: the geometric mean over all
 that was simulated.
@@ -10,7 +12,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tyro
 from matplotlib import pyplot as plt
@@ -21,11 +22,13 @@ from rich.table import Table
 import dynamiq_jax as dq
 from benchmarks import common
 from dynamiq_jax._workshop.error_law import error_growth
-from dynamiq_jax._workshop.gradients import worker_gradient
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
+from dynamiq_jax._workshop.gradients import worker_gradients
+from dynamiq_jax._workshop.settings import Setting
+from dynamiq_jax._workshop.simulate import Simulation
+from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring
+from pallas_kernels.codec import SUPER_GROUP_SIZE
 
-ROW = 256
-TOPOLOGIES: dict[str, Topology] = {
+TOPOLOGIES: dict[str, FixedTopology] = {
     "ring": Ring(),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
@@ -45,36 +48,24 @@ class Config:
     save: bool = True  # write the result to benchmarks/results/error_law.json and .png
 
 
-def gradients(workers: int, size: int, agreement: float) -> np.ndarray:
-    """float32 [workers, size]."""
-    return np.stack([worker_gradient(w, size, 0, agreement=agreement) for w in range(workers)])
-
-
-def simulate(stacked: np.ndarray, topology: Topology, config: Config) -> float:
-    """vNMSE of the sum of all rows."""
+def simulate(stacked: np.ndarray, name: str, config: Config) -> float:
+    """Return the vNMSE of the sum of all rows on a topology."""
     method = dq.DynamiQ(bits=config.bits, rounding=config.rounding)
-
-    def local(gradient: jax.Array) -> jax.Array:
-        key = jax.random.key(0)
-        return dq.psum(gradient, "data", key=key, method=method, topology=topology)
-
-    summed = jax.jit(lambda gradients: jax.vmap(local, axis_name="data")(gradients)[0])(stacked)
-    estimate = np.asarray(summed, np.float64)
-    truth = stacked.sum(axis=0, dtype=np.float64)
-    return float(np.sum((estimate - truth) ** 2) / np.sum(truth**2))
+    gradients = {"gradient": stacked}
+    return Simulation(Setting(name, method, TOPOLOGIES[name]), gradients)(gradients, (0,)).vnmse
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
-    """A row for each agreement, topology and number of workers."""
+    """Return a row for each agreement, topology and number of workers."""
     rows = []
     for agreement in config.agreements:
         found: dict[tuple[str, int], float] = {}
         for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
             # Few workers get larger chunks: of few rows, one heavy one would decide everything.
-            size = ROW * config.rows_per_chunk * max(workers, 32)
-            stacked = gradients(workers, size, agreement)
-            for name, topology in TOPOLOGIES.items():
-                found[name, workers] = simulate(stacked, topology, config)
+            size = SUPER_GROUP_SIZE * config.rows_per_chunk * max(workers, 32)
+            stacked = worker_gradients(workers, size, 0, agreement=agreement)
+            for name in TOPOLOGIES:
+                found[name, workers] = simulate(stacked, name, config)
         ones = [
             error / error_growth(TOPOLOGIES[name], workers, agreement=agreement)
             for (name, workers), error in found.items()
@@ -96,7 +87,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
 
 
 def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Simulated and, in brackets, by the law."""
+    """Print simulated errors and, in brackets, those of the law."""
     table = Table(title="vNMSE, simulated (by the law)", title_justify="left")
     table.add_column("agreement")
     table.add_column("workers", justify="right")
@@ -113,20 +104,20 @@ def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], config: Config, path: Path) -> None:
-    """Dots: simulated. Lines: the law."""
+    """Draw simulated errors as dots, the law as lines."""
     figure, panels = plt.subplots(
         1, len(config.agreements), figsize=(10, 4), layout="constrained", squeeze=False
     )
     for axes, agreement in zip(panels[0], config.agreements, strict=True):
-        for name, colour in zip(TOPOLOGIES, ("tab:blue", "tab:green", "tab:purple"), strict=True):
+        for name, color in zip(TOPOLOGIES, ("tab:blue", "tab:green", "tab:purple"), strict=True):
             line = [r for r in rows if (r["agreement"], r["topology"]) == (agreement, name)]
             dots = [r for r in line if r["vnmse"] is not None]
-            axes.plot([r["workers"] for r in line], [r["law"] for r in line], color=colour)
+            axes.plot([r["workers"] for r in line], [r["law"] for r in line], color=color)
             axes.plot(
                 [r["workers"] for r in dots],
                 [r["vnmse"] for r in dots],
                 "o",
-                color=colour,
+                color=color,
                 label=name,
             )
         axes.set(xscale="log", yscale="log", xlabel="workers", title=f"agreement {agreement:g}")
@@ -138,7 +129,7 @@ def plot(rows: list[dict[str, Any]], config: Config, path: Path) -> None:
 
 
 def main(config: Config) -> None:
-    """Simulates every case and prints a table."""
+    """Simulate every case and print a table."""
     console = Console()
     rows = measure(config)
     print_table(console, rows)

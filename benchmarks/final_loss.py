@@ -1,5 +1,7 @@
-"""Final loss of the example's fine-tuning with every method: what an error of one all-reduce is
-worth, and where error feedback makes up for it.
+"""Final loss of fine-tuning a small language model with every method: what an error of one
+all-reduce is worth, and where error feedback makes up for it.
+
+    python -m benchmarks.final_loss
 
 Workers are simulated on one device. All runs start from the same weights and see the same batches
 in the same order; a seed changes batches and rounding.
@@ -8,7 +10,6 @@ in the same order; a seed changes batches and rounding.
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,12 +23,9 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
-from dynamiq_jax._workshop.settings import Setting, parse_setting
-
-ROOT = Path(__file__).parents[1]
-
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import new_model
+from dynamiq_jax._workshop.settings import Setting, parse_setting
 from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
 from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
 
@@ -67,7 +65,7 @@ class Config:
 def train_step(
     structure: Any, setting: Setting, config: Config, seed: int
 ) -> tuple[Callable[[Params], Any], Callable[..., Any]]:
-    """Functions that make the state of a run, and take one step of it."""
+    """Return functions that make the state of a run and take one step of it."""
     reduce = dq.all_reduce_gradients(
         "data", method=setting.method, topology=setting.topology, seed=seed
     )
@@ -97,7 +95,7 @@ def train_step(
 def final_loss(
     structure: Any, params: Params, corpora: Corpora, setting: Setting, config: Config, seed: int
 ) -> float:
-    """Evaluation loss after fine-tuning, nats per token."""
+    """Fine-tune and return the evaluation loss, nats per token."""
     init, step = train_step(structure, setting, config, seed)
     state = init(params)
     for number in range(config.steps):
@@ -115,7 +113,7 @@ def final_loss(
 
 
 def main(config: Config) -> None:
-    """Trains with every method and prints a table."""
+    """Train with every method and print a table."""
     console = Console()
     corpora = load_corpora()
     structure, params = new_model(ModelConfig(corpora.vocabulary))
@@ -149,12 +147,12 @@ def main(config: Config) -> None:
 
 
 def wire_bits(setting: Setting, shapes: Any, workers: int) -> float:
-    """Bits of a coordinate on the wire, of all leaves that training compresses."""
+    """Return the bits of a coordinate on the wire, for all leaves that training compresses."""
     return dq.wire_report(shapes, workers, method=setting.method, topology=setting.topology).bits
 
 
 def as_table(results: list[dict[str, Any]]) -> Table:
-    """One line a method."""
+    """Make a table with one line for each method."""
     table = Table(title="Evaluation loss after fine-tuning, against the exact mean")
     table.add_column("method")
     for heading in ("bits", "loss, mean over seeds", "off", "of each seed"):

@@ -1,5 +1,5 @@
-"""One or several H200 as a compiler sees them: compiles for them on a machine without a GPU, and
-takes apart what comes out.
+"""Compilation for one or several H200 on a machine without a GPU, and the parts of the resulting
+programs.
 """
 
 import collections
@@ -21,7 +21,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-INSTALL = "pip install -e '.[bench,cuda13-aot]'"
+INSTALL = "pip install -e '.[cuda13-aot]'"
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of the version of jax
 _COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm")
 
@@ -71,13 +71,13 @@ _SLOTS = {"FMA": 1, "ALU": 2, "XU": 8, "LSU": 4}
 
 _MOSAIC = "mosaic_gpu.txt"  # what it prints: kernels, one after the other
 
-# HLO that runs nothing: other names for what is in memory already.
+# HLO that runs nothing: other names for arrays that are in memory already.
 _NAMES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "partition-id"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a compiler made of one kernel."""
+    """One compiled kernel."""
 
     threads: int
     registers: int
@@ -95,7 +95,7 @@ class Kernel:
         return min(WARPS, blocks * block)
 
     def vector_bytes(self, kind: str, at_least: int) -> int:
-        """Bytes that a thread loads or stores by accesses of `at_least` so many bytes."""
+        """Return the bytes that a thread loads or stores by accesses of at least some size."""
         return sum(
             width * count
             for (its_kind, width), count in self.accesses.items()
@@ -110,7 +110,7 @@ class Kernel:
         return sum(count for opcode, count in self.opcodes.items() if opcode.startswith("BAR."))
 
     def pipes(self) -> dict[str, int] | None:
-        """Instructions by the pipe that runs them."""
+        """Count instructions by the pipe that runs them; None without nvdisasm."""
         if self.opcodes is None:
             return None
         counts = dict.fromkeys([*_PIPES, "other"], 0)
@@ -155,7 +155,7 @@ class Program:
 
 
 def prepare(dump: Path) -> None:
-    """Has the compiler write what it makes to `dump`. Before JAX does anything else.
+    """Let the compiler write its results to `dump`. Call it before JAX does anything else.
 
     Raises:
       SystemExit: packages are missing.
@@ -178,7 +178,7 @@ def prepare(dump: Path) -> None:
 
 
 def mesh(devices: int, axis: str) -> Mesh:
-    """A mesh of H200 on one host."""
+    """Make a mesh of H200 on one host."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_as_proto(_TARGET), topology=f"1x1x{devices}"
     )
@@ -194,8 +194,15 @@ def compile_for(
     dump: Path,
     options: dict[str, Any] | None = None,
 ) -> Program:
-    """Compiles `function(*args)`, args being trees of `jax.ShapeDtypeStruct`, for a mesh; `dump` is
-    that of `prepare`, `options` are XLA's.
+    """Compile a function for a mesh.
+
+    Args:
+      where: the mesh.
+      function: function of `args`.
+      args: trees of `jax.ShapeDtypeStruct`.
+      specs: partition of each argument; None for whole arguments on all devices.
+      dump: folder that `prepare` was given.
+      options: options of XLA.
     """
     specs = specs or [PartitionSpec()] * len(args)
     placed = [
@@ -215,7 +222,7 @@ def compile_for(
 
 
 def size_of(shape: str) -> int:
-    """Bytes of the arrays in the text of a shape."""
+    """Return the bytes of the arrays in the text of a shape."""
     total = 0
     for dtype, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", shape):
         bits = re.search(r"\d+", dtype)
@@ -225,7 +232,7 @@ def size_of(shape: str) -> int:
 
 
 def pipe_of(opcode: str) -> str:
-    """Which pipe runs an instruction."""
+    """Return the pipe that runs an instruction."""
     for pipe, names in _PIPES.items():
         if f"{opcode}.".startswith(tuple(names.split())):
             return pipe
@@ -233,12 +240,14 @@ def pipe_of(opcode: str) -> str:
 
 
 def busiest(pipes: dict[str, float]) -> float:
-    """Issue slots that instructions take at least: all of them, or those of the busiest pipe."""
+    """Return the issue slots that instructions take at least: all of them, or those of the busiest
+    pipe.
+    """
     return max(sum(pipes.values()), *(_SLOTS.get(pipe, 1) * n for pipe, n in pipes.items()))
 
 
 def instructions_per_byte() -> float:
-    """Instructions that all lanes together can issue while memory moves one byte."""
+    """Return how many instructions all lanes together can issue while memory moves one byte."""
     issued = MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK_GHZ
     return issued / MEMORY_GBYTES_PER_SECOND
 
@@ -274,7 +283,7 @@ def _assemble(ptx: str, shared: dict[str, int]) -> Kernel:
 
 @contextlib.contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """Redirects what this process prints, be it by Python or not."""
+    """Redirect everything that this process prints, by Python or not."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -288,7 +297,7 @@ def _printing_to(path: Path) -> Iterator[None]:
 
 
 def _shared_memory(dump: Path) -> dict[str, int]:
-    """Bytes by the name of a kernel: they are given at launch, so the assembler does not know."""
+    """Return bytes by the name of a kernel: they are given at launch, not to the assembler."""
     found: dict[str, int] = {}
     for path in dump.glob("*thunk_sequence.txt"):
         pattern = r"(\w+) grid: .*shared_memory: (\d+) bytes"
@@ -331,7 +340,7 @@ def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _as_proto(fields: dict[str, Any]) -> str:
-    """Text of a protocol buffer."""
+    """Return the text of a protocol buffer."""
     return "\n".join(
         f"{name} {{ {_as_proto(value)} }}" if isinstance(value, dict) else f"{name}: {value}"
         for name, value in fields.items()
@@ -358,7 +367,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _tool(package: str, name: str) -> str | None:
-    """Where a program of a package is."""
+    """Return the path of a program of a package."""
     if _version(package) is None:
         return None
     files = importlib.metadata.files(package) or []

@@ -1,15 +1,14 @@
-"""The tables of the DynamiQ paper (arXiv 2602.08923) on gradients of the example's model, side by
-side with the paper's own figures: methods, budgets, butterfly, ablation, workers.
+"""The tables of the DynamiQ paper (arXiv 2602.08923) on gradients of a small language model, side
+by side with the paper's own figures: methods, budgets, butterfly, ablation, workers.
 
-    python examples/dump_gradients.py --workers 64 --output gradients.npz
-    python benchmarks/paper_tables.py --gradients gradients.npz
+    python -m benchmarks.dump_gradients --workers 64 --output gradients.npz
+    python -m benchmarks.paper_tables --gradients gradients.npz
 
 Gradients differ from the paper's (a small byte-level model instead of LLaMA, Gemma and BERT), so
 only ratios inside a table compare. Rows without a figure are not in the paper.
 """
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from benchmarks import common
 from dynamiq_jax._workshop import gradient_files, tables
+from dynamiq_jax._workshop.comparison import geometric_mean
 from dynamiq_jax._workshop.settings import parse_setting
 from dynamiq_jax._workshop.simulate import Simulation
 
@@ -86,13 +86,13 @@ CASES: tuple[tuple[str, str, str, int, float | None], ...] = (
 class Config:
     """Options of the benchmark."""
 
-    gradients: Path  # as examples/dump_gradients.py writes, of at least 64 workers
+    gradients: Path  # that benchmarks.dump_gradients wrote, of at least 64 workers
     seeds: int = 1  # rounding seeds that a figure is averaged over
     save: bool = True  # write the result to benchmarks/results/paper_tables.json
 
 
 def main(config: Config) -> None:
-    """Simulates every row and prints the tables."""
+    """Simulate every row and print the tables."""
     console = tables.console()
     steps = gradient_files.load(config.gradients)
     done: dict[tuple[str, int], list[float]] = {}
@@ -101,17 +101,16 @@ def main(config: Config) -> None:
         task = progress.add_task("Simulating", total=len(CASES))
         for table, label, text, workers, paper in CASES:
             if (text, workers) not in done:
-                chosen = [
-                    {name: leaf[:workers] for name, leaf in gradients.items()}
-                    for gradients in steps.values()
-                ]
+                chosen = [gradient_files.of_workers(tree, workers) for tree in steps.values()]
                 simulation = Simulation(parse_setting(text), chosen[0])
                 done[text, workers] = [
                     simulation(gradients, range(config.seeds)).vnmse for gradients in chosen
                 ]
             found = dict(zip(steps, done[text, workers], strict=True))
             row = {"table": table, "row": label, "setting": text, "workers": workers}
-            results.append(row | {"vnmse": found, "mean": geometric_mean(found), "paper": paper})
+            results.append(
+                row | {"vnmse": found, "mean": geometric_mean(found.values()), "paper": paper}
+            )
             progress.advance(task)
     for title in dict.fromkeys(row["table"] for row in results):
         console.print(as_table(title, [row for row in results if row["table"] == title]))
@@ -122,7 +121,7 @@ def main(config: Config) -> None:
 
 
 def as_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """One table; ratios are to its first row that the paper has."""
+    """Make one table. Ratios are to its first row that the paper has."""
     table = Table(title=title, title_justify="left")
     table.add_column("row")
     for heading in (*rows[0]["vnmse"], "mean", "ratio", "paper", "its ratio"):
@@ -135,10 +134,6 @@ def as_table(title: str, rows: list[dict[str, Any]]) -> Table:
             cells += [f"{row['paper']:.2e}", f"{row['paper'] / first['paper']:.3g}"]
         table.add_row(row["row"], *cells)
     return table
-
-
-def geometric_mean(found: dict[str, float]) -> float:
-    return math.exp(sum(math.log(value) for value in found.values()) / len(found))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ of its variance; peaks inside a group could make it a little easier.
 Of the message that is gathered in the end, nothing else can bring the error below that. On a ring,
 each chunk is coded as the sum of 1, 2, ... workers; errors of these are taken as independent.
 
-    python examples/dump_gradients.py --workers 16 --output gradients.npz
-    python benchmarks/rate_distortion.py --gradients gradients.npz
+    python -m benchmarks.dump_gradients --workers 16 --output gradients.npz
+    python -m benchmarks.rate_distortion --gradients gradients.npz
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ GROUP = 16  # coordinates that share a variance
 class Config:
     """Options of the benchmark."""
 
-    gradients: Path  # as examples/dump_gradients.py writes
+    gradients: Path  # that benchmarks.dump_gradients wrote
     workers: tuple[int, ...] = (8, 16)
     bits: tuple[float, ...] = (3.0, 4.0, 5.0, 6.0)
     save: bool = True  # write the result to benchmarks/results/rate_distortion.json
 
 
 def least_error(values: NDArray[np.float64], bits: float) -> float:
-    """Squared error of any code for `values` [size] at so many bits each, all that they need to
-    know of the variances free.
+    """Return the least squared error of any code for `values` [size] at so many bits each, if the
+    decoder is told the variances for free.
     """
     variances = np.mean(values[: values.size // GROUP * GROUP].reshape(-1, GROUP) ** 2, axis=1)
     log2 = np.log2(variances[variances > 0])
@@ -55,7 +55,7 @@ def least_error(values: NDArray[np.float64], bits: float) -> float:
 
 
 def main(config: Config) -> None:
-    """Computes every bound and prints them."""
+    """Compute every bound and print them."""
     steps = gradient_files.load(config.gradients)
     results: list[dict[str, Any]] = []
     for step, gradients in track(steps.items(), "Filling", transient=True):
@@ -76,7 +76,7 @@ def main(config: Config) -> None:
 
 
 def as_table(results: list[dict[str, Any]]) -> Table:
-    """One line for each step, number of workers and budget."""
+    """Make a table with a line for each step, number of workers and budget."""
     table = Table(title="Least vNMSE of any code")
     for heading in ("", "workers", "bits", "gathered message alone", "ring"):
         table.add_column(heading, justify="right" if heading else "left")

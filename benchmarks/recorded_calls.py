@@ -1,7 +1,7 @@
 """Record what calls of the library return, bit for bit, and which collectives they compile to.
 
     python -m benchmarks.recorded_calls --output after.json
-    PYTHONPATH=/path/to/earlier/checkout:. python -P -m benchmarks.recorded_calls --output before.json
+    PYTHONPATH=/path/to/earlier:. python -P -m benchmarks.recorded_calls --output before.json
     python -m benchmarks.recorded_calls --compare before.json after.json
 
 A change that must not alter results is recorded before and after it on one machine. The script

@@ -1,6 +1,6 @@
 """Time to accuracy over slow links: how much sooner a compressed run gets where the exact one does.
 
-Hosts emulated on this machine (root and iproute2) train the example's language model from the same
+Hosts emulated on this machine (root and iproute2) train a small language model from the same
 pre-trained weights on the same batches, with each setting and on links of each rate. Settings take
 turns of a few steps, so that a change of the machine's load meets all. The clock counts training
 steps only: a first step, which compiles, is thrown away, and it stands still while the model is
@@ -16,8 +16,8 @@ links are compared at every evaluation, and a difference ends the benchmark. So 
 once; other seeds add final losses, on an unlimited link. All hosts share the cores of this
 machine, which makes computing and coding slower than on hosts of their own.
 
-    python benchmarks/time_to_accuracy.py                                   # everything
-    python benchmarks/time_to_accuracy.py --rates 100mbit --seeds 0 --settings psum dynamiq:5
+    python -m benchmarks.time_to_accuracy                                   # everything
+    python -m benchmarks.time_to_accuracy --rates 100mbit --seeds 0 --settings psum dynamiq:5
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ import tyro
 
 import dynamiq_jax as dq
 from benchmarks import common
-from benchmarks.race import report
-from benchmarks.race.run import Run, check_identical, trainers
+from benchmarks.emulated_training import report
+from benchmarks.emulated_training.run import Run, check_identical, trainers
 from benchmarks.small_lm.model import ModelConfig
-from benchmarks.small_lm.training import new_model
-from dynamiq_jax._workshop import namespaces, tables
+from benchmarks.small_lm.training import abstract_model, new_model
+from dynamiq_jax._workshop import namespaces, options, tables
 from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.processes import Stopped, stopping_cleanly
 from dynamiq_jax._workshop.settings import PSUM, Setting, parse_settings
+from dynamiq_jax._workshop.signals import Stopped, stopping_cleanly
 from dynamiq_jax._workshop.units import parse_rate
 from examples.llm.corpora import Corpora, all_windows, load_corpora
 from examples.llm.pretraining import pretrain
@@ -110,12 +110,12 @@ class Config:
     """Where results go, after every link and seed; the plot goes beside it, as .png."""
 
     def stops(self) -> list[int]:
-        """Numbers of steps after which a run is looked at."""
+        """Return the numbers of steps after which a run is looked at."""
         return [*range(0, self.steps, self.eval_every), self.steps]
 
 
 def check(config: Config) -> tuple[list[Setting], list[float]]:
-    """Settings and rates; raises CommandError if an option makes no sense."""
+    """Return settings and rates; raise CommandError if an option makes no sense."""
     settings = parse_settings(config.settings)
     if all(setting.method is not None for setting in settings):
         raise CommandError(f"--settings: add {PSUM}, whose loss is the target of all others.")
@@ -123,13 +123,11 @@ def check(config: Config) -> tuple[list[Setting], list[float]]:
         if setting.method is not None and setting.method.is_stateful:
             raise CommandError(
                 f"--settings: {setting.name!r} carries state from step to step, which this "
-                "benchmark does not keep; benchmarks/final_loss.py does."
+                "benchmark does not keep; benchmarks.final_loss does."
             )
     least = {"steps": 1, "eval_every": 1, "batch": 1, "context": 1, "pretrain_steps": 1}
     for name, low in (least | {"layers": 1, "timeout": 1}).items():
-        if getattr(config, name) < low:
-            option = name.replace("_", "-")
-            raise CommandError(f"--{option} is {getattr(config, name)}: give at least {low}.")
+        options.check_least(f"--{name.replace('_', '-')}", getattr(config, name), low)
     if not 2 <= config.hosts <= namespaces.MAX_HOSTS:
         raise CommandError(f"--hosts is {config.hosts}: give 2 to {namespaces.MAX_HOSTS}.")
     if config.width < 8 or config.width % 8:  # heads with an even number of features
@@ -146,7 +144,7 @@ def check(config: Config) -> tuple[list[Setting], list[float]]:
 
 
 def write_text(config: Config, corpora: Corpora, folder: Path) -> None:
-    """Writes what the hosts train on and what they are evaluated on."""
+    """Write the text to train on and that to evaluate on."""
     try:
         held_out = all_windows(corpora.held_out, context=config.context, multiple_of=config.hosts)
     except ValueError as error:
@@ -161,7 +159,7 @@ def write_weights(
     folder: Path,
     advance: Callable[[str], None],
 ) -> None:
-    """Writes pre-trained weights of every seed."""
+    """Write pre-trained weights of every seed."""
     for seed in config.seeds:
         structure, params = new_model(model, seed)
         params = pretrain(
@@ -178,7 +176,7 @@ def write_weights(
 
 
 def costs(settings: list[Setting], shapes: Any, hosts: int) -> dict[str, dict[str, float]]:
-    """Bytes that each host sends in a step, and bits of a coordinate, by setting."""
+    """Return the bytes that each host sends in a step, and bits of a coordinate, by setting."""
     found = {}
     for setting in settings:
         cost = setting.wire_report(shapes, hosts)  # refuses what so many hosts cannot do
@@ -191,14 +189,14 @@ def costs(settings: list[Setting], shapes: Any, hosts: int) -> dict[str, dict[st
 
 
 def measure(config: Config) -> None:
-    """Trains, and prints and writes what came of it."""
+    """Train, and print and write the results."""
     settings, rates = check(config)
     jax.config.update("jax_platforms", "cpu")  # as the hosts have it
     console = tables.console()
     namespaces.remove_stale()
     corpora = load_corpora()
     model = ModelConfig(corpora.vocabulary, width=config.width, layers=config.layers)
-    shapes = jax.eval_shape(lambda: new_model(model)[1])
+    _, shapes = abstract_model(model)
     cost = costs(settings, shapes, config.hosts)
     sent = {name: int(of["bytes_per_worker"]) for name, of in cost.items()}
     first, *others = config.seeds
@@ -208,8 +206,8 @@ def measure(config: Config) -> None:
     training = {"model": dataclasses.asdict(model)} | {
         name: getattr(config, name) for name in ("batch", "context", "learning_rate", "steps")
     }
-    options = dataclasses.asdict(config)
-    del options["output"]
+    kept = dataclasses.asdict(config)
+    del kept["output"]
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -231,7 +229,7 @@ def measure(config: Config) -> None:
                 check_identical(runs)
                 results = report.summary(runs, cost, alone)
                 results["coordinates"] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-                common.write(config.output, options, results)  # after each: all take long
+                common.write(config.output, kept, results)  # after each: all take long
                 report.plot(results, config.output.with_suffix(".png"))
     for table in report.as_tables(results):
         console.print(table)
@@ -239,7 +237,7 @@ def measure(config: Config) -> None:
 
 
 def main(config: Config) -> None:
-    """Ends with one line where something is wrong, and leaves no hosts behind."""
+    """Run the benchmark. End with one line where something is wrong, and leave no hosts behind."""
     try:
         with stopping_cleanly():
             measure(config)

@@ -1,4 +1,4 @@
-"""Draws the figures of how_it_works.md from the library itself.
+"""Figures of how_it_works.md, drawn from the library itself.
 
 python docs/figures.py
 """
@@ -12,7 +12,7 @@ from jax import Array, lax
 from matplotlib import pyplot as plt
 
 import dynamiq_jax as dq
-from dynamiq_jax._core.codec import RecodedChunks
+from dynamiq_jax._core import Axis, LocalChunks, RecodedChunks
 from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax.methods._allocation import POSITIONS, REFERENCE_LOG2_NORMS
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
@@ -31,7 +31,7 @@ STYLE = {
 
 
 def levels() -> plt.Figure:
-    """What codes of 2 to 5 bits stand for."""
+    """Draw the levels of codes of 2 to 5 bits."""
     figure, axes = plt.subplots(figsize=(7, 2.4))
     for width in (2, 3, 4, 5):
         codes = jnp.arange(num_levels(width) + 1, dtype=jnp.float32)
@@ -46,7 +46,7 @@ def levels() -> plt.Figure:
 
 
 def allocation() -> plt.Figure:
-    """How large super-groups are, and which share of them gets which width."""
+    """Draw the norms of super-groups, and the share of them that gets each width."""
     figure, (norms, shares) = plt.subplots(1, 2, figsize=(8, 3), width_ratios=(2, 3))
     norms.plot(1 - np.array(POSITIONS), REFERENCE_LOG2_NORMS, "C0")
     norms.set(xlabel="super-groups, largest first", ylabel="log2 of the norm (median 0)")
@@ -72,24 +72,23 @@ def allocation() -> plt.Figure:
 
 
 def ring_paths(workers: int) -> np.ndarray:
-    """Worker that makes each hop of each chunk in a ring: float32 [chunks, hops]."""
+    """Return the worker that makes each hop of each chunk in a ring: float32 [chunks, hops]."""
 
     def all_reduce(_: Array) -> Array:
         me = lax.axis_index("data").astype(jnp.float32)
         codec = RecodedChunks(
-            values=jnp.zeros((workers, workers)),
+            local=LocalChunks(jnp.zeros((workers, workers)), size=workers * workers),
             encode=lambda values, chunk, turn: values.at[turn].set(me),
             decode=lambda payload, chunk: payload,
-            size=workers * workers,
         )
-        return Ring().all_reduce(codec, "data", workers).decode()
+        return Ring().all_reduce(codec, Axis("data", workers)).decode()
 
     paths = jax.vmap(all_reduce, axis_name="data")(jnp.zeros(workers))[0]
     return np.asarray(paths).reshape(workers, workers)
 
 
 def ring() -> plt.Figure:
-    """Where the partial sum of each chunk is after every hop."""
+    """Draw the worker that has the partial sum of each chunk after every hop."""
     workers = 5
     figure, axes = plt.subplots(figsize=(7, 3))
     for chunk, visited in enumerate(ring_paths(workers)):
@@ -108,7 +107,7 @@ def ring() -> plt.Figure:
 
 
 def rounding() -> plt.Figure:
-    """Offsets of one coordinate at the hops of its path."""
+    """Draw the offsets of one coordinate at the hops of its path."""
     figure, rows = plt.subplots(2, 1, figsize=(7, 2.6), sharex=True)
     seed = jnp.array([1, 2], jnp.uint32)
     row_ids = jnp.arange(1, dtype=jnp.uint32)
@@ -124,7 +123,7 @@ def rounding() -> plt.Figure:
 
 
 def error() -> plt.Figure:
-    """vNMSE of a sum over that of one compression, on more and more workers."""
+    """Draw the vNMSE of a sum over that of one compression, on more and more workers."""
     figure, axes = plt.subplots(figsize=(7, 3))
     counts = [2**power for power in range(1, 9)]
     for topology in (Ring(), Butterfly(), AllToAll()):
@@ -138,7 +137,7 @@ def error() -> plt.Figure:
 
 
 def main() -> None:
-    """Draws all figures."""
+    """Draw all figures."""
     plt.switch_backend("agg")
     with plt.rc_context(STYLE):
         for draw in (levels, allocation, ring, rounding, error):

@@ -1,9 +1,9 @@
-"""Writes the tables of the pages that come from result files or from the library itself.
+"""Tables of the pages that come from result files or from the library itself.
 
     python docs/tables.py
 
-A page has `<!-- table: NAME -->` and `<!-- end -->` around each; what is between them is written
-here. tests/test_docs.py fails where a page and this script disagree.
+A page has `<!-- table: NAME -->` and `<!-- end -->` around each; this script writes the lines
+between them. tests/test_docs.py fails where a page and this script disagree.
 """
 
 import json
@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 import dynamiq_jax as dq
-from dynamiq_jax._commands.advise import Advise, Option, predictions
+from dynamiq_jax._commands.advise import Advise
+from dynamiq_jax._workshop.advice import Option, predictions
 from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax._workshop.units import format_seconds
 from dynamiq_jax.methods import METHODS, resolve_method
@@ -30,7 +31,7 @@ _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTA
 
 
 def methods() -> str:
-    """Bits of every method with its defaults, and what `dynamiq-jax compare` measured of it."""
+    """Write the bits of every method with its defaults, and its error and time by `compare`."""
     measured = {row["setting"]: row for row in _results("compare_ring") if row["workers"] == 8}
     # How the settings of the result file spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
@@ -51,7 +52,7 @@ def methods() -> str:
 
 
 def break_even() -> str:
-    """The link below which 5 bits beat `psum`, by the cost model of `dynamiq-jax advise`."""
+    """Write the speed of a link below which 5 bits beat `psum`, by `dynamiq-jax advise`."""
     rows = []
     for device, size in (("gpu", "7G"), ("cpu", "100M")):
         for gradient in ("f32", "bf16"):
@@ -67,7 +68,7 @@ def break_even() -> str:
 
 
 def steps() -> str:
-    """What `dynamiq-jax advise --size 7G` predicts for a training step on several links."""
+    """Write the times of a training step on several links by `dynamiq-jax advise --size 7G`."""
     rows = []
     for link in ("1gbit", "10gbit", "25gbit", "100gbit", "400gbit", "1600gbit"):
         plain, ours = _best(Advise(link=link, size="7G"))
@@ -87,7 +88,7 @@ def steps() -> str:
 
 
 def topologies() -> str:
-    """Steps and error of every topology over 16 workers, from benchmarks/results/error.json."""
+    """Write steps and error of every topology over 16 workers: error.json."""
     measured: dict[str, list[float]] = {}
     for row in _results("error"):
         # The same order of training steps for each.
@@ -110,7 +111,7 @@ def topologies() -> str:
 
 
 def emulated() -> str:
-    """Times that `dynamiq-jax network` measured, from benchmarks/results/cost_model.json."""
+    """Write the times that `dynamiq-jax network` measured: cost_model.json."""
     points = _results("cost_model")["points"]
     seconds = {(p["rate"], p["hosts"], p["setting"]): p["seconds"] for p in points}
     rows = []
@@ -128,7 +129,7 @@ def emulated() -> str:
 
 
 def final_losses() -> str:
-    """Evaluation loss after training with every method: final_loss.json."""
+    """Write the evaluation loss after training with every method: final_loss.json."""
     results = _results("final_loss")
     rows = [
         [
@@ -144,8 +145,8 @@ def final_losses() -> str:
 
 
 def equal_bits() -> str:
-    """Error of DynamiQ and of block integers of as many bits, on 8 workers: compare_ring.json and
-    compare_topologies.json.
+    """Write the error of DynamiQ and of block integers of as many bits, on 8 workers:
+    compare_ring.json and compare_topologies.json.
     """
     vnmse = {
         row["setting"]: row["vnmse"]
@@ -164,7 +165,7 @@ def equal_bits() -> str:
 
 
 def other_model() -> str:
-    """Error on gradients to which nothing was fitted: compare_decoder.json."""
+    """Write errors on gradients to which nothing was fitted: compare_decoder.json."""
     rows: dict[str, list[str]] = {}
     for row in _results("compare_decoder"):
         errors = " / ".join(_exponent(step["vnmse"]) for step in row["steps"].values())
@@ -174,7 +175,7 @@ def other_model() -> str:
 
 
 def beside_paper() -> str:
-    """Tables 3 to 6 of the paper: paper_tables.json."""
+    """Write tables 3 to 6 of the paper: paper_tables.json."""
     rows, base = [], {}
     for row in _results("paper_tables"):
         table, paper = row["table"].split(":")[0], row["paper"]
@@ -199,7 +200,7 @@ def beside_paper() -> str:
 
 
 def by_workers() -> str:
-    """How errors on a ring grow with the workers: paper_tables.json."""
+    """Write errors on a ring of more and more workers: paper_tables.json."""
     names = {
         "default": "`DynamiQ`, default",
         "paper's preset": "`DynamiQ`, paper's preset",
@@ -216,9 +217,8 @@ def by_workers() -> str:
 
 
 def limits() -> str:
-    """What any code could reach, beside what was measured: rate_distortion.json, compare_ring.json.
-
-    Both are of the same gradients.
+    """Write the least errors of any code beside measured ones, on the same gradients:
+    rate_distortion.json and compare_ring.json.
     """
     measured = {(row["setting"], row["workers"]): row["steps"] for row in _results("compare_ring")}
     rows = []
@@ -237,7 +237,7 @@ def limits() -> str:
 
 
 def accuracy() -> str:
-    """Time to the exact run's 99 % target, and final losses: time_to_accuracy.json."""
+    """Write times to the exact run's 99 % target, and final losses: time_to_accuracy.json."""
     results = _results("time_to_accuracy")
     offs = {row["setting"]: row["off"].values() for row in results["final_losses"]}
     ranges = {
@@ -251,7 +251,7 @@ def accuracy() -> str:
 
 
 def headline() -> str:
-    """The rows of `accuracy` that a first look needs, with one ratio."""
+    """Write the rows of `accuracy` that a first look needs, with one ratio."""
     final = {
         row["setting"]: row["mean_off"] for row in _results("time_to_accuracy")["final_losses"]
     }
@@ -262,7 +262,7 @@ def headline() -> str:
 
 
 def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of seconds to the 99 % target, with the speed-ups over other settings."""
+    """Return header and rows of seconds to the 99 % target, with speed-ups over other settings."""
     links = _results("time_to_accuracy")["links"]
     bits = {row["setting"]: row["bits"] for row in links}
     reached = {(row["setting"], row["rate"]): row["to_target"]["0.99"]["seconds"] for row in links}
@@ -281,7 +281,7 @@ def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], l
 
 
 def compile_times() -> str:
-    """benchmarks/results/compile_time.json."""
+    """Write compile times: compile_time.json."""
     results = _results("compile_time")
     rows = [
         [str(row["workers"]), *(f"{s:.1f} s" for s in (row["exact"], *row["compressed"].values()))]
@@ -292,22 +292,22 @@ def compile_times() -> str:
 
 
 def environments() -> str:
-    """Every result file: which command wrote it, when, and with which versions."""
+    """Write command, date, hardware and versions of every result file."""
     commands = {
-        "aot_h200": "python benchmarks/aot_h200.py",
-        "codec": "python benchmarks/codec.py",
-        "checkpoint_loading": "python benchmarks/checkpoint_loading.py",
+        "aot_h200": "python -m benchmarks.aot_h200",
+        "codec": "python -m benchmarks.codec",
+        "checkpoint_loading": "python -m benchmarks.checkpoint_loading",
         "compare_decoder": "dynamiq-jax compare",
         "compare_ring": "dynamiq-jax compare",
         "compare_topologies": "dynamiq-jax compare",
-        "compile_time": "python benchmarks/compile_time.py",
-        "cost_model": "python benchmarks/cost_model.py",
-        "error": "python benchmarks/error.py",
-        "error_law": "python benchmarks/error_law.py",
-        "final_loss": "python benchmarks/final_loss.py",
-        "paper_tables": "python benchmarks/paper_tables.py",
-        "rate_distortion": "python benchmarks/rate_distortion.py",
-        "time_to_accuracy": "python benchmarks/time_to_accuracy.py",
+        "compile_time": "python -m benchmarks.compile_time",
+        "cost_model": "python -m benchmarks.cost_model",
+        "error": "python -m benchmarks.error",
+        "error_law": "python -m benchmarks.error_law",
+        "final_loss": "python -m benchmarks.final_loss",
+        "paper_tables": "python -m benchmarks.paper_tables",
+        "rate_distortion": "python -m benchmarks.rate_distortion",
+        "time_to_accuracy": "python -m benchmarks.time_to_accuracy",
     }
     rows = []
     for name, command in commands.items():
@@ -345,13 +345,13 @@ TABLES = {function.__name__: function for function in _ALL}
 
 
 def rewritten(page: str) -> str:
-    """The text of a page with its tables as they should be."""
+    """Return the text of a page with its tables as they should be."""
     return _TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
 
 
 def _best(question: Advise) -> tuple[Option, Option]:
-    """What `psum` of bfloat16 and the fastest topology at 5 bits take."""
-    plain, *compressed = predictions(question)
+    """Return today's `psum` and the fastest topology at 5 bits."""
+    plain, *compressed = predictions(question.question())
     at_five_bits = [option for option in compressed if option.bits == 5]
     return plain, min(at_five_bits, key=lambda option: (option.step, option.error_growth))
 
@@ -375,7 +375,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    """Writes all tables of all pages."""
+    """Write all tables of all pages."""
     for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = page.read_text()
         if (new := rewritten(text)) != text:

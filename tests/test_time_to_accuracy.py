@@ -2,32 +2,27 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
+import types
 
+import jax
+import numpy as np
 import pytest
+import tyro
 
+from benchmarks import time_to_accuracy
+from benchmarks.emulated_training import report
+from benchmarks.emulated_training.run import Run, check_identical
+from benchmarks.emulated_training.target import reached, target_loss
 from dynamiq_jax._workshop.errors import CommandError
+from tests.support.commands import compiled_quickly
 from tests.support.emulation import emulates
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-TIMEOUT = 600  # seconds for what takes less than forty on a free machine
 COSTS = {name: {"bits": 1.0, "bytes_per_worker": 1e6} for name in ("psum", "bf16", "dynamiq")}
-
-
-@pytest.fixture
-def benchmark_modules(monkeypatch):
-    """Lets a test import what the script imports."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds the example's folder
 
 
 def make_run(setting: str, losses: list[float], step_seconds: float, rate: float = 1e8):
     """A run of three evaluations, ten steps apart."""
-    from race.run import Run
-
     steps = (0, 10, 20)
     return Run(
         setting=setting,
@@ -40,9 +35,7 @@ def make_run(setting: str, losses: list[float], step_seconds: float, rate: float
     )
 
 
-def test_target_is_reached_on_the_line_between_evaluations(benchmark_modules):
-    from race.target import reached, target_loss
-
+def test_target_is_reached_on_the_line_between_evaluations():
     target = target_loss([5.0, 4.0, 4.5], 0.9)  # the lowest, not the last
     assert target == pytest.approx(4.1)
     assert reached([0, 10, 20], [5.0, 4.0, 4.5], target) == pytest.approx(9.0)
@@ -52,9 +45,7 @@ def test_target_is_reached_on_the_line_between_evaluations(benchmark_modules):
     assert reached([0, 10], [4.0, 3.0], target) == 0
 
 
-def test_summary_tells_how_much_sooner_and_what_was_not_reached(benchmark_modules, tmp_path):
-    from race import report
-
+def test_summary_tells_how_much_sooner_and_what_was_not_reached(tmp_path):
     runs = [
         make_run("psum", [5.0, 4.0, 4.0], 0.6),
         make_run("bf16", [5.0, 4.0, 4.0], 0.3),
@@ -78,9 +69,7 @@ def test_summary_tells_how_much_sooner_and_what_was_not_reached(benchmark_module
     json.dumps(results)
 
 
-def test_a_link_that_changes_bits_is_an_error(benchmark_modules):
-    from race.run import check_identical
-
+def test_a_link_that_changes_bits_is_an_error():
     run = make_run("psum", [5.0, 4.0, 4.0], 0.6)
     slower = dataclasses.replace(run, rate=1e7)
     check_identical([run, slower, dataclasses.replace(run, seed=1, checksums={0: 1, 10: 1, 20: 1})])
@@ -104,31 +93,28 @@ def test_a_link_that_changes_bits_is_an_error(benchmark_modules):
         ({"output": pathlib.Path("/no/folder/x.json")}, "--output is /no/folder/x.json: its"),
     ],
 )
-def test_options_that_make_no_sense_are_named(benchmark_modules, options, message):
-    import time_to_accuracy
-
+def test_options_that_make_no_sense_are_named(options, message):
     with pytest.raises(CommandError, match=message):
         time_to_accuracy.check(time_to_accuracy.Config(**options))
 
 
 @emulates
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path):
+def test_a_tiny_run(tmp_path, monkeypatch, capsys):
+    text = np.random.default_rng(0).integers(1024, size=2000, dtype=np.int32)
+    corpora = types.SimpleNamespace(
+        vocabulary=1024, source_code=text, reference=text, held_out=text[:200]
+    )
+    monkeypatch.setattr(time_to_accuracy, "load_corpora", lambda: corpora)
     output = tmp_path / "result.json"
     options = "--hosts 2 --steps 2 --eval-every 1 --rates 500mbit 1gbit --seeds 0 1"
     options += " --settings psum bf16:ring --width 16 --layers 1 --context 16 --pretrain-steps 1"
-    command = [sys.executable, str(BENCHMARKS / "time_to_accuracy.py")]
-    done = subprocess.run(
-        [*command, *options.split(), "--output", str(output)],
-        cwd=tmp_path,  # it finds its checkout by itself
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "500 Mbit/s: time until the exact run's target" in done.stdout
+    config = tyro.cli(time_to_accuracy.Config, args=[*options.split(), "--output", str(output)])
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of the hosts
+    # The suite is stricter than JAX is for its users.
+    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+        time_to_accuracy.main(config)
+    assert "500 Mbit/s: time until the exact run's target" in capsys.readouterr().out
     results = json.loads(output.read_text())["results"]
     assert [(row["rate"], row["setting"]) for row in results["links"]] == [
         (rate, name) for rate in (5e8, 1e9) for name in ("psum", "bf16:ring")

@@ -1,22 +1,21 @@
-"""What runs while bytes travel: a compressed `pmean` alone, for several GPUs."""
+"""A compressed `pmean` alone, for several GPUs, and the kernels that run while bytes travel."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import h200
-from benchmarks.aot.names import topology_of
-from benchmarks.aot.table import new_table
-from dynamiq_jax.topologies import Ring
+from benchmarks.plain_tables import print_table
+from dynamiq_jax.topologies import Ring, resolve_topology
 
 
-def examine(name: str, workers: int, leaf_sizes: tuple[int, ...], dump: Path) -> dict[str, Any]:
-    """Compiles `pmean` by one topology for several GPUs: a row of the table."""
-    topology, method = topology_of(name), dq.DynamiQ(implementation="triton")
+def examine(name: str, workers: int, leaf_sizes: Sequence[int], dump: Path) -> dict[str, Any]:
+    """Compile `pmean` by one topology for several GPUs: a row of the table."""
+    topology, method = resolve_topology(name), dq.DynamiQ(implementation="triton")
 
     def mean(tree, key_data):
         tree, key = [leaf[0] for leaf in tree], jax.random.wrap_key_data(key_data)
@@ -68,27 +67,28 @@ def examine(name: str, workers: int, leaf_sizes: tuple[int, ...], dump: Path) ->
     return row | {"problems": [text for text, wrong in problems.items() if wrong]}
 
 
-def table(rows: list[dict[str, Any]], workers: int) -> Table:
-    """What runs while bytes travel."""
-    result = new_table(
-        f"pmean on {workers} H200, in the loop over hops and outside it",
-        "transfers,hop kernels,during each transfer,Triton outside,XLA outside",
-    )
-    for row in rows:
-        result.add_row(
-            row["topology"],
-            str(row["transfers"]),
-            str(row["hop_kernels"]),
-            "; ".join(", ".join(ops) or "nothing" for ops in row["meanwhile"]),
-            str(row["triton_around"]),
-            str(row["xla_around"]),
-            style="red" if row["problems"] else None,
+def print_means(rows: list[dict[str, Any]], workers: int) -> None:
+    """Print a table of what runs while bytes travel, if anything was compiled."""
+    if rows:
+        print_table(
+            f"pmean on {workers} H200, in the loop over hops and outside it",
+            "transfers,hop kernels,during each transfer,Triton outside,XLA outside",
+            [
+                [
+                    row["topology"],
+                    str(row["transfers"]),
+                    str(row["hop_kernels"]),
+                    "; ".join(", ".join(ops) or "nothing" for ops in row["meanwhile"]),
+                    str(row["triton_around"]),
+                    str(row["xla_around"]),
+                ]
+                for row in rows
+            ],
         )
-    return result
 
 
 def _while_under_way(start: h200.Instruction, instructions: list[h200.Instruction]) -> list[str]:
-    """What runs between the start of a transfer and its end."""
+    """Return the operations between the start of a transfer and its end."""
     first = instructions.index(start)
     last = next(
         index

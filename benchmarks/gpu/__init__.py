@@ -1,18 +1,16 @@
 """Parts of the benchmark of the GPU kernels, from the bottom up; none imports one further down.
 
-    options      what is measured, and for how long
+    options      options of the benchmark
     record       sections with their results and errors, the time left, the JSON file
-    timing       the time of one of many calls that follow each other
-    bench        what sections share: options, record, compiled programs, rows
-    gradients    gradients like a model's, and the error of an estimate
-    baselines    the codecs that a user would write in plain jnp
-    operations   what is timed: the kernels of every backend, and the baselines
-    traffic      bytes that an operation has to move
-    cases        a bucket at some size, dtype and bits: programs and inputs of all operations
-    rows, table  a timed operation as a row of the results, and as a line on the terminal
-    plot         the figure
+    bench        programs, compiled and timed, that sections share
+    jobs         the operations that are timed: kernels of every backend, and plain codecs
+    cases        a bucket of some size, dtype and bits: programs and inputs of all jobs
+    report       timed operations as rows of the results, on the terminal and in a plot
+    device       sections `device` and `prediction`: copy bandwidth, and what follows from it
+    correctness  sections `correctness` and `all_reduce`: results of every backend
+    speed        sections `main`, `bits`, `sizes` and `sweep`: times of every operation
+    profiling    section `profiler`: kernels of single calls, without the host
 
-The sections, in the order in which they run: `device`, `correctness`, `speed` (main, bits, sizes),
-`prediction`, `sweep`, `all_reduce` and `profiling`. Each is a function of the bench and of a dict
-that it adds its results to as it goes; what sections hand on to later ones is in the bench.
+A section is a function of the bench and of a dict to which it adds its results as it goes; what it
+hands on to later sections is in the bench. `benchmarks.gpu_kernels` runs them.
 """

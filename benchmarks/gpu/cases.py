@@ -1,4 +1,4 @@
-"""A bucket of one size and dtype at some bits: the programs and inputs of all operations on it."""
+"""A bucket of one size and dtype at some bits: the programs and inputs of all jobs on it."""
 
 import functools
 import math
@@ -7,17 +7,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
-from benchmarks.gpu.baselines import PLAIN_CODECS
 from benchmarks.gpu.bench import Bench, Program
-from benchmarks.gpu.gradients import key_of, make_gradient
-from benchmarks.gpu.operations import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from benchmarks.gpu.jobs import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
+from benchmarks.plain_codecs import PLAIN_CODECS
+from dynamiq_jax._workshop.gradients import worker_gradient
+from pallas_kernels.codec import SUPER_GROUP_SIZE
+from pallas_kernels.operands import LocalRows
 
 _CACHE_BYTES = 256 * 2**20  # several times the L2 of any GPU: inputs rotate through at least this
+_DRAWN = 4 * 2**20  # coordinates that the host draws; 1 Gi of them would take it half a minute
 
 Inputs = dict[str, Any]  # arrays by name
+
+
+def make_gradient(worker: int, size: int, seed: int, dtype: str) -> Array:
+    """Draw the gradient of a worker on the host, and repeat it on the device up to its size."""
+    return _repeated(_drawn(worker, min(size, _DRAWN), seed), size=size, dtype=dtype)
 
 
 class Case:
@@ -30,44 +39,46 @@ class Case:
         self._bench = bench
 
     def key(self, job: JobName) -> tuple:
-        """Key of the job's executable."""
+        """Return the key of the job's executable."""
         return program_key(*job, self.size, self.dtype, self.bits)
 
     def programs(self, jobs: Iterable[JobName]) -> dict[Any, Program]:
-        """What is to be compiled for jobs, by key."""
+        """Return the programs of jobs by their keys."""
         return {
             self.key(job): (self.jobs[job].function, self.arguments(job, self.shapes))
             for job in jobs
         }
 
     def arguments(self, job: JobName, inputs: Inputs) -> list[Any]:
-        """Those of the inputs that the job takes."""
+        """Return those of the inputs that the job takes."""
         return [inputs[name] for name in self.jobs[job].inputs]
 
     def arg_sets(self, job: JobName, sets: Iterable[Inputs]) -> list[list[Any]]:
-        """The job's arguments from every set of inputs."""
+        """Return the job's arguments from every set of inputs."""
         return [self.arguments(job, inputs) for inputs in sets]
 
     @functools.cached_property
     def shapes(self) -> Inputs:
         """Shapes of all inputs."""
         shape, layout = jax.ShapeDtypeStruct, self.layout
+        rows = shape((layout.num_rows, SUPER_GROUP_SIZE), jnp.dtype(self.dtype))
+        order = shape((layout.num_chunks, layout.rows_per_chunk), jnp.int32)
         shapes = {
-            "rows": shape((layout.num_rows, SUPER_GROUP_SIZE), jnp.dtype(self.dtype)),
+            "rows": rows,
             "norms": shape((layout.num_rows,), jnp.float32),
-            "order": shape((layout.num_chunks, layout.rows_per_chunk), jnp.int32),
+            "order": order,
+            "local": LocalRows(rows, order, shape((2,), jnp.uint32)),
             "payload": shape((1, layout.payload_bytes), jnp.uint8),
-            "seed": shape((2,), jnp.uint32),
         }
-        shapes |= {name: shape((), jnp.int32) for name in ("chunk", "zero", "hop")}
+        shapes |= {name: shape((), jnp.int32) for name in ("chunk", "first turn", "second turn")}
         for name in PLAIN_CODECS:
-            message = jax.eval_shape(self.jobs["compress", name].function, shapes["rows"])
+            message = jax.eval_shape(self.jobs["compress", name].function, rows)
             shapes[f"{name} codes"], shapes[f"{name} scale"] = message
         return shapes
 
     def make_inputs(self) -> list[Inputs]:
-        """As many sets of inputs as it takes to leave the cache. Made on the device, by what is
-        compiled: with the statistics and the order of XLA, and one `compress` at least.
+        """Make as many sets of inputs as it takes to leave the cache, by what is compiled: the
+        statistics and the order of XLA, and one `compress` at least.
         """
         count = math.ceil(_CACHE_BYTES / (self.size * jnp.dtype(self.dtype).itemsize))
         most = 2 if self._bench.options.interpret else 8
@@ -75,18 +86,24 @@ class Case:
 
     def _inputs(self, index: int) -> Inputs:
         run = self._bench.executables
-        local, other = (self._rows(index, worker) for worker in range(2))
+        mine, other = (
+            make_gradient(worker, self.size, index, self.dtype).reshape(-1, SUPER_GROUP_SIZE)
+            for worker in range(2)
+        )
+        norms = run[self.key(("statistics", "xla"))](mine)
+        order = run[self.key(("order", "xla"))](norms)
+        local = LocalRows(mine, order, jnp.array([1, 2 + index], jnp.uint32))
         inputs: Inputs = {
-            "rows": local,
-            "seed": jnp.array([1, 2 + index], jnp.uint32),
+            "rows": mine,
+            "norms": norms,
+            "order": order,
+            "local": local,
             "chunk": jnp.int32(0),
-            "zero": jnp.int32(0),
-            "hop": jnp.int32(1),
+            "first turn": jnp.int32(0),
+            "second turn": jnp.int32(1),
         }
-        inputs["norms"] = run[self.key(("statistics", "xla"))](local)[0]
-        inputs["order"] = run[self.key(("order", "xla"))](inputs["norms"])
-        # The neighbour's messages, of whichever backend compiled.
-        theirs = inputs | {"rows": other}
+        # The neighbor's messages, of whichever backend compiled.
+        theirs = inputs | {"local": local._replace(rows=other)}
         compressor = next(
             job for job in (("compress", name) for name in IMPLEMENTATIONS) if self.key(job) in run
         )
@@ -97,8 +114,12 @@ class Case:
                 inputs[f"{name} codes"], inputs[f"{name} scale"] = run[key](other)
         return inputs
 
-    def _rows(self, index: int, worker: int) -> Array:
-        gradient = make_gradient(
-            key_of(self.size, index), key_of(index, worker), size=self.size, dtype=self.dtype
-        )
-        return gradient.reshape(-1, SUPER_GROUP_SIZE)
+
+@functools.lru_cache(maxsize=32)
+def _drawn(worker: int, size: int, seed: int) -> NDArray[np.float32]:
+    return worker_gradient(worker, size, seed)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "dtype"))
+def _repeated(values: Array, *, size: int, dtype: str) -> Array:
+    return jnp.resize(values.astype(dtype), size)

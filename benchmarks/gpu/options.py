@@ -1,15 +1,17 @@
-"""Options of the benchmark."""
+"""Options of the benchmark of the GPU kernels."""
 
+import argparse
 import dataclasses
+from collections.abc import Sequence
 
+from benchmarks import common
 from dynamiq_jax.methods import DynamiQ
+from pallas_kernels.codec import SUPER_GROUP_SIZE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured, and for how long; the tiny sizes of `--small` prove the script, not the
-    kernels.
-    """
+    """Sizes, bits and durations. The tiny sizes of `--small` try the script, not the kernels."""
 
     sizes: tuple[int, ...]  # coordinates; the first is the one that matters most
     bits: tuple[float, ...]  # the first is the one that matters most
@@ -33,5 +35,59 @@ class Options:
     output: str | None
 
     def method(self, bits: float, implementation: str | None = None) -> DynamiQ:
-        """The method that is measured."""
+        """Return the method that is measured."""
         return DynamiQ(bits=bits, widths=self.widths, implementation=implementation)
+
+
+def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
+    """Parse the command line.
+
+    Args:
+      description: text of the help.
+      arguments: the command line; None for that of this process.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", type=float, nargs="+", default=[128, 16, 1024], help="Mi coordinates")
+    add("--bits", type=float, nargs="+", default=[5, 3, 8, 4, 6, 7], help="the first matters most")
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the gradient")
+    add("--rows", type=int, nargs="+", default=[4, 8, 16, 32], help="of the sweep")
+    add("--warps", type=int, nargs="+", default=[2, 4, 8], help="of the sweep")
+    add("--workers", type=int, default=8, help="of the simulated all-reduce")
+    add("--minutes", type=float, default=7.5, help="what does not fit is left out")
+    add("--batches", type=int, default=7, help="of calls; the median batch counts")
+    add("--instructions-per-coordinate", type=float, default=53, help="of a hop, to predict with")
+    add("--clock-mhz", type=float, help="of the multiprocessors; else nvidia-smi's largest")
+    add("--small", action="store_true", help="tiny sizes, to try the script")
+    add("--interpret", action="store_true", help="without a GPU: slowly, and no time means much")
+    add("--output", help="JSON; without it benchmarks/results/gpu_kernels.json (small: none)")
+    given = parser.parse_args(arguments)
+    # Tiny sizes are no result to keep.
+    default = None if given.interpret or given.small else str(common.RESULTS / "gpu_kernels.json")
+    small = given.small
+    row = SUPER_GROUP_SIZE
+    return Options(
+        sizes=(64 * row, 48 * row) if small else tuple(int(s * 2**20) for s in given.sizes),
+        bits=(5.0, 6.0) if small else tuple(given.bits),
+        bits_of_sizes=(5.0,) if small else tuple(given.bits),
+        dtypes=tuple(given.dtypes),
+        widths=(4, 8) if small else DynamiQ.widths,  # few widths compile faster
+        sweep_rows=(8,) if small else tuple(given.rows),
+        sweep_warps=(4,) if small else tuple(given.warps),
+        check_bits=(5.0,) if small else (5.0, 3.0, 8.0, 12.0),
+        # Three ragged chunks: blocks overhang, and rows are padded.
+        check_size=100 * row + 7 if small else 4 * 2**20 + 7 * row + 7,
+        workers=min(given.workers, 4) if small else given.workers,
+        worker_size=64 * row if small else 4 * 2**20,
+        copy_bytes=2**20 if small else 2 * 2**30,
+        batches=2 if small else given.batches,
+        batch_seconds=0.0 if small else 0.02,
+        warm_seconds=0.0 if small else 0.1,
+        minutes=given.minutes,
+        instructions_per_coordinate=given.instructions_per_coordinate,
+        clock_mhz=given.clock_mhz,
+        interpret=given.interpret,
+        output=given.output or default,
+    )

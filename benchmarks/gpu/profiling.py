@@ -1,5 +1,5 @@
-"""Section `profiler`: what CUPTI says of single calls: the kernels that an operation starts, and
-their own times, without the host.
+"""Section `profiler`: the kernels that single calls start, and their own times by CUPTI, without
+the host.
 """
 
 import statistics
@@ -13,8 +13,8 @@ from benchmarks.gpu.record import Results
 
 
 def profile(bench: Bench, results: Results) -> None:
-    """All operations that were compiled, at the first two sizes. Last, because a machine may not
-    allow it. One set of inputs, which a cache may hold if it is small.
+    """Profile all operations that were compiled, at the first two sizes, on one set of inputs,
+    which a cache may hold if it is small. Last, because a machine may not allow it.
     """
     if jax.default_backend() != "gpu":
         results["note"] = "no GPU to profile"
@@ -49,7 +49,9 @@ def profile(bench: Bench, results: Results) -> None:
 
 
 def _summarize(iterations: Any) -> list[tuple[str, float]]:
-    """Median microseconds of every kernel of a call, from the profiler's [(name, ms)] of calls."""
+    """Return the median microseconds of every kernel of a call, from the profiler's [(name, ms)] of
+    calls.
+    """
     names = [name for name, _ in iterations[0]]
     return [
         (name, 1e3 * statistics.median(call[index][1] for call in iterations))

@@ -1,11 +1,9 @@
-"""What has happened so far: sections with their results, errors and omissions, in a file that is
-written anew as they grow; and whether the time left is enough for more.
+"""Sections of the benchmark with their results, errors and omissions, in a file that is written
+anew as they grow, and the time that is left for more.
 """
 
 import contextlib
 import dataclasses
-import json
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.options import Options
+from dynamiq_jax._workshop.records import write_json
 
 Results = dict[str, Any]
 
@@ -30,7 +29,7 @@ class Record:
         self._section: dict[str, Any] = {}  # the one that runs
 
     def section(self, name: str, run: Callable[[Results], None]) -> None:
-        """Runs `run(results)`, which adds to `results` as it goes, and writes the file."""
+        """Run `run(results)`, which adds to `results` as it goes, and write the file."""
         started = time.perf_counter()
         results: Results = {}
         section: dict[str, Any] = {"status": "ok", "errors": [], "skipped": [], "results": results}
@@ -48,7 +47,7 @@ class Record:
 
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Keeps an error of the section that runs, and goes on."""
+        """Keep an error of the section that runs, and go on."""
         try:
             yield
         except Exception as error:
@@ -61,14 +60,14 @@ class Record:
 
     @contextlib.contextmanager
     def case(self, what: str) -> Iterator[None]:
-        """A guarded case, whose duration is remembered."""
+        """Guard a case and remember its duration."""
         started = time.perf_counter()
         with self.guard(what):
             yield
         self._longest_case = max(self._longest_case, time.perf_counter() - started)
 
     def may_start(self, what: str) -> bool:
-        """Whether a case as long as the longest so far still fits."""
+        """Return whether a case as long as the longest so far still fits."""
         left = self._options.minutes * 60 - (time.perf_counter() - self._started)
         if left > self._longest_case:
             return True
@@ -76,12 +75,12 @@ class Record:
         return False
 
     def skip(self, what: str, why: str) -> None:
-        """Keeps what the section that runs leaves out."""
+        """Keep what the section that runs leaves out."""
         print(f"skipped {what}: {why}", flush=True)
         self._section["skipped"].append({"what": what, "why": why})
 
     def write(self) -> None:
-        """Writes everything so far."""
+        """Write everything so far."""
         if self.path is None:
             return
         record = {
@@ -93,11 +92,11 @@ class Record:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A run that is cut short here leaves the file of before.
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(_jsonable(record), indent=1) + "\n")
+        write_json(part, record)
         part.replace(self.path)
 
     def finish(self) -> int:
-        """Says how it went; 1 if anything failed."""
+        """Print a summary; return 1 if anything failed."""
         seconds = time.perf_counter() - self._started
         statuses = ", ".join(f"{name} {s['status']}" for name, s in self._sections.items())
         print(f"\n{seconds:.0f} s; {statuses}")
@@ -107,12 +106,3 @@ class Record:
         if self.path:
             print(f"Written to {self.path}")
         return int(any(section["errors"] for section in self._sections.values()))
-
-
-def _jsonable(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

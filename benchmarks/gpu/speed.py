@@ -1,17 +1,27 @@
-"""Sections `main`, `bits` and `sizes`: the time of every operation of every backend."""
+"""Sections `main`, `bits`, `sizes` and `sweep`: the time of every operation of every backend, and
+of the hop with other programs.
+"""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.cases import Case
+from benchmarks.gpu.jobs import floor_bytes
 from benchmarks.gpu.record import Results
-from benchmarks.gpu.rows import Row, add_ratios, make_row, matching
-from benchmarks.gpu.table import print_rows, print_title
-from benchmarks.gpu.traffic import floor_bytes
+from benchmarks.gpu.report import Row, add_ratios, make_row, matching, print_rows, print_title
+
+# Rows of a program and its warps are no choice of users: the sweep takes the backend itself.
+from pallas_kernels._triton import hop
+from pallas_kernels._triton.launch import Config
+
+_HOP = ("hop", "triton")
 
 
 def measure(bench: Bench, results: Results, *, sizes: Sequence[int], bits: Sequence[float]) -> None:
-    """All dtypes at sizes and bits."""
+    """Time all operations for all dtypes at sizes and bits."""
     results["rows"] = rows = []
     print_title()
     for size in sizes:
@@ -24,8 +34,26 @@ def measure(bench: Bench, results: Results, *, sizes: Sequence[int], bits: Seque
                     bench.record.write()
 
 
+def sweep(bench: Bench, results: Results) -> None:
+    """Time the hop for all rows of a block and warps, at the size and bits that matter most."""
+    options = bench.options
+    for dtype in options.dtypes:
+        if not bench.record.may_start(f"sweep {dtype}"):
+            continue
+        with bench.record.case(f"sweep {dtype}"):
+            found = results[dtype] = _sweep(
+                bench, Case(bench, options.sizes[0], dtype, options.bits[0])
+            )
+            best = min(found, key=lambda row: row["us"], default=None)
+            for row in found:
+                print(
+                    f"{dtype:>9} rows {row['rows']:>2} warps {row['warps']}: {row['us']:9.1f} us, "
+                    f"{row['fraction_of_copy']:.3f} of copy" + (" <- best" if row is best else "")
+                )
+
+
 def _measure(bench: Bench, case: Case) -> list[Row]:
-    """Rows of the case but for those that are known, as bits do not change them."""
+    """Return the rows of a case, except those that are known, as bits do not change them."""
     bench.compile_all(case.programs(case.jobs))
     sets = case.make_inputs()
     known = {row["key"] for row in bench.rows}
@@ -46,3 +74,29 @@ def _measure(bench: Bench, case: Case) -> list[Row]:
     first = (case.size, case.bits) == (bench.options.sizes[0], bench.options.bits[0])
     print_rows(rows if first else matching(rows, implementation="triton"))
     return rows
+
+
+def _sweep(bench: Bench, case: Case) -> list[dict[str, Any]]:
+    options = bench.options
+    keys = {
+        Config(rows=rows, warps=warps): ("sweep", rows, warps, case.size, case.dtype, case.bits)
+        for rows in options.sweep_rows
+        for warps in options.sweep_warps
+    }
+    # What the inputs are made with.
+    programs = case.programs(
+        [("statistics", "xla"), ("order", "xla"), ("compress", "xla"), ("compress", "triton")]
+    )
+    shapes = case.arguments(_HOP, case.shapes)
+    for config, key in keys.items():
+        programs[key] = functools.partial(hop, layout=case.layout, config=config), shapes
+    bench.compile_all(programs)
+    arg_sets = case.arg_sets(_HOP, case.make_inputs())
+    moved = floor_bytes(*_HOP, case.layout, case.dtype) * case.size
+    found = []
+    for config, key in keys.items():
+        timing = bench.measure(key, arg_sets)
+        if timing is not None:
+            fraction = moved / timing["us"] * 1e6 / bench.copy_bytes_per_second
+            found.append(dataclasses.asdict(config) | timing | {"fraction_of_copy": fraction})
+    return found

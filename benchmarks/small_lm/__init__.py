@@ -1,1 +1,6 @@
-"""A small language model to measure with: its text, its network, its training, its gradients."""
+"""A small language model to measure with; text and pre-training are those of `examples.llm`.
+
+model      the network
+training   its data-parallel training step
+gradients  gradients of its workers
+"""

@@ -1,18 +1,14 @@
-"""Per-worker gradients of the same fine-tuning, for any number of workers on one device.
+"""Gradients of any number of workers that fine-tune the same model, on one device.
 
-Measuring a compressor needs real gradients more often than it needs a real network:
-
-    corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary))
-    params = pretrain(structure, params, corpora.source_code)
-    for step, gradients in gradient_snapshots(structure, params, corpora.reference, workers=64):
-        ...  # Each leaf is a NumPy array with the worker as its first axis.
+corpora = load_corpora()
+structure, params = new_model(ModelConfig(corpora.vocabulary))
+params = pretrain(structure, params, corpora.source_code)
+for step, gradients in gradient_snapshots(structure, params, corpora.reference, workers=64):
+    ...  # Each leaf is a NumPy array with the worker as its first axis.
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,17 +21,17 @@ from examples.llm.corpora import random_windows
 from examples.llm.pretraining import Params, loss_of, make_optimizer
 
 
-@partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def worker_gradients(structure: nnx.GraphDef, params: Params, batches: jax.Array) -> Params:
-    """Gradient of every worker before any mean.
+    """Compute the gradient of every worker.
 
     Args:
-        structure: Structure of the model.
-        params: Its parameters, the same for all workers.
-        batches: int32 `[workers, batch, context + 1]`.
+      structure: structure of the model.
+      params: its parameters, the same for all workers.
+      batches: int32 [workers, batch, context + 1].
 
     Returns:
-        The tree of `params` with a leading axis of size `workers` on every leaf, float32.
+      The tree of `params` with a leading axis of size `workers` on every leaf, float32.
     """
     gradient = jax.grad(loss_of(structure))
     # One worker after the other: the activations of 64 of them would not fit side by side.
@@ -55,23 +51,23 @@ def gradient_snapshots(
     learning_rate: float = 2e-3,
     seed: int = 0,
 ) -> Iterator[tuple[int, Params]]:
-    """Fine-tunes with the exact mean and yields the gradients met on the way.
+    """Fine-tune with the exact mean and yield the gradients of some steps.
 
     Args:
-        structure: Structure of a pre-trained model.
-        params: Its parameters.
-        corpus: Text to fine-tune on, int32 `[length]`.
-        workers: Number of workers whose gradients are yielded.
-        training_workers: Number of workers that train, so that the model does not depend on how
-            many are measured; the first of the measured ones see their batches.
-        steps: Steps to stop at, counted from 0; training ends after the last.
-        batch: Windows per worker and step.
-        context: Tokens per window.
-        learning_rate: Peak learning rate.
-        seed: Chooses the batches.
+      structure: structure of a pre-trained model.
+      params: its parameters.
+      corpus: text to fine-tune on, int32 [length].
+      workers: workers whose gradients are yielded.
+      training_workers: workers that train, so that the model does not depend on how many are
+        measured; the first of the measured ones see their batches.
+      steps: steps to stop at, counted from 0; training ends after the last.
+      batch: windows of each worker and step.
+      context: tokens of a window.
+      learning_rate: peak learning rate.
+      seed: chooses the batches.
 
     Yields:
-        The step, and the tree of stacked gradients (see `worker_gradients`) as NumPy arrays.
+      The step, and the tree of stacked gradients (see `worker_gradients`) as NumPy arrays.
     """
     last = max(steps)
     optimizer = make_optimizer(learning_rate, last + 1)
@@ -98,7 +94,7 @@ def gradient_snapshots(
 
 
 def save_snapshots(path: Path, snapshots: Iterator[tuple[int, Params]]) -> None:
-    """Writes snapshots to an `.npz` file, one entry `step/parameter` per leaf."""
+    """Write snapshots to an .npz file, an array STEP/PARAMETER for each leaf."""
     arrays = {}
     for step, gradients in snapshots:
         for names, leaf in nnx.to_flat_state(gradients):

@@ -1,29 +1,20 @@
-"""The network: a decoder-only transformer of the kind large language models are built on."""
+"""A decoder-only transformer, of the kind that large language models are built on."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Size of a transformer.
+    """Size of a transformer."""
 
-    Attributes:
-        vocabulary: Number of token ids.
-        width: Features per token.
-        layers: Number of blocks.
-        heads: Attention heads per block.
-    """
-
-    vocabulary: int
-    width: int = 256
-    layers: int = 2
-    heads: int = 4
+    vocabulary: int  # token ids
+    width: int = 256  # features of a token
+    layers: int = 2  # blocks
+    heads: int = 4  # attention heads of a block
 
     @property
     def hidden(self) -> int:
@@ -32,13 +23,13 @@ class ModelConfig:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding.
+    """Embed positions by rotation.
 
     Args:
-        x: Queries or keys, float `[batch, time, heads, features]` with an even last axis.
+      x: queries or keys, float [batch, time, heads, features] with an even last axis.
 
     Returns:
-        The same shape and dtype; the product of a query and a key now depends on their distance.
+      The same shape and dtype. The product of a query and a key depends on their distance.
     """
     _, time, _, features = x.shape
     frequency = 10_000.0 ** (-jnp.arange(0, features, 2) / features)
@@ -57,7 +48,7 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(config.width, config.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Mixes each token with those before it; float `[batch, time, width]` in and out."""
+        """Mix each token with those before it; float [batch, time, width] in and out."""
         batch, time, width = x.shape
         qkv = self.into(x).reshape(batch, time, 3, self.heads, width // self.heads)
         query, key, value = jnp.moveaxis(qkv, 2, 0)
@@ -74,7 +65,7 @@ class GatedMLP(nnx.Module):
         self.down = nnx.Linear(config.hidden, config.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Transforms each token on its own; float `[..., width]` in and out."""
+        """Transform each token on its own; float [..., width] in and out."""
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
@@ -88,13 +79,13 @@ class Block(nnx.Module):
         self.mlp = GatedMLP(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Refines all tokens; float `[batch, time, width]` in and out."""
+        """Refine all tokens; float [batch, time, width] in and out."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Transformer(nnx.Module):
-    """Predicts every next token of a sequence."""
+    """Transformer that predicts every next token of a sequence."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         # The embedding is also the output layer, so its scale sets that of the first logits.
@@ -104,7 +95,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps int32 tokens `[batch, time]` to float logits `[batch, time, vocabulary]`."""
+        """Map int32 tokens [batch, time] to float logits [batch, time, vocabulary]."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

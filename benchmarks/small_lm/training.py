@@ -1,10 +1,4 @@
-"""Training: the loss, the data-parallel step, and what is measured beside it.
-
-`data_parallel_step` is the part to take home. It is an ordinary JAX training step; compressing
-its communication changes one line.
-"""
-
-from __future__ import annotations
+"""Data-parallel training of the small language model."""
 
 from collections.abc import Callable
 
@@ -16,15 +10,21 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.small_lm.model import ModelConfig, Transformer
+from dynamiq_jax.methods import Method
+from dynamiq_jax.topologies import Topology
 from examples.llm.pretraining import Params, loss_of
 
-Method = dq.DynamiQ | dq.Exact
 Step = Callable[..., tuple[Params, optax.OptState, jax.Array]]
 
 
 def new_model(config: ModelConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
-    """Initialises a transformer, apart into its structure and its parameters (float32)."""
+    """Initialize a transformer; return its structure and its parameters (float32)."""
     return nnx.split(Transformer(config, nnx.Rngs(seed)), nnx.Param)
+
+
+def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
+    """Return the structure of a transformer, and the shapes of its parameters."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
 
 
 def data_parallel_step(
@@ -32,29 +32,29 @@ def data_parallel_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,
-    method: Method | None,
-    topology: str = "ring",
+    method: Method | str | None,
+    topology: Topology | str = "ring",
 ) -> Step:
-    """Builds the training step that `mesh` runs.
+    """Build the training step that a mesh runs.
 
     Args:
-        structure: Structure of the model.
-        optimizer: Turns the mean gradient into an update.
-        mesh: One axis, named "data".
-        method: How to compress the gradients; None for JAX's own exact mean.
-        topology: The path of the compressed gradients from worker to worker.
+      structure: structure of the model.
+      optimizer: optimizer that takes the mean gradient.
+      mesh: mesh with one axis, "data".
+      method: how to compress gradients; None for `jax.lax.pmean`.
+      topology: how compressed gradients travel.
 
     Returns:
-        A compiled function `(params, opt_state, tokens, key) -> (params, opt_state, loss)`.
-        `tokens` is the batch of all workers, int32 `[workers * batch, context + 1]`; `key` is a
-        typed PRNG key, new in every step. The first two arguments are donated.
+      A compiled function `(params, opt_state, tokens, key) -> (params, opt_state, loss)`. `tokens`
+      is the batch of all workers, int32 [workers * batch, context + 1]; `key` is a typed PRNG key,
+      new in every step. The first two arguments are donated.
     """
     loss_fn = loss_of(structure)
 
     def step(params, opt_state, tokens, key):
-        # Each worker holds the same parameters, and JAX knows it: differentiating them would
-        # return gradients already summed over the workers, exactly. Marked as varying, they
-        # yield the gradient of this worker's own share, which is what there is to compress.
+        # The type of the parameters says that all workers hold the same: their gradients would
+        # already be summed over the workers, exactly. Marked as varying, they yield the gradient of
+        # this worker's own batch, which can be compressed.
         own = jax.lax.pcast(params, "data", to="varying")
         loss, grads = jax.value_and_grad(loss_fn)(own, tokens)
         if method is None:

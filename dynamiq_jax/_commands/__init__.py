@@ -1,4 +1,6 @@
-"""The command `dynamiq-jax`. The library never imports this package, nor what only it needs."""
+"""The command `dynamiq-jax`: options and tables of its subcommands, each in a file. The library
+never imports this package, nor what only it needs.
+"""
 
 import importlib.util
 import sys
@@ -26,7 +28,7 @@ each command, `dynamiq-jax --version` prints the version."""
 
 
 def main() -> None:
-    """Entry point of `dynamiq-jax`."""
+    """Run the command."""
     if sys.argv[1:] == ["--version"]:
         print(f"dynamiq-jax {dynamiq_jax.__version__}")
         return
@@ -43,7 +45,7 @@ def main() -> None:
     from dynamiq_jax._commands.compare import Compare
     from dynamiq_jax._commands.network import Network
     from dynamiq_jax._workshop.errors import CommandError
-    from dynamiq_jax._workshop.processes import Stopped, stopping_cleanly
+    from dynamiq_jax._workshop.signals import Stopped, stopping_cleanly
 
     # A new command is a file with such a class, and a name here.
     commands: dict[str, Callable[..., Any]] = {

@@ -8,42 +8,18 @@ import tyro
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax._workshop import tables
-from dynamiq_jax._workshop.error_law import error_growth
+from dynamiq_jax._workshop import options, records, tables
+from dynamiq_jax._workshop.advice import Option, Question, advice, predictions
+from dynamiq_jax._workshop.environment import environment
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.units import (
-    check_codec_ns,
     format_bytes,
     format_rate,
     format_seconds,
     parse_rate,
     parse_size,
 )
-from dynamiq_jax.methods import Axis, Call
-from dynamiq_jax.topologies import AllToAll, Butterfly, CodecSpeed, FixedTopology, Network, Ring
-from dynamiq_jax.topologies._cost_model import (
-    CODEC_SPEEDS,
-    SUM_SPEEDS,
-    Prediction,
-    predict,
-    predict_exact,
-)
-
-_WORTH_IT = 1.05  # a step that gains less is not worth another moving part
-_ITEM_BYTES = {"f32": 4, "bf16": 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One way to sum gradients, with the time that a training step would take."""
-
-    name: str
-    call: str  # how it is written in a program
-    bits: float  # on the wire per coordinate in one pass
-    sent: int  # bytes of each worker
-    all_reduce: Prediction
-    step: float  # seconds
-    error_growth: float | None  # vNMSE over that of one compression; None: exact
+from dynamiq_jax.topologies import Network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,130 +71,62 @@ class Advise:
     """Write all predictions to this file."""
 
     def run(self) -> int:
-        """Prints the predictions and the advice; returns the exit status."""
-        tables.check_outputs(self.json, None)
-        options = predictions(self)
+        """Print the predictions and the advice; return the exit status."""
+        options.check_outputs(self.json, None)
+        question = self.question()
+        found = predictions(question)
         console = tables.console()
-        console.print(_table(self, options))
-        console.print(advice(self, options))
-        rows = [dataclasses.asdict(option) for option in options]
-        tables.save_json(self.json, self.device, dataclasses.asdict(self), rows)
+        console.print(_table(self, found))
+        console.print(advice(question, found))
+        if self.json is not None:
+            rows = [dataclasses.asdict(option) for option in found]
+            records.write(self.json, environment(self.device), dataclasses.asdict(self), rows)
         return 0
 
+    def question(self) -> Question:
+        """Parse the options.
 
-def predictions(question: Advise) -> list[Option]:
-    """Every option, today's first.
-
-    Raises:
-      CommandError: what was asked is not possible.
-    """
-    if question.workers < 2:
-        raise CommandError(f"--workers is {question.workers}: give at least 2.")
-    if question.step_time <= 0:
-        raise CommandError(f"--step-time is {question.step_time}: give seconds above 0.")
-    if not 0 <= question.overlap <= 1:
-        raise CommandError(f"--overlap is {question.overlap}: give a share from 0 to 1.")
-    check_codec_ns(question.codec_ns)
-    size, workers = parse_size(question.size, "--size"), question.workers
-    try:
-        network = Network(
-            gbit_per_s=parse_rate(question.link, "--link") / 1e9,
-            latency_us=question.latency_us,
-            oversubscription=question.oversubscription,
+        Raises:
+          CommandError: an option makes no sense.
+        """
+        options.check_least("--workers", self.workers, 2)
+        if self.step_time <= 0:
+            raise CommandError(f"--step-time is {self.step_time}: give seconds above 0.")
+        if not 0 <= self.overlap <= 1:
+            raise CommandError(f"--overlap is {self.overlap}: give a share from 0 to 1.")
+        options.check_codec_ns(self.codec_ns)
+        size = parse_size(self.size, "--size")
+        try:
+            network = Network(
+                gbit_per_s=parse_rate(self.link, "--link") / 1e9,
+                latency_us=self.latency_us,
+                oversubscription=self.oversubscription,
+            )
+            methods = tuple(dq.DynamiQ(bits=bits) for bits in self.bits)
+        except ValueError as error:
+            raise CommandError(str(error)) from None
+        return Question(
+            network=network,
+            size=size,
+            workers=self.workers,
+            step_seconds=self.step_time,
+            overlap=self.overlap,
+            gradient=self.gradient,
+            device=self.device,
+            codec_ns=self.codec_ns,
+            methods=methods,
         )
-        methods = [dq.DynamiQ(bits=bits) for bits in question.bits]
-        codec = CODEC_SPEEDS[question.device]
-        if question.codec_ns is not None:
-            codec = dataclasses.replace(codec, ns_per_coordinate=question.codec_ns)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    sums = SUM_SPEEDS[question.device]
-
-    item_bytes = _ITEM_BYTES[question.gradient]
-    plain = predict_exact(size, workers, network=network, codec=sums, item_bytes=item_bytes)
-    sent = 2 * (workers - 1) * -(-size * item_bytes // workers)
-    name = f"psum, {question.gradient}"
-    bits = 8.0 * item_bytes
-    options = [Option(name, "jax.lax.psum", bits, sent, plain, _step(question, plain), None)]
-    topologies: dict[str, FixedTopology] = {
-        "ring": Ring(),
-        "butterfly": Butterfly(),
-        "all_to_all": AllToAll(),
-    }
-    return options + [
-        _compressed(question, size, method, topology_name, topology, network, codec)
-        for method in methods
-        for topology_name, topology in topologies.items()
-        if topology.supports(workers)
-    ]
 
 
-def _compressed(
-    question: Advise,
-    size: int,
-    method: dq.DynamiQ,
-    topology_name: str,
-    topology: FixedTopology,
-    network: Network,
-    codec: CodecSpeed,
-) -> Option:
-    workers = question.workers
-    call = Call(size=size, axis=Axis("data", workers), topology=topology)
-    cost = method.wire_cost(call)
-    time = predict(size, workers, topology, cost, network, codec)
-    return Option(
-        name=f"{method.bits:g} bits, {topology_name}",
-        call=f'method=dq.DynamiQ(bits={method.bits}), topology="{topology_name}"',
-        bits=method.bits,
-        sent=topology.bytes_sent(cost, workers),
-        all_reduce=time,
-        step=_step(question, time),
-        error_growth=error_growth(topology, workers, agreement=0.1),
-    )
-
-
-def _step(question: Advise, all_reduce: Prediction) -> float:
-    """Seconds of a step: transfers hide under a share of it, the codec does not."""
-    hidden = question.overlap * question.step_time
-    return question.step_time + all_reduce.codec + max(0.0, all_reduce.wire - hidden)
-
-
-def advice(question: Advise, options: list[Option]) -> str:
-    """One paragraph: what to do, and why."""
-    plain, *compressed = options
-    if not compressed:
-        return "Nothing to advise: --bits is empty."
-    # Budgets under 5 bits are the user's choice, not ours, where others are considered.
-    trusted = [option for option in compressed if option.bits >= 5] or compressed
-    fewest = min(option.bits for option in trusted)
-    best = min(
-        (option for option in trusted if option.bits == fewest),
-        key=lambda option: (option.step, option.error_growth),
-    )
-    gain = plain.step / best.step
-    if gain < _WORTH_IT:
-        return (
-            f"[bold]Do not compress.[/bold] At {format_rate(parse_rate(question.link))} "
-            f"{best.name} would make a step of {format_seconds(plain.step)} take "
-            f"{format_seconds(best.step)} ({gain:.2f}x): the all-reduce is not what you wait for."
-        )
-    return (
-        f"[bold]Compress[/bold]: {best.call}. A step takes {format_seconds(best.step)} instead of "
-        f"{format_seconds(plain.step)} ([bold]{gain:.2f}x[/bold]), the all-reduce "
-        f"{format_seconds(best.all_reduce.total)} instead of "
-        f"{format_seconds(plain.all_reduce.total)}."
-    )
-
-
-def _table(question: Advise, options: list[Option]) -> Table:
-    plain = options[0]
+def _table(asked: Advise, found: list[Option]) -> Table:
+    plain = found[0]
     table = tables.table(
-        f"{question.workers} workers on {format_rate(parse_rate(question.link))}, gradient of "
-        f"{question.size} coordinates, {format_seconds(question.step_time)} of computing a step",
+        f"{asked.workers} workers on {format_rate(parse_rate(asked.link))}, gradient of "
+        f"{asked.size} coordinates, {format_seconds(asked.step_time)} of computing a step",
         ("all-reduce",),
         ("sent by each", "codec", "wire", "step", "speed-up", "error, compressions"),
     )
-    for option in options:
+    for option in found:
         table.add_row(
             option.name,
             format_bytes(option.sent),
@@ -232,6 +140,6 @@ def _table(question: Advise, options: list[Option]) -> Table:
         "Predicted. error, compressions: vNMSE of the sum over that of one compression at the same "
         "bits; one bit more divides both by about 4."
     )
-    if question.codec_ns is None and question.device == "gpu":
+    if asked.codec_ns is None and asked.device == "gpu":
         table.caption += " Codec time on a GPU: estimated from bytes, not measured."
     return table

@@ -1,5 +1,5 @@
-"""What is kept with every result. Imports nothing but what the library needs, as benchmarks run on
-machines that have no more.
+"""Hardware, versions and date, which are kept with every result. Imports nothing but what the
+library needs, as benchmarks run on machines that have no more.
 """
 
 import datetime
@@ -15,10 +15,13 @@ from dynamiq_jax._workshop.machine import cpu_name, num_cores
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Hardware, versions and date.
+    """Describe this machine and its software.
 
     Args:
       device: kind of the devices that were measured.
+
+    Returns:
+      Hardware, versions and date, as strings and numbers.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

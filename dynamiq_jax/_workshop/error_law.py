@@ -1,4 +1,4 @@
-"""How the error of a sum grows with the number of workers, from what a topology compresses.
+"""Growth of the error of a sum with the number of workers, from the compressions of a topology.
 
 A compression adds an error of a fixed share of the squared norm of what it compresses. A partial
 sum of k workers has a squared norm of a k^2 + (1 - a) k times that of one worker, where a, the
@@ -10,12 +10,15 @@ from dynamiq_jax.topologies import FixedTopology
 
 
 def error_growth(topology: FixedTopology, num_workers: int, *, agreement: float = 0.0) -> float:
-    """vNMSE of the sum over that of one compression.
+    """Return the vNMSE of the sum over that of one compression.
 
     Args:
-      topology: whose compressions count.
+      topology: topology of the all-reduce.
       num_workers: size of the axis.
       agreement: share of the energy that all workers have in common, 0 to 1.
+
+    Raises:
+      ValueError: an agreement that is not a share.
 
     >>> from dynamiq_jax.topologies import AllToAll, Ring
     >>> round(error_growth(Ring(), 64)), round(error_growth(AllToAll(), 64))

@@ -1,5 +1,5 @@
-"""What a command tells its user instead of a traceback."""
+"""Errors that a command shows instead of a traceback."""
 
 
 class CommandError(Exception):
-    """The command cannot go on; the message names what is wrong and what to do."""
+    """Reason why a command cannot go on: the message names what is wrong and what to do."""

@@ -1,8 +1,8 @@
-"""Gradients in files: one array for each parameter, with the worker as its first axis."""
+"""Gradients of workers in files: an array for each parameter, whose first axis is the worker."""
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ _LARGE = 1024  # coordinates: smaller parameters are summed exactly in training,
 
 
 def load(path: Path) -> dict[str, Gradients]:
-    """Reads an .npz or .safetensors file.
+    """Read an .npz or .safetensors file.
 
     Args:
-      path: the file. Its arrays are [workers, *shape]; names STEP/PARAMETER put them to the
-        training step that they are of.
+      path: the file. Its arrays are [workers, *shape]. A name STEP/PARAMETER says of which training
+        step an array is.
 
     Returns:
       Label of a step to its gradients; small parameters are left out.
@@ -76,12 +76,37 @@ def load(path: Path) -> dict[str, Gradients]:
 
 
 def num_workers(gradients: Gradients) -> int:
-    """How many workers' gradients there are."""
+    """Return the number of workers."""
     return len(next(iter(gradients.values())))
 
 
+def of_workers(gradients: Gradients, count: int) -> Gradients:
+    """Return the gradients of the first workers."""
+    return {name: leaf[:count] for name, leaf in gradients.items()}
+
+
+def check_sums(path: Path, steps: Mapping[str, Gradients], counts: Iterable[int]) -> None:
+    """Raise CommandError unless sums over the first workers can be measured, for all of several
+    numbers of workers: the file holds as many, and their gradients do not cancel.
+    """
+    for count in counts:
+        for step, gradients in steps.items():
+            there = num_workers(gradients)
+            if there < count:
+                raise CommandError(
+                    f"--workers: {count}, but {path} holds the gradients of {there}. Give at most "
+                    f"{there}."
+                )
+            if not any(leaf[:count].sum(0, np.float64).any() for leaf in gradients.values()):
+                raise CommandError(
+                    f"--gradients {path}: the sum over {count} workers is zero everywhere"
+                    f"{step and f' at {step}'}, and no error can be relative to it. Give other "
+                    "gradients, or another number of workers."
+                )
+
+
 def _check_alike(path: Path, steps: dict[str, Gradients]) -> None:
-    """Raises CommandError for steps of different parameters: all go through one program."""
+    """Raise CommandError for steps of different parameters: all go through one program."""
     shapes = {
         step: {name: leaf.shape[1:] for name, leaf in gradients.items()}
         for step, gradients in steps.items()

@@ -1,7 +1,5 @@
 """Made-up gradients of workers that resemble those of a language model."""
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,8 +46,18 @@ def worker_gradient(
 
 
 def worker_gradients(
-    num_workers: int, size: int, seed: int, *, agreement: float = 0.5, **like: Any
+    num_workers: int,
+    size: int,
+    seed: int,
+    *,
+    agreement: float = 0.5,
+    octaves: float = 2.5,
+    tail: int | None = None,
 ) -> NDArray[np.float32]:
     """Draw the gradients of all workers, float32 [num_workers, size]; see `worker_gradient`."""
-    rows = [worker_gradient(w, size, seed, agreement=agreement, **like) for w in range(num_workers)]
-    return np.stack(rows)
+    return np.stack(
+        [
+            worker_gradient(worker, size, seed, agreement=agreement, octaves=octaves, tail=tail)
+            for worker in range(num_workers)
+        ]
+    )

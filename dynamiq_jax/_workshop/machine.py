@@ -1,4 +1,4 @@
-"""What this machine is. Imports nothing that has to be installed."""
+"""Model and cores of this machine. Imports nothing that has to be installed."""
 
 import os
 import platform
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """Model of the CPU, as well as the system knows it."""
+    """Return the model of the CPU, as well as the system knows it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

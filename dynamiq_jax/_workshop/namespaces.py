@@ -1,8 +1,8 @@
 """Emulated hosts: one network namespace each, on a bridge, with a rate limit in both directions.
 
 A host has one interface, eth0 at 10.77.0.(1 + index), and a hosts file in which the machine's own
-name means that address: gloo binds to whatever the host name resolves to. The addresses exist only
-inside the namespaces, so runs do not meet, and there is no route off the machine.
+name stands for that address: gloo binds to whatever the host name resolves to. The addresses exist
+only inside the namespaces, so runs do not meet, and there is no route off the machine.
 
 Names carry the process that made them: dynamiq-PID-START-hub, dynamiq-PID-START-0, .... START, the
 kernel's start time of that process, tells a run that was killed from a later process with its id.
@@ -34,7 +34,7 @@ _QUEUE_MS = 50  # of a full link; more is dropped
 
 
 def check_possible() -> None:
-    """Raises CommandError unless this is Linux, the user is root and iproute2 is installed."""
+    """Raise CommandError unless this is Linux, the user is root and iproute2 is installed."""
     if not hasattr(os, "geteuid") or not Path("/proc/self/ns/net").exists():
         raise CommandError("emulated hosts need Linux network namespaces: run this on Linux.")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -51,7 +51,7 @@ def check_possible() -> None:
 
 
 def remove_stale() -> list[str]:
-    """Removes what killed runs left behind; returns the names of those namespaces."""
+    """Remove what killed runs left behind, and return the names of those namespaces."""
     stale = []
     for name in _namespaces():
         match = _NAME.fullmatch(name)
@@ -63,7 +63,7 @@ def remove_stale() -> list[str]:
 
 @contextlib.contextmanager
 def emulated(num_hosts: int) -> Iterator["Network"]:
-    """Hosts on one bridge, for the time of a `with` block. Links start unlimited.
+    """Emulate hosts on one bridge, for the time of a `with` block. Links start unlimited.
 
     with emulated(4) as network:
         network.set_rate(200e6)
@@ -78,7 +78,7 @@ def emulated(num_hosts: int) -> Iterator["Network"]:
 
 
 class Network:
-    """`num_hosts` hosts on one bridge, of this process."""
+    """Emulated hosts of this process, on one bridge."""
 
     def __init__(self, num_hosts: int):
         self.num_hosts = num_hosts
@@ -86,7 +86,7 @@ class Network:
         self._hub = self._prefix + "hub"
 
     def make(self) -> None:
-        """Makes namespaces, bridge, links and hosts files."""
+        """Make namespaces, bridge, links and hosts files."""
         _run("ip", "netns", "add", self._hub)
         _run("ip", "-n", self._hub, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._hub, "link", "set", "bridge", "up")
@@ -106,15 +106,15 @@ class Network:
         self.set_rate(None)
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         return f"10.77.0.{host + 1}"
 
     def command(self, host: int, command: list[str]) -> list[str]:
-        """A command line that runs `command` on a host. It becomes that command: same process."""
+        """Return a command line that runs `command` on a host, in the same process."""
         return ["ip", "netns", "exec", self._name(host), *command]
 
     def set_rate(self, bits_per_second: float | None) -> None:
-        """Limits what every host sends and what it receives; None lifts the limit."""
+        """Limit what every host sends and what it receives; None lifts the limit."""
         offload = _OFFLOAD_BYTES[1]
         discipline = ["pfifo"]  # instead of no queue at all: it counts bytes
         if bits_per_second is not None:
@@ -133,10 +133,10 @@ class Network:
                 _run("tc", *where, *discipline)
 
     def bytes_sent(self) -> list[int]:
-        """Bytes that went through every host's interface since the last `set_rate`.
+        """Count the bytes that went through every host's interface since the last `set_rate`.
 
-        Counted by the queueing discipline, Ethernet, IP and TCP headers of every packet on the wire
-        included. The interface's own counter sees segment-offloaded packets of up to 64 KiB before
+        The queueing discipline counts them, with Ethernet, IP and TCP headers of every packet on
+        the wire. The interface's own counter sees segment-offloaded packets of up to 64 KiB before
         they are split, and misses most headers.
         """
         counts = []
@@ -146,7 +146,7 @@ class Network:
         return counts
 
     def remove(self) -> None:
-        """Removes everything this process made, and ends what still runs there."""
+        """Remove everything this process made, and end what still runs there."""
         _remove([name for name in _namespaces() if name.startswith(self._prefix)])
 
     def _name(self, host: int) -> str:
@@ -154,7 +154,7 @@ class Network:
 
 
 def _namespaces() -> list[str]:
-    """Names of all network namespaces of the machine."""
+    """Return the names of all network namespaces of the machine."""
     return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
@@ -169,7 +169,7 @@ def _remove(names: list[str]) -> None:
 
 
 def _start_time(process: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none."""
+    """Return when a process started, in clock ticks since boot; None if there is none."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""One process for each emulated host: started, asked, watched, and ended all together.
+"""Processes that are started, asked, watched and ended together.
 
 Every process reads requests, one JSON object a line, from its standard input and answers each with
 one line on its standard output. When one of them ends, or one does not answer in time, all end.
@@ -11,75 +11,27 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.machine import num_cores
 
 _GRACE = 1.0  # seconds in which the others show that they failed too, to tell the first from these
 _TAIL = 2000  # characters of what a process wrote that an error shows
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-# XLA allocates the buffers of every call anew. glibc would take those of 32 MiB and more from the
-# kernel and give them back, and page faults would be a third of an all-reduce. Keep them, in huge
-# pages. A GLIBC_TUNABLES of the user's wins.
-MALLOC = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in (
-        ("hugetlb", 1),
-        ("mmap_threshold", 4 * 2**30),
-        ("trim_threshold", 8 * 2**30),
-    )
-)
-
-
-# XLA:CPU uses half of AVX-512's width unless told; the codec gains a third. Elsewhere it changes
-# nothing. The same flag in an XLA_FLAGS of the user's wins.
-VECTOR_WIDTH = "--xla_cpu_prefer_vector_width=512"
-
-
-class Stopped(BaseException):
-    """A signal asked this command to end."""
-
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
-
-
-@contextlib.contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """Turns SIGINT, SIGTERM and SIGHUP into `Stopped`, once: what follows is not to disturb the
-    removal of what was made.
-    """
-
-    def stop(number: int, _: Any) -> None:
-        for each in _STOP:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
-
-    before = {number: signal.signal(number, stop) for number in _STOP}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, which started it, ends for any reason."""
+    """Let the kernel kill this process when `parent`, which started it, ends for any reason."""
     prctl_set_death_signal = 1
     ctypes.CDLL(None).prctl(prctl_set_death_signal, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
 
 
-class Workers:
+class Processes:
     """Running processes, for the time of a `with` block.
 
     Args:
@@ -93,7 +45,7 @@ class Workers:
         self._lines: list[bytes] = [b"" for _ in commands]  # read, but not a whole line yet
         self._logs = tempfile.TemporaryDirectory(prefix="dynamiq-jax-")
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "Processes":
         try:
             for host, command in enumerate(self._commands):
                 with open(self._log(host), "wb") as log:
@@ -103,7 +55,7 @@ class Workers:
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,
-                        start_new_session=True,  # Ctrl-C is ours to handle
+                        start_new_session=True,  # Ctrl-C goes to this process alone
                     )
                 self._processes.append(process)
         except BaseException:
@@ -115,12 +67,12 @@ class Workers:
         self.end()
 
     def ask(self, request: dict[str, Any], *, timeout: float, doing: str) -> list[dict[str, Any]]:
-        """Sends a request to all processes and returns their answers, by host.
+        """Send a request to all processes and return their answers, by host.
 
         Args:
-          request: what they should do.
+          request: the request.
           timeout: seconds until all have to have answered.
-          doing: what that is, in words, for the error.
+          doing: what is done, in words, for the error.
 
         Raises:
           CommandError: a process ended, failed or did not answer in time. All have been ended.
@@ -155,7 +107,7 @@ class Workers:
         return [answers[host] for host in range(len(self._processes))]
 
     def end(self) -> None:
-        """Ends all processes, whatever they do, and waits for them."""
+        """End all processes, whatever they do, and wait for them."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -167,7 +119,7 @@ class Workers:
         self._logs.cleanup()
 
     def _fail(self, doing: str, answers: Mapping[int, dict[str, Any]]) -> NoReturn:
-        """Finds which process failed first and raises; the others' errors only follow from it."""
+        """Find the process that failed first and raise; the errors of the others follow from it."""
         deadline = time.monotonic() + _GRACE
         while time.monotonic() < deadline and None in [p.poll() for p in self._processes]:
             time.sleep(0.05)
@@ -204,23 +156,3 @@ class Workers:
 
     def _log(self, host: int) -> Path:
         return Path(self._logs.name) / str(host)
-
-
-def python_environment(num_processes: int) -> dict[str, str]:
-    """Variables for each of several processes that run this package on CPU devices, and share the
-    cores of this machine: more threads than cores would wait for one another.
-    """
-    root = str(Path(__file__).parents[2])
-    # A proxy is out of reach from an emulated host, and JAX would try it.
-    kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
-    path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
-    threads = max(1, num_cores() // num_processes)
-    flags = " ".join(filter(None, (VECTOR_WIDTH, kept.get("XLA_FLAGS"))))
-    ours = {"GLIBC_TUNABLES": MALLOC, "NPROC": str(threads)}
-    always = {"XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    return ours | kept | always
-
-
-def python_command(module: str, *arguments: str) -> list[str]:
-    """A command line that runs a module with this Python."""
-    return [sys.executable, "-m", module, *arguments]

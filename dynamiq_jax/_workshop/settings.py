@@ -1,4 +1,4 @@
-"""One setting of an all-reduce, as the command line takes it: a method, its options, a topology.
+"""A setting of an all-reduce, as the command line takes it: a method, its options, a topology.
 
 psum                        jax.lax.psum, float32
 exact                       a method with its defaults, on a ring
@@ -36,7 +36,7 @@ _FEEDBACK = "ef+"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A way to sum over an axis: `jax.lax.psum` where there is no method."""
+    """A method and a topology, or neither for `jax.lax.psum`."""
 
     name: str  # as the user wrote it
     method: Method | None = None
@@ -131,15 +131,32 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     if len(named) > 1:
         raise CommandError(f"{option}: {text!r}: {named} are several topologies. Give one.")
     topology = named[0] if named else _DEFAULT_TOPOLOGY
-    ours = field_names(TOPOLOGIES[topology]) - field_names(known[name])
+    of_both = field_names(known[name]), field_names(TOPOLOGIES[topology])
+    for part in parts:
+        field, equals, _ = part.partition("=")
+        if equals and not any(field in fields for fields in of_both):
+            raise CommandError(
+                f"{option}: {text!r}: neither {name} nor {topology} has {field!r}. They have "
+                f"{sorted(set().union(*of_both)) or 'no options'}."
+            )
+        if not equals and part not in TOPOLOGIES and not _is_number(part):
+            raise CommandError(
+                f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
+                f"Give {grammar()}."
+            )
+    ours = of_both[1] - of_both[0]
     of_topology = [part for part in parts if part.partition("=")[0] in ours]
     of_method = [part for part in parts if part not in (topology, *of_topology)]
+    written = ":".join([name, *of_method]), ":".join([topology, *of_topology])
     try:
-        prefix = _FEEDBACK if text.startswith(_FEEDBACK) else ""
-        method = resolve_method(prefix + ":".join([name, *of_method]))
-        return Setting(text, method, resolve_topology(":".join([topology, *of_topology])))
+        method = resolve_method((_FEEDBACK if text.startswith(_FEEDBACK) else "") + written[0])
+        return Setting(text, method, resolve_topology(written[1]))
     except ValueError as error:
-        raise CommandError(f"{option}: {text!r}: {error}") from None
+        # The library names the part that it was given, which the whole setting has in it.
+        what = str(error)
+        for argument, part in zip(("method", "topology"), written, strict=True):
+            what = what.removeprefix(f"{argument}={part!r}")
+        raise CommandError(f"{option}: {text!r}{what}") from None
 
 
 def topologies_in(text: str) -> list[str]:
@@ -149,3 +166,11 @@ def topologies_in(text: str) -> list[str]:
     (['butterfly'], [])
     """
     return [part for part in text.split(":")[1:] if part in TOPOLOGIES]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

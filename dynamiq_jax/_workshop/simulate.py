@@ -22,7 +22,7 @@ _GROUP = 256  # coordinates whose relative error is looked at together
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """What one setting makes of one step's gradients."""
+    """Errors of one setting on the gradients of one step, and its time."""
 
     vnmse: float  # against the sum in float64
     relative: float  # mean over groups of 256 of their squared error over their squared norm
@@ -52,7 +52,9 @@ class Simulation:
         self._function = jax.jit(reduce).lower(gradients, np.uint32(0)).compile()
 
     def __call__(self, gradients: Gradients, seeds: Sequence[int]) -> Simulated:
-        """Errors as means over seeds, the time of the fastest."""
+        """Sum gradients with several rounding seeds: errors are means over them, the time is that
+        of the fastest.
+        """
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
         on_device = jax.device_put(gradients)
         times, found, equal = [], [], True
@@ -67,7 +69,7 @@ class Simulation:
 
 
 def codec_ns(seconds: float, size: int, num_workers: int) -> float:
-    """Nanoseconds of one core for each coordinate and worker, if all cores were busy."""
+    """Return nanoseconds of one core for each coordinate and worker, if all cores were busy."""
     return 1e9 * seconds * num_cores() / (size * num_workers)
 
 

@@ -1,6 +1,5 @@
 """Sizes and rates as people write them: 8Mi coordinates, 200mbit a second."""
 
-import math
 import re
 from decimal import Decimal
 
@@ -12,7 +11,7 @@ _NUMBER = re.compile(r"([0-9.]+) ?([A-Za-z]*)")
 
 
 def parse_size(text: str, option: str = "--sizes") -> int:
-    """Coordinates, from "8Mi", "1.5M" or "4096"."""
+    """Parse a number of coordinates: "8Mi", "1.5M" or "4096"."""
     example = "8Mi (8 * 2**20), 1M (10**6) or 4096"
     size = _parse(text, _SIZES, option, "a number of coordinates", example)
     if size != int(size):
@@ -21,18 +20,12 @@ def parse_size(text: str, option: str = "--sizes") -> int:
 
 
 def parse_rate(text: str, option: str = "--rate") -> float:
-    """Bits a second, from "200mbit" or "1gbit"."""
+    """Parse a rate, such as "200mbit" or "1gbit", to bits a second."""
     return float(_parse(text.lower(), _RATES, option, "a rate", "200mbit, 1gbit or 2.5gbit"))
 
 
-def check_codec_ns(value: float | None) -> None:
-    """Raises CommandError for a --codec-ns that is no time."""
-    if value is not None and not 0 <= value < math.inf:
-        raise CommandError(f"--codec-ns is {value}: give 0 or more nanoseconds.")
-
-
 def format_size(size: int) -> str:
-    """The shortest way to write a number of coordinates.
+    """Format a number of coordinates in the shortest way.
 
     >>> format_size(8 * 2**20), format_size(5000)
     ('8Mi', '5000')
@@ -44,7 +37,7 @@ def format_size(size: int) -> str:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """A rate in its natural unit.
+    """Format a rate in its natural unit.
 
     >>> format_rate(200e6), format_rate(1.25e9)
     ('200 Mbit/s', '1.25 Gbit/s')
@@ -56,7 +49,7 @@ def format_rate(bits_per_second: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in decimal units, as networks count.
+    """Format bytes in decimal units, as networks count.
 
     >>> format_bytes(7_864_320)
     '7.86 MB'
@@ -68,7 +61,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with three digits.
+    """Format a duration with three digits.
 
     >>> format_seconds(0.0314), format_seconds(2.1)
     ('31.4 ms', '2.1 s')

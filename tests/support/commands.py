@@ -1,17 +1,20 @@
-"""`dynamiq-jax` in a process of its own, and what it shows."""
+"""`dynamiq-jax` in a process of its own, its tables, and programs that compile quickly."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import jax
 from rich.console import Console
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `dynamiq-jax` with arguments, from a folder that is not the checkout."""
+    """Run `dynamiq-jax` with arguments, from a folder that is not the checkout."""
     return subprocess.run(
         [sys.executable, "-m", "dynamiq_jax", *arguments],
         cwd="/",
@@ -24,7 +27,18 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def shown(*renderables) -> str:
+    """Return what a wide terminal shows."""
     console = Console(width=160)
     with console.capture() as capture:
         console.print(*renderables)
     return capture.get()
+
+
+@contextlib.contextmanager
+def compiled_quickly() -> Iterator[None]:
+    """Compile without most optimizations, where that would be most of the time of a test."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)

@@ -1,6 +1,5 @@
-"""The process of one emulated host: trains with the others, in the steps of the example.
-
-`run.py` is the other end, `dynamiq_jax/cli/worker.py` has the loop that reads requests.
+"""The process of one emulated host, which trains a small language model with the others:
+`python -m benchmarks.emulated_training.host '{...}'`; `run` is the other end.
 """
 
 import itertools
@@ -20,41 +19,36 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.small_lm.model import ModelConfig
-from benchmarks.small_lm.training import data_parallel_step, new_model
-from dynamiq_jax._workshop import joining, measure
+from benchmarks.small_lm.training import abstract_model, data_parallel_step
+from dynamiq_jax._workshop.host import Host, serve
+from dynamiq_jax._workshop.joining import barrier
 from dynamiq_jax._workshop.settings import parse_setting
-from dynamiq_jax._workshop.worker import serve
 from examples.llm.corpora import random_windows
 from examples.llm.pretraining import make_optimizer
 
 
-class Host:
-    """What can be asked of a host, by the name of the method."""
-
-    def __init__(self, config: dict[str, Any]):
-        self._config = config
-        self._steps: dict[str | None, Any] = {}  # compiled, by setting
-        self._trainings: dict[str | None, _Training] = {}  # of these, by setting
+class TrainingHost(Host):
+    """One worker of the training."""
 
     def join(self) -> dict[str, Any]:
-        """Joins the others and reads the text."""
-        config = self._config
-        jax.config.update("jax_num_cpu_devices", 1)
-        joining.join(config["coordinator"], config["num_hosts"], config["host"])
+        """Join the other hosts and read the text."""
+        answer, config = super().join(), self.config
+        self._steps: dict[str | None, Any] = {}  # compiled, by setting
+        self._trainings: dict[str | None, _Training] = {}  # of these, by setting
         self._everyone, self._alone = _mesh(jax.devices()), _mesh(jax.local_devices())
         with np.load(Path(config["folder"]) / "text.npz") as text:
             self._corpus = text["corpus"]
-            self._held_out = text["held_out"][config["host"] :: config["num_hosts"]]
-        self._structure, self._params = new_model(ModelConfig(**config["model"]))
+            self._held_out = text["held_out"][self.index :: self.num_hosts]
+        self._structure, self._params = abstract_model(ModelConfig(**config["model"]))
         self._optimizer = make_optimizer(config["learning_rate"], config["steps"])
         self._evaluate = jax.jit(_evaluation_of(self._structure))
-        return {}
+        return answer
 
     def begin(self, setting: str | None, seed: int) -> dict[str, Any]:
-        """Takes one step to compile and to warm up, then goes back to the pre-trained weights.
+        """Take one step to compile and to warm up, then go back to the pre-trained weights.
 
         Args:
-          setting: how to average gradients; None to train alone, without any network.
+          setting: how to average gradients; None to train without any network.
           seed: chooses weights, batches and rounding.
         """
         mesh = self._alone if setting is None else self._everyone
@@ -70,31 +64,26 @@ class Host:
         return {}
 
     def advance(self, setting: str | None, steps: int) -> dict[str, Any]:
-        """Trains on, and says how long every step took until its result was there."""
-        measure.barrier()
+        """Train on, and return how long every step took until its result was there."""
+        barrier()
         return {"seconds": self._trainings[setting].advance(steps)}
 
     def checksum(self, setting: str) -> dict[str, Any]:
-        """CRC-32 of this host's copy of the parameters."""
+        """Return the CRC-32 of this host's copy of the parameters."""
         checksum = 0
         for leaf in jax.tree.leaves(self._trainings[setting].own_params()):
             checksum = zlib.crc32(np.asarray(leaf), checksum)
         return {"checksum": checksum}
 
     def evaluate(self, setting: str) -> dict[str, Any]:
-        """Loss and accuracy on this host's share of the held-out text; no network is involved."""
+        """Return loss and accuracy on this host's share of the held-out text."""
         loss, accuracy = self._evaluate(self._trainings[setting].own_params(), self._held_out)
         return {"loss": float(loss), "accuracy": float(accuracy)}
 
-    def stop(self) -> dict[str, Any]:
-        """Leaves the others in order, after which it may be ended at any time."""
-        jax.distributed.shutdown()
-        return {}
-
     def _start(self, mesh: Mesh, seed: int) -> tuple[Any, Any]:
-        """Pre-trained parameters and the optimizer's state, a copy on every device of a mesh."""
+        """Read pre-trained parameters and make the optimizer's state, a copy on every device."""
         everywhere = NamedSharding(mesh, P())
-        with np.load(Path(self._config["folder"]) / f"weights{seed}.npz") as file:
+        with np.load(Path(self.config["folder"]) / f"weights{seed}.npz") as file:
             leaves = [
                 jax.make_array_from_process_local_data(everywhere, file[name])
                 for name in file.files
@@ -103,15 +92,15 @@ class Host:
         return params, jax.jit(self._optimizer.init, out_shardings=everywhere)(params)
 
     def _batches(self, mesh: Mesh, seed: int) -> list[tuple[jax.Array, jax.Array]]:
-        """Tokens, int32 [hosts * batch, context + 1], and key of each step: the same windows for
-        every setting, of which this host has its own.
+        """Return tokens, int32 [hosts * batch, context + 1], and key of each step: the same windows
+        for every setting, of which this host has its own.
         """
-        config = self._config
+        config = self.config
         everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
         key = jax.jit(
             lambda step: jax.random.fold_in(jax.random.key(seed), step), out_shardings=everywhere
         )
-        count, own = config["num_hosts"] * config["batch"], config["host"] * config["batch"]
+        count, own = self.num_hosts * config["batch"], self.index * config["batch"]
         batches = []
         for step in range(config["steps"]):
             windows = random_windows(
@@ -129,7 +118,7 @@ class _Training:
         self._step, self._state, self._batches = step, state, iter(batches)
 
     def advance(self, steps: int) -> list[float]:
-        """Takes so many steps; seconds of each."""
+        """Take some steps and return the seconds of each."""
         seconds = []
         for tokens, key in itertools.islice(self._batches, steps):
             start = time.perf_counter()
@@ -139,7 +128,7 @@ class _Training:
         return seconds
 
     def own_params(self) -> Any:
-        """This process's copy of the parameters."""
+        """Return this process's copy of the parameters."""
         return jax.tree.map(lambda leaf: leaf.addressable_data(0), self._state[0])
 
 
@@ -148,7 +137,9 @@ def _mesh(devices: list[jax.Device]) -> Mesh:
 
 
 def _evaluation_of(structure: nnx.GraphDef) -> Any:
-    """A function of parameters and tokens: cross entropy (nats a token) and next-token accuracy."""
+    """Return a function of parameters and tokens to cross entropy (nats a token) and next-token
+    accuracy.
+    """
 
     def evaluate(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         model, targets = nnx.merge(structure, params), tokens[:, 1:]
@@ -160,4 +151,4 @@ def _evaluation_of(structure: nnx.GraphDef) -> Any:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Host)
+    serve(sys.argv[1], TrainingHost)

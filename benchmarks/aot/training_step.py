@@ -1,5 +1,5 @@
-"""What of a data-parallel training step travels while the backward pass computes: the step of a
-small model, scheduled for several GPUs, with gradients in one bucket and in one for each layer.
+"""A data-parallel training step of a small model, scheduled for several GPUs with gradients in one
+bucket or in one for each layer, and the bytes that travel while the backward pass computes.
 """
 
 import dataclasses
@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import h200
-from benchmarks.aot.names import topology_of
-from benchmarks.aot.table import new_table
+from benchmarks.plain_tables import print_table
+from dynamiq_jax.topologies import resolve_topology
 
 TOPOLOGIES = (
     "exact",
     "ring",
-    "ring:unroll",
-    "ring:bidirectional:unroll",
+    "ring:unroll=True",
+    "ring:bidirectional=True:unroll=True",
     "butterfly",
     "all_to_all",
 )
@@ -37,7 +36,7 @@ _LEAST_SHARE, _LEAST_SHARE_OF_LOOP = 0.6, 0.35
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training step: how gradients travel, and the options of XLA."""
+    """A training step: path of the gradients, buckets, and options of XLA."""
 
     topology: str  # or "exact"
     buckets: int
@@ -45,7 +44,7 @@ class Case:
 
 
 def cases(topologies: Sequence[str]) -> list[Case]:
-    """A bucket for each layer, and one for all; exact sums go by matrix."""
+    """Return steps with a bucket for each layer and with one for all; exact sums go by matrix."""
     both = (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
     result = []
     for name in topologies:
@@ -59,7 +58,7 @@ def cases(topologies: Sequence[str]) -> list[Case]:
 
 
 def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
-    """Compiles one training step: a row of the table."""
+    """Compile one training step: a row of the table."""
     split, whole = PartitionSpec("data"), PartitionSpec()
     count = _LAYERS * _MATRICES
     program = h200.compile_for(
@@ -104,6 +103,27 @@ def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
     }
 
 
+def print_steps(rows: list[dict[str, Any]], workers: int) -> None:
+    """Print a table of what travels under the backward pass, if anything was compiled."""
+    if rows:
+        print_table(
+            f"Training step on {workers} H200: transfers under a matmul of the backward pass",
+            "buckets,transfers,in loops,under a matmul,of the bytes,options of XLA",
+            [
+                [
+                    row["topology"],
+                    str(row["buckets"]),
+                    str(row["transfers"]),
+                    str(row["transfers_in_loops"]),
+                    str(row["transfers_under_matmul"]),
+                    f"{row['share_of_bytes_under_matmul']:.0%}",
+                    _options(row),
+                ]
+                for row in rows
+            ],
+        )
+
+
 def _step(case: Case) -> Any:
     method = dq.DynamiQ(implementation="triton")
 
@@ -125,8 +145,8 @@ def _step(case: Case) -> Any:
                 "data",
                 key=jax.random.wrap_key_data(key_data),
                 method=method,
-                topology=topology_of(case.topology),
-                bucket_bytes=_LAYERS * _LAYER_BYTES // case.buckets,
+                topology=resolve_topology(case.topology),
+                options=dq.Options(bucket_bytes=_LAYERS * _LAYER_BYTES // case.buckets),
             )
         return jax.tree.map(lambda param, gradient: param - 0.1 * gradient, params, mean)
 
@@ -164,25 +184,6 @@ def _transfers(program: h200.Program) -> Iterator[_Transfer]:
             )
 
 
-def table(rows: list[dict[str, Any]], workers: int) -> Table:
-    """What travels under the backward pass."""
-    result = new_table(
-        f"Training step on {workers} H200: transfers under a matmul of the backward pass",
-        "buckets,transfers,in loops,under a matmul,of the bytes,options of XLA",
-    )
-    for row in rows:
-        options = ", ".join(
-            f"{name.rpartition('_collective_')[2]}={value}"
-            for name, value in row["options"].items()
-        )
-        result.add_row(
-            row["topology"],
-            str(row["buckets"]),
-            str(row["transfers"]),
-            str(row["transfers_in_loops"]),
-            str(row["transfers_under_matmul"]),
-            f"{row['share_of_bytes_under_matmul']:.0%}",
-            options or "-",
-            style="red" if row["problems"] else None,
-        )
-    return result
+def _options(row: dict[str, Any]) -> str:
+    named = row["options"].items()
+    return ", ".join(f"{key.rpartition('_collective_')[2]}={value}" for key, value in named) or "-"

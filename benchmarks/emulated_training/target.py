@@ -1,7 +1,7 @@
-"""When a run reaches the target.
+"""The loss that runs have to reach, and the time at which one does.
 
-The exact run lowers the evaluation loss from what the pre-trained weights have to the lowest that
-it ever has. The 99 % target is the loss at which it has made 99 % of that way. A run reaches it
+The exact run lowers the evaluation loss from that of the pre-trained weights to the lowest that it
+ever has. The 99 % target is the loss at which it has made 99 % of that way. A run reaches it
 where the lowest loss it has had so far crosses it, between two evaluations on a straight line.
 """
 
@@ -13,7 +13,7 @@ FRACTIONS = (0.99, 0.995)
 
 
 def target_loss(exact: Sequence[float], fraction: float) -> float:
-    """Loss after a fraction of the exact run's way, from its losses at the evaluations.
+    """Return the loss after a fraction of the exact run's way, from its losses at the evaluations.
 
     >>> target_loss([5.0, 4.5, 4.0], 0.99)
     4.01
@@ -22,7 +22,7 @@ def target_loss(exact: Sequence[float], fraction: float) -> float:
 
 
 def reached(at: Sequence[float], losses: Sequence[float], target: float) -> float | None:
-    """Where a run reaches a target; None if it never does.
+    """Return the place where a run reaches a target; None if it never does.
 
     Args:
       at: seconds or steps of the evaluations, ascending.

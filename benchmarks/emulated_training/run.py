@@ -1,31 +1,24 @@
-"""Training on emulated hosts: a process each, which are told when to train and when to stop."""
+"""Runs of a training on emulated hosts, which are told when to train and when to stop."""
 
 import contextlib
 import dataclasses
 import itertools
-import json
-import os
 import statistics
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dynamiq_jax._workshop import namespaces
 from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.hosts import Hosts, joined_hosts, link_patience
 from dynamiq_jax._workshop.joining import START_TIMEOUT
-from dynamiq_jax._workshop.processes import Workers, python_environment
 from dynamiq_jax._workshop.units import format_rate
-
-_PORT = 9876  # of the coordinator; free in every fresh namespace
-_HOST = Path(__file__).with_name("host.py")
 
 
 @dataclasses.dataclass
 class Run:
-    """What one run recorded. Dictionaries are by the number of steps taken before."""
+    """Record of one run. Dictionaries are by the number of steps taken before."""
 
     setting: str
     seed: int
@@ -41,22 +34,22 @@ class Run:
         return float(np.median(np.max(self.host_seconds, axis=1)))
 
     def clock(self, steps: int) -> float:
-        """Seconds that so many steps took, on the slowest host; evaluation is left out."""
+        """Return the seconds of the first steps, on the slowest host and without evaluation."""
         return float(np.sum(self.host_seconds[:steps], axis=0).max()) if steps else 0.0
 
 
 class Trainers:
-    """Processes that train together; see `trainers`."""
+    """Hosts that train together; see `trainers`."""
 
-    def __init__(self, network: namespaces.Network, workers: Workers, timeout: float):
-        self._network, self._workers, self._timeout = network, workers, timeout
+    def __init__(self, hosts: Hosts):
+        self._hosts = hosts
 
     def alone(self, seed: int, steps: int) -> float:
-        """Seconds of a step of all hosts at once, each by itself: what is not the all-reduce."""
-        self._ask({"do": "begin", "setting": None, "seed": seed}, "compiling", START_TIMEOUT)
-        answers = self._ask(
-            {"do": "advance", "setting": None, "steps": steps}, "training without a network"
-        )
+        """Return the seconds of a step without the all-reduce, on all hosts at once."""
+        request = {"do": "begin", "setting": None, "seed": seed}
+        self._hosts.ask(request, "compiling", patience=START_TIMEOUT)
+        request = {"do": "advance", "setting": None, "steps": steps}
+        answers = self._hosts.ask(request, "training without a network")
         return float(np.median(np.max([answer["seconds"] for answer in answers], axis=0)))
 
     def train(
@@ -69,9 +62,9 @@ class Trainers:
         evaluate_at: Collection[int],
         advance: Callable[[str], None],
     ) -> list[Run]:
-        """Trains with every setting, from the pre-trained weights of a seed.
+        """Train with every setting, from the pre-trained weights of a seed.
 
-        They take turns, a few steps each, so that a change of the machine's load meets all.
+        Settings take turns, a few steps each, so that a change of the machine's load meets all.
 
         Args:
           settings: how to average gradients, and the bytes that each host sends in a step.
@@ -84,20 +77,19 @@ class Trainers:
         Raises:
           CommandError: replicas differ, or a process ended, failed or did not answer in time.
         """
-        self._network.set_rate(rate)
+        self._hosts.network.set_rate(rate)
         at = "an unlimited link" if rate is None else format_rate(rate)
-        # Five times the longest that the link alone takes: it may be slow and not stuck.
-        link = 0.0 if rate is None else 5 * 8 * max(settings.values()) / rate
+        link = link_patience(max(settings.values()), rate)
         runs = [Run(setting, seed, rate) for setting in settings]
         for run in runs:
             request = {"do": "begin", "setting": run.setting, "seed": seed}
-            self._ask(request, f"compiling {run.setting}", START_TIMEOUT + link)
+            self._hosts.ask(request, f"compiling {run.setting}", patience=START_TIMEOUT + link)
         for before, stop in itertools.pairwise([0, *stops]):
             for run in runs:
                 doing = f"training with {run.setting} at {at}"
                 if stop > before:
                     request = {"do": "advance", "setting": run.setting, "steps": stop - before}
-                    answers = self._ask(request, doing, (stop - before) * link)
+                    answers = self._hosts.ask(request, doing, patience=(stop - before) * link)
                     run.host_seconds.extend(zip(*(a["seconds"] for a in answers), strict=True))
                 run.checksums[stop] = self._checksum(run.setting, doing)
                 if stop in evaluate_at:
@@ -107,55 +99,38 @@ class Trainers:
 
     def _evaluate(self, run: Run, stop: int) -> None:
         request = {"do": "evaluate", "setting": run.setting}
-        answers = self._ask(request, f"evaluating {run.setting}")
+        answers = self._hosts.ask(request, f"evaluating {run.setting}")
         run.losses[stop] = statistics.fmean(answer["loss"] for answer in answers)
         run.accuracies[stop] = statistics.fmean(answer["accuracy"] for answer in answers)
 
     def _checksum(self, setting: str, doing: str) -> int:
-        answers = self._ask({"do": "checksum", "setting": setting}, doing)
+        answers = self._hosts.ask({"do": "checksum", "setting": setting}, doing)
         found = {answer["checksum"] for answer in answers}
         if len(found) > 1:
             raise CommandError(f"hosts hold different parameters, {doing}: a bug of the all-reduce")
         return found.pop()
 
-    def _ask(
-        self, request: dict[str, Any], doing: str, longer: float = 0.0
-    ) -> list[dict[str, Any]]:
-        return self._workers.ask(request, timeout=self._timeout + longer, doing=doing)
-
 
 @contextlib.contextmanager
 def trainers(
-    num_hosts: int, folder: Path, timeout: float, config: dict[str, Any]
+    num_hosts: int, folder: Path, timeout: float, config: Mapping[str, Any]
 ) -> Iterator[Trainers]:
-    """Hosts and their processes, for the time of a `with` block.
+    """Emulate hosts that train, for the time of a `with` block.
 
     Args:
-      num_hosts: how many.
+      num_hosts: number of hosts.
       folder: has text.npz (int32 `corpus` [tokens] and `held_out` [windows, context + 1], as many
         for each host) and, for every seed, weights{seed}.npz (leaves of the parameters in order).
       timeout: seconds without an answer, beyond what the link takes, after which all is ended.
-      config: what the hosts need to know besides: model, batch, context, learning_rate, steps.
+      config: what the hosts have to know besides: model, batch, context, learning_rate, steps.
     """
-    with namespaces.emulated(num_hosts) as network:
-        common = config | {
-            "parent": os.getpid(),
-            "coordinator": f"{network.address(0)}:{_PORT}",
-            "num_hosts": num_hosts,
-            "folder": str(folder),
-        }
-        commands = [
-            network.command(host, [sys.executable, str(_HOST), json.dumps(common | {"host": host})])
-            for host in range(num_hosts)
-        ]
-        with Workers(commands, python_environment(num_hosts)) as workers:
-            workers.ask({"do": "join"}, timeout=START_TIMEOUT, doing="joining")
-            yield Trainers(network, workers, timeout)
-            workers.ask({"do": "stop"}, timeout=timeout, doing="stopping")
+    module, config = "benchmarks.emulated_training.host", {**config, "folder": str(folder)}
+    with joined_hosts(num_hosts, module, config, timeout=timeout) as hosts:
+        yield Trainers(hosts)
 
 
-def check_identical(runs: list[Run]) -> None:
-    """Raises CommandError unless runs of a setting and seed went through the same parameters, bit
+def check_identical(runs: Sequence[Run]) -> None:
+    """Raise CommandError unless runs of a setting and seed went through the same parameters, bit
     for bit, on all links.
     """
     first: dict[tuple[str, int], Run] = {}

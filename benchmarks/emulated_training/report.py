@@ -1,21 +1,18 @@
-"""What runs say: a record for the JSON file, tables and a plot."""
+"""Record of runs for the JSON file, tables and a plot."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
 from rich.table import Table
 
-from benchmarks.race.run import Run
-from benchmarks.race.target import FRACTIONS, reached, target_loss
+from benchmarks.emulated_training.run import Run
+from benchmarks.emulated_training.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._workshop import tables
 from dynamiq_jax._workshop.settings import BF16_RING, PSUM, is_same, parse_setting
 from dynamiq_jax._workshop.units import format_rate, format_seconds
-
-matplotlib.use("Agg")  # The plot goes to a file: no display is needed.
-from matplotlib import pyplot as plt
 
 TARGET = (
     "the evaluation loss at which the exact run (psum) has made 99 % (99.5 %) of its way from the "
@@ -26,7 +23,7 @@ TARGET = (
 PAPER = {"bf16": 0.408, "mxfp8": 0.345}
 REFERENCES = {"bf16": BF16_RING, "mxfp8": "mxfp8:ring"}
 LEGEND = {"loc": "outside right center", "frameon": False, "fontsize": "small"}
-COLOURS = {
+COLORS = {
     "psum": "tab:gray",
     "bf16": "tab:orange",
     "mxfp8": "tab:green",
@@ -41,7 +38,7 @@ COLOURS = {
 def summary(
     runs: Sequence[Run], costs: dict[str, dict[str, float]], compute_seconds: float
 ) -> dict[str, Any]:
-    """The record of a benchmark, or of what there is of it so far.
+    """Return the record of all runs so far.
 
     Args:
       runs: all runs; the first one's link and seed are those that were evaluated on the way.
@@ -78,7 +75,7 @@ def summary(
 def _on_link(
     run: Run, evaluated: Run, targets: dict[float, float], costs: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """Times of one setting on one link."""
+    """Return the times of one setting on one link."""
     steps, losses = list(evaluated.losses), list(evaluated.losses.values())
     at = [run.clock(step) for step in steps]
     wire = 8 * costs[run.setting]["bytes_per_worker"] / (run.rate or np.inf)
@@ -102,7 +99,9 @@ def _on_link(
 def _times_sooner(
     row: dict[str, Any], reference: str, links: Iterable[dict[str, Any]]
 ) -> dict[float, float]:
-    """How many times sooner than a reference on the same link, by target; where both get there."""
+    """Return by target, where both get there, how many times sooner than a reference on the same
+    link.
+    """
     for other in links:
         same_link = other["rate"] == row["rate"]
         if same_link and is_same(other["setting"], reference) and other is not row:
@@ -115,7 +114,7 @@ def _times_sooner(
 
 
 def _final_losses(runs: Sequence[Run], settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Evaluation loss after all steps, by seed, and how far it is off that of the exact run."""
+    """Return the evaluation loss after all steps, by seed, also relative to the exact run's."""
     last = max(runs[0].losses)
     by_seed: dict[str, dict[int, float]] = {name: {} for name in settings}
     for run in runs:
@@ -130,7 +129,7 @@ def _final_losses(runs: Sequence[Run], settings: Sequence[str]) -> list[dict[str
 
 
 def as_tables(results: dict[str, Any]) -> list[Table]:
-    """One table a link, and one of the final losses."""
+    """Make one table for each link, and one of the final losses."""
     made = []
     for rate in dict.fromkeys(row["rate"] for row in results["links"]):
         table = tables.table(
@@ -174,8 +173,9 @@ def as_tables(results: dict[str, Any]) -> list[Table]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Loss against time on every link; below, what DynamiQ saves, beside the paper's figures."""
+    """Draw loss against time on every link and, below, the time that DynamiQ saves."""
     rates = list(dict.fromkeys(row["rate"] for row in results["links"]))
+    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
     figure = plt.figure(figsize=(1.6 + 4 * max(2, len(rates)), 7.5), layout="constrained")
     above, below = figure.subfigures(2, height_ratios=(1.2, 1))
     curves = {curve["setting"]: curve for curve in results["curves"]}
@@ -203,7 +203,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def _draw_saved(axis: Any, name: str, links: list[dict[str, Any]], rates: list[float]) -> None:
-    """Share of a reference's time to the 99 % target that DynamiQ saves, in bars."""
+    """Draw the share of a reference's time to the 99 % target that DynamiQ saves, in bars."""
     settings = [s for s in dict.fromkeys(r["setting"] for r in links) if s.startswith("dynamiq")]
     width = 0.8 / max(1, len(settings))
     for index, setting in enumerate(settings):
@@ -212,7 +212,7 @@ def _draw_saved(axis: Any, name: str, links: list[dict[str, Any]], rates: list[f
         places = [rates.index(row["rate"]) + (index + 0.5) * width - 0.4 for row in rows]
         style = {"hatch": "//", "edgecolor": "white"} if _is_dashed(setting) else {}
         saved = [100 * (1 - 1 / ratio) for ratio in ratios]
-        axis.bar(places, saved, width, color=_colour(setting), label=setting, **style)
+        axis.bar(places, saved, width, color=_color(setting), label=setting, **style)
     percent = 100 * PAPER[name]
     axis.axhline(percent, color="tab:red", ls="--", label="the paper")
     axis.set_xticks(range(len(rates)), [format_rate(rate) for rate in rates])
@@ -221,11 +221,11 @@ def _draw_saved(axis: Any, name: str, links: list[dict[str, Any]], rates: list[f
 
 
 def _style(setting: str) -> dict[str, Any]:
-    return {"color": _colour(setting), "ls": "--" if _is_dashed(setting) else "-", "lw": 1.4}
+    return {"color": _color(setting), "ls": "--" if _is_dashed(setting) else "-", "lw": 1.4}
 
 
-def _colour(setting: str) -> str:
-    return next((c for name, c in COLOURS.items() if setting.startswith(name)), "black")
+def _color(setting: str) -> str:
+    return next((c for name, c in COLORS.items() if setting.startswith(name)), "black")
 
 
 def _is_dashed(setting: str) -> bool:

@@ -19,8 +19,16 @@ class PlainCodec:
 
     @property
     def wire_bytes(self) -> float:
-        """Of a coordinate."""
+        """Bytes of a coordinate on the wire."""
         return 1 + self.scale_bytes / self.block
+
+    def blocks(self, values: Array) -> Array:
+        """Cut values of any shape into blocks, float32 [blocks, block]."""
+        return values.reshape(-1, self.block).astype(jnp.float32)
+
+    def hop(self, codes: Array, scale: Array, blocks: Array) -> tuple[Array, Array]:
+        """Decode a message, add local blocks, and encode the sum."""
+        return self.encode(self.decode(codes, scale) + blocks)
 
 
 def _int8_encode(blocks: Array) -> tuple[Array, Array]:
@@ -48,7 +56,7 @@ def _mxfp8_decode(codes: Array, exponent: Array) -> Array:
 
 
 def _power_of_two(exponent: Array) -> Array:
-    """2 ^ (exponent - 127)."""
+    """Return 2 ^ (exponent - 127)."""
     return lax.bitcast_convert_type(exponent << np.uint32(23), jnp.float32)
 
 

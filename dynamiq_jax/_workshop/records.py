@@ -1,0 +1,36 @@
+"""Results in JSON files, with the environment and the options they were measured with. Imports
+nothing but what the library needs, as benchmarks run on machines that have no more.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write(path: Path, environment: Mapping[str, Any], config: Mapping[str, Any], results: Any):
+    """Write results to a file.
+
+    Args:
+      path: the file.
+      environment: hardware, versions and date.
+      config: options of the run.
+      results: what was measured.
+    """
+    write_json(path, {"environment": environment, "config": config, "results": results})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write numbers, texts and containers of them. A number that is not finite becomes null: JSON
+    has no infinity.
+    """
+    path.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
