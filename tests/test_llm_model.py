@@ -5,7 +5,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import llm_oracle as oracle
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,6 +12,7 @@ from flax import nnx
 from examples.llm.checkpoint import load
 from examples.llm.config import DecoderConfig, RopeScaling
 from examples.llm.model import Decoder, Embedding
+from tests.support import llm_oracle as oracle
 from tests.support.llm_configs import GEMMA, LLAMA
 
 TIME = 20

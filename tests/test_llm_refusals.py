@@ -2,15 +2,15 @@
 
 import json
 
-import llm_chat_templates as templates
 import numpy as np
 import pytest
-from dynamiq_jax.cli.errors import CommandError
 
 from examples import finetune_llm
 from examples.llm.documents import Turn
 from examples.llm.encoding import read_encoder
+from examples.llm.errors import RunError
 from examples.llm.snapshots import Snapshots
+from tests.support import llm_chat_templates as templates
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
@@ -21,12 +21,16 @@ CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes.
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     (
-        ("chat_template.jinja", "a\n{% if %}", r"template\.jinja has .* no Jinja, line 2 of it"),
-        ("chat_template.jinja", "{% generation %}", "no Jinja, line 1 of it"),
-        ("chat_template.jinja", b"\xff", "no text in UTF-8"),
+        (
+            "chat_template.jinja",
+            "a\n{% if %}",
+            r"template\.jinja has .* not valid Jinja, line 2 of it",
+        ),
+        ("chat_template.jinja", "{% generation %}", "not valid Jinja, line 1 of it"),
+        ("chat_template.jinja", b"\xff", "not UTF-8 text"),
         ("chat_template.jinja", "{{ bos_token }}", r'config\.json has no "bos_token". Add it'),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json is broken JSON.*again"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config\.json holds a list"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json has a list"),
         ("tokenizer_config.json", '{"chat_template": 3}', 'has "chat_template" 3. Give a string'),
         (
             "tokenizer_config.json",
@@ -38,8 +42,8 @@ CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes.
             '{"chat_template": "", "eos_token": 5}',
             r'config.json has "eos_token" 5. Give a string or',
         ),
-        ("tokenizer.json", "{", r"tokenizer\.json is no tokenizer: .*Copy or download"),
-        ("tokenizer.json", "{}", r"tokenizer\.json is no tokenizer: Model missing"),
+        ("tokenizer.json", "{", r"tokenizer\.json is not a tokenizer: .*Copy or download"),
+        ("tokenizer.json", "{}", r"tokenizer\.json is not a tokenizer: Model missing"),
     ),
 )
 def test_bad_files_are_named(name, content, words, tmp_path):
@@ -126,7 +130,7 @@ def test_documents_are_counted_through_the_part_that_is_held_out(tmp_path):
     ("content", "words"),
     (
         ("{", r"run\.json is broken JSON: .* Give --restart or another"),
-        ("[]", r"run\.json holds a list, not a JSON object\. Give --restart"),
+        ("[]", r"run\.json has a list, not a JSON object\. Give --restart"),
         (None, r"run\.json is missing\. Give --restart"),
         ("{}", "--workers is 2, but .* begun with None"),
     ),
@@ -137,5 +141,5 @@ def test_a_run_whose_facts_cannot_be_read_is_refused(content, words, tmp_path):
     (tmp_path / "run.json").unlink()
     if content is not None:
         (tmp_path / "run.json").write_text(content)
-    with pytest.raises(CommandError, match=words):
+    with pytest.raises(RunError, match=words):
         Snapshots(tmp_path, {"workers": 2})

@@ -1,11 +1,13 @@
-"""A tiny checkpoint and data for the fine-tuning example."""
+"""A tiny checkpoint, data and a mesh for the fine-tuning example."""
 
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
 from examples.llm import checkpoint
 from examples.llm.config import DecoderConfig
@@ -17,7 +19,7 @@ WORDS = ("the", "gradient", "of", "a", "loss", "is", "sent", "in", "five", "bits
 
 
 def write(folder: pathlib.Path) -> None:
-    """Writes FOLDER/start, a checkpoint with random weights, and FOLDER/chats.jsonl."""
+    """Write FOLDER/start, a checkpoint with random weights, and FOLDER/chats.jsonl."""
     tokenizer = byte_tokenizer(MARKS["llama3"])
     config = DecoderConfig(
         family="llama",
@@ -42,3 +44,9 @@ def write(folder: pathlib.Path) -> None:
             turns = [("user", user), ("assistant", assistant)]
             messages = [{"role": role, "content": content} for role, content in turns]
             file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def mesh_of(workers: int, fsdp: int = 1) -> Mesh:
+    """Make a mesh of the first devices."""
+    axes, devices = (AxisType.Auto,) * 2, jax.devices()[: workers * fsdp]
+    return jax.make_mesh((workers, fsdp), ("data", "fsdp"), axis_types=axes, devices=devices)

@@ -1,0 +1,196 @@
+"""The fine-tuning command in processes of its own: killed, in two processes, as a demonstration."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from examples import finetune_llm
+from examples.llm.metrics import read
+from examples.llm.options import Options
+from tests.support import llm_files, processes
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 6
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a checkpoint and chats."""
+    folder = tmp_path_factory.mktemp("llm")
+    llm_files.write(folder)
+    return folder
+
+
+def command(files, *options) -> subprocess.Popen:
+    """Starts the command. Runs of the same program compile it once."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Most of the time is that of the compiler.
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    words = [sys.executable, "-W", "error", "-m", "examples.finetune_llm", *map(str, options)]
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def begin(files, output, *more) -> subprocess.Popen:
+    """Starts a run whose state differs between all of its four devices: residuals and factors."""
+    options = {
+        "checkpoint": files / "start",
+        "data": files / "chats.jsonl",
+        "output-dir": output,
+        "method": "ef+powersgd",
+        "workers": 2,
+        "fsdp": 2,
+        "accumulate": 2,
+        "dtype": "bfloat16",
+        "steps": STEPS,
+        "context": 64,
+        "learning-rate": 1e-2,
+        "evaluate-every": 3,
+        "save-every": 1,
+        "sample-vnmse": 3,
+    }
+    return command(files, *(word for k, v in options.items() for word in (f"--{k}", v)), *more)
+
+
+def end(process: subprocess.Popen) -> str:
+    try:
+        output = process.communicate(timeout=processes.TIMEOUT)[0]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def losses(output: pathlib.Path) -> list[dict]:
+    """All records, without times."""
+    records = read(output / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
+
+
+def last_state(output: pathlib.Path):
+    """Parameters, moments and the method's state of all devices after the last step."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore((output / f"checkpoints/{STEPS}/default").resolve())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(files):
+    """The output folder of a run that nobody interrupts."""
+    output = files / "uninterrupted"
+    text = end(begin(files, output))
+    assert "perplexity" in text and (output / "curves.png").exists()
+    return output
+
+
+@slow
+def test_killed_and_started_again_it_ends_with_the_same_bits(files, uninterrupted, tmp_path):
+    process = begin(files, tmp_path)
+    try:
+        # Records come before checkpoints: this may be before, in or after that of the third step.
+        deadline = time.monotonic() + processes.TIMEOUT
+        while len(read(tmp_path / "metrics.jsonl")) <= 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()[: saved + 1]
+    assert 0 < saved < STEPS
+
+    end(begin(files, tmp_path))
+    assert losses(tmp_path) == losses(uninterrupted)
+    # Steps before the checkpoint are not taken again: even their times are the same.
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[: saved + 1] == before
+    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (tmp_path, uninterrupted))
+    assert ours == theirs
+    ours, theirs = (last_state(output) for output in (tmp_path, uninterrupted))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for own, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+@slow
+def test_two_processes_have_the_losses_of_one(files, uninterrupted, tmp_path):
+    joined = ("--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", 2)
+    running = [begin(files, tmp_path, *joined, "--process-id", rank) for rank in range(2)]
+    try:
+        texts = [end(process) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert "perplexity" in texts[0] and "perplexity" not in texts[1]  # one of them reports
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
+@slow
+def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
+    short = ("--pretrain-steps", 1, "--steps", 1, "--workers", 2)
+    text = end(command(files, *short, "--output-dir", tmp_path))
+    assert "5.00 bits" not in text
+    for name in ("before", "exact (psum)", "dynamiq:5:ring", "difference"):
+        assert f" {name} " in text
+    for name in ("curves.png", "model/model.safetensors"):
+        assert (tmp_path / name).stat().st_size > 0
+    summaries = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [round(run["bits"]) for run in summaries.values()] == [32, 5]
+    exact, compressed = losses(tmp_path / "exact"), losses(tmp_path)
+    assert exact[0] == compressed[0] and exact[1]["loss"] == compressed[1]["loss"]
+    assert exact[1]["evaluation_loss"] != compressed[1]["evaluation_loss"]
+    assert exact[1]["vnmse"] == 0 and 1e-4 < compressed[1]["vnmse"] < 0.05
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    (
+        ({"steps": 0}, r"--steps is 0\. Give at least 1"),
+        ({"context": 0}, r"--context is 0\. Give at least 1"),
+        ({"fsdp": 2, "batch": 3}, r"--batch is 3\. Give a multiple of --fsdp, which is 2"),
+        ({"checkpoint": pathlib.Path("a")}, r"--data is None\. Give --checkpoint and --data"),
+        ({"num_processes": 2}, "Give --coordinator, --num-processes and --process-id"),
+        ({"evaluation_share": 1.0}, r"--evaluation-share is 1\.0"),
+    ),
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    (
+        ({"method": "dynamic"}, "--method: method='dynamic' is not known"),
+        ({"checkpoint": pathlib.Path("none"), "data": pathlib.Path("none")}, "--checkpoint"),
+    ),
+)
+def test_wrong_names_are_refused_in_one_line(options, words, monkeypatch):
+    monkeypatch.setattr(finetune_llm, "make_mesh", lambda *_, **__: llm_files.mesh_of(2))
+    with pytest.raises(SystemExit, match=f"^finetune_llm: {words}"):
+        finetune_llm.main(Options(**options))
