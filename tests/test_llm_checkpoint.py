@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from examples.llm import checkpoint
 from examples.llm.checkpoint import load, named_leaves, save
 from examples.llm.model import abstract_params
+from examples.llm.stored_tensors import StoredTensor
 from tests.support import llm_oracle as oracle
 from tests.support.llm_configs import GEMMA, LLAMA
 
@@ -140,13 +141,13 @@ def test_only_the_parts_of_a_sharding_are_read(llama, monkeypatch):
     folder, tensors = llama
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     reads = []
-    read = checkpoint._Tensor.__getitem__
+    read = StoredTensor.__getitem__
 
     def counted(tensor, index):
         reads.append(read(tensor, index).size)
         return read(tensor, index)
 
-    monkeypatch.setattr(checkpoint._Tensor, "__getitem__", counted)
+    monkeypatch.setattr(StoredTensor, "__getitem__", counted)
     load(folder, shardings=NamedSharding(mesh, P("fsdp")))
     assert sum(reads) == sum(tensor.size for tensor in tensors.values())
     assert max(reads) == max(tensor.size for tensor in tensors.values()) // 8

@@ -10,13 +10,13 @@ import time
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from examples import finetune_llm
 from examples.llm.metrics import read
 from examples.llm.options import Options
 from tests.support import llm_files, processes
+from tests.support.llm_files import last_state, losses
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 6
@@ -53,16 +53,13 @@ def command(files, *options) -> subprocess.Popen:
 
 
 def begin(files, output, *more) -> subprocess.Popen:
-    """Starts a run whose state differs between all of its four devices: residuals and factors."""
+    """Starts a run of two workers, each with a residual and factors of its own."""
     options = {
         "checkpoint": files / "start",
         "data": files / "chats.jsonl",
         "output-dir": output,
         "method": "ef+powersgd",
         "workers": 2,
-        "fsdp": 2,
-        "accumulate": 2,
-        "dtype": "bfloat16",
         "steps": STEPS,
         "context": 64,
         "learning-rate": 1e-2,
@@ -83,29 +80,32 @@ def end(process: subprocess.Popen) -> str:
     return output
 
 
-def losses(output: pathlib.Path) -> list[dict]:
-    """All records, without times."""
-    records = read(output / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
-
-
-def last_state(output: pathlib.Path):
-    """Parameters, moments and the method's state of all devices after the last step."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore((output / f"checkpoints/{STEPS}/default").resolve())
-
-
 @pytest.fixture(scope="module")
-def uninterrupted(files):
-    """The output folder of a run that nobody interrupts."""
-    output = files / "uninterrupted"
-    text = end(begin(files, output))
-    assert "perplexity" in text and (output / "curves.png").exists()
-    return output
+def together(files):
+    """The output folder of a run in two processes, and what each of them wrote to its console."""
+    output = files / "together"
+    joined = ("--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", 2)
+    running = [begin(files, output, *joined, "--process-id", rank) for rank in range(2)]
+    try:
+        return output, [end(process) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
 
 
 @slow
-def test_killed_and_started_again_it_ends_with_the_same_bits(files, uninterrupted, tmp_path):
+def test_one_of_two_processes_reports(together):
+    output, texts = together
+    assert "perplexity" in texts[0] and "perplexity" not in texts[1]
+    assert (output / "curves.png").exists()
+
+
+@slow
+def test_killed_and_started_again_a_run_ends_with_the_bits_of_two_processes(
+    files, together, tmp_path
+):
+    """Nobody interrupts the two processes, which have one of its two devices each."""
     process = begin(files, tmp_path)
     try:
         # Records come before checkpoints: this may be before, in or after that of the third step.
@@ -122,36 +122,20 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(files, uninterrupte
     assert 0 < saved < STEPS
 
     end(begin(files, tmp_path))
-    assert losses(tmp_path) == losses(uninterrupted)
     # Steps before the checkpoint are not taken again: even their times are the same.
     assert (tmp_path / "metrics.jsonl").read_text().splitlines()[: saved + 1] == before
-    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (tmp_path, uninterrupted))
+    assert losses(tmp_path) == losses(together[0])
+    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (tmp_path, together[0]))
     assert ours == theirs
-    ours, theirs = (last_state(output) for output in (tmp_path, uninterrupted))
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for own, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(own, other)
-
-
-@slow
-def test_two_processes_have_the_losses_of_one(files, uninterrupted, tmp_path):
-    joined = ("--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", 2)
-    running = [begin(files, tmp_path, *joined, "--process-id", rank) for rank in range(2)]
-    try:
-        texts = [end(process) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
-    assert "perplexity" in texts[0] and "perplexity" not in texts[1]  # one of them reports
-    assert losses(tmp_path) == losses(uninterrupted)
+    ours, theirs = (last_state(output, STEPS) for output in (tmp_path, together[0]))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 @slow
 def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
     short = ("--pretrain-steps", 1, "--steps", 1, "--workers", 2)
-    text = end(command(files, *short, "--output-dir", tmp_path))
-    assert "5.00 bits" not in text
+    small = ("--context", 32, "--evaluation-rows", 8)
+    text = end(command(files, *short, *small, "--output-dir", tmp_path))
     for name in ("before", "exact (psum)", "dynamiq:5:ring", "difference"):
         assert f" {name} " in text
     for name in ("curves.png", "model/model.safetensors"):

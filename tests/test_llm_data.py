@@ -63,7 +63,7 @@ def test_files_are_read(tmp_path):
         ("a.jsonl", b"[1]", "line 1: list instead of an object"),
         ("a.jsonl", b"{", "line 1: not JSON"),
         ("a.jsonl", b'{"messages": [{"role": "tool", "content": ""}]}', "system, user, assistant"),
-        ("a.txt", b" \n", "no text in it"),
+        ("a.txt", b" \n", "it has no text"),
         ("a.txt", b"\xff\xfe", "UTF-8"),
     ),
 )

@@ -21,8 +21,9 @@ from examples.llm.options import Options
 from examples.llm.snapshots import Snapshots, forget
 from examples.llm.training import Recipe, initial_state
 from tests.support import llm_files
+from tests.support.llm_files import last_state, losses
 
-STEPS, WORKERS = 8, 2
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,10 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def command(files):
-    """`command(output)`: run the command in this process. Its step is compiled once."""
+    """`command(output)`: run the command in this process, two workers of two devices each.
+
+    Its step is compiled once.
+    """
     steps = []
 
     def train_step(*arguments):
@@ -49,6 +53,7 @@ def command(files):
             "output_dir": output,
             "method": "ef+topk_chunked:4",
             "context": 64,
+            "fsdp": 2,
             "steps": STEPS,
             "learning_rate": 1e-2,
             "evaluate_every": 4,
@@ -62,7 +67,7 @@ def command(files):
     with pytest.MonkeyPatch.context() as patch:
         make_step = finetuning.train_step
         patch.setattr(finetuning, "train_step", train_step)
-        patch.setattr(finetune_llm, "make_mesh", lambda *_, **__: llm_files.mesh_of(WORKERS))
+        patch.setattr(finetune_llm, "make_mesh", lambda *_, **__: llm_files.mesh_of(2, 2))
         yield run
 
 
@@ -72,12 +77,6 @@ def output(command, tmp_path_factory):
     folder = tmp_path_factory.mktemp("output")
     command(folder)
     return folder
-
-
-def losses(output) -> list[dict]:
-    """All records, without times."""
-    records = read(output / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
 
 
 # -------------------------------------------------------------------------------------- one command
@@ -105,7 +104,7 @@ def test_the_command_learns_and_writes_a_checkpoint_that_it_can_read(files, outp
 
 
 def test_a_run_resumes_bit_identically_from_its_last_checkpoint(command, output, tmp_path):
-    """With residuals that differ between workers. It is as if step 8 was never saved."""
+    """With residuals that differ between devices. Step 8 is as if it was never saved."""
     interrupted = tmp_path / "output"
     shutil.copytree(output, interrupted)
     shutil.rmtree(interrupted / "checkpoints" / str(STEPS))
@@ -118,6 +117,8 @@ def test_a_run_resumes_bit_identically_from_its_last_checkpoint(command, output,
     assert (interrupted / "metrics.jsonl").read_text().splitlines()[:7] == lines[:7]
     ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (interrupted, output))
     assert ours == theirs
+    ours, theirs = (last_state(o, STEPS) for o in (interrupted, output))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_another_number_of_workers_or_another_run_is_refused(output):
