@@ -1,5 +1,7 @@
 """The mean gradient of the fine-tuning example, over a mesh of workers and their parts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,15 @@ def standard_promotion():
         yield
 
 
+@functools.cache
+def two_steps(method: str, topology: str, fsdp: int):
+    """Means and states of two steps; only the second is measured."""
+    init, update = init_and_update(Averaging(method=method, topology=topology), fsdp)
+    state = init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+    first = update(gradients(), state, np.bool_(False))
+    return first, update(gradients(), first[1], np.bool_(True))
+
+
 @pytest.mark.parametrize(
     ("method", "topology", "fsdp", "errors"),
     (  # `errors`: about half and twice the vNMSE of these gradients
@@ -68,11 +79,8 @@ def standard_promotion():
     ),
 )
 def test_every_replica_has_the_same_bits_of_a_mean(method, topology, fsdp, errors):
-    init, update = init_and_update(Averaging(method=method, topology=topology), fsdp)
-    state = init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-    _, state = update(gradients(), state, np.bool_(False))
-    assert np.isnan(state.vnmse)
-    mean, state = update(gradients(), state, np.bool_(True))
+    (_, first), (mean, state) = two_steps(method, topology, fsdp)
+    assert np.isnan(first.vnmse) and state.all_reduce.step == 2
     exact = {name: leaf.mean(axis=0) for name, leaf in gradients().items()}
     np.testing.assert_allclose(mean["small"], exact["small"], rtol=1e-5)
     flat, truth = (np.concatenate([np.ravel(t[n]) for n in SHAPES]) for t in (mean, exact))
@@ -85,6 +93,17 @@ def test_every_replica_has_the_same_bits_of_a_mean(method, topology, fsdp, error
             copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
         assert [len(bits) for bits in copies.values()] == [1] * len(copies)
     assert len({str(shard.index) for shard in mean["even"].addressable_shards}) == fsdp
+
+
+def test_what_a_step_leaves_out_is_in_the_next_one():
+    """Means and residuals of the workers add up to the gradients."""
+    (first, _), (second, state) = two_steps("ef+topk_chunked:4", "ring", 1)
+    (kept,) = state.all_reduce.method
+    residual = np.split(np.mean(kept.residual, axis=0), [first["even"].size])
+    for name, left_out in zip(("even", "odd"), residual, strict=True):
+        found = np.ravel(first[name] + second[name]) + left_out
+        # What is left is the rounding of the sums to bfloat16, which no worker can know.
+        assert vnmse(found, 2 * gradients()[name].mean(axis=0).ravel()) < 2e-5
 
 
 def test_the_seed_chooses_the_rounding_noise():

@@ -138,6 +138,11 @@ def test_a_run_with_another_method_is_refused_in_one_line(command, output):
         command(output, method="bf16")
 
 
+def test_a_run_with_other_data_is_refused(command, output):
+    with pytest.raises(SystemExit, match=r"started with data '\w+', now '\w+'\."):
+        command(output, context=32)
+
+
 def test_a_model_is_not_written_over_the_one_it_came_from(files, command):
     with pytest.raises(SystemExit, match=r"--checkpoint is .*/model, which --output-dir"):
         command(files, checkpoint=files / "model")

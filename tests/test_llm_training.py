@@ -1,6 +1,7 @@
 """Training of the fine-tuning example: the recipe, the gradient, and options that save memory."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -83,47 +84,50 @@ def task_of(files, fsdp=1, **options):
     return finetune_llm.read_task(options, llm_files.mesh_of(WORKERS, fsdp))[1]
 
 
-def trained(task, folder):
-    """Parameters and records of three exact steps."""
+def test_training_is_that_of_one_device_on_the_mean_over_all_targets(files, tmp_path):
+    """With sharded parameters, two micro-batches, and blocks that are computed again.
+
+    Workers have different numbers of targets: the mean of their means would be another one.
+    """
+    task = task_of(files, batch=2, fsdp=2, accumulate=2, remat=True)
     # Optax adds float32 to int32, which the tests forbid elsewhere.
     with jax.numpy_dtype_promotion("standard"):
-        params, records = finetune(task, recipe(), Every(save=9), folder)
-    return jax.tree.leaves(params), records
-
-
-@pytest.fixture(scope="module")
-def plain(files, tmp_path_factory):
-    return trained(task_of(files, batch=4), tmp_path_factory.mktemp("plain"))
-
-
-def test_the_gradient_is_that_of_the_mean_over_all_targets(files, plain):
-    """Workers have different numbers of targets: the mean of their means would be another one."""
-    task = task_of(files, batch=4)
-    rows = Rows(*(f[rows_of_step(len(f), count=8, seed=0, step=0)] for f in task.rows))
-    counts = rows.learned.reshape(WORKERS, -1).sum(axis=1)
-    assert counts[0] != counts[1]
-
-    def loss(params):
-        return loss_and_hits(task.structure, params, rows)[0] / np.float32(counts.sum())
-
-    expected, grads = jax.jit(jax.value_and_grad(loss))(jax.device_get(task.load()))
-    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
-    _, records = plain
-    assert records[1]["loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert records[1]["gradient_norm"] == pytest.approx(norm, rel=1e-4)
-
-
-def test_options_that_save_memory_train_the_same(files, plain, tmp_path):
-    """Sharded parameters, two micro-batches, and blocks that are computed again."""
-    task = task_of(files, batch=2, fsdp=2, accumulate=2, remat=True)
-    leaves, records = trained(task, tmp_path)
-    for name in ("loss", "gradient_norm"):
-        own, other = ([record[name] for record in r[1:]] for r in (records, plain[1]))
-        np.testing.assert_allclose(own, other, rtol=1e-4)
-    for ours, theirs in zip(leaves, plain[0], strict=True):
+        params, records = finetune(task, recipe(), Every(save=9), tmp_path)
+        expected, reports = on_one_device(task_of(files), steps=3, batch=8)
+    for record, (loss, norm) in zip(records[1:], reports, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-4)
+        assert record["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+    for ours, theirs in zip(*map(jax.tree.leaves, (params, expected)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
+    leaves = jax.tree.leaves(params)
     parts = {leaf.size // leaf.addressable_shards[0].data.size for leaf in leaves}
     assert max(parts) == 2
+
+
+def on_one_device(task, steps, batch):
+    """Parameters after some steps, and the loss and gradient norm of each."""
+    rule = recipe().update_rule()
+    params = jax.device_get(task.load())
+    state = rule.init(params)
+
+    @jax.jit
+    def step(params, state, rows):
+        def loss(params):
+            return loss_and_hits(task.structure, params, rows)[0] / jnp.sum(rows.learned)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = rule.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
+
+    reports = []
+    for index in range(steps):
+        chosen = rows_of_step(len(task.rows.tokens), count=batch, seed=0, step=index)
+        rows = Rows(*(field[chosen] for field in task.rows))
+        counts = rows.learned.reshape(WORKERS, -1).sum(axis=1)
+        assert index or counts[0] != counts[1]
+        params, state, loss, norm = step(params, state, rows)
+        reports.append((float(loss), float(norm)))
+    return params, reports
 
 
 def test_the_evaluation_is_the_mean_over_all_held_out_targets(files):
