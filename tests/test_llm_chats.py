@@ -2,7 +2,6 @@
 
 import json
 
-import llm_chat_templates as templates
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +15,7 @@ from examples.llm.documents import Turn
 from examples.llm.encoding import Encoded, Encoder, read_encoder
 from examples.llm.export import write_model
 from examples.llm.special_tokens import SpecialTokens
+from tests.support import llm_chat_templates as templates
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))

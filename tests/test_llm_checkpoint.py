@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import llm_oracle as oracle
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 from examples.llm import checkpoint
 from examples.llm.checkpoint import load, named_leaves, save
 from examples.llm.model import abstract_params
+from examples.llm.stored_tensors import StoredTensor
+from tests.support import llm_oracle as oracle
 from tests.support.llm_configs import GEMMA, LLAMA
 
 FAMILIES = pytest.mark.parametrize("hf", [LLAMA, GEMMA], ids=["llama", "gemma3"])
@@ -140,13 +141,13 @@ def test_only_the_parts_of_a_sharding_are_read(llama, monkeypatch):
     folder, tensors = llama
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     reads = []
-    read = checkpoint._Tensor.__getitem__
+    read = StoredTensor.__getitem__
 
     def counted(tensor, index):
         reads.append(read(tensor, index).size)
         return read(tensor, index)
 
-    monkeypatch.setattr(checkpoint._Tensor, "__getitem__", counted)
+    monkeypatch.setattr(StoredTensor, "__getitem__", counted)
     load(folder, shardings=NamedSharding(mesh, P("fsdp")))
     assert sum(reads) == sum(tensor.size for tensor in tensors.values())
     assert max(reads) == max(tensor.size for tensor in tensors.values()) // 8
@@ -229,7 +230,7 @@ def test_a_folder_without_weights_is_refused(llama):
 def test_a_file_that_was_cut_off_is_named(llama):
     file = llama[0] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is no complete safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
         load(llama[0])
 
 
@@ -299,8 +300,8 @@ def test_files_may_be_in_subfolders_and_links_to_where_a_cache_keeps_them(tmp_pa
         (b'{"a": 1', "is broken JSON: Expecting ',' delimiter"),
         (b'{"a": "\xff\xff"}', "is broken JSON: .*decode"),
         (b"[" * 10**5, "is broken JSON: "),
-        (b"[]", "holds a list, not a JSON object"),
-        (b"null", "holds a NoneType, not a JSON object"),
+        (b"[]", "has a list, not a JSON object"),
+        (b"null", "has a NoneType, not a JSON object"),
     ),
 )
 def test_broken_json_names_its_file(name, content, words, tmp_path):

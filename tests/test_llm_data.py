@@ -4,7 +4,6 @@ import json
 import pathlib
 
 import jax
-import llm_chat_templates as templates
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +14,7 @@ from examples.llm.batches import place, rows_of_step
 from examples.llm.documents import Turn, hold_out, read_documents
 from examples.llm.encoding import Encoded, Encoder, read_encoder
 from examples.llm.packing import Rows, pack
+from tests.support import llm_chat_templates as templates
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
@@ -63,7 +63,7 @@ def test_files_are_read(tmp_path):
         ("a.jsonl", b"[1]", "line 1: list instead of an object"),
         ("a.jsonl", b"{", "line 1: not JSON"),
         ("a.jsonl", b'{"messages": [{"role": "tool", "content": ""}]}', "system, user, assistant"),
-        ("a.txt", b" \n", "no text in it"),
+        ("a.txt", b" \n", "it has no text"),
         ("a.txt", b"\xff\xfe", "UTF-8"),
     ),
 )

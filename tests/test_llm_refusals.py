@@ -1,16 +1,14 @@
-"""What the fine-tuning example refuses: broken files, and templates that fail or break out."""
+"""Refusals of the fine-tuning example: broken files, and templates that fail or break out."""
 
 import json
 
-import llm_chat_templates as templates
-import numpy as np
 import pytest
-from dynamiq_jax.cli.errors import CommandError
 
 from examples import finetune_llm
 from examples.llm.documents import Turn
 from examples.llm.encoding import read_encoder
-from examples.llm.snapshots import Snapshots
+from examples.llm.options import Options
+from tests.support import llm_chat_templates as templates
 from tests.support.llm_tokenizers import MARKS, byte_tokenizer
 
 CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes."))
@@ -21,12 +19,12 @@ CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes.
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     (
-        ("chat_template.jinja", "a\n{% if %}", r"template\.jinja has .* no Jinja, line 2 of it"),
-        ("chat_template.jinja", "{% generation %}", "no Jinja, line 1 of it"),
-        ("chat_template.jinja", b"\xff", "no text in UTF-8"),
+        ("chat_template.jinja", "a\n{% if %}", r"template\.jinja .* not valid Jinja, line 2"),
+        ("chat_template.jinja", "{% generation %}", "not valid Jinja, line 1"),
+        ("chat_template.jinja", b"\xff", "not UTF-8 text"),
         ("chat_template.jinja", "{{ bos_token }}", r'config\.json has no "bos_token". Add it'),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json is broken JSON.*again"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config\.json holds a list"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json has a list"),
         ("tokenizer_config.json", '{"chat_template": 3}', 'has "chat_template" 3. Give a string'),
         (
             "tokenizer_config.json",
@@ -38,8 +36,8 @@ CHAT = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes.
             '{"chat_template": "", "eos_token": 5}',
             r'config.json has "eos_token" 5. Give a string or',
         ),
-        ("tokenizer.json", "{", r"tokenizer\.json is no tokenizer: .*Copy or download"),
-        ("tokenizer.json", "{}", r"tokenizer\.json is no tokenizer: Model missing"),
+        ("tokenizer.json", "{", r"tokenizer\.json is not a tokenizer: .*Copy or download"),
+        ("tokenizer.json", "{}", r"tokenizer\.json is not a tokenizer: Model missing"),
     ),
 )
 def test_bad_files_are_named(name, content, words, tmp_path):
@@ -84,6 +82,8 @@ def test_templates_neither_leave_the_sandbox_nor_change_a_chat(source, tmp_path)
         ("{{ raise_exception('no system turn') }}", "TemplateError: no system turn. Change the"),
         ("{{ nothing.name }}", "'nothing' is undefined"),
         ("{{ 1 + 'a' }}", "TypeError"),
+        # `json.dumps` would call it outside of the sandbox.
+        ("{{ messages | tojson(default=strftime_now) }}", "TypeError: .*'default'"),
         ("{% for i in range(10000000) %}{% endfor %}", "OverflowError"),
     ),
 )
@@ -109,9 +109,7 @@ def test_documents_are_counted_through_the_part_that_is_held_out(tmp_path):
     other.write_text(lines("good"))
 
     def read(data, evaluation_data):
-        options = finetune_llm.Options(
-            checkpoint=tmp_path, data=data, evaluation_data=evaluation_data
-        )
+        options = Options(checkpoint=tmp_path, data=data, evaluation_data=evaluation_data)
         return finetune_llm.read_task(options, mesh=None)
 
     for held_out in (None, other):
@@ -120,22 +118,3 @@ def test_documents_are_counted_through_the_part_that_is_held_out(tmp_path):
             read(data, held_out)
     with pytest.raises(ValueError, match=r"^--evaluation-data .*data\.jsonl, document 10: "):
         read(other, data)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    (
-        ("{", r"run\.json is broken JSON: .* Give --restart or another"),
-        ("[]", r"run\.json holds a list, not a JSON object\. Give --restart"),
-        (None, r"run\.json is missing\. Give --restart"),
-        ("{}", "--workers is 2, but .* begun with None"),
-    ),
-)
-def test_a_run_whose_facts_cannot_be_read_is_refused(content, words, tmp_path):
-    with Snapshots(tmp_path, {"workers": 2}) as snapshots:
-        snapshots.save(1, {"a": np.ones(2, np.float32)})
-    (tmp_path / "run.json").unlink()
-    if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    with pytest.raises(CommandError, match=words):
-        Snapshots(tmp_path, {"workers": 2})

@@ -1,12 +1,12 @@
-"""Render chats with the Jinja template of the checkpoint.
+"""Render chats with the Jinja template of a checkpoint.
 
-A template is a program from elsewhere. It runs in jinja2's immutable sandbox, with the names that
-Hugging Face's tokenizers define for templates.
+A template is a program that came with the weights. It runs in jinja2's immutable sandbox, with the
+names that Hugging Face's tokenizers define for templates.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,72 +19,72 @@ from examples.llm.json_files import read_object
 
 JINJA = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "mask_token")
 
-# The time that `strftime_now` formats. With that of the clock, a run that goes on tomorrow would
-# have other data, and so would hosts around midnight. Templates of Llama 3 fall back to this day.
+# The date that `strftime_now` formats, to which Llama 3's own templates fall back. With the date of
+# the clock, a run that resumes on another day would have other data.
 NOW = datetime(2024, 7, 26)
 
-Message = dict[str, str]  # "role" and "content"
+Message = dict[str, str]  # with "role" and "content"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A checkpoint's template, ready to render chats."""
+    """A compiled chat template."""
 
-    file: Path  # where it is from, for errors
+    file: Path  # named in errors
     template: Template
-    tokens: Mapping[str, str]  # names such as "bos_token" with the text of the token
-    marks_generation: bool  # whether it has generation blocks
+    tokens: Mapping[str, str]  # texts of special tokens, by names such as "bos_token"
+    marks_generation: bool  # True if it has generation blocks
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Render a chat with the checkpoint's template.
+        """Render a chat.
 
         Args:
           messages: the chat.
-          add_generation_prompt: end where an answer of the assistant would begin.
+          add_generation_prompt: end the text where an answer of the assistant would begin.
 
         Returns:
           The text, in which generation blocks are marked.
 
         Raises:
-          ValueError: the template fails, raises an exception of its own, or does what the sandbox
-            forbids.
+          ValueError: the template fails, raises an exception of its own, or leaves the sandbox.
         """
         variables = {
             **self.tokens,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            # Templates compare these with none, which an undefined name is not.
+            # Templates compare these with none, which an undefined name does not equal.
             "tools": None,
             "documents": None,
         }
         try:
             return self.template.render(variables)
-        except Exception as error:  # Any: the sandbox limits what a template does, not its errors.
+        except Exception as error:  # The sandbox does not limit which errors a template raises.
             raise ValueError(
                 f"{self.file} fails for the first {len(messages)} messages: "
                 f"{type(error).__name__}: {error}. Change the chat or the template."
             ) from error
 
     def parts(self, messages: Sequence[Message]) -> list[Part]:
-        """Render a chat and find what the assistant says in it.
+        """Render a chat, split into what the assistant says and the rest.
 
-        The text in generation blocks is learned, to the letter. Without blocks, prefixes of the
-        chat are compared, for every message i of the assistant: the text of `messages[: i + 1]`
-        goes on where that of `messages[:i]` with a generation prompt ends. White space at its end
-        is not learned, as it comes after the mark that ends a turn.
+        If the template has generation blocks, exactly their text is learned. Otherwise prefixes of
+        the chat are rendered. For each message i of the assistant, the text of `messages[: i + 1]`
+        begins with that of `messages[:i]` and a generation prompt. What follows is learned, except
+        white space at its end, which comes after the mark that ends a turn.
 
-        The limit: if a template ignores `add_generation_prompt`, its words before an answer, such
-        as the role, are learned too. Generation blocks help there as well.
+        The limit: if a template without blocks ignores `add_generation_prompt`, its words before an
+        answer, such as the role, are learned too.
 
         Args:
           messages: the chat.
 
         Returns:
-          The rendered text in parts, none of them empty.
+          The text in parts, none of them empty.
 
         Raises:
-          ValueError: the template fails, or an earlier text is not how the whole one begins.
+          ValueError: the template fails, or the text of a prefix is not a prefix of the text.
         """
         whole = self.render(messages)
         if self.marks_generation:
@@ -102,8 +102,8 @@ class ChatTemplate:
             if not nested or len(prompt) < done:
                 raise ValueError(
                     f"{self.file} rewrites earlier text when message {i + 1} of a chat is added, "
-                    "so that what the assistant says cannot be told from the rest. Write {% "
-                    "generation %} before it and {% endgeneration %} behind it in the template."
+                    "so that the assistant's words cannot be told from the rest. Write {% "
+                    "generation %} before them and {% endgeneration %} after them in the template."
                 )
             end = len(through.rstrip())
             parts += [Part(whole[done : len(prompt)], False), Part(whole[len(prompt) : end], True)]
@@ -112,7 +112,7 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint folder.
+    """Read the chat template of a checkpoint.
 
     Args:
       folder: the checkpoint, with a template in chat_template.jinja or else in
@@ -122,7 +122,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
       The template, or None if there is none.
 
     Raises:
-      ValueError: one of the files is broken, or the template uses a token that is not named.
+      ValueError: a file is broken, or the template uses a token that is not defined.
     """
     config_file = folder / TOKENIZER_CONFIG
     config = read_object(config_file) if config_file.exists() else {}
@@ -131,14 +131,14 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         try:
             source = file.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is no text in UTF-8: {error}. Convert it first.") from None
+            raise ValueError(f"{file} is not UTF-8 text: {error}. Convert it first.") from None
     else:
         file, source = config_file, _template_of(config, config_file)
     return None if source is None else _compile(source, file, config, config_file)
 
 
 def _template_of(config: Mapping[str, Any], file: Path) -> str | None:
-    """Find the default template in the content of a tokenizer_config.json."""
+    """Return the default template of a tokenizer_config.json."""
     match config.get("chat_template"):
         case None:
             return None
@@ -170,22 +170,27 @@ def _compile(source: str, file: Path, config: Mapping[str, Any], config_file: Pa
     except (TemplateError, SyntaxError, RecursionError) as error:
         line = getattr(error, "lineno", "?")
         raise ValueError(
-            f"{file} has a chat template that is no Jinja, line {line} of it: {error}. Correct it."
+            f"{file} has a chat template that is not valid Jinja, line {line}: {error}. Correct it."
         ) from None
     for name in meta.find_undeclared_variables(parsed) & {"bos_token", "eos_token"}:
-        # Jinja would write nothing in its place. A null stands for a model without one.
+        # Jinja would render nothing instead. A null stands for a model without this token.
         if name not in config:
             raise ValueError(
-                f'{file} writes {name}, but {config_file} has no "{name}". Add it there, null if '
+                f'{file} uses {name}, but {config_file} has no "{name}". Add it there, null if '
                 "there is none."
             )
-    return ChatTemplate(file, template, _tokens(config, config_file), has_generation(parsed))
+    return ChatTemplate(
+        file=file,
+        template=template,
+        tokens=_tokens(config, config_file),
+        marks_generation=has_generation(parsed),
+    )
 
 
 def _tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """Read the texts of the special tokens that tokenizer_config.json names."""
+    """Return the texts of the special tokens that a tokenizer_config.json names."""
     tokens = {}
-    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "mask_token"):
+    for name in SPECIAL_TOKENS:
         match config.get(name):
             case None:
                 pass
@@ -205,7 +210,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write a value as JSON, without the HTML escapes of jinja2's own filter."""
+    """Write a value as JSON, without the HTML escapes of jinja2's own filter.
+
+    It takes no other arguments of `json.dumps`, such as `default`, which is a function that would
+    run outside of the sandbox.
+    """
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -216,5 +225,5 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    """Refuse a chat, as templates do that cannot render it."""
+    """Reject a chat that a template cannot render."""
     raise TemplateError(message)

@@ -1,133 +1,105 @@
-"""What a decoder looks like, read from the `config.json` of a Hugging Face checkpoint.
+"""Shape of a decoder, from and to the `config.json` of a Hugging Face checkpoint.
 
-Everything in that file that would change the network and is not built here is refused by name.
-What has nothing to do with the network, such as token ids, is kept and written back.
+Keys that would change the network in a way that is not implemented are refused by name. Keys that
+do not concern the network, such as token ids, are kept and written again.
 """
 
-from __future__ import annotations
-
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Family = Literal["llama", "gemma3"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those of pre-training.
+    """Stretching of rotary frequencies, for contexts longer than that of pre-training."""
 
-    Attributes:
-        kind: "linear" divides all frequencies by `factor`; "llama3" only the low ones, with a
-            smooth transition to the high ones.
-        factor: How much longer the context is.
-        low_frequency_factor: "llama3": fewer turns than this over the original context are low.
-        high_frequency_factor: "llama3": more turns than this are high.
-        original_positions: "llama3": the context of pre-training.
-    """
-
+    # "linear" divides all frequencies by `factor`; "llama3" divides the low ones, with a smooth
+    # transition to the high ones.
     kind: Literal["linear", "llama3"]
-    factor: float
+    factor: float  # ratio of the context lengths
+    # For "llama3": frequencies of fewer turns than this over the original context are low.
     low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_positions: int = 8192
+    high_frequency_factor: float = 4.0  # for "llama3": those of more turns are high
+    original_positions: int = 8192  # for "llama3": the context of pre-training
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a decoder.
+    """Shape of a decoder."""
 
-    Attributes:
-        family: "llama" or "gemma3": norms, activation, and scale of the embedding follow from it.
-        vocabulary: Number of token ids.
-        width: Features per token.
-        mlp_width: Features inside the gated MLP.
-        layers: Number of blocks.
-        heads: Query heads per block.
-        kv_heads: Key and value heads per block, each shared by `heads / kv_heads` query heads.
-        head_dim: Features per head.
-        norm_epsilon: Added to the mean square inside every norm.
-        rope_theta: Base of the rotary frequencies.
-        rope_scaling: How they are stretched; never on local layers.
-        local_rope_theta: Base of the rotary frequencies of local layers.
-        sliding_window: How many tokens, its own among them, a token sees in a local layer.
-        local_layers: For each block, whether it is local; empty for none.
-        query_scale: Products of queries and keys are divided by the root of this; None for
-            `head_dim`.
-        tie_embeddings: Whether the embedding is also the output layer.
-        max_positions: Longest context that the checkpoint was made for; not enforced.
-        source: The `config.json` that this was read from. Not compared.
-    """
-
-    family: Family
-    vocabulary: int
-    width: int
-    mlp_width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_epsilon: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    local_rope_theta: float = 10_000.0
+    family: Family  # determines norms, activation, and scale of the embedding
+    vocabulary: int  # token ids
+    width: int  # features per token
+    mlp_width: int  # features inside the gated MLP
+    layers: int  # blocks
+    heads: int  # query heads per block
+    kv_heads: int  # key and value heads per block; `heads / kv_heads` query heads share one
+    head_dim: int  # features per head
+    norm_epsilon: float = 1e-6  # added to the mean square inside each norm
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling | None = None  # never used in local layers
+    local_rope_theta: float = 10_000.0  # base of the rotary frequencies of local layers
+    # Tokens to which a token attends in a local layer, itself included.
     sliding_window: int | None = None
-    local_layers: tuple[bool, ...] = ()
+    local_layers: tuple[bool, ...] = ()  # for each block: True if it is local; empty for none
+    # Products of queries and keys are divided by the root of this; None for `head_dim`.
     query_scale: float | None = None
-    tie_embeddings: bool = False
-    max_positions: int = 2048
-    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    tie_embeddings: bool = False  # True if the embedding is also the output layer
+    max_positions: int = 2048  # context that the checkpoint was made for; not enforced
+    # The `config.json` that this was read from.
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
         if self.family not in ("llama", "gemma3"):
-            raise ValueError(f"family is {self.family!r}; it has to be 'llama' or 'gemma3'.")
+            raise ValueError(f"family is {self.family!r}. Give 'llama' or 'gemma3'.")
         for name in ("vocabulary", "width", "mlp_width", "layers", "heads", "kv_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it has to be a positive integer.")
+                raise ValueError(f"{name} is {value!r}. Give a positive integer.")
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"kv_heads is {self.kv_heads}; it has to divide heads, which is {self.heads}."
+                f"kv_heads is {self.kv_heads}. Give a divisor of heads, which is {self.heads}."
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim is {self.head_dim}; it has to be even, as features rotate in pairs."
+                f"head_dim is {self.head_dim}. Give an even number: features rotate in pairs."
             )
         if len(self.local_layers) not in (0, self.layers):
             raise ValueError(
-                f"local_layers has {len(self.local_layers)} entries; it needs one for each of the "
+                f"local_layers has {len(self.local_layers)} entries. Give one for each of the "
                 f"{self.layers} layers."
             )
         if any(self.local_layers) and (self.sliding_window is None or self.sliding_window < 1):
             raise ValueError(
-                f"sliding_window is {self.sliding_window}; local layers need at least 1."
+                f"sliding_window is {self.sliding_window}. Give at least 1 for local layers."
             )
 
     def is_local(self, layer: int) -> bool:
-        """Whether tokens of a layer, counted from 0, see those of a sliding window only."""
+        """Return whether tokens of a layer, counted from 0, attend to a sliding window only."""
         return bool(self.local_layers) and self.local_layers[layer]
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
-        """Reads the content of a `config.json`.
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """Read the content of a `config.json`.
 
         Args:
-            hf: Its keys and values; `model_type` is "llama", "gemma3_text" or "gemma3", of which
-                only the text part is read.
+          hf: its keys and values, with a `model_type` of "llama", "gemma3_text" or "gemma3". Of the
+            last, only the text part is read.
 
         Returns:
-            The configuration.
+          The configuration.
 
         Raises:
-            ValueError: It describes a network that is not built here; the message names all of
-                the keys.
+          ValueError: the network is not implemented; the message names all keys that prevent it.
         """
         hf = _text_part(hf)
         family = _FAMILIES[hf["model_type"]]
         read = _DEFAULTS[family] | {key: value for key, value in hf.items() if value is not None}
         problems = [*_unsupported(read), *_unsupported_rope(read), *_unsupported_layers(read)]
         if problems:
-            raise ValueError("config.json has what is not supported:\n  " + "\n  ".join(problems))
+            raise ValueError("config.json is not supported:\n  " + "\n  ".join(problems))
         rope, local_rope = _rope(read)
         heads = read["num_attention_heads"]
         head_dim = read.get("head_dim", read["hidden_size"] // heads)
@@ -155,7 +127,7 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a `config.json`: exactly what was read, where nothing was changed."""
+        """Return the content of a `config.json`, the same as was read if nothing has changed."""
         if self.source and DecoderConfig.from_hf(self.source) == self:
             return dict(self.source)
         gemma = self.family == "gemma3"
@@ -193,7 +165,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 ACTIVATIONS = {"llama": "silu", "gemma3": "gelu_pytorch_tanh"}
 _FAMILIES: dict[str, Family] = {"llama": "llama", "gemma3_text": "gemma3"}
 
-# What a key that is absent means; files may leave out all of these.
+# Values of keys that a file leaves out.
 _DEFAULTS: dict[Family, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32000,
@@ -227,10 +199,10 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
     },
 }
 
-# Spellings of what a changed configuration writes in another one.
+# Other spellings of keys that a changed configuration writes.
 _REPLACED = ("rope_parameters", "sliding_window_pattern", "_sliding_window_pattern")
 
-# Keys that change the network, with the values that do not.
+# Keys that change the network, with the values that leave it as it is.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -242,9 +214,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
 }
 
+# Keys of the "llama3" scaling and the arguments of RopeScaling.
+_LLAMA3_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_positions",
+}
+
 
 def _text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a `config.json` that may describe an image encoder too."""
+    """Return the part of a `config.json` that describes the language model."""
     kind = hf.get("model_type")
     if kind == "gemma3" and isinstance(hf.get("text_config"), Mapping):
         outer = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
@@ -253,16 +233,15 @@ def _text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
         return names | tokens | dict(hf["text_config"])
     if kind not in _FAMILIES:
         raise ValueError(
-            f"model_type is {kind!r}; checkpoints of type 'llama', 'gemma3_text' or 'gemma3' "
-            "can be read."
+            f"model_type is {kind!r}. Give a checkpoint of type 'llama', 'gemma3_text' or 'gemma3'."
         )
     return hf
 
 
 def _unsupported(read: Mapping[str, Any]) -> list[str]:
-    """Says what each key is that would need a network that is not built here."""
+    """Describe the keys that need a network that is not implemented."""
     problems = [
-        f"{key} is {read[key]!r}: this is not built; remove it from config.json only if the "
+        f"{key} is {read[key]!r}, which is not implemented. Remove it from config.json only if the "
         "weights do not need it."
         for key, neutral in _NEUTRAL.items()
         if key in read and read[key] not in neutral
@@ -270,12 +249,12 @@ def _unsupported(read: Mapping[str, Any]) -> list[str]:
     activation = ACTIVATIONS[_FAMILIES[read["model_type"]]]
     for key in ("hidden_act", "hidden_activation"):
         if read.get(key, activation) != activation:
-            problems.append(f"{key} is {read[key]!r}; it has to be {activation!r}.")
+            problems.append(f"{key} is {read[key]!r}. Only {activation!r} is implemented.")
     return problems
 
 
 def _layer_types(read: Mapping[str, Any]) -> list[str]:
-    """`LOCAL` or `GLOBAL` for each block."""
+    """Return `LOCAL` or `GLOBAL` for each block."""
     layers = read["num_hidden_layers"]
     if "layer_types" in read:
         return list(read["layer_types"])
@@ -286,21 +265,22 @@ def _layer_types(read: Mapping[str, Any]) -> list[str]:
 
 
 def _unsupported_layers(read: Mapping[str, Any]) -> list[str]:
+    """Describe what is not supported in the types of the layers."""
     known = {GLOBAL} if read["model_type"] == "llama" else {GLOBAL, LOCAL}
     types = _layer_types(read)
     problems = []
     if other := sorted(set(types) - known):
-        problems.append(f"layer_types has {other}; it may have {sorted(known)}.")
+        problems.append(f"layer_types has {other}. Only {sorted(known)} are implemented.")
     if len(types) != read["num_hidden_layers"]:
         problems.append(
-            f"layer_types has {len(types)} entries; num_hidden_layers is "
+            f"layer_types has {len(types)} entries, but num_hidden_layers is "
             f"{read['num_hidden_layers']}."
         )
     return problems
 
 
 def _rope(read: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Rotary parameters of global and of local layers, from the old keys or the new one."""
+    """Return the rotary parameters of global and local layers, from the old keys or the new one."""
     local = {"rope_theta": read.get("rope_local_base_freq", 10_000.0)}
     old = {"rope_theta": read["rope_theta"], **read.get("rope_scaling", {})}
     new = read.get("rope_parameters", {})
@@ -314,28 +294,22 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _unsupported_rope(read: Mapping[str, Any]) -> list[str]:
+    """Describe what is not supported in the rotary parameters."""
     rope, local_rope = _rope(read)
     problems = []
     if (kind := _rope_type(rope)) not in ("default", "linear", "llama3"):
-        problems.append(f"rope_type is {kind!r}; it may be 'default', 'linear' or 'llama3'.")
+        problems.append(
+            f"rope_type is {kind!r}. Only 'default', 'linear' and 'llama3' are implemented."
+        )
     if (kind := _rope_type(local_rope)) != "default":
-        problems.append(f"rope_type of {LOCAL} is {kind!r}; it may be 'default'.")
+        problems.append(f"rope_type of {LOCAL} is {kind!r}. Only 'default' is implemented.")
     if rope.get("partial_rotary_factor", 1) != 1:
         problems.append(
-            f"partial_rotary_factor is {rope['partial_rotary_factor']}: all features have to turn."
+            f"partial_rotary_factor is {rope['partial_rotary_factor']}. Only 1 is implemented."
         )
     wanted = {"linear": ["factor"], "llama3": list(_LLAMA3_KEYS)}.get(_rope_type(rope), [])
-    problems += [f"{key} is missing beside rope_type." for key in wanted if key not in rope]
+    problems += [f"{key} is missing. Add it beside rope_type." for key in wanted if key not in rope]
     return problems
-
-
-# Keys of the "llama3" scaling and the arguments of RopeScaling.
-_LLAMA3_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_positions",
-}
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -1,14 +1,11 @@
-"""The text: two corpora that come with every Python, a tokenizer and batches of tokens.
+"""Text that comes with every Python, a tokenizer for it, and windows of tokens.
 
-Pre-training reads the source code of the standard library, fine-tuning the Python language
-reference that `help()` shows. Neither needs a download.
+Pre-training reads the source code of the standard library. Fine-tuning reads the Python language
+reference, which `help()` shows. Neither needs a download.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import sysconfig
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -19,23 +16,16 @@ END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048
 SOURCE_CODE_CHARACTERS = 4_000_000
 TOKENIZER_CHARACTERS = 1_000_000
-HOLD_OUT_EVERY = 10
+HOLD_OUT_EVERY = 10  # topics
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpora:
-    """Three texts as token ids, each an int32 vector.
+    """Three texts as token ids, each an int32 vector."""
 
-    Attributes:
-        source_code: The standard library, for pre-training.
-        reference: The language reference, for fine-tuning.
-        held_out: Topics of the language reference that training never sees.
-        tokenizer: What turned the text into ids, to decode them again.
-    """
-
-    source_code: np.ndarray
-    reference: np.ndarray
-    held_out: np.ndarray
+    source_code: np.ndarray  # the standard library, for pre-training
+    reference: np.ndarray  # the language reference, for fine-tuning
+    held_out: np.ndarray  # topics of the language reference that are not in `reference`
     tokenizer: Tokenizer
 
     @property
@@ -45,7 +35,7 @@ class Corpora:
 
 
 def load_corpora() -> Corpora:
-    """Reads both corpora and trains a tokenizer on a sample of each.
+    """Read the texts and train a tokenizer on a sample of both kinds.
 
     The result depends on the Python version alone.
     """
@@ -63,55 +53,58 @@ def load_corpora() -> Corpora:
 def random_windows(
     tokens: np.ndarray, *, count: int, context: int, seed: int, step: int
 ) -> np.ndarray:
-    """Draws the batch of one training step.
+    """Draw the batch of a training step.
 
-    The draw depends on its arguments alone, so that two runs see the same batches without
-    sharing any state.
+    The draw depends on the arguments alone, so that two runs see the same batches without shared
+    state.
 
     Args:
-        tokens: A corpus, int32 `[length]`.
-        count: How many windows to draw.
-        context: How many tokens the model reads.
-        seed: Seed of the run.
-        step: Step within the run.
+      tokens: corpus, int32 `[length]`.
+      count: number of windows.
+      context: tokens that the model reads.
+      seed: seed of the run.
+      step: step within the run.
 
     Returns:
-        int32 `[count, context + 1]`: the one token more is the last one to predict.
+      int32 `[count, context + 1]`. The additional token is the last target.
     """
     starts = np.random.default_rng((seed, step)).integers(len(tokens) - context, size=count)
     return tokens[starts[:, None] + np.arange(context + 1)]
 
 
 def all_windows(tokens: np.ndarray, *, context: int, multiple_of: int) -> np.ndarray:
-    """Cuts a corpus into windows, for evaluation.
+    """Cut a corpus into windows, for evaluation.
 
     Args:
-        tokens: A corpus, int32 `[length]`.
-        context: How many tokens the model reads.
-        multiple_of: The number of windows is rounded down to a multiple of this, because
-            every worker has to take the same share.
+      tokens: corpus, int32 `[length]`.
+      context: tokens that the model reads.
+      multiple_of: the number of windows is rounded down to a multiple of this, so that all workers
+        take the same share.
 
     Returns:
-        int32 `[windows, context + 1]`.
+      int32 `[windows, context + 1]`.
+
+    Raises:
+      ValueError: the corpus is too short.
     """
     count = len(tokens) // (context + 1)
     count -= count % multiple_of
     if count == 0:
         longest = len(tokens) // multiple_of - 1
         raise ValueError(
-            f"--context is {context}: the held-out text has {len(tokens):,} tokens, "
-            f"which {multiple_of} workers share, so give at most {longest}."
+            f"--context is {context}, but the held-out text has {len(tokens):,} tokens for "
+            f"{multiple_of} workers. Give at most {longest}."
         )
     return tokens[: count * (context + 1)].reshape(count, context + 1)
 
 
 def _standard_library() -> list[str]:
-    """The top-level modules in alphabetical order, up to a total size."""
+    """Read the top-level modules in alphabetical order, up to a total size."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not files:
         raise FileNotFoundError(
-            "This Python ships its standard library without source code; "
-            "run the example with one that has it, such as any from python.org."
+            "This Python has no source code of its standard library. Use one that has it, such as "
+            "one from python.org."
         )
     texts, size = [], 0
     for file in files:
@@ -123,11 +116,11 @@ def _standard_library() -> list[str]:
 
 
 def _language_reference() -> tuple[list[str], list[str]]:
-    """The topics to train on and the topics held out."""
+    """Return the topics to train on and the topics held out."""
     names = sorted(topics)
     held_out = [topics[name] for name in names[::HOLD_OUT_EVERY]]
-    # Topics quote one another at length. Without dropping what the held-out ones share with
-    # the others, the evaluation would reward memory.
+    # Topics quote one another at length. If the others kept the paragraphs of the held-out ones,
+    # the evaluation would reward memorization.
     seen = {paragraph for text in held_out for paragraph in text.split("\n\n")}
     train = []
     for index, name in enumerate(names):
@@ -137,13 +130,14 @@ def _language_reference() -> tuple[list[str], list[str]]:
     return train, held_out
 
 
-def _sample(texts: list[str]) -> Iterable[str]:
-    """Evenly spaced texts that amount to roughly `TOKENIZER_CHARACTERS`."""
+def _sample(texts: list[str]) -> list[str]:
+    """Return evenly spaced texts of about `TOKENIZER_CHARACTERS` in all."""
     stride = 1 + sum(map(len, texts)) // TOKENIZER_CHARACTERS
     return texts[::stride]
 
 
 def _train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -158,7 +152,7 @@ def _train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """One int32 vector of all texts, each followed by the end-of-text token."""
+    """Encode texts as one int32 vector. The end-of-text token follows each of them."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     encodings = tokenizer.encode_batch(texts)
     return np.concatenate([np.array([*e.ids, end], dtype=np.int32) for e in encodings])

@@ -1,13 +1,13 @@
-"""Something to fine-tune without a download: a small decoder of the Llama family, pre-trained here
-on the source code of the Python standard library, and the Python language reference as data.
+"""A checkpoint and data for the demonstration, made without a download.
+
+A small decoder of the Llama family is pre-trained on the source code of the Python standard
+library. The data is the Python language reference.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,34 +21,32 @@ from examples.llm.model import Decoder
 from examples.llm.pretraining import Params, pretrain
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Files that take the place of a user's own.
+    """Files of the demonstration."""
 
-    Attributes:
-        checkpoint: A checkpoint folder.
-        data: Documents to train on.
-        evaluation_data: Documents to evaluate on.
-    """
-
-    checkpoint: Path
-    data: Path
-    evaluation_data: Path
+    checkpoint: Path  # folder
+    data: Path  # documents to train on
+    evaluation_data: Path  # documents to evaluate on
 
 
 def prepare(folder: Path, *, steps: int, on_step: Callable[[int, str], None]) -> Demo:
-    """Writes a checkpoint and data; later calls find them again.
+    """Make a checkpoint and data, unless an earlier call has made them.
 
     Args:
-        folder: Where to write.
-        steps: Steps of pre-training.
-        on_step: Called after each with its index and a message.
+      folder: where to write.
+      steps: steps of pre-training.
+      on_step: called after each step with its index and a message.
 
     Returns:
-        Where everything is.
+      Where everything is.
     """
     target = folder / f"pretrained_{steps}"
-    demo = Demo(target, target / "train.jsonl", target / "evaluation.jsonl")
+    demo = Demo(
+        checkpoint=target,
+        data=target / "train.jsonl",
+        evaluation_data=target / "evaluation.jsonl",
+    )
     if target.exists():
         return demo
     corpora = load_corpora()
@@ -68,12 +66,12 @@ def prepare(folder: Path, *, steps: int, on_step: Callable[[int, str], None]) ->
     corpora.tokenizer.save(str(partial / "tokenizer.json"))
     _write(partial / demo.data.name, corpora, corpora.reference)
     _write(partial / demo.evaluation_data.name, corpora, corpora.held_out)
-    partial.replace(target)  # All of it or nothing: a later call trusts what it finds.
+    partial.replace(target)  # If the folder is there, it is complete.
     return demo
 
 
 def small_config(vocabulary: int) -> DecoderConfig:
-    """Two layers of the Llama family, 1.6 M parameters beside the embeddings."""
+    """Return the shape of a decoder with 1.6 M parameters beside the embeddings."""
     return DecoderConfig(
         family="llama",
         vocabulary=vocabulary,
@@ -88,12 +86,12 @@ def small_config(vocabulary: int) -> DecoderConfig:
 
 
 def new_decoder(config: DecoderConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
-    """Initialises a decoder, apart into its structure and its parameters (float32)."""
+    """Initialize a decoder and return its structure and its parameters, float32."""
     return nnx.split(Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
 def _write(path: Path, corpora: Corpora, tokens: np.ndarray) -> None:
-    """The documents of a corpus, in which each ends with a token, one a line."""
+    """Write the documents of a corpus, one per line. Each ends with the end-of-text token."""
     ends = np.flatnonzero(tokens == corpora.tokenizer.token_to_id(END_OF_TEXT))
     documents = np.split(tokens, ends + 1)[:-1]
     lines = (json.dumps({"text": corpora.tokenizer.decode(ids[:-1])}) for ids in documents)

@@ -1,11 +1,9 @@
-"""Training text in files: documents, each of which is a plain text or a chat.
+"""Documents in files. Each is a plain text or a chat.
 
 notes.txt     one document
-chats.jsonl   one document a line: {"text": "..."} or
+chats.jsonl   one document per line: {"text": "..."} or
               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}
 """
-
-from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -15,7 +13,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class Turn(NamedTuple):
-    """What one side of a chat says."""
+    """A message of a chat."""
 
     role: str
     content: str
@@ -25,49 +23,47 @@ Document = str | tuple[Turn, ...]
 
 
 def read_documents(path: Path, option: str) -> list[Document]:
-    """Reads a file of documents.
+    """Read a file of documents.
 
     Args:
-        path: A .jsonl file, or a text file of any other name.
-        option: The option that named the file, for errors.
+      path: a .jsonl file, or a text file with any other name.
+      option: option that names the file, for errors.
 
     Returns:
-        The documents that are not empty, in the order of the file.
+      The documents that are not empty, in the order of the file.
 
     Raises:
-        ValueError: There is no such file, a line is something else, or nothing is in it.
+      ValueError: there is no such file, a line is not a document, or all documents are empty.
     """
     if not path.is_file():
         raise ValueError(f"{option} is {path}: there is no such file. Give a .txt or .jsonl file.")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(
-            f"{option} is {path}: its bytes are not text in UTF-8. Convert it first."
-        ) from None
+        raise ValueError(f"{option} is {path}: it is not UTF-8 text. Convert it first.") from None
     documents: list[Document] = [text]
     if path.suffix == ".jsonl":
-        # Not splitlines(), which would also cut at line separators inside of JSON strings.
+        # `splitlines` would also split at line separators inside JSON strings.
         lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
         documents = [_parse(line, f"{option} {path}, line {n}") for n, line in lines]
     documents = [document for document in documents if _has_text(document)]
     if not documents:
-        raise ValueError(f"{option} is {path}: there is no text in it. Give a file with some.")
+        raise ValueError(f"{option} is {path}: it has no text. Give a file with text.")
     return documents
 
 
 def hold_out(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Cuts the last part off, to evaluate on.
+    """Split off the last part of the documents, to evaluate on.
 
     Args:
-        documents: At least one. A single text is cut after a line.
-        share: Part to hold out, between 0 and 1.
+      documents: at least one document. A single text is split after a line.
+      share: share to hold out, between 0 and 1.
 
     Returns:
-        Documents to train on and documents to evaluate on, at least one of each.
+      Documents to train on and documents to evaluate on, at least one of each.
 
     Raises:
-        ValueError: There is a single document that cannot be cut.
+      ValueError: there is a single document that cannot be split.
     """
     if len(documents) > 1:
         count = min(max(round(share * len(documents)), 1), len(documents) - 1)
@@ -76,18 +72,18 @@ def hold_out(documents: list[Document], share: float) -> tuple[list[Document], l
     cut = text.find("\n", round(len(text) * (1 - share))) + 1 if isinstance(text, str) else 0
     if cut == 0 or not text[cut:].strip():
         raise ValueError(
-            "--data is a single document without a line to cut it after, so that nothing is left "
-            "to evaluate on. Give --evaluation-data FILE."
+            "--data is a single document, and its last part has no line break to split it at, so "
+            "that nothing is left to evaluate on. Give --evaluation-data FILE."
         )
     return [text[:cut]], [text[cut:]]
 
 
 def _parse(line: str, where: str) -> Document:
-    """One line of a .jsonl file."""
+    """Parse one line of a .jsonl file."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}). Write one object a line.") from None
+        raise ValueError(f"{where}: not JSON ({error}). Write one object per line.") from None
     keys = sorted(record) if isinstance(record, dict) else type(record).__name__
     match record:
         case {"messages": list(messages), **rest} if "text" not in rest:
@@ -101,11 +97,12 @@ def _parse(line: str, where: str) -> Document:
 
 
 def _turn(message: Any, where: str) -> Turn:
+    """Parse a message of a chat."""
     match message:
         case {"role": str(role), "content": str(content)} if role in ROLES:
             return Turn(role, content)
     raise ValueError(
-        f"{where}: a message is {json.dumps(message)[:80]}. Give each a string "
+        f"{where}: a message is {json.dumps(message)[:80]}. Give each message a string "
         f'"content" and a "role" of {", ".join(ROLES)}.'
     )
 

@@ -1,11 +1,8 @@
-"""Encode documents as token ids, and mark those that the model learns to predict.
+"""Documents encoded as token ids, with a mark on those that the model learns to predict.
 
-All of a text is learned. Of a chat, the words of the assistant and the mark that ends its turn are:
-the rest is given to a model, never asked from it. Chats are rendered with the checkpoint's own
-template.
+All of a text is learned. Of a chat, the assistant's answers and the marks that end them are
+learned. Chats are rendered with the checkpoint's own template.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,27 +23,22 @@ ENDINGS = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
 
 
 class Encoded(NamedTuple):
-    """A document.
+    """An encoded document."""
 
-    Attributes:
-        ids: int32 `[tokens]`.
-        learned: bool `[tokens]`: tokens that the model learns to predict.
-    """
-
-    ids: np.ndarray
-    learned: np.ndarray
+    ids: np.ndarray  # int32 `[tokens]`
+    learned: np.ndarray  # bool `[tokens]`: tokens that the model learns to predict
 
 
 class Encoder:
-    """Encode documents with the tokenizer and the chat template of a checkpoint."""
+    """Encoder of documents, with the tokenizer and the chat template of a checkpoint."""
 
     def __init__(self, tokenizer: Tokenizer, folder: Path, template: ChatTemplate | None):
         """Find the tokens that begin and end a text.
 
         Args:
-          tokenizer: that of the checkpoint.
+          tokenizer: tokenizer of the checkpoint.
           folder: the checkpoint, for errors.
-          template: the checkpoint's chat template; None if it has none, which texts do not need.
+          template: its chat template; None if it has none, which texts do not need.
 
         Raises:
           ValueError: the tokenizer has no token for the end of a text.
@@ -69,14 +61,14 @@ class Encoder:
 
         Args:
           documents: texts and chats.
-          name: what to call them in errors, before the number of one.
-          first: number of the first of them.
+          name: name of a document in errors, before its number.
+          first: number of the first document.
 
         Yields:
-          Tokens of each document.
+          The encoded documents.
 
         Raises:
-          ValueError: a chat cannot be written with the checkpoint's template, or it has none.
+          ValueError: the checkpoint's template fails for a chat, or it has none.
         """
         for number, document in enumerate(documents, start=first):
             try:
@@ -109,18 +101,18 @@ class Encoder:
                 for turn, content in zip(turns, contents, strict=True)
             ]
         )
-        encoded: list[tuple[list[int], bool]] = [([], False)]  # A template may write nothing.
+        encoded: list[tuple[list[int], bool]] = [([], False)]  # A template may render nothing.
         before = ""
         for part in parts:
-            encoded.append((self._encode_behind(before, part.text, letters), part.learned))
+            encoded.append((self._encode_after(before, part.text, letters), part.learned))
             before = part.text
         return encoded
 
-    def _encode_behind(self, before: str, text: str, letters: dict[int, str]) -> list[int]:
+    def _encode_after(self, before: str, text: str, letters: dict[int, str]) -> list[int]:
         """Encode text as the continuation of the text before it.
 
-        Encoded on its own, it would start with a space with some tokenizers. No token reaches over
-        its start, since a model that answers is given whole tokens.
+        By itself, it would start with a space with some tokenizers. No token spans its start, since
+        a model that answers is given whole tokens.
         """
         head = self.special.encode(before, letters)
         both = self.special.encode(before + text, letters)
@@ -130,13 +122,13 @@ class Encoder:
 
 
 def read_encoder(folder: Path) -> Encoder:
-    """Read the tokenizer and the chat template of a checkpoint folder.
+    """Read the tokenizer and the chat template of a checkpoint.
 
     Args:
       folder: the checkpoint.
 
     Returns:
-      What encodes its documents.
+      The encoder of its documents.
 
     Raises:
       FileNotFoundError: there is no tokenizer.json.
@@ -147,12 +139,12 @@ def read_encoder(folder: Path) -> Encoder:
         raise FileNotFoundError(f"{file} is missing. {COPY_AGAIN}")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # The library raises nothing more special.
-        raise ValueError(f"{file} is no tokenizer: {error}. {COPY_AGAIN}") from None
+    except Exception as error:  # The library raises nothing more specific.
+        raise ValueError(f"{file} is not a tokenizer: {error}. {COPY_AGAIN}") from None
     return Encoder(tokenizer, folder, read_chat_template(folder))
 
 
 def _first_known(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[int]:
-    """List the id of the first token that a tokenizer has, nothing if it has none of them."""
+    """Return a list of the id of the first token that a tokenizer has, empty if it has none."""
     ids = [tokenizer.token_to_id(token) for token in tokens]
     return [token for token in ids if token is not None][:1]

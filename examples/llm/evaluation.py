@@ -1,6 +1,4 @@
-"""How well a model predicts text that it was not trained on."""
-
-from __future__ import annotations
+"""Evaluation of a model on held-out text."""
 
 import math
 from collections.abc import Callable
@@ -18,32 +16,26 @@ from examples.llm.training import Params, loss_and_hits
 
 
 class Evaluation(NamedTuple):
-    """Means over all targets of the held-out text.
+    """Means over all targets of the held-out text."""
 
-    Attributes:
-        evaluation_loss: Nats per token.
-        perplexity: Its exponential: among how many tokens the model might as well have drawn.
-        accuracy: Part of the tokens that the model finds most likely itself.
-    """
-
-    evaluation_loss: float
-    perplexity: float
-    accuracy: float
+    evaluation_loss: float  # nats per token
+    perplexity: float  # its exponential
+    accuracy: float  # share of the targets that the model finds most likely
 
 
 def evaluator(
     structure: nnx.GraphDef, rows: Rows, batch: int, mesh: Mesh
 ) -> Callable[[Params], Evaluation]:
-    """Builds the evaluation.
+    """Build the evaluation of a model.
 
     Args:
-        structure: Structure of the model.
-        rows: All held-out rows, as NumPy arrays.
-        batch: Rows at once, a multiple of the number of devices.
-        mesh: Axes "data" and "fsdp".
+      structure: structure of the model.
+      rows: all held-out rows, as NumPy arrays.
+      batch: rows at once, a multiple of the number of devices.
+      mesh: mesh with axes "data" and "fsdp".
 
     Returns:
-        A function of the parameters.
+      A function of the parameters.
     """
     missing = -len(rows.tokens) % batch
     padding = Rows.empty(missing, rows.tokens.shape[1])
@@ -54,7 +46,7 @@ def evaluator(
     ]
     count = int(rows.learned.sum())
     replicated = NamedSharding(mesh, P())
-    # No gradients, nothing to compress: the compiler manages both axes.
+    # There are no gradients to compress, so the compiler manages both axes.
     sums = jax.jit(
         lambda params, rows: loss_and_hits(structure, params, rows),
         out_shardings=(replicated, replicated),

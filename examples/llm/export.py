@@ -1,6 +1,4 @@
-"""The fine-tuned model as a checkpoint folder, for whatever reads the one that it came from."""
-
-from __future__ import annotations
+"""The fine-tuned model as a checkpoint folder, in the layout of the one that it came from."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 from examples.llm import checkpoint
 from examples.llm.config import DecoderConfig
 
-# What belongs to the text rather than to the network, where the folder has it.
+# Files of the tokenizer and of generation, which are copied if the folder has them.
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -23,10 +21,10 @@ COPIED = (
 
 
 def written_dtype(config: DecoderConfig) -> jnp.dtype:
-    """The dtype that config.json names for the weights, float32 if it names none.
+    """Return the dtype that config.json names for the weights, float32 if it names none.
 
     Raises:
-        ValueError: It is none that a checkpoint is written in.
+      ValueError: checkpoints are not written in this dtype.
     """
     name = config.source.get("torch_dtype") or config.source.get("dtype") or "float32"
     known = {dtype.dtype.name: dtype.dtype for dtype in checkpoint.DTYPES.values()}
@@ -39,18 +37,18 @@ def written_dtype(config: DecoderConfig) -> jnp.dtype:
 
 
 def write_model(folder: Path, config: DecoderConfig, params: Any, source: Path) -> None:
-    """Writes weights in the dtype that config.json names, and the tokenizer. All processes call it.
+    """Write weights in the dtype that config.json names, and the tokenizer. All processes call it.
 
     Args:
-        folder: Where to write, in place of a model that it may hold.
-        config: That of the model.
-        params: float32, in parts on the devices of all processes.
-        source: The folder that the model came from.
+      folder: where to write, replacing a model that it may hold.
+      config: configuration of the model.
+      params: float32 parameters, spread over the devices of all processes.
+      source: folder that the model came from.
     """
     checkpoint.save(folder, config, params, dtype=written_dtype(config))
     if jax.process_index() == 0:
         for name in COPIED:
-            # That of an earlier model would come before what this one has elsewhere.
+            # A file that `source` lacks must not stay from an earlier model.
             (folder / name).unlink(missing_ok=True)
             if (source / name).is_file():
                 shutil.copy(source / name, folder / name)

@@ -1,15 +1,12 @@
-"""One run from beginning to end, or from where it was interrupted."""
+"""A fine-tuning run, from the start or from its last checkpoint."""
 
-from __future__ import annotations
-
+import dataclasses
 import hashlib
 import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,51 +22,33 @@ from examples.llm.snapshots import Facts, Snapshots
 from examples.llm.training import Params, Recipe, initial_state, train_step
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to train on.
+    """A model, its data and the devices that train it."""
 
-    Attributes:
-        structure: Structure of the model.
-        shapes: Shapes of its parameters.
-        load: Reads the parameters to begin with, float32, each part onto its devices.
-        rows: Rows to train on, as NumPy arrays.
-        held_out: Rows to evaluate on.
-        mesh: Axes "data" and "fsdp".
-        model: What the model is, in a word. A run goes on with the same only.
-        batch: Rows per worker and micro-batch.
-        micro_batches: How many of them make one step.
-    """
-
-    structure: nnx.GraphDef
-    shapes: Params
-    load: Callable[[], Params]
-    rows: Rows
-    held_out: Rows
-    mesh: Mesh
-    model: str
-    batch: int
-    micro_batches: int = 1
+    structure: nnx.GraphDef  # of the model
+    shapes: Params  # of its parameters
+    load: Callable[[], Params]  # reads the initial parameters, float32, onto their devices
+    rows: Rows  # to train on, as NumPy arrays
+    held_out: Rows  # to evaluate on
+    mesh: Mesh  # with axes "data" and "fsdp"
+    model: str  # short description; a run resumes with the same model only
+    batch: int  # rows per worker and micro-batch
+    micro_batches: int = 1  # per step
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of one micro-batch of all workers."""
+        """Rows in a micro-batch of all workers."""
         return self.mesh.shape["data"] * self.batch
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Every:
-    """After how many steps something happens.
+    """Numbers of steps between events. They do not change what is trained."""
 
-    Attributes:
-        evaluate: The held-out loss is measured.
-        save: A checkpoint is written.
-        vnmse: The error of the mean gradient is measured.
-    """
-
-    evaluate: int = 20
-    save: int = 50
-    vnmse: int = 20
+    evaluate: int = 20  # held-out loss
+    save: int = 50  # checkpoint
+    vnmse: int = 20  # error of the mean gradient
 
 
 def finetune(
@@ -79,28 +58,28 @@ def finetune(
     folder: Path,
     on_step: Callable[[Record], None] = lambda record: None,
 ) -> tuple[Params, list[Record]]:
-    """Trains, from the last checkpoint in `folder` if there is one.
+    """Train, starting from the last checkpoint in a folder if there is one.
 
     Args:
-        task: What to train on.
-        recipe: How to train.
-        every: When to look and to save. Does not change what is trained.
-        folder: Where checkpoints and metrics.jsonl are.
-        on_step: Called with the record of every step.
+      task: model, data and devices.
+      recipe: hyperparameters.
+      every: when to evaluate, save and measure.
+      folder: folder of the checkpoints and metrics.jsonl.
+      on_step: called with the record of each step.
 
     Returns:
-        The trained parameters, on their devices, and the records of all steps: of step 0, before
-        the first update, and of every step after its update.
+      The trained parameters, on their devices, and the records: of step 0, before the first update,
+      and of each step after its update.
 
     Raises:
-        CommandError: The folder has a run that was begun otherwise.
+      RunError: the folder has a run that was started with other options.
     """
     mesh, steps = task.mesh, recipe.steps
     optimizer = recipe.optimizer(mesh)
     start, abstract = initial_state(optimizer, task.shapes, mesh)
     take_step = train_step(task.structure, optimizer, abstract, mesh)
     evaluate = evaluator(task.structure, task.held_out, task.rows_at_once, mesh)
-    sent = wire_report(recipe.setting, task.shapes, mesh).bytes_per_worker
+    sent = wire_report(recipe.averaging, task.shapes, mesh).bytes_per_worker
     schedule = recipe.schedule()
 
     with Snapshots(folder, _facts(task, recipe)) as snapshots:
@@ -114,8 +93,8 @@ def finetune(
                 measure = step % every.vnmse == 0
                 rows = _rows_of_step(task, recipe.seed, step)
                 state, report = take_step(state, rows, np.bool_(measure))
-                # Waiting is more than a matter of timing: several steps in flight on virtual CPU
-                # devices would compete for the few threads that their collectives need.
+                # Without this wait, several steps in flight on virtual CPU devices would compete
+                # for the few threads that their collectives need.
                 jax.block_until_ready(state)
                 seconds = time.perf_counter() - begin
                 record: Record = {
@@ -134,26 +113,28 @@ def finetune(
                     record |= evaluate(state.params)._asdict()
                 metrics.append(record)
                 if last or (step + 1) % every.save == 0:
-                    metrics.sync()  # First: a checkpoint says that its steps are recorded.
+                    # First the records: those of the steps before a checkpoint have to be there.
+                    metrics.sync()
                     snapshots.save(step + 1, state)
                 on_step(record)
     return state.params, metrics.records
 
 
 def _rows_of_step(task: Task, seed: int, step: int) -> Rows:
-    """Rows `[micro_batches, rows_at_once, context]` on their devices."""
+    """Place the rows of a step, `[micro_batches, rows_at_once, context]`, on their devices."""
     shape = task.micro_batches, task.rows_at_once
     indices = rows_of_step(len(task.rows.tokens), count=math.prod(shape), seed=seed, step=step)
     return place(task.rows, indices.reshape(shape), task.mesh)
 
 
 def _facts(task: Task, recipe: Recipe) -> Facts:
-    """All that the losses of a run depend on."""
-    facts: dict[str, Any] = asdict(recipe) | {"setting": recipe.setting.name}
+    """Collect everything that the losses of a run depend on."""
     digest = hashlib.blake2b(digest_size=8)
     for field in task.rows:
         digest.update(np.ascontiguousarray(field))
-    return facts | {
+    return {
+        **dataclasses.asdict(recipe),
+        "averaging": recipe.averaging.name,
         "workers": task.mesh.shape["data"],
         "fsdp": task.mesh.shape["fsdp"],
         "batch": task.batch,

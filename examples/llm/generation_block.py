@@ -1,7 +1,7 @@
-"""Parse `{% generation %} ... {% endgeneration %}`, which encloses the text to learn in a template.
+"""The block `{% generation %} ... {% endgeneration %}`, which encloses what a model learns to say.
 
-The block leaves a mark before and behind its text. `split` takes the marks out of the rendered
-text again.
+The block renders a mark before and after its text. `split` removes the marks from the rendered
+text.
 """
 
 import re
@@ -11,24 +11,24 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-# Unicode reserves these for the inside of programs.
+# Noncharacters, which Unicode reserves for the internal use of programs.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 class Part(NamedTuple):
-    """A stretch of a rendered chat."""
+    """A part of a rendered chat."""
 
     text: str
-    learned: bool  # whether the model learns to say it
+    learned: bool  # True if the model learns to say it
 
 
 class GenerationBlock(Extension):
-    """Parse the block in templates of an environment."""
+    """Jinja extension with the block."""
 
-    tags = {"generation"}  # noqa: RUF012 A jinja2 extension has its tags here.
+    tags = {"generation"}  # noqa: RUF012 A jinja2 extension declares its tags like this.
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Put a mark on either side of the block's body, which stays in its scope."""
+        """Parse a block into its body, which stays in its scope, between two marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         opened, closed = (
@@ -38,7 +38,7 @@ class GenerationBlock(Extension):
 
 
 def has_generation(template: nodes.Template) -> bool:
-    """Tell whether a parsed template has a generation block anywhere."""
+    """Return whether a parsed template has a generation block."""
     return any(node.data == OPEN for node in template.find_all(nodes.TemplateData))
 
 

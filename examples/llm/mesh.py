@@ -1,6 +1,4 @@
-"""The devices: workers along "data", and in each worker its parameters' parts along "fsdp"."""
-
-from __future__ import annotations
+"""Device mesh: workers along "data", and the parts of each worker's parameters along "fsdp"."""
 
 import math
 from typing import Any
@@ -9,22 +7,50 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-WHOLE_BELOW = 1024  # Elements: cutting a norm's scale would save nothing.
-VIRTUAL_DEVICES = 8  # On CPUs, unless told.
+WHOLE_BELOW = 1024  # elements: to cut the weight of a norm would save nothing
+VIRTUAL_DEVICES = 8  # on CPUs, unless --workers is given
+
+START_TIMEOUT = 300  # seconds until all processes have to have joined
+HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat, after which JAX ends all processes
+SHUTDOWN_TIMEOUT = 10  # seconds that a process waits for the others before it exits
+
+
+def join_processes(coordinator: str, num_processes: int, process_id: int) -> None:
+    """Join the processes of a run through `jax.distributed`.
+
+    A collective has no time-out of its own. If a process hangs, heartbeats stop, and JAX ends the
+    others instead of letting them wait forever.
+
+    Args:
+      coordinator: HOST:PORT of process 0.
+      num_processes: number of processes.
+      process_id: rank of this one, from 0.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        initialization_timeout=START_TIMEOUT,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+    )
 
 
 def make_mesh(workers: int | None, fsdp: int, processes: int = 1, *, at_least: int = 1) -> Mesh:
-    """A mesh of axes "data" and "fsdp", over the accelerators if there are enough, else over
-    virtual CPU devices. Comes before anything else of JAX, once all processes have joined.
+    """Make a mesh with axes "data" and "fsdp".
+
+    It spans the accelerators if there are enough, otherwise virtual CPU devices. Call this before
+    any other function of JAX, but after `join_processes`.
 
     Args:
-        workers: Size of "data"; None for all devices there are.
-        fsdp: Size of "fsdp".
-        processes: How many share the mesh.
-        at_least: Fewest workers, where `workers` leaves it open.
+      workers: size of "data"; None for as many as there are devices.
+      fsdp: size of "fsdp".
+      processes: number of processes that share the mesh.
+      at_least: smallest size of "data" if `workers` is None.
 
     Raises:
-        ValueError: There are too few devices, or some would be left over.
+      ValueError: there are too few devices, or some would be left over.
     """
     virtual = workers * fsdp if workers else max(VIRTUAL_DEVICES, fsdp)
     jax.config.update("jax_num_cpu_devices", max(virtual // processes, 1))
@@ -37,24 +63,26 @@ def make_mesh(workers: int | None, fsdp: int, processes: int = 1, *, at_least: i
     # A process without a device would wait for the others forever.
     if size > total or size == 0 or (processes > 1 and size < total):
         raise ValueError(
-            f"--workers is {workers} and --fsdp is {fsdp}: their product has to be {total}, the "
-            f"devices of {processes} process(es), or less with one process. Give other numbers."
+            f"--workers is {workers} and --fsdp is {fsdp}. Their product has to be {total}, the "
+            f"number of devices of {processes} process(es), or less with one process. Give other "
+            "numbers."
         )
     axes = (AxisType.Auto,) * 2
     return jax.make_mesh((workers, fsdp), ("data", "fsdp"), axis_types=axes, devices=devices[:size])
 
 
 def fsdp_specs(tree: Any, mesh: Mesh) -> Any:
-    """How arrays are cut over "fsdp": along the longest axis that divides evenly.
+    """Choose how arrays are cut over "fsdp": along the longest axis that divides evenly.
 
-    A function of the shape alone, so that an optimizer's moments lie where their parameters do.
+    The choice depends on the shape alone, so that an optimizer's moments are cut like their
+    parameters.
 
     Args:
-        tree: A pytree of arrays or of their shapes.
-        mesh: Has an axis "fsdp".
+      tree: pytree of arrays or of their shapes.
+      mesh: mesh with an axis "fsdp".
 
     Returns:
-        The same tree of `PartitionSpec`.
+      The same tree of `PartitionSpec`.
     """
     parts = mesh.shape["fsdp"]
 
@@ -69,7 +97,7 @@ def fsdp_specs(tree: Any, mesh: Mesh) -> Any:
 
 
 def on_mesh(specs: Any, mesh: Mesh) -> Any:
-    """Shardings from a tree of `PartitionSpec`."""
+    """Return the shardings of a tree of `PartitionSpec`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P)
     )

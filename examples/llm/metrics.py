@@ -1,6 +1,4 @@
-"""What a run records: one line of JSON a step, and TensorBoard's files where it is installed."""
-
-from __future__ import annotations
+"""Records of a run: one line of JSON per step, and TensorBoard files if tensorboardX is there."""
 
 import importlib.util
 import json
@@ -14,14 +12,13 @@ Record = dict[str, Any]
 
 
 class Metrics:
-    """The records of a run, each of a step, of which each has one at most.
-
-    Of several processes, the first one writes.
-    """
+    """The records of a run, at most one per step. Of several processes, the first one writes."""
 
     def __init__(self, folder: Path, *, steps: int):
-        """Opens the records of a run that goes on after `steps` steps, and forgets later ones:
-        steps that a killed process took after its last checkpoint are taken again.
+        """Open the records of a run that resumes after `steps` steps.
+
+        Records of later steps are removed. A process that was killed took these steps after its
+        last checkpoint, and they are taken again.
         """
         self.path = folder / "metrics.jsonl"
         self.records = [record for record in read(self.path) if record["step"] <= steps]
@@ -38,7 +35,7 @@ class Metrics:
                 self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
 
     def append(self, record: Record) -> None:
-        """Adds the record of a step; a reader of the file sees it at once."""
+        """Add the record of a step, which readers of the file see at once."""
         self.records.append(record)
         if self._file is not None:
             self._file.write(_line(record))
@@ -49,14 +46,14 @@ class Metrics:
                     self._board.add_scalar(name, value, record["step"])
 
     def sync(self) -> None:
-        """Returns when what was recorded would survive a crash of the machine."""
+        """Write all records to disk, so that they survive a crash of the machine."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         if self._board is not None:
             self._board.flush()
 
     def close(self) -> None:
-        """Ends writing."""
+        """Close the files."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -64,7 +61,7 @@ class Metrics:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file, none if there is no file."""
+    """Read the records of a file, none if there is no file."""
     if not path.exists():
         return []
     # A process that was killed may have left its last line unfinished.

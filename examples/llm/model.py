@@ -1,10 +1,8 @@
-"""The network: a decoder-only transformer of the Llama or the Gemma 3 family.
+"""Decoder-only transformers of the Llama and Gemma 3 families.
 
-Parameters are float32; they are cast to the dtype of computation where they are used. Weights
-are `[out, in]`, as checkpoint files have them, so that loading one is a plain copy.
+Parameters are float32 and are cast to the dtype of computation where they are used. Weights are
+`[out, in]`, as in checkpoint files, so that they are loaded by a plain copy.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -25,12 +23,12 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(nnx.initializers.normal(into**-0.5)(rngs.params(), (out, into)))
 
     def __call__(self, x: Array) -> Array:
-        """Maps `[..., in]` to `[..., out]`, both in the dtype of computation."""
+        """Map `[..., in]` to `[..., out]`, both in the dtype of computation."""
         return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(self.dtype))
 
 
 class Embedding(nnx.Module):
-    """Features of every token id; `weight` is float32 `[vocabulary, width]`."""
+    """Features of each token id; `weight` is float32 `[vocabulary, width]`."""
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.dtype = dtype
@@ -39,20 +37,20 @@ class Embedding(nnx.Module):
         self.scale = math.sqrt(config.width) if config.family == "gemma3" else None
 
     def __call__(self, tokens: Array) -> Array:
-        """Maps int32 `[...]` to `[..., width]`."""
+        """Map int32 `[...]` to `[..., width]`."""
         x = self.weight[...][tokens].astype(self.dtype)
-        # The factor is rounded to the dtype of computation: Gemma was trained so.
+        # Gemma was trained with a factor rounded to the dtype of computation.
         return x if self.scale is None else x * jnp.asarray(self.scale, self.dtype)
 
     def logits(self, x: Array) -> Array:
-        """Maps `[..., width]` to `[..., vocabulary]`: the tied output layer."""
+        """Map `[..., width]` to `[..., vocabulary]`: the tied output layer."""
         return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(self.dtype))
 
 
 class RMSNorm(nnx.Module):
-    """Divides features by their root mean square, in float32; `weight` is float32 `[features]`.
+    """Division of features by their root mean square; `weight` is float32 `[features]`.
 
-    Gemma stores what its factors have above one.
+    It is computed in float32. The factors of Gemma are `1 + weight`.
     """
 
     def __init__(self, features: int, config: DecoderConfig):
@@ -61,29 +59,29 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.full(features, 1.0 - self.offset))
 
     def __call__(self, x: Array) -> Array:
-        """Normalizes the last axis; shape and dtype are kept."""
+        """Normalize the last axis; shape and dtype are kept."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
         return (y * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
-    """Radians that each pair of features turns from one position to the next.
+    """Compute the radians by which each pair of features rotates from a position to the next.
 
     Args:
-        head_dim: Features per head.
-        theta: Base of the frequencies.
-        scaling: How they are stretched.
+      head_dim: features per head.
+      theta: base of the frequencies.
+      scaling: how they are stretched.
 
     Returns:
-        float32 `[head_dim / 2]`.
+      float32 `[head_dim / 2]`.
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
-    # Pairs that turn often over the original context tell near tokens apart and stay as they are.
+    # Pairs that turn often over the original context distinguish near tokens, and are kept.
     turns = scaling.original_positions * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -91,14 +89,14 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rotate(x: Array, angle: Array) -> Array:
-    """Rotary position embedding: turns pairs of features, those half a head apart.
+    """Rotate pairs of features that are half a head apart: the rotary position embedding.
 
     Args:
-        x: Queries or keys `[batch, time, heads, head_dim]`.
-        angle: float32 `[batch or 1, time, 1, head_dim / 2]`.
+      x: queries or keys `[batch, time, heads, head_dim]`.
+      angle: float32 `[batch or 1, time, 1, head_dim / 2]`.
 
     Returns:
-        The shape and dtype of `x`; computed in float32.
+      An array of the shape and dtype of `x`, computed in float32.
     """
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
@@ -107,15 +105,15 @@ def rotate(x: Array, angle: Array) -> Array:
 
 
 def attention_mask(time: int, segments: Array | None, window: int | None) -> Array:
-    """Which tokens (third axis) see which (last axis).
+    """Build the mask of tokens (last axis) to which each token (third axis) attends.
 
     Args:
-        time: Tokens per row.
-        segments: int32 `[batch, time]`, the document that each token belongs to; None for one.
-        window: How many tokens, its own among them, each one sees; None for all before it.
+      time: tokens per row.
+      segments: int32 `[batch, time]`, the document of each token; None for one document.
+      window: number of tokens to which each token attends, itself included; None for all before it.
 
     Returns:
-        bool `[batch or 1, 1, time, time]`.
+      bool `[batch or 1, 1, time, time]`.
     """
     ago = jnp.arange(time)[:, None] - jnp.arange(time)[None, :]
     seen = ago >= 0
@@ -128,21 +126,21 @@ def attention_mask(time: int, segments: Array | None, window: int | None) -> Arr
 
 
 def attend(query: Array, key: Array, value: Array, mask: Array, scale: float) -> Array:
-    """Averages the values of the tokens that each token sees, by how well keys fit its query.
+    """Average values, weighted by the softmax of the products of queries and keys.
 
     Args:
-        query: `[batch, time, heads, head_dim]`.
-        key: `[batch, time, kv_heads, head_dim]`; each is that of `heads / kv_heads` queries.
-        value: The same shape.
-        mask: bool `[batch or 1, 1, time, time]`, from `attention_mask`.
-        scale: Factor of the products of queries and keys.
+      query: `[batch, time, heads, head_dim]`.
+      key: `[batch, time, kv_heads, head_dim]`; `heads / kv_heads` queries share one key.
+      value: array of the same shape.
+      mask: bool `[batch or 1, 1, time, time]`, from `attention_mask`.
+      scale: factor of the products.
 
     Returns:
-        The shape and dtype of `query`.
+      An array of the shape and dtype of `query`.
     """
     batch, time, _, head_dim = query.shape
     grouped = query.reshape(batch, time, key.shape[2], -1, head_dim)
-    # `jax.nn.dot_product_attention` does the same, but not where implicit promotion is forbidden.
+    # `jax.nn.dot_product_attention` fails where implicit promotion of dtypes is forbidden.
     fit = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
     fit = jnp.where(mask[:, :, None], fit * scale, -jnp.inf)
     shares = jax.nn.softmax(fit, axis=-1).astype(value.dtype)
@@ -150,7 +148,7 @@ def attend(query: Array, key: Array, value: Array, mask: Array, scale: float) ->
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with keys and values shared by groups of heads."""
+    """Causal self-attention in which groups of heads share keys and values."""
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.head_dim = config.head_dim
@@ -164,7 +162,7 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm(size, config) if config.family == "gemma3" else None
 
     def __call__(self, x: Array, angle: Array, mask: Array) -> Array:
-        """Mixes each token with those it sees; `[batch, time, width]` in and out."""
+        """Map `[batch, time, width]` to the same shape."""
         heads = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (
             layer(x).reshape(heads) for layer in (self.query, self.key, self.value)
@@ -176,7 +174,7 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """Two-layer perceptron whose hidden features are gated: SwiGLU, or GeGLU in Gemma."""
+    """Perceptron with gated hidden features: SwiGLU, or GeGLU in Gemma."""
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.activation = nnx.gelu if config.family == "gemma3" else nnx.silu
@@ -185,12 +183,12 @@ class GatedMLP(nnx.Module):
         self.down = Linear(config.mlp_width, config.width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        """Transforms each token on its own; `[..., width]` in and out."""
+        """Map `[..., width]` to the same shape, each token by itself."""
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
-    """Attention, then the MLP, each beside a residual path; Gemma also norms what they add."""
+    """Attention and MLP, each with a residual connection; Gemma also normalizes their outputs."""
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.width, config)
@@ -202,7 +200,7 @@ class Block(nnx.Module):
         self.mlp_out_norm = RMSNorm(config.width, config) if gemma else None
 
     def __call__(self, x: Array, angle: Array, mask: Array) -> Array:
-        """Refines all tokens; `[batch, time, width]` in and out."""
+        """Map `[batch, time, width]` to the same shape."""
         added = self.attention(self.attention_norm(x), angle, mask)
         x = x + (self.attention_out_norm(added) if self.attention_out_norm else added)
         added = self.mlp(self.mlp_norm(x))
@@ -210,14 +208,14 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Predicts every next token of a sequence.
+    """Language model that predicts the next token at each position.
 
     Args:
-        config: Its shape.
-        dtype: What to compute in; parameters are float32.
-        remat: Whether to keep only the input of every block for the backward pass, and compute
-            the rest again: less memory for a third more work.
-        rngs: Initialises the parameters.
+      config: shape of the decoder.
+      dtype: dtype of computation; parameters are float32.
+      remat: keep only the input of each block for the backward pass and compute the rest again,
+        which takes less memory for a third more work.
+      rngs: random keys of the initial parameters.
     """
 
     def __init__(
@@ -244,24 +242,24 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Array, *, positions: Array | None = None, segments: Array | None = None
     ) -> Array:
-        """Scores every token id as the next token.
+        """Compute the logits of the next token at each position.
 
         Args:
-            tokens: int32 `[batch, time]`.
-            positions: int32 `[batch, time]`, for rows packed from several documents, each of
-                which starts at 0; None counts from the start of the row.
-            segments: int32 `[batch, time]`, the document that each token belongs to: it sees
-                no other; None for one document a row.
+          tokens: int32 `[batch, time]`.
+          positions: int32 `[batch, time]`, for rows packed from several documents, each of which
+            starts at 0; None counts from the start of the row.
+          segments: int32 `[batch, time]`, the document of each token, which attends to no other;
+            None for one document per row.
 
         Returns:
-            Logits, float32 `[batch, time, vocabulary]`.
+          float32 `[batch, time, vocabulary]`.
         """
         config, time = self.config, tokens.shape[1]
         if positions is None:
             positions = jnp.arange(time, dtype=jnp.int32)[None]
         at = positions[:, :, None, None].astype(jnp.float32)
         size = config.head_dim
-        # What a block needs to know of positions: local ones differ from the others.
+        # Angles and mask of global blocks, and those of local ones.
         views = {
             False: (
                 at * rope_frequencies(size, config.rope_theta, config.rope_scaling),
@@ -282,5 +280,5 @@ class Decoder(nnx.Module):
 
 
 def abstract_params(config: DecoderConfig) -> nnx.State:
-    """Names and shapes of a decoder's parameters, float32, without their values."""
+    """Return names and shapes of a decoder's parameters, float32, without values."""
     return nnx.eval_shape(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param))

@@ -1,10 +1,8 @@
-"""Documents in rows of one length, several to a row, so that no compute goes into padding."""
-
-from __future__ import annotations
+"""Documents packed into rows of one length, so that little computation is spent on padding."""
 
 import bisect
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -12,61 +10,54 @@ from examples.llm.encoding import Encoded
 
 
 class Rows(NamedTuple):
-    """Rows of tokens, all `[rows, context]`.
+    """Rows of tokens, all `[rows, context]`."""
 
-    Attributes:
-        tokens: int32: what the model reads.
-        targets: int32: the token after each of them, in the same document.
-        learned: bool: targets that count in the loss.
-        segments: int32: which document of the row a token is of, from 1; 0 is padding. Tokens
-            attend within their segment only.
-        positions: int32: place within the segment, from 0.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    learned: np.ndarray
+    tokens: np.ndarray  # int32: inputs of the model
+    targets: np.ndarray  # int32: the token after each input, in the same document
+    learned: np.ndarray  # bool: targets that count in the loss
+    # int32: the document of each token within its row, from 1; 0 is padding. Tokens attend within
+    # their segment only.
     segments: np.ndarray
-    positions: np.ndarray
+    positions: np.ndarray  # int32: position within the segment, from 0
 
-    @staticmethod
-    def empty(count: int, context: int) -> Rows:
-        """Rows of padding."""
+    @classmethod
+    def empty(cls, count: int, context: int) -> Self:
+        """Return rows of padding."""
         shape = (count, context)
         kinds = (np.int32, np.int32, np.bool_, np.int32, np.int32)
-        return Rows(*(np.zeros(shape, kind) for kind in kinds))
+        return cls(*(np.zeros(shape, kind) for kind in kinds))
 
-    def evenly(self, count: int) -> Rows:
-        """At most `count` of the rows, evenly spaced: they are sorted by the length of pieces."""
+    def evenly(self, count: int) -> Self:
+        """Return at most `count` rows, evenly spaced, since rows are sorted by length of pieces."""
         rows = len(self.tokens)
         chosen = np.arange(min(count, rows)) * rows // min(count, rows)
-        return Rows(*(field[chosen] for field in self))
+        return type(self)(*(field[chosen] for field in self))
 
 
 def pack(documents: Iterable[Encoded], context: int) -> Rows:
-    """Packs documents into rows.
+    """Pack documents into rows.
 
     A document of more than `context` tokens is cut into pieces, each with positions of its own.
-    Pieces are put where they fit most tightly, longest first. Every token to learn is the target
-    of exactly one place, but for the first of a document, which nothing predicts; pieces without
-    any are left out.
+    Pieces go where they fit most tightly, the longest first. Every token to learn is the target of
+    exactly one position, except the first of a document, which nothing predicts. Pieces with
+    nothing to learn are left out.
 
     Args:
-        documents: The documents.
-        context: Tokens per row.
+      documents: the documents.
+      context: tokens per row.
 
     Returns:
-        The rows; which piece is where depends on the arguments alone.
+      The rows, which depend on the arguments alone.
 
     Raises:
-        ValueError: There is nothing to learn.
+      ValueError: there is nothing to learn.
     """
     pieces = [piece for document in documents for piece in _cut(document, context)]
     pieces = [piece for piece in pieces if piece.learned[1:].any()]
     if not pieces:
         raise ValueError(
             "The data has nothing to learn: every document is shorter than two tokens, or a chat "
-            "in which no assistant speaks. Give other --data."
+            "without an answer of the assistant. Give other --data."
         )
     pieces.sort(key=lambda piece: -len(piece.ids))
     placed = _place([len(piece.ids) - 1 for piece in pieces], context)
@@ -83,8 +74,9 @@ def pack(documents: Iterable[Encoded], context: int) -> Rows:
 
 
 def _cut(document: Encoded, context: int) -> Iterable[Encoded]:
-    """Pieces of at most `context + 1` tokens. The last token of one is the first of the next: a
-    target here, and there what is read.
+    """Cut a document into pieces of at most `context + 1` tokens.
+
+    The last token of a piece is the first of the next: a target here, an input there.
     """
     for start in range(0, len(document.ids) - 1, context):
         window = slice(start, start + context + 1)
@@ -92,8 +84,9 @@ def _cut(document: Encoded, context: int) -> Iterable[Encoded]:
 
 
 def _place(lengths: list[int], context: int) -> list[tuple[int, int]]:
-    """A row and a place in it for pieces of decreasing length: the row with the least space that
-    is enough (best fit decreasing).
+    """Choose a row and a start in it for pieces of decreasing length.
+
+    Each piece goes into the row with the least space that is enough (best fit decreasing).
     """
     spaces: list[tuple[int, int]] = []  # (tokens left, row), sorted
     placed, count = [], 0

@@ -15,26 +15,26 @@ Params = Any  # A pytree of arrays: what `nnx.split` leaves of a model beside it
 
 
 def cross_entropy(model: nnx.Module, tokens: jax.Array) -> jax.Array:
-    """Mean loss of predicting each token from those before it.
+    """Return the mean loss of predicting each token from those before it.
 
     Args:
-        model: The network.
-        tokens: int32 `[batch, context + 1]`.
+      model: the network.
+      tokens: int32 `[batch, context + 1]`.
 
     Returns:
-        float32 scalar, in nats per token.
+      float32 scalar, in nats per token.
     """
     logits = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def loss_of(structure: nnx.GraphDef) -> Callable[[Params, jax.Array], jax.Array]:
-    """The loss as a pure function of parameters and tokens, which is what JAX differentiates."""
+    """Return the loss as a pure function of parameters and tokens, which JAX differentiates."""
     return lambda params, tokens: cross_entropy(nnx.merge(structure, params), tokens)
 
 
 def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """AdamW whose learning rate warms up over a tenth of the steps, then decays to zero."""
+    """Build AdamW with a learning rate that rises over a tenth of the steps and decays to zero."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0, peak_value=learning_rate, warmup_steps=steps // 10, decay_steps=steps
     )
@@ -54,23 +54,21 @@ def pretrain(
     seed: int = 0,
     on_step: Callable[[int, jax.Array], None] = lambda step, loss: None,
 ) -> Params:
-    """Trains a new model on one device.
-
-    Nothing is compressed here: one device takes the exact mean over the whole batch.
+    """Train a new model on one device, where there is nothing to compress.
 
     Args:
-        structure: Structure of the model.
-        params: Its initial parameters.
-        corpus: int32 `[length]`.
-        steps: Number of updates.
-        batch: Windows per update.
-        context: Tokens per window.
-        learning_rate: Peak learning rate.
-        seed: Chooses the batches.
-        on_step: Called after each step with its index and its loss.
+      structure: structure of the model.
+      params: its initial parameters.
+      corpus: int32 `[length]`.
+      steps: number of updates.
+      batch: windows per update.
+      context: tokens per window.
+      learning_rate: peak of the learning rate.
+      seed: seed of the batches.
+      on_step: called after each step with its index and its loss.
 
     Returns:
-        The trained parameters.
+      The trained parameters.
     """
     loss_fn = loss_of(structure)
     optimizer = make_optimizer(learning_rate, steps)

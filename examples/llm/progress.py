@@ -1,6 +1,4 @@
-"""Progress while the example works: a bar on a terminal, a few short lines anywhere else."""
-
-from __future__ import annotations
+"""Progress of a phase: a bar on a terminal, a few short lines elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,27 +7,27 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINE_EVERY = 50
+LINE_EVERY = 50  # steps
 
 
 class Show(Protocol):
-    """Tells the reader how far a phase is."""
+    """A function that shows how far a phase is."""
 
     def __call__(self, step: int, message: str) -> None:
-        """Reports that `step`, counted from 0, is done."""
+        """Show that `step`, counted from 0, is done."""
 
 
 @contextmanager
 def progress(console: Console, phase: str, steps: int) -> Iterator[Show]:
-    """Follows one phase of `steps` steps.
+    """Show the progress of a phase.
 
     Args:
-        console: Where to write.
-        phase: Name of the phase.
-        steps: Number of steps.
+      console: where to write.
+      phase: name of the phase.
+      steps: number of its steps.
 
     Yields:
-        A function to call after every step.
+      A function to call after each step.
     """
     if not console.is_terminal:
 

@@ -1,10 +1,8 @@
-"""What runs recorded, side by side: a table, a plot and a JSON file."""
+"""Comparison of runs: a table, a plot and a JSON file."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
@@ -16,36 +14,30 @@ from rich.table import Table
 import dynamiq_jax as dq
 from examples.llm.metrics import Record
 
-matplotlib.use("Agg")  # The plot goes to a file: no display is needed.
+matplotlib.use("Agg")  # The plot goes to a file; no display is needed.
 import matplotlib.pyplot as plt
 
 LAST_STEPS = 20
 EXACT_COLOR, COMPRESSED_COLOR, ERROR_COLOR = "#9aa5b1", "#d9480f", "#1864ab"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run.
+    """A run and its records."""
 
-    Attributes:
-        name: How it averaged gradients.
-        records: What `finetune` returned.
-        wire: What every device sends for one mean gradient.
-    """
-
-    name: str
-    records: list[Record]
-    wire: dq.WireReport
+    name: str  # of its way to average gradients
+    records: list[Record]  # as `finetune` returns them
+    wire: dq.WireReport  # of one mean gradient
 
     def by_step(self, name: str) -> dict[int, float]:
-        """What was recorded under a name, by the number of updates before it."""
+        """Return the values recorded under a name, by the number of updates before them."""
         return {record["step"]: record[name] for record in self.records if name in record}
 
     def summary(self) -> dict[str, float]:
-        """A figure for each thing that runs are compared by."""
+        """Return the figures by which runs are compared."""
         last = self.records[-1]
         return {
-            # A mean over the last steps, since a single batch is noisy.
+            # The mean over the last steps is less noisy than the last loss.
             "train_loss": fmean([*self.by_step("loss").values()][-LAST_STEPS:]),
             **{name: last[name] for name in ("evaluation_loss", "perplexity", "accuracy")},
             "bytes_per_worker": self.wire.bytes_per_worker,
@@ -53,13 +45,13 @@ class Run:
             "ratio_f32": self.wire.ratio_f32,
             "ratio_bf16": self.wire.ratio_bf16,
             "vnmse": fmean(self.by_step("vnmse").values()),
-            # The median is blind to the first step, which compiles.
+            # The median leaves out the first step, which compiles.
             "step_seconds": median(self.by_step("seconds").values()),
         }
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Lays runs side by side; of two, the last column says how far the second is from the first."""
+    """Tabulate runs side by side, and of two also the difference of the second from the first."""
     rows = Table(title="Fine-tuning", min_width=72)
     for heading in ("", "before", *(run.name for run in runs)):
         rows.add_column(heading, justify="right" if heading else "left")
@@ -90,8 +82,8 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def save_json(runs: Sequence[Run], options: dict[str, Any], path: Path) -> None:
-    """Writes the summaries of runs and the options that led to them."""
-    # JSON has neither NaN nor Inf: ratios where nothing travels, losses of a run that diverged.
+    """Write the summaries of runs and the options that they were started with."""
+    # JSON has neither NaN nor Inf, which a run that diverged has as losses.
     summaries = {
         run.name: {name: value for name, value in run.summary().items() if isfinite(value)}
         for run in runs
@@ -101,14 +93,14 @@ def save_json(runs: Sequence[Run], options: dict[str, Any], path: Path) -> None:
 
 
 def save_plot(runs: Sequence[Run], path: Path) -> None:
-    """Draws the losses of runs and, below, the error of the last one's mean gradient.
+    """Draw the losses of runs and, below, the error of the last run's mean gradient.
 
     Args:
-        runs: Two at most, a compressed one last.
-        path: The image to write.
+      runs: at most two, a compressed one last.
+      path: image to write.
     """
     style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 11}
-    # A wide pale line under a thin strong one: where the curves agree, both stay visible.
+    # A thin strong line over a wide pale one: both are visible where the curves agree.
     looks = ((EXACT_COLOR, 5.0), (COMPRESSED_COLOR, 1.6))[-len(runs) :]
     with plt.rc_context(style):
         figure, (losses, error) = plt.subplots(
@@ -127,7 +119,7 @@ def save_plot(runs: Sequence[Run], path: Path) -> None:
         errors = runs[-1].by_step("vnmse")
         error.plot(*zip(*errors.items(), strict=True), "o-", color=ERROR_COLOR)
         error.ticklabel_format(axis="y", scilimits=(0, 0))
-        # A run that diverged has errors that are none.
+        # Errors of a run that diverged are not finite.
         error.set_ylim(0, 1.25 * max(filter(isfinite, errors.values()), default=0) or 1)
         error.set_ylabel("vNMSE of the mean")
         error.set_xlabel("fine-tuning step")
@@ -138,7 +130,7 @@ def save_plot(runs: Sequence[Run], path: Path) -> None:
 
 
 def _draw_losses(axes: plt.Axes, run: Run, color: str, width: float) -> None:
-    """Training loss, smoothed, and held-out loss as points."""
+    """Draw the smoothed training loss as a line and the held-out loss as points."""
     steps, values = zip(*run.by_step("loss").items(), strict=True)
     axes.plot(
         steps, _smooth(values), color=color, lw=width, label=f"{run.name}: training, smoothed"
@@ -154,7 +146,7 @@ def _draw_losses(axes: plt.Axes, run: Run, color: str, width: float) -> None:
 
 
 def _smooth(values: Sequence[float], decay: float = 0.9) -> list[float]:
-    """Exponential moving average, started at the first value."""
+    """Return the exponential moving average, which starts at the first value."""
     smoothed, mean = [], values[0]
     for value in values:
         mean = decay * mean + (1 - decay) * value

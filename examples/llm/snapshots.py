@@ -1,43 +1,40 @@
-"""Where a run is: its state on disk, from which the same command goes on bit for bit.
+"""Checkpoints of a run, from which the same command resumes bit-identically.
 
-Orbax writes a checkpoint under another name and renames it when it is complete, so that a process
-may die at any moment: what is there is whole.
+Orbax writes a checkpoint under another name and renames it when it is complete. A process may be
+killed at any moment: every checkpoint in the folder is whole.
 """
-
-from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from dynamiq_jax._workshop.errors import CommandError
+from examples.llm.errors import RunError
 from examples.llm.json_files import read_object
 
 Facts = dict[str, Any]
 
 
 class Snapshots:
-    """The checkpoints of one run, the last two of them."""
+    """The last two checkpoints of a run."""
 
     def __init__(self, folder: Path, facts: Facts):
-        """Opens the checkpoints in a folder, where `facts` are written too.
+        """Open the checkpoints in a folder, and write `facts` beside them.
 
         Args:
-            folder: Of the run.
-            facts: All that the losses of the run depend on, as JSON.
+          folder: folder of the run.
+          facts: everything that the losses of the run depend on, as JSON.
 
         Raises:
-            CommandError: The folder has checkpoints of a run with other facts, or none that can
-                be read.
+          RunError: the checkpoints belong to a run with other facts, or facts that cannot be read.
         """
         self.folder = folder.absolute()
-        # Saving waits until all is written: a step donates the buffers that would be read.
+        # Saving is synchronous, since the next step donates the buffers that are saved.
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self.step = self._manager.latest_step() or 0
@@ -46,7 +43,7 @@ class Snapshots:
             try:
                 before = read_object(path, "Give --restart or another --output-dir.")
             except (ValueError, FileNotFoundError) as problem:
-                raise CommandError(str(problem)) from None
+                raise RunError(str(problem)) from None
             _check_same(before, facts, folder)
         elif jax.process_index() == 0:
             partial = self.folder / "run.json.partial"
@@ -54,14 +51,14 @@ class Snapshots:
             partial.replace(path)
 
     def save(self, step: int, state: Any) -> None:
-        """Saves the state after `step` steps, and returns when it is there."""
+        """Save the state after `step` steps, and return when it is on disk."""
         self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, abstract: Any) -> Any:
-        """The last state, of the given shapes, dtypes and shardings."""
+        """Restore the last state, with the given shapes, dtypes and shardings."""
         return self._manager.restore(self.step, args=ocp.args.StandardRestore(abstract))
 
-    def __enter__(self) -> Snapshots:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -74,8 +71,9 @@ class Snapshots:
 
 
 def forget(folder: Path) -> None:
-    """Deletes what a run left in a folder, and nothing else. All processes call it, and go on when
-    it is done.
+    """Delete the checkpoints and records of a run, and nothing else in its folder.
+
+    All processes call this, and return when it is done.
     """
     if jax.process_index() == 0:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -85,15 +83,15 @@ def forget(folder: Path) -> None:
 
 
 def _check_same(before: Facts, now: Facts, folder: Path) -> None:
-    """Refuses to go on with another run than the one that was begun."""
-    other = sorted(key for key in before | now if before.get(key) != now.get(key))
-    remedy = "Go on with what it was begun with, or give --restart or another --output-dir."
-    if "workers" in other:
-        raise CommandError(
-            f"--workers is {now['workers']}, but the run in {folder} was begun with "
-            f"{before.get('workers')}. Each worker has a share of the batch, and rounding or a "
-            f"residual of its own, so that the run would become another one. {remedy}"
+    """Raise RunError if a run would resume with other facts than it was started with."""
+    changed = sorted(key for key in before | now if before.get(key) != now.get(key))
+    remedy = "Give the same options, or --restart, or another --output-dir."
+    if "workers" in changed:
+        raise RunError(
+            f"--workers is {now['workers']}, but the run in {folder} was started with "
+            f"{before.get('workers')}. The batch, the rounding noise and the residuals depend on "
+            f"the number of workers. {remedy}"
         )
-    if other:
-        changes = ", ".join(f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in other)
-        raise CommandError(f"The run in {folder} was begun with {changes}. {remedy}")
+    if changed:
+        changes = ", ".join(f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in changed)
+        raise RunError(f"The run in {folder} was started with {changes}. {remedy}")

@@ -1,45 +1,45 @@
-"""Encode special tokens as such where a template has them, and as letters in contents.
+"""Encoding of special tokens as such in templates, and as plain text in messages.
 
-Nobody ends a turn by writing <|eot_id|>. Before a template is rendered, every special token that a
-content spells is replaced by stand-ins, one private character for each of its letters. Contents
-keep their length and all other characters, so that templates can trim, cut, join and search them.
-When the rendered text is encoded, the stand-ins become the letters again, as plain text.
+A message that spells <|eot_id|> must not end a turn. Before a chat is rendered, each special token
+that a content spells is replaced by stand-ins: one private character for each of its letters.
+Contents keep their length and all other characters, so that templates can trim, cut, join and
+search them. When the rendered text is encoded, the stand-ins become the letters again, as plain
+text.
 
-The limits: a template can still spell a token by joining contents that have half of it each, or by
-changing the case of <|EOT_ID|>. It cannot find a special token that it searches for in a content.
+The limits: a template can still spell a token if it joins contents that each have a part of it, or
+changes the case of <|EOT_ID|>. It does not find a special token that it searches for in a content.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from tokenizers import Tokenizer
 
-# Plane 15 of Unicode: no character has a meaning there.
-PRIVATE = range(0xF0000, 0xFFFFE)
+PRIVATE = range(0xF0000, 0xFFFFE)  # plane 15 of Unicode, for private use
 
 
 class Hidden(NamedTuple):
-    """Contents in which nothing spells a special token."""
+    """Contents that spell no special token."""
 
     contents: tuple[str, ...]
-    letters: dict[int, str]  # what each stand-in is for, as `str.translate` takes it
+    letters: dict[int, str]  # the letter of each stand-in, as `str.translate` takes it
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """Encode text with a tokenizer, in which special tokens are special or are not."""
+    """Encoder of text in which special tokens are special, or are not."""
 
     tokenizer: Tokenizer
-    spelled: re.Pattern[str]  # any special token, and marks of a template, which are hidden too
+    spelled: re.Pattern[str]  # any special token, or another text that is hidden in contents
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, marks: Iterable[str] = ()) -> "SpecialTokens":
+    def of(cls, tokenizer: Tokenizer, marks: Iterable[str] = ()) -> Self:
         """Find the special tokens of a tokenizer.
 
         Args:
-          tokenizer: the tokenizer. Its truncation and padding are turned off: they would cut or
+          tokenizer: the tokenizer. Its truncation and padding are turned off, which would cut or
             fill every piece of a document.
           marks: other texts to hide in contents.
         """
@@ -47,16 +47,15 @@ class SpecialTokens:
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder().values()
         texts = {token.content for token in added if token.special} | set(marks)
-        # The longest first: tokenizers match the longer of two that begin alike.
+        # The longest first, since tokenizers match the longer of two that begin alike.
         longest_first = sorted(filter(None, texts), key=lambda text: (-len(text), text))
         never = "(?!)"
-        return cls(tokenizer, re.compile("|".join(map(re.escape, longest_first)) or never))
+        spelled = re.compile("|".join(map(re.escape, longest_first)) or never)
+        return cls(tokenizer=tokenizer, spelled=spelled)
 
     def hide(self, contents: Sequence[str]) -> Hidden:
-        """Write special tokens in contents with stand-ins."""
+        """Replace special tokens in contents by stand-ins."""
         found = "".join(match for text in contents for match in self.spelled.findall(text))
-        if not found:
-            return Hidden(tuple(contents), {})
         taken = set().union(*contents)
         free = (code for code in PRIVATE if chr(code) not in taken)
         stand_ins = {letter: next(free) for letter in sorted(set(found))}
@@ -69,15 +68,15 @@ class SpecialTokens:
         return Hidden(hidden, {code: letter for letter, code in stand_ins.items()})
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode text in which special tokens are letters like others."""
+        """Encode text in which special tokens are plain text."""
         return self._encode(text, special=False)
 
     def encode(self, text: str, letters: dict[int, str]) -> list[int]:
-        """Encode text in which special tokens are special, unless written with stand-ins.
+        """Encode text in which special tokens are special, unless they consist of stand-ins.
 
         Args:
           text: rendered text.
-          letters: as of `hide`.
+          letters: letters of the stand-ins, as `hide` returns them.
         """
         if not any(chr(code) in text for code in letters):
             return self._encode(text, special=True)

@@ -1,13 +1,11 @@
-"""The training step: data-parallel workers, each of which may spread its parameters over devices.
+"""The training step of data-parallel workers, each of which may spread its parameters over devices.
 
-It is manual over the axis "data" of the mesh, where gradients are compressed, and leaves "fsdp" to
+The step is manual over the mesh axis "data", where gradients are compressed, and leaves "fsdp" to
 the compiler.
 """
 
-from __future__ import annotations
-
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax._workshop.settings import Setting
+from examples.llm.averaging import Averaging
 from examples.llm.mesh import fsdp_specs, on_mesh
 from examples.llm.packing import Rows
 from examples.llm.reduction import OVER_DATA, PLACED, ReductionState, reduction
@@ -26,71 +24,47 @@ Params = Any  # A pytree of arrays: what `nnx.split` leaves of a model beside it
 
 
 class State(NamedTuple):
-    """All that changes from step to step.
+    """State that changes from step to step."""
 
-    Attributes:
-        params: float32: what is trained; a model computes in a copy of fewer bits.
-        optimizer: State of the gradients' mean, a compressor's residuals among it, and that of
-            the clipped norm and AdamW.
-    """
-
-    params: Params
-    optimizer: tuple[ReductionState, optax.OptState]
+    params: Params  # float32; the model may compute in a copy of fewer bits
+    optimizer: tuple[ReductionState, optax.OptState]  # of the reduction, then of clipping and AdamW
 
 
 class Report(NamedTuple):
-    """What one step tells, all scalars.
+    """Measurements of one step, all scalars."""
 
-    Attributes:
-        loss: float32: mean over the targets of all workers, before the update.
-        norm: float32: of the mean gradient, before clipping.
-        vnmse: float32: error of that mean; NaN unless measured.
-        tokens: int32: tokens that were read, padding not counted.
-    """
-
-    loss: jax.Array
-    norm: jax.Array
-    vnmse: jax.Array
-    tokens: jax.Array
+    loss: jax.Array  # float32: mean over the targets of all workers, before the update
+    norm: jax.Array  # float32: norm of the mean gradient, before clipping
+    vnmse: jax.Array  # float32: vNMSE of the mean gradient; NaN unless measured
+    tokens: jax.Array  # int32: tokens that were read, without padding
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train.
+    """Hyperparameters of a run."""
 
-    Attributes:
-        setting: How gradients are averaged.
-        steps: Updates in the whole run.
-        learning_rate: Its peak.
-        warmup: Part of the steps in which it rises.
-        weight_decay: Of AdamW, on matrices.
-        clip: Largest norm of the mean gradient.
-        seed: Chooses batches and rounding noise.
-    """
-
-    setting: Setting
-    steps: int
-    learning_rate: float
-    warmup: float = 0.1
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
+    averaging: Averaging
+    steps: int  # updates in the whole run
+    learning_rate: float  # the peak
+    warmup: float = 0.1  # share of the steps in which the learning rate rises
+    weight_decay: float = 0.01  # of AdamW, on matrices
+    clip: float = 1.0  # largest norm of the mean gradient
+    seed: int = 0  # of the batches and of the rounding noise
 
     def schedule(self) -> optax.Schedule:
-        """Learning rate by step: a linear rise, then a cosine to a tenth."""
+        """Build the learning rate by step: a linear rise, then a cosine to a tenth of the peak."""
         rise = round(self.warmup * self.steps)
         return optax.warmup_cosine_decay_schedule(
-            init_value=self.learning_rate / (rise + 1),  # From zero, a step would be wasted.
+            init_value=self.learning_rate / (rise + 1),  # A rate of zero would waste a step.
             peak_value=self.learning_rate,
             warmup_steps=rise,
             decay_steps=self.steps,
             end_value=0.1 * self.learning_rate,
         )
 
-    def optimizer(self, mesh: Mesh) -> optax.GradientTransformationExtraArgs:
-        """Gradients of one worker to an update that is the same on all."""
-        # Clipping comes after the mean: the norm of one worker's gradient is not that of the mean.
-        rest = optax.chain(
+    def update_rule(self) -> optax.GradientTransformation:
+        """Build the transformation from the mean gradient to an update: clipping, then AdamW."""
+        return optax.chain(
             optax.clip_by_global_norm(self.clip),
             optax.adamw(
                 self.schedule(),
@@ -99,21 +73,25 @@ class Recipe:
                 mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
             ),
         )
-        return optax.chain(reduction(self.setting, mesh, self.seed), rest)
+
+    def optimizer(self, mesh: Mesh) -> optax.GradientTransformationExtraArgs:
+        """Build the transformation from one worker's gradients to the update of all workers."""
+        # The mean is clipped: the gradients of single workers have other norms.
+        return optax.chain(reduction(self.averaging, mesh, self.seed), self.update_rule())
 
 
 def loss_and_hits(
     structure: nnx.GraphDef, params: Params, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums over all targets to learn.
+    """Sum the loss and the correct predictions over all targets to learn.
 
     Args:
-        structure: Structure of the model.
-        params: Its parameters.
-        rows: Rows `[batch, context]`.
+      structure: structure of the model.
+      params: its parameters.
+      rows: rows `[batch, context]`.
 
     Returns:
-        The loss in nats, float32, and how many of the most likely tokens were right, int32.
+      The loss in nats, float32, and the number of targets that were the most likely token, int32.
     """
     model = nnx.merge(structure, params)
     logits = model(rows.tokens, positions=rows.positions, segments=rows.segments)
@@ -123,7 +101,10 @@ def loss_and_hits(
 
 
 def state_shardings(state: State, mesh: Mesh) -> State:
-    """Where a state lives: parameters and moments in parts, a method's state with its device."""
+    """Return the shardings of a state.
+
+    Parameters and moments are cut over "fsdp". A method's state lies on its own device.
+    """
     reduction_state, rest = state.optimizer
     placed = jax.tree.map(
         lambda spec, part: jax.tree.map(lambda _: spec, part),
@@ -138,16 +119,16 @@ def state_shardings(state: State, mesh: Mesh) -> State:
 def initial_state(
     optimizer: optax.GradientTransformationExtraArgs, shapes: Params, mesh: Mesh
 ) -> tuple[Callable[[Params], State], State]:
-    """Builds the state before the first step, each part on its devices.
+    """Build the function that makes the state before the first step, each part on its devices.
 
     Args:
-        optimizer: That of the recipe.
-        shapes: Shapes of the parameters.
-        mesh: Axes "data" and "fsdp".
+      optimizer: optimizer of the recipe.
+      shapes: shapes of the parameters.
+      mesh: mesh with axes "data" and "fsdp".
 
     Returns:
-        A function of float32 parameters, which are donated, and the shapes and shardings of what
-        it returns.
+      A function of float32 parameters, which are donated; and the shapes and shardings of its
+      result.
     """
 
     def start(params: Params) -> State:
@@ -176,24 +157,24 @@ def train_step(
     abstract: State,
     mesh: Mesh,
 ) -> Callable[[State, Rows, jax.Array], tuple[State, Report]]:
-    """Builds the step that `mesh` runs.
+    """Build the training step.
 
     Args:
-        structure: Structure of the model.
-        optimizer: That of the recipe.
-        abstract: Shapes and shardings of the state.
-        mesh: Axes "data" and "fsdp".
+      structure: structure of the model.
+      optimizer: optimizer of the recipe.
+      abstract: shapes and shardings of the state.
+      mesh: mesh with axes "data" and "fsdp".
 
     Returns:
-        A compiled function `(state, rows, measure)` to the next state, whose own is donated, and
-        the report. Rows are `[micro_batches, batch, context]`, the batch split over the mesh;
-        `measure` is a bool scalar, whether to measure the vNMSE.
+      A compiled function `(state, rows, measure)` to the next state and the report. The state is
+      donated. Rows are `[micro_batches, batch, context]`, the batch split over the mesh; `measure`
+      is a bool scalar: measure the vNMSE.
     """
     workers = mesh.shape["data"]
 
     def step(state: State, rows: Rows, measure: jax.Array) -> tuple[State, Report]:
-        # JAX knows that all workers hold the same parameters, and would sum gradients over them by
-        # itself, uncompressed. Marked as varying, they give the gradient of this worker's rows.
+        # All workers hold the same parameters. JAX would therefore sum their gradients over the
+        # workers, uncompressed. Marked as varying, they give the gradient of this worker's rows.
         params = jax.lax.pcast(state.params, "data", to="varying")
         targets = jax.lax.psum(jnp.sum(rows.learned, dtype=jnp.int32), "data")
         tokens = jax.lax.psum(jnp.sum(rows.segments > 0, dtype=jnp.int32), "data")
@@ -207,8 +188,8 @@ def train_step(
         zero = jax.lax.pcast(jnp.float32(0), "data", to="varying")
         nothing = (zero, jax.tree.map(jnp.zeros_like, params))
         (loss, grads), _ = jax.lax.scan(add_micro_batch, nothing, rows)
-        # Workers have different numbers of targets. Divided by their mean rather than by each
-        # worker's own, gradients average to that of the mean over all targets.
+        # Workers have different numbers of targets. Divided by the mean of these numbers, rather
+        # than by its own one, their gradients average to that of the mean over all targets.
         scale = workers / jnp.maximum(targets, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda grad: grad * scale, grads)
         updates, after = optimizer.update(grads, state.optimizer, state.params, measure=measure)

@@ -1,4 +1,4 @@
-"""List the weight files of a checkpoint folder: a single one, or those of an index."""
+"""Weight files of a checkpoint folder: a single one, or those of an index."""
 
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -10,7 +10,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files of safetensors in a checkpoint folder.
+    """List the safetensors files of a checkpoint.
 
     Args:
       folder: the checkpoint.
@@ -19,14 +19,14 @@ def weight_files(folder: Path) -> list[Path]:
       Paths of files that exist, each once, sorted by name.
 
     Raises:
-      FileNotFoundError: the folder has no weights, or lacks a file that its index names.
+      FileNotFoundError: there are no weights, or a file of the index is missing.
       ValueError: the index is broken, or names a file outside of the folder.
     """
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     index = folder / INDEX
     if not index.exists():
-        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}.")
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}. {COPY_AGAIN}")
     where = read_object(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise ValueError(
@@ -47,12 +47,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _is_inside(folder: Path, name: Any) -> bool:
-    """Tell whether a name in an index means a file in the folder or in one of its subfolders."""
+    """Return whether a name in an index is that of a file in the folder or in a subfolder."""
     if not isinstance(name, str) or "\0" in name or not PurePosixPath(name).name:
         return False
-    # A checkpoint is refused on every system if it would be on one.
+    # Refused on all systems if it would leave the folder on one of them.
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if path.anchor or ".." in path.parts:
             return False
-    # The file itself may be a link: download caches keep the bytes elsewhere. Folders may not.
+    # The file itself may be a link, since download caches keep files elsewhere. Folders may not.
     return (folder / name).parent.resolve().is_relative_to(folder.resolve())
