@@ -27,9 +27,8 @@ from benchmarks import common
 from benchmarks.plain_codecs import PLAIN_CODECS
 from dynamiq_jax._workshop.gradients import worker_gradient
 from pallas_kernels import operations
-from pallas_kernels.codec import order_rows, restore_rows
+from pallas_kernels.codec import LocalRows, order_rows, restore_rows
 from pallas_kernels.codec.scales import bfloat16_bits
-from pallas_kernels.operands import LocalRows
 
 
 @dataclasses.dataclass(frozen=True)

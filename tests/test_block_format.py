@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamiq_jax.methods import BlockFormat
-from dynamiq_jax.methods._block_format import covering_step, rows_per_chunk
+from dynamiq_jax.methods._blockwise import covering_step, rows_per_chunk
 from tests.support import blocks_oracle
 
 ROWS = 3

@@ -13,7 +13,7 @@ import pytest
 import dynamiq_jax as dq
 from dynamiq_jax.methods import SumCodec, _dynamiq_codec
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks, ReorderedSums
-from pallas_kernels.operands import LocalRows
+from pallas_kernels.codec import LocalRows
 from tests.support import oracle
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.workers import TWO_CLASSES, simulated

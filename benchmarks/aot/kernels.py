@@ -15,10 +15,9 @@ from pallas_kernels import operations
 
 # Rows of a program are no choice of users: coordinates of a thread follow from the backends.
 from pallas_kernels._mosaic_gpu.launch import MOST_ROWS
-from pallas_kernels._triton.launch import Config as TritonConfig
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, make_layout
+from pallas_kernels._triton.blocks import Config as TritonConfig
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, make_layout
 from pallas_kernels.compat import has_mosaic_gpu
-from pallas_kernels.operands import LocalRows
 
 _EXCESS = 1.10  # memory that a kernel may touch, over what it has to
 _SHAPE = jax.ShapeDtypeStruct

@@ -15,8 +15,7 @@ from benchmarks.gpu.bench import Bench, Program
 from benchmarks.gpu.jobs import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
 from benchmarks.plain_codecs import PLAIN_CODECS
 from dynamiq_jax._workshop.gradients import worker_gradient
-from pallas_kernels.codec import SUPER_GROUP_SIZE
-from pallas_kernels.operands import LocalRows
+from pallas_kernels.codec import SUPER_GROUP_SIZE, LocalRows
 
 _CACHE_BYTES = 256 * 2**20  # several times the L2 of any GPU: inputs rotate through at least this
 _DRAWN = 4 * 2**20  # coordinates that the host draws; 1 Gi of them would take it half a minute

@@ -18,8 +18,7 @@ from benchmarks.gpu.cases import make_gradient
 from benchmarks.gpu.jobs import IMPLEMENTATIONS, KERNELS, kernel_jobs, order_of, program_key
 from benchmarks.gpu.record import Results
 from pallas_kernels import operations
-from pallas_kernels.codec import Layout, l2_norm
-from pallas_kernels.operands import LocalRows
+from pallas_kernels.codec import Layout, LocalRows, l2_norm
 
 _CHUNKS = 3
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.report import Row, add_ratios, make_row, matching, print_row
 
 # Rows of a program and its warps are no choice of users: the sweep takes the backend itself.
 from pallas_kernels._triton import hop
-from pallas_kernels._triton.launch import Config
+from pallas_kernels._triton.blocks import Config
 
 _HOP = ("hop", "triton")
 
