@@ -179,7 +179,7 @@ def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
     for axes in (by_bits, by_workers):
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle("Error of the all-reduce on gradients of the example's model")
+    figure.suptitle("Error of the all-reduce on gradients of a small language model")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

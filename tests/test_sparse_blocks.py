@@ -187,7 +187,7 @@ def test_a_sum_needs_no_state():
 
 
 @pytest.mark.parametrize("many", (254, 255, 256, 300))
-def test_votes_of_very_many_workers_are_no_sign_of_nan(many):
+def test_counts_of_very_many_workers_are_no_sign_of_nan(many):
     """Votes are bytes, of which one value means not finite: without room, such blocks are NaN."""
     run = simulated(lambda _, blocks: OMNI.scores(blocks, Axis("data", many)))
     blocks = np.ones((many, 2, BLOCK), np.float32)
@@ -354,7 +354,7 @@ def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(data
     assert sum(c.sent_bytes(NUM_WORKERS) for c in sent) == report.bytes_per_worker
 
 
-def test_wishes_and_votes_stay_bytes_on_the_wire(data_mesh, n=8):
+def test_requests_and_counts_stay_bytes_on_the_wire(data_mesh, n=8):
     """In the compiled program of the default, beside leaves that are summed exactly."""
     found = compiled_collectives(data_mesh(n), TREE, "omnireduce", "all_to_all")
     report = dq.wire_report(TREE, n, method="omnireduce", topology="all_to_all")

@@ -15,9 +15,9 @@ from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, SparseBlocks
 from pallas_kernels.codec import l2_norm, packing, rank, scales
 from pallas_kernels.compat import override
 
-_WISH_BITS = 2
-_WANTED, _NOT_FINITE_WISH = np.uint16(1), np.uint16(2)  # wishes; 0 does without the block
-_MOST, _NOT_FINITE_VOTES = 254, 255  # votes are bytes
+_REQUEST_BITS = 2
+_REQUEST_NOT_FINITE = np.uint16(2)  # 0: not requested, 1: requested
+_MOST, _COUNT_NOT_FINITE = 254, 255  # counts are bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,47 +62,47 @@ class OmniReduce(SparseBlocks):
     def scores_bytes(self, num_blocks: int, axis: Axis) -> int:
         # Packed requests to the owners of the counts, and the counts to all.
         share = -(-num_blocks // axis.size)
-        return axis.owners_bytes(_packed_rows(share) * packing.row_bytes(_WISH_BITS), share)
+        return axis.owners_bytes(_packed_rows(share) * packing.row_bytes(_REQUEST_BITS), share)
 
     @override
     def scores(self, blocks: Array, axis: Axis) -> Array:
         """Count the workers that request each block."""
-        wishes = self._wishes(blocks)
-        share = -(-wishes.size // axis.size)
+        requests = self._requests(blocks)
+        share = -(-requests.size // axis.size)
         rows = _packed_rows(share)
-        mine = jnp.pad(wishes, (0, axis.size * share - wishes.size)).reshape(axis.size, share)
+        mine = jnp.pad(requests, (0, axis.size * share - requests.size)).reshape(axis.size, share)
         mine = jnp.pad(mine, ((0, 0), (0, rows * packing.SUPER_GROUP_SIZE - share)))
-        (packed,) = packing.pack(mine.reshape(-1, packing.SUPER_GROUP_SIZE), _WISH_BITS)
+        (packed,) = packing.pack(mine.reshape(-1, packing.SUPER_GROUP_SIZE), _REQUEST_BITS)
 
         def count(packed: Array) -> Array:
-            wanted = jax.vmap(lambda one: packing.unpack(one, rows, _WISH_BITS))(packed)
-            wanted = wanted.reshape(axis.size, -1)[:, :share]
-            votes = jnp.minimum(jnp.sum(wanted > 0, axis=0, dtype=jnp.int32), _MOST)
-            infinite = jnp.any(wanted == _NOT_FINITE_WISH, axis=0)
-            return jnp.where(infinite, _NOT_FINITE_VOTES, votes).astype(jnp.uint8)
+            requested = jax.vmap(lambda one: packing.unpack(one, rows, _REQUEST_BITS))(packed)
+            requested = requested.reshape(axis.size, -1)[:, :share]
+            counts = jnp.minimum(jnp.sum(requested > 0, axis=0, dtype=jnp.int32), _MOST)
+            infinite = jnp.any(requested == _REQUEST_NOT_FINITE, axis=0)
+            return jnp.where(infinite, _COUNT_NOT_FINITE, counts).astype(jnp.uint8)
 
-        votes = axis.reduce_by_owners(packed.reshape(axis.size, -1), count)
-        votes = votes.reshape(-1)[: wishes.size].astype(jnp.uint16)
-        return jnp.where(votes == _NOT_FINITE_VOTES, NOT_FINITE, votes)
+        counts = axis.reduce_by_owners(packed.reshape(axis.size, -1), count)
+        counts = counts.reshape(-1)[: requests.size].astype(jnp.uint16)
+        return jnp.where(counts == _COUNT_NOT_FINITE, NOT_FINITE, counts)
 
     @override
     def measure(self, scores: Array, room: int) -> Mapping[str, Array]:
-        wanted = jnp.sum(scores > 0, dtype=jnp.int32)
-        over = jnp.maximum(wanted - room, 0).astype(jnp.float32)
-        return {"left_out": over / jnp.maximum(wanted, 1).astype(jnp.float32)}
+        requested = jnp.sum(scores > 0, dtype=jnp.int32)
+        over = jnp.maximum(requested - room, 0).astype(jnp.float32)
+        return {"left_out": over / jnp.maximum(requested, 1).astype(jnp.float32)}
 
-    def _wishes(self, blocks: Array) -> Array:
+    def _requests(self, blocks: Array) -> Array:
         """Compute the requests of this worker: uint16 [num_blocks]."""
         values = blocks.astype(jnp.float32)
         # As integers: float comparisons flush subnormals, and float maxima drop NaN.
         largest = jnp.max(lax.bitcast_convert_type(jnp.abs(values), jnp.int32), axis=1)
-        wanted = largest > 0
+        requested = largest > 0
         if self.density is not None:
             best = rank(scales.bfloat16_bits(l2_norm(values, axis=1)))
             best = best[: _share_of(blocks.shape[0], self.density)]
-            wanted &= jnp.zeros_like(wanted).at[best].set(True, unique_indices=True)
+            requested &= jnp.zeros_like(requested).at[best].set(True, unique_indices=True)
         infinity = np.float32(np.inf).view(np.int32)
-        return jnp.where(largest >= infinity, _NOT_FINITE_WISH, wanted.astype(jnp.uint16))
+        return jnp.where(largest >= infinity, _REQUEST_NOT_FINITE, requested.astype(jnp.uint16))
 
 
 def _packed_rows(share: int) -> int:

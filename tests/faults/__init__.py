@@ -2,12 +2,13 @@
 
     python -m tests.faults                  apply all of them, one by one, and print a table
     python -m tests.faults --only sharded   those whose name or file contains a word
+    python -m tests.faults --jobs 2         apply so many at a time
     python -m tests.faults --json FILE      also write the table to a file
 
 A fault is a small change of one file that makes the program wrong. It is applied to a copy of the
 checkout, where the tests that are about it run (without those marked slow). The run fails if one
-passes unnoticed, or if its text is no longer in the file. It takes about an hour on two cores, so
-it is not part of the tests.
+passes unnoticed, or if its text is no longer in the file. It takes over half an hour on two cores,
+so it is not part of the tests.
 """
 
 import dataclasses

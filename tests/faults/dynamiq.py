@@ -1,0 +1,128 @@
+"""Faults of DynamiQ."""
+
+from tests.faults import Fault
+
+FAULTS = (
+    Fault(
+        "errors are weighted by norms instead of their squares",
+        "dynamiq_jax/methods/_allocation.py",
+        "energies = np.exp2(2 * (norms - norms.max()))",
+        "energies = np.exp2(norms - norms.max())",
+        ("tests/test_allocation.py",),
+    ),
+    Fault(
+        "rare widths are kept",
+        "dynamiq_jax/methods/_allocation.py",
+        "best = fewer if error <= allowed else best",
+        "best = fewer if error < 0 else best",
+        ("tests/test_allocation.py",),
+    ),
+    Fault(
+        "the mix of two allocations is the other way around",
+        "dynamiq_jax/methods/_allocation.py",
+        "shares = mix * over + (1 - mix) * under",
+        "shares = (1 - mix) * over + mix * under",
+        ("tests/test_allocation.py",),
+    ),
+    Fault(
+        "norms of zero are measured",
+        "dynamiq_jax/methods/_allocation.py",
+        "norms = norms[np.isfinite(norms) & (norms > 0)]",
+        "norms = np.maximum(norms[np.isfinite(norms)], 1e-30)",
+        ("tests/test_allocation.py",),
+    ),
+    Fault(
+        "gathered and combined norms are counted alike",
+        "dynamiq_jax/methods/_dynamiq.py",
+        "norms.gathered_bytes if gathers else norms.combined_bytes",
+        "norms.combined_bytes",
+        ("tests/test_methods.py::test_the_wire_cost_is_that_of_the_statistics_and_of_one_message",),
+    ),
+    Fault(
+        "the first row of a gathered part is its chunk",
+        "dynamiq_jax/methods/_dynamiq.py",
+        "first=call.first_chunk * layout.rows_per_chunk",
+        "first=call.first_chunk",
+        ("tests/test_methods.py::test_a_sum_is_scattered_parts_that_are_gathered",),
+    ),
+    Fault(
+        "sums of consecutive rows stay in the order of the table",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "return restore_rows(self.sums(payloads, chunk), places).reshape(-1)",
+        "return self.sums(payloads, chunk).reshape(-1)",
+        ("tests/test_codec_oracle.py",),
+    ),
+    Fault(
+        "a worker's part is read as if it were the whole bucket",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "order=self.local.order - self.first)",
+        "order=self.local.order)",
+        ("tests/test_codec_oracle.py",),
+    ),
+    Fault(
+        "rounded values have the noise of the first turn",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "lax.map(lambda chunk: self.compress(chunk, turn), chunks)",
+        "lax.map(lambda chunk: self.compress(chunk, 0), chunks)",
+        ("tests/test_codec_oracle.py",),
+    ),
+    Fault(
+        "rounded values are not those that are sent",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "local = self.local._replace(rows=rows)\n        return self.layout",
+        "local = self.local\n        return self.layout",
+        ("tests/test_codec_oracle.py",),
+    ),
+    Fault(
+        "sums of eight workers keep the order of the table",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "if num_workers >= _MIN_WORKERS_TO_REORDER",
+        "if num_workers > _MIN_WORKERS_TO_REORDER",
+        ("tests/test_codec_oracle.py",),
+    ),
+    Fault(
+        "scales of sums are sent in the new order",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "return layout.with_scales(message, *of_sums)",
+        "return message",
+        ("tests/test_codec_oracle.py",),
+    ),
+    Fault(
+        "super-scales of sums are not put in the order of their codes",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "jnp.take_along_axis(super_bits, order, axis=1),",
+        "super_bits,",
+        ("tests/test_codec_oracle.py",),
+    ),
+    Fault(
+        "sums of eight workers keep their order",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "_MIN_WORKERS_TO_REORDER = 8",
+        "_MIN_WORKERS_TO_REORDER = 9",
+        ("tests/test_dynamiq_codec.py",),
+    ),
+    Fault(
+        "sums are decoded with the scales of the table's order",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "return codec.decompress(layout.with_scales(payloads, *of_rows))",
+        "return codec.decompress(payloads)",
+        ("tests/test_dynamiq_codec.py",),
+    ),
+    Fault(
+        "error feedback carries the values that came in",
+        "dynamiq_jax/methods/_dynamiq_codec.py",
+        "return self.layout.as_flat(rows), dataclasses.replace(self, local=local)",
+        "return self.layout.as_flat(rows), self",
+        ("tests/test_dynamiq_codec.py",),
+    ),
+    Fault(
+        "norms of workers are added",
+        "dynamiq_jax/methods/_norms.py",
+        "bfloat16_bits(l2_norm(bfloat16_value(words), axis=0))",
+        "bfloat16_bits(bfloat16_value(words).sum(axis=0))",
+        (
+            "tests/test_sparse_blocks.py",
+            "tests/test_methods.py",
+        ),
+    ),
+)

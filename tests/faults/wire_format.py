@@ -1,0 +1,211 @@
+"""Faults of the wire format."""
+
+from tests.faults import Fault
+
+FAULTS = (
+    Fault(
+        "codes are cut off instead of rounded to the nearest",
+        "pallas_kernels/codec/arithmetic.py",
+        "whole = jnp.round(value)",
+        "whole = jnp.floor(value)",
+        ("tests/test_levels.py",),
+    ),
+    Fault(
+        "rows of a class are cut off instead of rounded",
+        "pallas_kernels/codec/layout.py",
+        "round(cumulative * rows_per_chunk)",
+        "int(cumulative * rows_per_chunk)",
+        ("tests/test_layout.py",),
+    ),
+    Fault(
+        "halves of rows are rounded up",
+        "pallas_kernels/codec/layout.py",
+        "round(cumulative * rows_per_chunk)",
+        "int(cumulative * rows_per_chunk + 0.5)",
+        ("tests/test_layout.py",),
+    ),
+    Fault(
+        "the first row of a class has the levels of the class before",
+        "pallas_kernels/codec/layout.py",
+        "(places[:, None] >= later_classes)",
+        "(places[:, None] > later_classes)",
+        ("tests/test_layout.py",),
+    ),
+    Fault(
+        "messages are aligned to 8 bytes",
+        "pallas_kernels/codec/layout.py",
+        "ALIGNMENT = 16",
+        "ALIGNMENT = 8",
+        ("tests/test_layout.py",),
+    ),
+    Fault(
+        "rounding in the log domain: the gap above is taken for that below",
+        "pallas_kernels/codec/levels.py",
+        "short = ops.multiply_add(levels.gap(code, position, ops), offset, position - t)",
+        "short = ops.multiply_add(levels.gap(code + 1, position, ops), offset, position - t)",
+        ("tests/test_levels.py",),
+    ),
+    Fault(
+        "no margin against an inverse above its level",
+        "pallas_kernels/codec/levels.py",
+        "shift=linear / growth + 0.5 + (linear / growth + top) * _INVERSE_ERROR,",
+        "shift=linear / growth + 0.5 - (linear / growth + top) * _INVERSE_ERROR,",
+        ("tests/test_levels.py",),
+    ),
+    Fault(
+        "the polynomial of a geometric spacing has a degree too few",
+        "pallas_kernels/codec/levels.py",
+        "log_range: float, degree: int = 6)",
+        "log_range: float, degree: int = 4)",
+        ("tests/test_levels.py",),
+    ),
+    Fault(
+        "a width without codes counts as one with a level",
+        "pallas_kernels/codec/levels.py",
+        "return jax.tree.map(np.float32, levels._replace(top=num_levels(width)))",
+        "return jax.tree.map(np.float32, levels)",
+        (
+            "tests/test_codec_laws.py",
+            "tests/test_layout.py",
+        ),
+    ),
+    Fault(
+        "consecutive chunks all hold the rows of the first",
+        "pallas_kernels/codec/ordering.py",
+        "return ranked + firsts[:, None]",
+        "return ranked + 0 * firsts[:, None]",
+        ("tests/test_ordering.py",),
+    ),
+    Fault(
+        "neighboring ranks go to the same chunk",
+        "pallas_kernels/codec/ordering.py",
+        "return rank(norm_bits).reshape(layout.rows_per_chunk, layout.num_chunks).T",
+        "return rank(norm_bits).reshape(layout.num_chunks, layout.rows_per_chunk)",
+        ("tests/test_ordering.py",),
+    ),
+    Fault(
+        "the index of the last row of a large bucket reaches into its norm",
+        "pallas_kernels/codec/ordering.py",
+        "if _BITS + index_bits > 32:",
+        "if _BITS + index_bits > 33:",
+        ("tests/test_ordering.py",),
+    ),
+    Fault(
+        "rows are put at their places once more",
+        "pallas_kernels/codec/ordering.py",
+        "return rows.at[inverse].get(",
+        "return rows.at[places].get(",
+        ("tests/test_ordering.py",),
+    ),
+    Fault(
+        "planes are written high bits first",
+        "pallas_kernels/codec/packing.py",
+        "packed.append(_merge_lanes(field, bits).reshape(-1))",
+        "packed.insert(0, _merge_lanes(field, bits).reshape(-1))",
+        ("tests/test_packing.py",),
+    ),
+    Fault(
+        "lanes of a byte are neighbors",
+        "pallas_kernels/codec/packing.py",
+        "    values = values.reshape(-1, lanes, row_bytes(bits)) << shifts[None, :, None]\n"
+        "    return lax.reduce(values, np.uint8(0), lax.bitwise_or, (1,))",
+        "    values = values.reshape(-1, row_bytes(bits), lanes) << shifts[None, None, :]\n"
+        "    return lax.reduce(values, np.uint8(0), lax.bitwise_or, (2,))",
+        ("tests/test_packing.py",),
+    ),
+    Fault(
+        "both lanes of a word take its low half",
+        "pallas_kernels/codec/rounding.py",
+        "return half_to_offset(words >> (lanes // _HALF * np.uint32(16))[None, :])",
+        "return half_to_offset(words)",
+        ("tests/test_rounding.py",),
+    ),
+    Fault(
+        "offsets start at 0 instead of half a step above",
+        "pallas_kernels/codec/rounding.py",
+        "np.float32(128 - 2**-17)",
+        "np.float32(128)",
+        ("tests/test_rounding.py",),
+    ),
+    Fault(
+        "independent rounding repeats its noise in every turn",
+        "pallas_kernels/codec/rounding.py",
+        'return mix(words + _uint32(turn) * _GOLDEN) if rounding == "independent" else words',
+        'return mix(words) if rounding == "independent" else words',
+        ("tests/test_rounding.py",),
+    ),
+    Fault(
+        "half of the seed is ignored",
+        "pallas_kernels/codec/rounding.py",
+        "words = mix(mix(row_ids ^ seed[0]) + seed[1])",
+        "words = mix(mix(row_ids ^ seed[0]) + seed[0])",
+        ("tests/test_rounding.py",),
+    ),
+    Fault(
+        "the unit of a norm has no limit",
+        "pallas_kernels/codec/rows.py",
+        "unit = jnp.minimum(jnp.max(jnp.abs(values), axis=axis, keepdims=True), LARGEST_UNIT)",
+        "unit = jnp.max(jnp.abs(values), axis=axis, keepdims=True)",
+        ("tests/test_norms.py",),
+    ),
+    Fault(
+        "one unit for all norms",
+        "pallas_kernels/codec/rows.py",
+        "unit = jnp.minimum(jnp.max(jnp.abs(values), axis=axis, keepdims=True), LARGEST_UNIT)\n"
+        "    squares = jnp.sum((values * inverse_unit(unit)) ** 2, axis=axis)",
+        "unit = jnp.minimum(jnp.max(jnp.abs(values), axis=axis, keepdims=True), LARGEST_UNIT)\n"
+        "    squares = jnp.sum((values * inverse_unit(jnp.max(unit))) ** 2, axis=axis)",
+        ("tests/test_norms.py",),
+    ),
+    Fault(
+        "the sign of a negative zero is lost",
+        "pallas_kernels/codec/rows.py",
+        "negative = lax.bitcast_convert_type(rows, jnp.int32) < 0",
+        "negative = rows < 0",
+        ("tests/test_codec_laws.py",),
+    ),
+    Fault(
+        "width 0 drops NaN with the finite rows",
+        "pallas_kernels/codec/rows.py",
+        "value = levels.position(code_to_float(words & top))",
+        "value = levels.position(code_to_float(words & top))\n"
+        "    scale = jnp.where(top == 0, np.float32(0), scale)",
+        ("tests/test_codec_laws.py",),
+    ),
+    Fault(
+        "super-scales are rounded to the nearest",
+        "pallas_kernels/codec/scales.py",
+        "rounded_up = (maxima + np.uint32(0xFFFF)) >> np.uint32(16)",
+        "rounded_up = (maxima + np.uint32(0x7FFF)) >> np.uint32(16)",
+        ("tests/test_scales.py",),
+    ),
+    Fault(
+        "maxima as floats, which drop NaN",
+        "pallas_kernels/codec/scales.py",
+        "    bits = lax.bitcast_convert_type(jnp.abs(rows), jnp.int32)\n    # In two steps",
+        "    bits = lax.bitcast_convert_type(jnp.nan_to_num(jnp.abs(rows)), jnp.int32)\n"
+        "    # In two steps",
+        ("tests/test_scales.py",),
+    ),
+    Fault(
+        "group scales are rounded down",
+        "pallas_kernels/codec/scales.py",
+        "return jnp.minimum(ops.ceil(share * np.float32(255)), np.float32(255))",
+        "return jnp.minimum(jnp.floor(share * np.float32(255)), np.float32(255))",
+        ("tests/test_scales.py",),
+    ),
+    Fault(
+        "rows that are lost have the largest energy",
+        "pallas_kernels/codec/scales.py",
+        "return jnp.where(words == NAN_BITS, np.uint32(0), energies).astype(jnp.uint16)",
+        "return energies.astype(jnp.uint16)",
+        ("tests/test_scales.py",),
+    ),
+    Fault(
+        "Inf travels as bits of its own",
+        "pallas_kernels/codec/scales.py",
+        "return jnp.where(jnp.isfinite(rounded), bits, np.uint16(NAN_BITS))",
+        "return jnp.where(jnp.isnan(rounded), np.uint16(NAN_BITS), bits)",
+        ("tests/test_scales.py",),
+    ),
+)
