@@ -5,14 +5,15 @@ import json
 
 import pytest
 
-from dynamiq_jax._commands.advise import Advise, advice, predictions
+from dynamiq_jax._commands.advise import Advise
+from dynamiq_jax._workshop.advice import advice, predictions
 from dynamiq_jax._workshop.errors import CommandError
 
 SLOW = Advise(link="1gbit", size="100M", workers=8, step_time=1.0)
 
 
 def answer(**changes) -> tuple[str, list]:
-    question = dataclasses.replace(SLOW, **changes)
+    question = dataclasses.replace(SLOW, **changes).question()
     options = predictions(question)
     return advice(question, options), options
 

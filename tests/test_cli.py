@@ -74,7 +74,7 @@ def test_defaults_are_possible_and_compare_with_both_baselines():
     [
         ("dinamiq:5", ": no method 'dinamiq'.*METHOD.*dynamiq"),
         ("dynamiq:5:circle", ": 'circle' is no topology.*ring"),
-        ("dynamiq:1", ": bits=1.0 is out of range"),
+        ("dynamiq:1", ": bits=1 is out of range"),
         ("exact:5", ": '5' is not an option of exact"),
         ("dynamiq:bit=5", ": neither dynamiq nor ring has 'bit'.*'bits'"),
         ("psum:5", ": psum takes no options"),

@@ -66,7 +66,7 @@ DETERMINISTIC = {
 # in keys, which is the bias of correlated hops or of clamping; and the gain of the mean, less one.
 RANDOM = {
     "dynamiq": ((1.1e-3, 2.1e-3), 0.04, (-1e-3, 1e-3)),
-    "paper": ((1.1e-3, 2.1e-3), 0.04, (-1e-3, 1e-3)),
+    "paper": ((2.8e-3, 5.2e-3), 0.04, (-1e-3, 1e-3)),
     "thc": ((8e-3, 1.2e-2), 0.02, (-0.012, -0.005)),  # what lies beyond the clamp is lost
 }
 TOPOLOGY_NAMES = ("ring", "all_to_all")

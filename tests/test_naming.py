@@ -21,7 +21,7 @@ from dynamiq_jax.methods import (
 from dynamiq_jax.topologies import TOPOLOGIES, Butterfly, Ring, resolve_topology
 
 # Several names share these files.
-FAMILIES = {"_mx": ("mxfp8", "mxfp6", "mxfp4", "mxint8")}
+FAMILIES = {"_mx": ("mxfp8", "mxfp6", "mxfp4", "mxint8"), "_baselines": ("exact", "bf16")}
 
 
 def test_every_name_gives_the_defaults_of_its_class():
@@ -144,7 +144,7 @@ def test_something_that_is_neither_a_name_nor_a_method(other):
         ("dynamiq:5:ring", r"'ring' is not an option of dynamiq\. .* topology='ring'\.$"),
         ("bf16:ring", r"'ring' is not an option of bf16\. .* topology='ring'\.$"),
         # Values that the class refuses.
-        ("dynamiq:99", r"bits=99\.0 is out of range\. Give 2\.5 to 16\.$"),
+        ("dynamiq:99", r"bits=99 is out of range\. Give 2\.5 to 16\.$"),
         ("dynamiq:nan", r"bits=nan is out of range\."),
         ("blockint:4.5", r"code_bits=4\.5 is not possible\."),
         ("dynamiq:rounding=up", r"rounding='up' is not possible\. Give one of \('correlated'"),

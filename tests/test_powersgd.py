@@ -239,7 +239,9 @@ def test_both_messages_have_keys_of_their_own():
 
 
 def test_a_method_inside_that_does_not_say_what_it_leaves_out():
-    with pytest.raises(ValueError, match=r"inner=Recorder.* cannot tell what it leaves out\."):
+    with pytest.raises(
+        ValueError, match=r"inner=Recorder.* does not return the values that it applied"
+    ):
         recorded(call_of(SHAPES, feedback=True))(KEY, gradient())
 
 

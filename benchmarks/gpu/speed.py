@@ -2,7 +2,6 @@
 of the hop with other programs.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -98,5 +97,5 @@ def _sweep(bench: Bench, case: Case) -> list[dict[str, Any]]:
         timing = bench.measure(key, arg_sets)
         if timing is not None:
             fraction = moved / timing["us"] * 1e6 / bench.copy_bytes_per_second
-            found.append(dataclasses.asdict(config) | timing | {"fraction_of_copy": fraction})
+            found.append(config._asdict() | timing | {"fraction_of_copy": fraction})
     return found

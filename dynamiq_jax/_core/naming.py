@@ -1,6 +1,7 @@
 """Objects from names: NAME[:NUMBER][:FIELD=VALUE]..., as tables and the command line print them."""
 
 import ast
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,31 +40,31 @@ def make(argument: str, text: str, known: Mapping[str, Callable[[], Any]], hint:
     takes = f"FIELD=VALUE with a field of {sorted(fields)}" if fields else "the name alone"
     for option in options:
         field, equals, value = option.partition("=")
+        number = None if equals else _number(option)
         if not equals:
-            field, value = next((b for b in _BUDGETS if b in fields), ""), option
-            if not (field and _is_number(option)):
-                number = f"a number of {field}, or " if field else ""
+            field = next((budget for budget in _BUDGETS if budget in fields), "")
+            if number is None or not field:
+                budget = f"a number of {field}, or " if field else ""
                 raise ValueError(
                     f"{argument}={text!r}: {option!r} is not an option of {name}. "
-                    f"Give {number}{takes}." + ("" if _is_number(option) else hint)
+                    f"Give {budget}{takes}." + (hint if number is None else "")
                 )
         if field not in fields:
             raise ValueError(f"{argument}={text!r}: {name} has no field {field!r}. Give {takes}.")
         if field in given:
             raise ValueError(f"{argument}={text!r} gives {field!r} a second time. Give it once.")
-        given[field] = _literal(value)
+        given[field] = _literal(value) if number is None else number
     try:
         return dataclasses.replace(known[name](), **given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{argument}={text!r}: {error}") from None
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return None
 
 
 def _literal(text: str) -> Any:

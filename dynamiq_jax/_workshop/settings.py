@@ -116,7 +116,7 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     """Parse one setting; see the docstring of this file.
 
     >>> parse_setting("dynamiq:4").method.bits
-    4.0
+    4
     """
     name, *parts = text.removeprefix(_FEEDBACK).split(":")
     if name == PSUM:

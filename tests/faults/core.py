@@ -76,8 +76,8 @@ FAULTS = (
     Fault(
         "text is not read as a number",
         "dynamiq_jax/_core/naming.py",
-        "given[field] = _literal(value)",
-        "given[field] = value",
+        "_literal(value) if number is None else number",
+        "value if number is None else number",
         ("tests/test_naming.py",),
     ),
     Fault(
