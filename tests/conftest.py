@@ -1,7 +1,7 @@
 """Eight CPU devices, strict dtypes, and the fixtures that every file shares."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -14,6 +14,27 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Examples are the same in every run, and none fails for being slow on a busy machine.
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("suite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--optimized", action="store_true", help="compile all programs as users do, which is slower"
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile without most optimizations, except in files that are marked as `optimized`: those
+    about arithmetic that gives the same bits in different programs. Compilation is most of the time
+    of the suite, and this saves a third of it.
+    """
+    is_marked = request.node.get_closest_marker("optimized") is not None
+    optimized = is_marked or request.config.getoption("--optimized")
+    jax.config.update("jax_disable_most_optimizations", not optimized)
+    with pytest.MonkeyPatch.context() as patch:  # for processes that tests start
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not optimized)))
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

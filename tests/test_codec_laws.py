@@ -17,6 +17,8 @@ from pallas_kernels.codec.levels import levels_of_rows, make_levels
 from tests.support import oracle
 from tests.support.gradients import heavy_tailed
 
+pytestmark = pytest.mark.optimized
+
 WIDTHS = packing.WIDTHS  # 0 and 2 to 16
 CODE_WIDTHS = WIDTHS[1:]
 ROWS, GROUP_SIZE = 16, 32

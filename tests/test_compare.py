@@ -23,7 +23,7 @@ from dynamiq_jax._workshop.settings import parse_setting, parse_settings
 from dynamiq_jax._workshop.simulate import Simulation, codec_ns
 from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
 from examples.llm.demo import small_config
-from tests.support.commands import compiled_quickly, shown
+from tests.support.commands import shown
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import simulated
 
@@ -79,7 +79,7 @@ def test_the_benchmark_writes_such_a_file(tmp_path, model, monkeypatch):
     path = tmp_path / "g.npz"
     options = f"--workers 8 --steps 0 1 --pretrain-steps 1 --model {model} --output {path}"
     # The suite is stricter than JAX is for its users.
-    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+    with jax.numpy_dtype_promotion("standard"):
         dump_gradients.main(tyro.cli(dump_gradients.Options, args=options.split()))
     first, second = gradient_files.load(path).values()
     assert first.keys() == second.keys()
@@ -155,8 +155,7 @@ def test_defaults_are_possible_on_every_topology_and_show_every_method():
 
 def test_errors_are_those_of_the_sum():
     gradients = two_leaves()
-    with compiled_quickly():
-        found = Simulation(parse_setting(f"{SMALL}:ring"), gradients)(gradients, range(2))
+    found = Simulation(parse_setting(f"{SMALL}:ring"), gradients)(gradients, range(2))
     truth = {name: leaf.sum(0, np.float64) for name, leaf in gradients.items()}
     flat = np.concatenate([leaf.reshape(-1) for leaf in truth.values()])
     assert 1e-6 < found.vnmse < 1e-2
@@ -226,7 +225,7 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
         *("--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")),
     )
     monkeypatch.setattr(sys, "argv", ["dynamiq-jax", "compare", *arguments])
-    with pytest.raises(SystemExit) as ended, compiled_quickly():
+    with pytest.raises(SystemExit) as ended:
         commands.main()
     assert ended.value.code == 0
     text = capsys.readouterr().out

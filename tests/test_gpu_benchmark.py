@@ -9,7 +9,6 @@ import pytest
 from benchmarks import gpu_kernels
 from benchmarks.gpu.cases import make_gradient
 from dynamiq_jax._workshop.gradients import worker_gradient
-from tests.support.commands import compiled_quickly
 
 SECTIONS = (
     "device",
@@ -29,7 +28,7 @@ def test_every_section_runs_without_a_gpu(tmp_path):
     output = tmp_path / "result.json"
     arguments = ["--small", "--interpret", "--dtypes", "bfloat16", "--workers", "2"]
     # The suite is stricter than JAX is for its users.
-    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+    with jax.numpy_dtype_promotion("standard"):
         status = gpu_kernels.main([*arguments, "--output", str(output)])
     record = json.loads(output.read_text())
     errors = [section["errors"] for section in record["sections"].values() if section["errors"]]

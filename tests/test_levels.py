@@ -13,6 +13,8 @@ import dynamiq_jax as dq
 from pallas_kernels.codec import arithmetic, levels, packing
 from tests.support import oracle
 
+pytestmark = pytest.mark.optimized
+
 WIDTHS = tuple(width for width in packing.WIDTHS if width)
 PRECISION = 2.0**-21  # of f, promised by the wire format
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from dynamiq_jax.methods import _minifloat as minifloat
 from dynamiq_jax.methods._minifloat import ELEMENTS
 
+pytestmark = pytest.mark.optimized
+
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,

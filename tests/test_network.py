@@ -40,7 +40,6 @@ class Command:
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
                 "JAX_PLATFORMS": "cpu",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling would be most of the time
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -158,7 +157,6 @@ def failing_run(monkeypatch) -> Callable[[Callable[[], None]], CommandError]:
     """`failing_run(damage)` does damage while bytes flow over limited links; the error."""
 
     def run(damage: Callable[[], None]) -> CommandError:
-        monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         settings = parse_settings(["psum"])
         measured = NetworkRun(settings, 2, size=2**16, repeats=60, seed=0, timeout=3)
         timers: list[threading.Timer] = []

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pallas_kernels import operations
 from pallas_kernels.codec import l2_norm, rows
 
+pytestmark = pytest.mark.optimized
+
 TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 # The base has a faster formula for usual values, and switches to the careful one by the block.

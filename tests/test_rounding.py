@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from pallas_kernels.codec import rounding
 from tests.support import oracle
 
+pytestmark = pytest.mark.optimized
+
 ROWS, LANES = 512, 256
 COUNT = ROWS * LANES
 RANDOM = ("correlated", "independent")

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from pallas_kernels.codec import scales
 from tests.support import oracle
 
+pytestmark = pytest.mark.optimized
+
 ROWS, GROUPS = 8, 8
 TINY = np.finfo(np.float32).tiny
 LARGEST_BFLOAT16 = oracle.bf16_to_f32(np.uint16(0x7F7F))

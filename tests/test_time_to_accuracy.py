@@ -15,7 +15,6 @@ from benchmarks.emulated_training import report
 from benchmarks.emulated_training.run import Run, check_identical
 from benchmarks.emulated_training.target import reached, target_loss
 from dynamiq_jax._workshop.errors import CommandError
-from tests.support.commands import compiled_quickly
 from tests.support.emulation import emulates
 
 COSTS = {name: {"bits": 1.0, "bytes_per_worker": 1e6} for name in ("psum", "bf16", "dynamiq")}
@@ -110,9 +109,8 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     options = "--hosts 2 --steps 2 --eval-every 1 --rates 500mbit 1gbit --seeds 0 1"
     options += " --settings psum bf16:ring --width 16 --layers 1 --context 16 --pretrain-steps 1"
     config = tyro.cli(time_to_accuracy.Config, args=[*options.split(), "--output", str(output)])
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of the hosts
     # The suite is stricter than JAX is for its users.
-    with jax.numpy_dtype_promotion("standard"), compiled_quickly():
+    with jax.numpy_dtype_promotion("standard"):
         time_to_accuracy.main(config)
     assert "500 Mbit/s: time until the exact run's target" in capsys.readouterr().out
     results = json.loads(output.read_text())["results"]

@@ -1,13 +1,10 @@
-"""`dynamiq-jax` in a process of its own, its tables, and programs that compile quickly."""
+"""`dynamiq-jax` in a process of its own, and its tables."""
 
-import contextlib
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 
-import jax
 from rich.console import Console
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,13 +29,3 @@ def shown(*renderables) -> str:
     with console.capture() as capture:
         console.print(*renderables)
     return capture.get()
-
-
-@contextlib.contextmanager
-def compiled_quickly() -> Iterator[None]:
-    """Compile without most optimizations, where that would be most of the time of a test."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
