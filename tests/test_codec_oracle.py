@@ -23,8 +23,6 @@ from tests.support import oracle
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import TWO_CLASSES
 
-pytestmark = pytest.mark.optimized
-
 FEW_WIDTHS = (8, 5, 2)
 NUM_CHUNKS, ROWS_PER_WIDTH = 3, 32
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)

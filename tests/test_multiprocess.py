@@ -10,8 +10,6 @@ from tests.support import processes
 from tests.support.gradients import of_workers, vnmse
 from tests.support.multiprocess_worker import CASES, LOCAL_DEVICES, NUM_PROCESSES
 
-pytestmark = pytest.mark.optimized
-
 SIZE = 20_000
 
 
