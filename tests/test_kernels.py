@@ -25,6 +25,8 @@ from pallas_kernels._triton import kernels as triton_kernels
 from pallas_kernels.codec import Layout, LocalRows
 from pallas_kernels.implementation import without_gpu
 
+pytestmark = pytest.mark.optimized
+
 KERNELS = ("triton",)
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
