@@ -97,8 +97,16 @@ def _why_not(implementation: str) -> str | None:
     if jax.default_backend() != "gpu":
         return "the default devices are not GPUs"
     devices = [device for device in jax.local_devices() if device.platform == "gpu"]
-    capability = min(float(getattr(device, "compute_capability", 0)) for device in devices)
+    capability = min(map(_compute_capability, devices))
     needed = _CAPABILITIES[implementation]
     if capability < needed:
         return f"it needs compute capability {needed}, and this GPU has {capability}"
     return None
+
+
+def _compute_capability(device: jax.Device) -> float:
+    """Return the compute capability of a GPU of NVIDIA; 0 for others, which name architectures."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except ValueError:
+        return 0.0

@@ -45,6 +45,13 @@ def test_it_says_when_not_to(changes):
     assert "Do not compress" in text
 
 
+def test_transfers_hide_under_a_step_and_the_codec_does_not():
+    _, (_, *compressed) = answer(overlap=1.0, step_time=100.0)
+    for option in compressed:
+        assert option.all_reduce.codec > 0
+        assert option.step == pytest.approx(100 + option.all_reduce.codec, rel=1e-12)
+
+
 def test_few_bits_are_the_choice_of_the_user():
     assert "bits=4.0" not in answer()[0]
     assert "bits=4.0" in answer(bits=(4.0,))[0]

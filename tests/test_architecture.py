@@ -209,8 +209,8 @@ def test_everything_public_has_a_docstring():
 
 
 def test_docstrings_are_statements():
-    """They say what a function does or what an object is: none opens with a question word."""
-    question = re.compile(r"(What|How|Which|Whose|Where|When|See)\b")
+    """They state what a function does or what an object is: none opens with a question word."""
+    question = re.compile(r"(What|How|Which|Whose|Where|When|Whether|See)\b")
     found = [
         (module, node.name)
         for module, tree in LIBRARY.items()

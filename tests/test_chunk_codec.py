@@ -113,7 +113,7 @@ def test_a_rounded_codec_carries_what_it_decoded():
     assert rounded.local.size == VALUES.size
 
 
-@pytest.mark.parametrize("first", (0, 2))
+@pytest.mark.parametrize("first", (0, 1, 2))
 def test_summed_chunks_add_what_is_encoded(first):
     codec = summed(first, slice(first, None))
     chunk = jnp.int32(2)

@@ -7,6 +7,7 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
@@ -18,6 +19,7 @@ from benchmarks.small_lm.model import ModelConfig
 from dynamiq_jax import _commands as commands
 from dynamiq_jax._commands.compare import DEFAULTS, Compare, compare_table
 from dynamiq_jax._workshop import gradient_files, plots
+from dynamiq_jax._workshop.comparison import geometric_mean
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.settings import parse_setting, parse_settings
 from dynamiq_jax._workshop.simulate import Simulation, codec_ns
@@ -189,6 +191,31 @@ def test_unequal_replicas_are_found():
 
     gradients = two_leaves()
     assert not Simulation(Broken(), gradients)(gradients, (0,)).replicas_equal
+
+
+def test_replicas_are_compared_bit_by_bit():
+    class Signed:
+        name = "zeros of two signs"
+
+        def all_reduce(self, tree, axis_name, key):
+            sign = jnp.where(jax.lax.axis_index(axis_name) == 0, jnp.float32(-1), jnp.float32(1))
+            return {name: jnp.zeros_like(leaf) * sign for name, leaf in tree.items()}
+
+    gradients = two_leaves()
+    assert not Simulation(Signed(), gradients)(gradients, (0,)).replicas_equal
+
+
+def test_workers_are_the_first_of_a_file():
+    gradients = {"w": np.arange(12).reshape(4, 3)}
+    np.testing.assert_array_equal(
+        gradient_files.of_workers(gradients, 2)["w"], [[0, 1, 2], [3, 4, 5]]
+    )
+
+
+def test_errors_of_several_steps_have_a_geometric_mean():
+    assert geometric_mean((1e-4, 1e-2)) == pytest.approx(1e-3)
+    assert geometric_mean((0.0, 4.0)) == pytest.approx(4.0)
+    assert geometric_mean((0.0,)) == 0
 
 
 def test_codec_time_is_that_of_one_core(monkeypatch):

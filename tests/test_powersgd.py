@@ -397,7 +397,9 @@ def test_an_expensive_rank_costs_no_more_than_no_compression():
 
 @pytest.mark.parametrize("rank", (0, -1, 2.0, True, None))
 def test_a_rank_that_is_none(rank):
-    with pytest.raises(ValueError, match=re.escape(f"rank={rank!r} ") + ".*Give a positive"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"rank={rank!r} ") + ".*Give an integer of at least 1"
+    ):
         PowerSGD(rank=rank)
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -79,7 +80,7 @@ def all_reduce_gradients(
             updates,
             jax.random.fold_in(jax.random.key(seed), state.step),
             how,
-            states=_without_worker_axis(state.method) if stateful else None,
+            states=_without_worker_axis(state.method, axis_name) if stateful else None,
         )
         after = _with_worker_axis(outcome.states) if stateful else ()
         return outcome.tree, AllReduceState(state.step + 1, after, outcome.metrics)
@@ -91,5 +92,12 @@ def _with_worker_axis(states: tuple[State, ...]) -> tuple[State, ...]:
     return jax.tree.map(lambda leaf: leaf[None], states)
 
 
-def _without_worker_axis(states: tuple[State, ...]) -> tuple[State, ...]:
+def _without_worker_axis(states: tuple[State, ...], axis_name: AxisName) -> tuple[State, ...]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(states):
+        if np.shape(leaf)[:1] != (1,):
+            raise ValueError(
+                f"state.method{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose first "
+                "axis is not one worker. Give shard_map the specs of dq.AllReduceState: "
+                f"method=P({axis_name!r})."
+            )
     return jax.tree.map(lambda leaf: leaf[0], states)

@@ -22,7 +22,7 @@ from dynamiq_jax.topologies import Topology
 class WireReport:
     """Static cost of one all-reduce."""
 
-    bytes_per_worker: int  # sent by each worker, everything included
+    bytes_per_worker: int  # sent by each worker over the slow axis, statistics included
     compressed_bytes: int  # of these, for compressed leaves
     exact_bytes: int  # of these, for leaves that are summed exactly
     fast_bytes: int  # sent by each worker besides, over fast axes, for compressed leaves

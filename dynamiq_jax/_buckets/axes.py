@@ -69,7 +69,7 @@ class Axes:
 
 
 def axis_names(axis_name: Any) -> tuple[Any, ...]:
-    """Return one axis or several, as several."""
+    """Return the names of one axis or several as a tuple."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 

@@ -1,6 +1,4 @@
-"""Checks of input while tracing. An error names the argument, shows its value and says what to
-do.
-"""
+"""Checks of input while tracing. Errors name the argument, show its value and give a remedy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax.methods import ChunkedMethod, Method
 from pallas_kernels import compat
 
 
@@ -105,12 +104,17 @@ def check_leaf(path: str, leaf: Any) -> None:
         )
 
 
-def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> int:
-    """Return the dimension, from 0, along which the parts of a gathered leaf lie.
+def check_chunked(method: Method, function: str) -> None:
+    """Raise ValueError for a method that a half of the all-reduce cannot use."""
+    if not isinstance(method, ChunkedMethod):
+        raise ValueError(
+            f"method={method!r} cannot be used in dq.{function}. Use one that compresses chunks, "
+            f"such as dq.DynamiQ(), or jax.lax.{function}."
+        )
 
-    Raises:
-      ValueError: the result has no such dimension.
-    """
+
+def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> None:
+    """Raise ValueError for a leaf whose parts cannot lie along a dimension of the result."""
     rank = leaf.ndim if tiled else leaf.ndim + 1
     if not (isinstance(axis, int | np.integer) and -rank <= axis < rank):
         remedy = f"Give one from {-rank} to {rank - 1}." if rank else "Give tiled=False."
@@ -118,15 +122,15 @@ def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> int:
             f"axis={axis!r} is not a dimension that the parts of tree{path}, of shape "
             f"{leaf.shape}, can lie along. {remedy}"
         )
-    return int(axis) % rank
 
 
-def check_scatters(path: str, leaf: Array, dimension: int, num_workers: int, tiled: bool) -> None:
+def check_scatters(path: str, leaf: Array, dimension: Any, num_workers: int, tiled: bool) -> None:
     """Raise ValueError for a leaf whose dimension cannot be scattered over the workers."""
-    if not 0 <= dimension < leaf.ndim:
+    if not (isinstance(dimension, int | np.integer) and 0 <= dimension < leaf.ndim):
+        remedy = f"one from 0 to {leaf.ndim - 1}" if leaf.ndim else "leaves with a dimension"
         raise ValueError(
             f"scatter_dimension={dimension!r} is not a dimension of tree{path}, of shape "
-            f"{leaf.shape}. Give one from 0 to {leaf.ndim - 1}."
+            f"{leaf.shape}. Give {remedy}."
         )
     size = leaf.shape[dimension]
     if size % num_workers or (not tiled and size != num_workers):

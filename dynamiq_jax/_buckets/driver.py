@@ -43,6 +43,7 @@ def run(
       how: method, topology and options.
       states: states of the method for every bucket; None for those of a first step.
     """
+    operation.check_method(how.method)
     key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
         key = jax.random.fold_in(key, operation.salt)
@@ -71,7 +72,7 @@ def run(
         token, after_step[number] = sent.token, sent.state
         shapes = [operation.shape(leaf) for leaf in members]
         num_rows = operation.result_rows
-        pieces = split(sent.values, [math.prod(shape) // num_rows for shape in shapes], num_rows)
+        pieces = split(sent.total, [math.prod(shape) // num_rows for shape in shapes], num_rows)
         for index, leaf, piece in zip(bucket.leaves, members, pieces, strict=True):
             result[index] = operation.restore(piece, leaf).astype(leaf.dtype)
         for name, value in sent.metrics.items():
@@ -86,11 +87,12 @@ def run(
 
 def first_states(operation: Operation, tree: Any, how: Compression) -> States:
     """Return the states of a method for every bucket of a tree, before the first step."""
-    return _first_states(operation, _plan(operation, jax.tree.leaves(tree), tree, how), how)
+    leaves = [leaf for _, leaf in named_leaves(tree)[0]]
+    return _first_states(operation, _plan(operation, leaves, tree, how), how)
 
 
 def after(token: Array | None, flat: Array) -> Array:
-    """Return the same values, which are not available before `token` is.
+    """Delay `flat` until `token` is available.
 
     So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
     or has them all wait for one, and none is left to run under the backward pass. XLA removes
@@ -130,5 +132,5 @@ def _check_states(states: States, operation: Operation, plan: Plan, how: Compres
         raise ValueError(
             f"state.method has arrays of shapes {shapes[0]}, but these gradients need {shapes[1]}. "
             "It belongs to leaves of other shapes or dtypes, or to another method, mask, "
-            "exact_below, bucket_bytes or number of workers. Call init with what update gets."
+            "exact_below, bucket_bytes or number of workers. Call init with gradients like these."
         )

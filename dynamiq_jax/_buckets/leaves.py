@@ -46,8 +46,11 @@ def mask_flags(mask: Any | Callable[[Any], Any] | None, tree: Any) -> list[bool]
     except ValueError as error:
         raise ValueError(
             f"mask={prefix!r:.200} does not fit the tree: {error}. Give a tree of bools "
-            "with their structure, or a prefix of it."
+            "with the structure of the tree, or a prefix of it."
         ) from None
+    for flag in flags:
+        if np.asarray(flag).dtype.kind not in "biu":  # bools and integers
+            raise ValueError(f"mask holds {flag!r:.80}. Give True (compressed) or False (exact).")
     return [bool(flag) for flag in flags]
 
 

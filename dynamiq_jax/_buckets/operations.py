@@ -1,8 +1,7 @@
-"""Kinds of collectives: how each lays out leaves, and what it does with a bucket of them."""
+"""Collectives: layout of leaves, and transfer of a bucket of them."""
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -13,20 +12,10 @@ from jax import Array, lax
 from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.plan import Bucket
-from dynamiq_jax.methods import Method, State
+from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
 from pallas_kernels.compat import override
 
 Leaves = dict[int, Any]  # index in the flattened tree to leaf
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """Result of the collective of one bucket."""
-
-    values: Array  # rows that `Operation.restore` takes, of all leaves, flat
-    token: Array  # [1 or more], available once the bucket has arrived
-    state: State = ()
-    metrics: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +28,10 @@ class Operation(abc.ABC):
     last_first: ClassVar[bool] = True
     # Folded into the key, so that different kinds with the same key have different noise.
     salt: ClassVar[int | None] = None
+
+    def check_method(self, method: Method) -> None:
+        """Raise ValueError for a method that this collective cannot use."""
+        return None
 
     def check(self, name: str, leaf: Array) -> None:
         """Raise ValueError for a leaf that is summed already."""
@@ -75,8 +68,10 @@ class Operation(abc.ABC):
         """Run the exact collective."""
 
     @abc.abstractmethod
-    def send(self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
-        """Run the compressed collective of a bucket."""
+    def send(
+        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
+    ) -> Reduced:
+        """Run the compressed collective of a bucket: rows that `restore` takes, of all leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +97,18 @@ class AllReduce(Operation):
         return exact.all_reduce(leaves, self.axes, self._divisor)
 
     @override
-    def send(self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
+    def send(
+        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
+    ) -> Reduced:
         axes, call = self.axes, bucket.call
         reduced = method.all_reduce(axes.scatter(flat, call.size), call, axes.fold_in(key), state)
         total = reduced.total * np.float32(1 / self._divisor) if self.mean else reduced.total
         # In the dtype that the result has anyway: fewer bytes over the fast axes.
         total = axes.gather(total.astype(bucket.dtype), bucket.size)
         if not axes.fast:
-            return Sent(total, reduced.token, reduced.state, reduced.metrics)
+            return dataclasses.replace(reduced, total=total)
         metrics = {name: lax.pmean(m, axes.names[1:]) for name, m in reduced.metrics.items()}
-        return Sent(total, total, reduced.state, metrics)
+        return dataclasses.replace(reduced, total=total, token=total, metrics=metrics)
 
     @property
     def _divisor(self) -> int:
@@ -124,6 +121,10 @@ class ReduceScatter(Operation):
 
     dimension: int = 0
     tiled: bool = False
+
+    @override
+    def check_method(self, method: Method) -> None:
+        checks.check_chunked(method, "psum_scatter")
 
     @override
     def check(self, name: str, leaf: Array) -> None:
@@ -157,9 +158,12 @@ class ReduceScatter(Operation):
         }
 
     @override
-    def send(self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
+    def send(
+        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
+    ) -> Reduced:
         call = dataclasses.replace(bucket.call.of_size(flat.size), collective="psum_scatter")
-        return Sent(*method.reduce_scatter(flat, call, key))
+        assert isinstance(method, ChunkedMethod)
+        return Reduced(*method.reduce_scatter(flat, call, key))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +180,10 @@ class AllGather(Operation):
     @override
     def result_rows(self) -> int:
         return self.axes.num_workers
+
+    @override
+    def check_method(self, method: Method) -> None:
+        checks.check_chunked(method, "all_gather")
 
     @override
     def check(self, name: str, leaf: Array) -> None:
@@ -203,10 +211,14 @@ class AllGather(Operation):
         return {index: self.restore(gather(leaf), leaf) for index, leaf in leaves.items()}
 
     @override
-    def send(self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
+    def send(
+        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
+    ) -> Reduced:
         whole = bucket.call.of_size(self.axes.num_workers * flat.size)
-        gathered = method.all_gather(flat, dataclasses.replace(whole, collective="all_gather"), key)
-        return Sent(gathered.decode(), gathered.token)
+        call = dataclasses.replace(whole, collective="all_gather")
+        assert isinstance(method, ChunkedMethod)
+        gathered = method.all_gather(flat, call, key)
+        return Reduced(gathered.decode(), gathered.token)
 
     def _dimension(self, leaf: Array) -> int:
-        return int(self.dimension) % (leaf.ndim if self.tiled else leaf.ndim + 1)
+        return self.dimension % (leaf.ndim if self.tiled else leaf.ndim + 1)

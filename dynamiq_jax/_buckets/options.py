@@ -23,10 +23,11 @@ class Options:
     # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
     # and the most sensitive.
     exact_below: int = 1024
-    # Leaves of one dtype are compressed together, in buckets of at most as many bytes (or of one
-    # leaf). The compiler can send one bucket while a backward pass still computes another. The
-    # default fills the messages of a fast link, and few buckets have to be compiled, each with its
-    # own codec; it is small enough for the first one to leave early in a backward pass.
+    # Leaves of one dtype are compressed together, in buckets of at most this many bytes. A larger
+    # leaf has a bucket of its own. The compiler can send one bucket while a backward pass still
+    # computes another. The default fills the messages of a fast link, and few buckets have to be
+    # compiled, each with its own codec. It is small enough for the first one to leave early in a
+    # backward pass.
     bucket_bytes: int = 2**27
 
     def __post_init__(self):
@@ -36,7 +37,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """A method, a topology and options: how one collective compresses."""
+    """Method, topology and options of one collective."""
 
     method: Method
     topology: Topology
@@ -44,7 +45,7 @@ class Compression:
 
 
 def resolve(method: Method | str, topology: Topology | str, options: Options) -> Compression:
-    """Return what a user gives by name or by value.
+    """Resolve a method, a topology and options, given by name or by value.
 
     Raises:
       ValueError: an unknown method or topology.

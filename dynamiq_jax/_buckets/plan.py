@@ -78,7 +78,7 @@ def make_plan(
             by_kind.setdefault(kind, []).append((index, size))
     buckets = []
     for (dtype, _), members in by_kind.items():
-        for group in _cut(members, int(how.options.bucket_bytes) // dtype.itemsize):
+        for group in _cut(members, how.options.bucket_bytes // dtype.itemsize):
             indices, sizes = zip(*group, strict=True)
             size = sum(sizes)
             # A part of a bucket has no shapes.

@@ -24,7 +24,7 @@ from dynamiq_jax.topologies import Network
 
 @dataclasses.dataclass(frozen=True)
 class Advise:
-    """Whether compression pays on your network, with which bits and topology.
+    """Advise on compression for your network: bits, topology, or none.
 
     Predicts the time of a training step from the speed of the link, the size of the gradient and
     the speed of the codec. Nothing is run: a minute with `dynamiq-jax bench` on your hardware gives

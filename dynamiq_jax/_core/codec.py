@@ -1,4 +1,4 @@
-"""Interface between methods and topologies: a bucket in chunks, as many for each worker.
+"""Interface between methods and topologies: a bucket in chunks, equally many for each worker.
 
 A topology moves opaque payloads. A `ChunkCodec` makes them: the first payload of a chunk, and the
 payload of received partial sums (one in a ring, several in a butterfly or an all-to-all) plus the
@@ -71,7 +71,7 @@ class ChunkCodec(SumCodec):
 
         Returns:
           The decoded values, float32 [size], and a codec that carries these instead. Error feedback
-          keeps the difference to the original values.
+          keeps the difference from the original values.
         """
 
     def of_sums(self, num_workers: int) -> SumCodec:

@@ -19,7 +19,7 @@ def head(text: str) -> str:
 
 
 def field_names(factory: Callable[[], Any]) -> set[str]:
-    """Return the fields that options can set of what `factory()` makes."""
+    """Return the names of the fields of `factory()`."""
     return {field.name for field in dataclasses.fields(factory()) if field.init}
 
 

@@ -1,4 +1,4 @@
-"""Errors for fields that are not possible: the name, the value, and what to give instead."""
+"""Errors for fields that are not possible, with the name, the value and a remedy."""
 
 import numbers
 from collections.abc import Collection
@@ -18,9 +18,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless a value is a whole number from `low` to `high`; 4.0 is 4."""
-    whole = _is_number(value) and float(value).is_integer() and low <= value
-    if not whole or (high is not None and value > high):
+    """Raise ValueError unless a value is an integer from `low` to `high`, of Python or NumPy."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name}={value!r} is not possible. Give an integer {span}.")
 

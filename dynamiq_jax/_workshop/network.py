@@ -42,7 +42,7 @@ class NetworkRun:
         self._sent = {s.name: s.wire_report(size, num_hosts).bytes_per_worker for s in settings}
 
     def steps(self, num_rates: int) -> int:
-        """Return how many steps `measure` reports."""
+        """Return the number of steps that `measure` reports."""
         return len(self._settings) * (1 + (1 + num_rates) * (1 + self._repeats))
 
     def measure(self, rates: Sequence[float], done: Callable[[str], None]) -> tuple[str, list[Row]]:
@@ -132,7 +132,7 @@ class NetworkRun:
 
 
 def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    """Return how many times faster a row is than each baseline that is in the run."""
+    """Return the speed-up of a row over each baseline that is in the run."""
     speedups = {}
     for name in (PSUM, BF16_RING):
         for other in rows:

@@ -41,7 +41,7 @@ class Call:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether chunk c has to hold the c-th part of the coordinates. In an all-reduce a method
+        """True if chunk c has to hold the c-th part of the coordinates. In an all-reduce a method
         may assign coordinates to chunks in any order.
         """
         return self.collective != "all_reduce"
@@ -80,7 +80,7 @@ class Method(abc.ABC):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the method carries state from step to step."""
+        """True for methods that carry state from step to step."""
         return False
 
     @property
@@ -112,22 +112,6 @@ class Method(abc.ABC):
           state: from `init_state` or the step before.
         """
 
-    def reduce_scatter(self, flat: Array, call: Call, key: Array) -> Scattered:
-        """Sum a bucket over the axis, each worker its own part.
-
-        `flat` holds one part for each worker, each a multiple of `granule` for each of its chunks.
-        """
-        raise ValueError(
-            f"method={self!r} cannot be used in dq.psum_scatter. Use dq.DynamiQ(), or dq.psum."
-        )
-
-    def all_gather(self, part: Array, call: Call, key: Array) -> Gathered:
-        """Gather the parts of all workers, float [size / num_workers], a multiple of `granule`."""
-        raise ValueError(
-            f"method={self!r} cannot be used in dq.all_gather. Use dq.DynamiQ(), or "
-            "jax.lax.all_gather."
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedMethod(Method):
@@ -153,11 +137,14 @@ class ChunkedMethod(Method):
         gathered = call.topology.all_reduce(codec, call.axis)
         return Reduced(gathered.decode(), gathered.token, applied=applied)
 
-    @override
     def reduce_scatter(self, flat: Array, call: Call, key: Array) -> Scattered:
+        """Sum a bucket over the axis, each worker its own part.
+
+        `flat` holds one part for each worker, each a multiple of `granule` for each of its chunks.
+        """
         return call.topology.reduce_scatter(self.bind(flat, call, key), call.axis)
 
-    @override
     def all_gather(self, part: Array, call: Call, key: Array) -> Gathered:
+        """Gather the parts of all workers, float [size / num_workers], a multiple of `granule`."""
         codec = self.bind(part, call, key)
         return gather(codec, (codec.compress(call.axis.index, 0),), call.axis)

@@ -83,7 +83,7 @@ class BlockInt(BlockwiseMethod):
     @override
     def format(self) -> BlockFormat:
         """Codes, then bfloat16 scales."""
-        return BlockFormat(bits=int(self.code_bits), block=self.block, side_bytes=(2,))
+        return BlockFormat(bits=self.code_bits, block=self.block, side_bytes=(2,))
 
     @property
     @override
@@ -113,4 +113,4 @@ class BlockInt(BlockwiseMethod):
 
     @property
     def _top(self) -> int:
-        return 2 ** (int(self.code_bits) - 1) - 1
+        return 2 ** (self.code_bits - 1) - 1

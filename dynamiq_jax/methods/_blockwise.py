@@ -87,7 +87,7 @@ class BlockwiseMethod(ChunkedMethod):
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether `encode_rows` takes noise."""
+        """True if `encode_rows` takes noise."""
         return False
 
     @abc.abstractmethod

@@ -28,9 +28,9 @@ class ErrorFeedback(Method):
         wanted = gradient + residual;  residual = wanted - applied
 
     So nothing is lost, only delayed: over any number of steps, the applied values and the last
-    residual add up to the gradients. Two losses are not kept: what hops round off partial sums,
-    which belongs to no single worker, and what a result loses when it is cast to the dtype of its
-    leaf. The residual costs a float32 for each coordinate, and no bytes on the wire. Unlike in the
+    residual add up to the gradients. The residual excludes two losses: the rounding of partial sums
+    at hops, which belongs to no single worker, and the cast of a result to the dtype of its leaf.
+    The residual costs a float32 for each coordinate, and no bytes on the wire. Unlike in the
     papers, gradients do not contain the learning rate, since the optimizer comes after the
     all-reduce: change it slowly.
 
@@ -98,7 +98,7 @@ class ErrorFeedback(Method):
         if reduced.applied is None:
             raise ValueError(
                 f"inner={self.inner!r} does not return the values that it applied, which "
-                "dq.methods.ErrorFeedback needs."
+                "dq.methods.ErrorFeedback needs. Give one that does, such as dq.DynamiQ()."
             )
         left_out = wanted - reduced.applied
         residual = jnp.where(jnp.isfinite(left_out), left_out, np.float32(0))

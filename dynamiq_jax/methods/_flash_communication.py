@@ -67,7 +67,7 @@ class FlashCommunication(BlockwiseMethod):
     def format(self) -> BlockFormat:
         """Codes, then zero points and steps, then values of spikes and their places."""
         side_bytes = (2, 2, 2, 2, 1, 1) if self.spikes else (2, 2)
-        return BlockFormat(bits=int(self.code_bits), block=self.block, side_bytes=side_bytes)
+        return BlockFormat(bits=self.code_bits, block=self.block, side_bytes=side_bytes)
 
     @override
     def encode_rows(self, rows: Array, noise: Array | None) -> tuple[Array, ...]:
@@ -103,7 +103,7 @@ class FlashCommunication(BlockwiseMethod):
 
     @property
     def _top(self) -> int:
-        return 2 ** int(self.code_bits) - 1
+        return 2**self.code_bits - 1
 
 
 class _Extremes(NamedTuple):

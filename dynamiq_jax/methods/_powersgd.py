@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._core import WireCost
+from dynamiq_jax._core import WireCost, check_integer
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
 from dynamiq_jax.methods._baselines import Exact
 from pallas_kernels.compat import override
@@ -45,13 +45,12 @@ class PowerSGD(Method):
     inner: Method = dataclasses.field(default_factory=Exact)
 
     def __post_init__(self):
-        if type(self.rank) is not int or self.rank < 1:
-            raise ValueError(f"rank={self.rank!r} is not possible. Give a positive integer.")
+        check_integer("rank", self.rank, 1)
         if not isinstance(self.inner, Method):
             raise ValueError(f"inner={self.inner!r} is not a method. Give one, such as dq.BF16().")
         if self.inner.is_stateful:
             raise ValueError(
-                f"inner={self.inner!r} carries state, and each step hands it two messages. Give a "
+                f"inner={self.inner!r} carries state, and each step sends two messages. Give a "
                 "method without, such as dq.BF16()."
             )
 
@@ -94,7 +93,7 @@ class PowerSGD(Method):
             if call.feedback and reduced.applied is None:
                 raise ValueError(
                     f"inner={self.inner!r} does not return the values that it applied, which error "
-                    "feedback needs."
+                    "feedback needs. Give one that does, such as dq.BF16()."
                 )
             return [reduced.total] + ([] if reduced.applied is None else [reduced.applied])
 

@@ -30,7 +30,7 @@ class SparseBlocks(Method):
     there is no room for them, they are NaN in the sum without being sent.
     """
 
-    # Sums the chosen blocks, as one dense vector: what each of their coordinates costs.
+    # Sums the chosen blocks, as one dense vector. Its bits are the cost of each coordinate.
     inner: ChunkedMethod = dataclasses.field(default_factory=BF16)
     block_size: int = SUPER_GROUP_SIZE  # coordinates sent together; fewer choose better, cost bytes
 
@@ -44,7 +44,7 @@ class SparseBlocks(Method):
 
     @abc.abstractmethod
     def num_chosen(self, call: Call) -> int:
-        """Return how many blocks there is room for, at least one. Static."""
+        """Return the number of blocks that there is room for, at least one. Static."""
 
     @abc.abstractmethod
     def scores_bytes(self, num_blocks: int, axis: Axis) -> int:
@@ -64,7 +64,7 @@ class SparseBlocks(Method):
         return {}
 
     def num_blocks(self, size: int) -> int:
-        """Return how many blocks a bucket of `size` coordinates has; the last may be padded."""
+        """Return the number of blocks of `size` coordinates; the last may be padded."""
         return -(-size // self.block_size)
 
     def cost_of(self, room: int, call: Call) -> WireCost:

@@ -134,7 +134,7 @@ class THC(ChunkedMethod):
     @property
     def _largest(self) -> int:
         """Largest integer of one worker."""
-        return 2 ** (int(self.code_bits) - 1) - 1
+        return 2 ** (self.code_bits - 1) - 1
 
     def _layout(self, call: Call) -> "_Layout":
         chunk_size = -(-call.size // call.num_chunks)

@@ -79,7 +79,7 @@ class FixedTopology(Topology):
 
     @abc.abstractmethod
     def steps(self, num_workers: int) -> int:
-        """Return how many transfers follow one another before the gather; each pays the latency."""
+        """Return the number of transfers in sequence before the gather; each pays the latency."""
 
     @abc.abstractmethod
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:
@@ -92,7 +92,7 @@ class FixedTopology(Topology):
 
     @property
     def is_far(self) -> bool:
-        """Whether workers send to others than their neighbors, across the whole network."""
+        """True if workers send to others than their neighbors, across the whole network."""
         return True
 
     def supports(self, num_workers: int) -> bool:
@@ -117,12 +117,12 @@ class FixedTopology(Topology):
         return self, None
 
     def num_chunks(self, num_workers: int) -> int:
-        """Return how many chunks a bucket is cut into: as many for each worker."""
+        """Return the number of chunks of a bucket, a multiple of the number of workers."""
         return num_workers * self.chunks_per_worker
 
     def payloads_scattered(self, num_workers: int) -> int:
-        """Return how many payloads each worker sends up to the arrivals: one for each chunk that
-        another worker owns, the fewest possible.
+        """Return the number of payloads that each worker sends up to the arrivals: one for each
+        chunk that another worker owns, the fewest possible.
         """
         return (num_workers - 1) * self.chunks_per_worker
 

@@ -1,4 +1,4 @@
-"""Butterfly: recursive halving. Partners exchange half of what they still sum, log2 n times."""
+"""Butterfly: recursive halving. In each of log2 n turns, partners exchange half of their chunks."""
 
 import dataclasses
 

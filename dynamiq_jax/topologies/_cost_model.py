@@ -12,7 +12,8 @@ import math
 from dynamiq_jax._core import WireCost, check_number
 from dynamiq_jax.topologies._base import FixedTopology
 
-_POSITIVE = "a positive number"
+_NONNEGATIVE = 0.0, "a number of at least 0"
+_POSITIVE = math.ulp(0.0), "a positive number"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class Network:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            least = 0.0 if field.name == "latency_us" else math.ulp(0.0)
-            check_number(field.name, getattr(self, field.name), least, math.inf, _POSITIVE)
+            least, remedy = _NONNEGATIVE if field.name == "latency_us" else _POSITIVE
+            check_number(field.name, getattr(self, field.name), least, math.inf, remedy)
 
     def seconds(self, num_bytes: float, steps: int) -> float:
         """Return the time in which one worker transfers `num_bytes` in `steps` steps."""
@@ -44,7 +45,8 @@ class CodecSpeed:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            check_number(field.name, getattr(self, field.name), 0.0, math.inf, _POSITIVE)
+            least, remedy = _NONNEGATIVE
+            check_number(field.name, getattr(self, field.name), least, math.inf, remedy)
 
     def seconds(self, size: int, steps: int) -> float:
         """Return the time for a bucket of `size` coordinates in `steps` steps."""

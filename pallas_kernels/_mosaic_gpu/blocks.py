@@ -248,9 +248,6 @@ def encode(block: Block, pieces: Pieces, chunk: Array, turn: Array, seed_ref, me
     _pad(block.layout, message_ref)
 
 
-# Below: codes.
-
-
 def _largest(block: Block, magnitudes: Array) -> Array:
     """Compute the largest magnitude of every group, as bits, int32: NaN is on top."""
     bits = lax.bitcast_convert_type(magnitudes, jnp.int32)

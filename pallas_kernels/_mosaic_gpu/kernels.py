@@ -28,7 +28,7 @@ def statistics(rows: Array) -> Array:
         first = lax.min(lax.axis_index("block") * count, jnp.int32(num_rows - count))
         pieces = launch.load_rows(shape, rows_ref, first)
         largest = _over_lanes(jnp.max, [jnp.abs(values) for values in pieces], jnp.maximum)
-        # As `norms.l2_norm`, which leaves open how threads hold the values.
+        # As `codec.l2_norm`, of values that several threads hold.
         unit, one = jnp.minimum(largest, LARGEST_UNIT), np.float32(1)
         inverse = jnp.where(unit > np.finfo(np.float32).tiny, one / unit, one)
         inverse = launch.spread(inverse, shape, (0,))

@@ -42,7 +42,7 @@ class Config(NamedTuple):
     warps: int = 4
 
     def programs(self, rows: int) -> int:
-        """Return how many programs cover `rows` rows; the last one may overhang."""
+        """Return the number of programs that cover `rows` rows; the last one may overhang."""
         return -(-rows // self.rows)
 
 

@@ -1,8 +1,8 @@
 """Rows to places: which row of the bucket goes to which place of which chunk.
 
-Each width class is dealt evenly over the chunks, so that every chunk has the same static layout.
-This takes no communication: all workers hold the same integers, and a stable sort of these gives
-the same order everywhere.
+Each width class is distributed evenly over the chunks, so that every chunk has the same static
+layout. This takes no communication: all workers hold the same integers, and a stable sort of these
+gives the same order everywhere.
 """
 
 from typing import NamedTuple

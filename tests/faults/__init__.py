@@ -7,7 +7,7 @@
 
 A fault is a small change of one file that makes the program wrong. It is applied to a copy of the
 checkout, where the tests that are about it run (without those marked slow). The run fails if one
-passes unnoticed, or if its text is no longer in the file. It takes over half an hour on two cores,
+passes unnoticed, or if its text is no longer in the file. It takes half an hour on two cores,
 so it is not part of the tests.
 """
 

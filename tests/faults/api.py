@@ -73,6 +73,7 @@ FAULTS = (
         "        size //= axis.size\n"
         "        total += (axis.size - 1) * size * item_bytes",
         ("tests/test_hierarchical.py::test_three_axes",),
+        equivalent="Gathers over all fast axes send (1 - 1/n) of the bucket, in any order.",
     ),
     Fault(
         "booleans count as four bytes",

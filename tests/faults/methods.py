@@ -124,6 +124,7 @@ FAULTS = (
         "low_place = jnp.max(jnp.where(is_low, lanes, np.int32(-1)), axis=-1)",
         "low_place = jnp.min(jnp.where(is_low, lanes, np.int32(lanes.size)), axis=-1)",
         ("tests/test_flash_communication.py",),
+        equivalent="All values of the block are equal then, and decode to the same.",
     ),
     Fault(
         "a negative zero point is rounded towards zero",
