@@ -351,3 +351,23 @@ def test_value_and_grad_checks_its_key(data_mesh):
     grad_fn = dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="data")
     with raises(TypeError, "key=", "typed PRNG key"):
         grad_fn({"w": jnp.ones((8, 2))}, jnp.ones((4, 8)), key=jnp.zeros(2, jnp.uint32))
+
+
+def test_masks_of_something_else():
+    with raises(ValueError, "mask holds 'no'", "Give True (compressed) or False (exact)"):
+        simulated(lambda key, g: dq.psum(g, "data", key=key, options=dq.Options(mask={"w": "no"})))(
+            KEY, {"w": GRADIENT}
+        )
+
+
+def test_scalars_do_not_scatter():
+    with raises(ValueError, "scatter_dimension=0 is not a dimension of tree", "with a dimension"):
+        simulated(lambda key, g: dq.psum_scatter(g, "data", key=key))(KEY, GRADIENT[:, 0])
+
+
+def test_a_state_of_several_workers():
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16")
+    state = jax.vmap(reduce.init, axis_name="data", axis_size=2, in_axes=None)(GRADIENT[0])
+    both = state._replace(step=state.step[0], method=jax.tree.map(lambda x: x[:, 0], state.method))
+    with raises(ValueError, "state.method[0].residual has shape (2, 2048)", "method=P('data')"):
+        jax.vmap(lambda g: reduce.update(g, both), axis_name="data")(GRADIENT)

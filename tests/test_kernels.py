@@ -415,6 +415,9 @@ def test_all_gpus_have_to_be_new_enough(devices):
     devices(Device("gpu", "9.0"), Device("gpu", "7.5"))
     with pytest.raises(ValueError, match=r"needs compute capability 8\.0, and this GPU has 7\.5"):
         dq.DynamiQ(implementation="triton")
+    devices(Device("gpu", "gfx942"))  # of AMD
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.0"):
+        dq.DynamiQ(implementation="triton")
 
 
 def test_unknown_backends_and_missing_operations_are_refused():
