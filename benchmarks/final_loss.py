@@ -120,7 +120,7 @@ def main(config: Config) -> None:
     with console.status("Pre-training"):
         params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
     shapes = jax.eval_shape(lambda: params)
-    settings = [parse_setting(f"{name}:{config.topology}") for name in config.methods]
+    settings = [parse_setting(f"{name}:{config.topology}", "--methods") for name in config.methods]
     runs = functools.partial(final_loss, structure, params, corpora, config=config)
     losses: dict[str, list[float]] = {name: [] for name in config.methods}
     results: list[dict[str, Any]] = []
