@@ -1,6 +1,6 @@
 """Figures of how_it_works.md, drawn from the library itself.
 
-python docs/figures.py
+python -m docs.figures
 """
 
 from pathlib import Path

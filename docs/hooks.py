@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 IMAGES = "benchmarks/results/*.png"
 
 _LINK = re.compile(r"\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")

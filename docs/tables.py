@@ -1,6 +1,6 @@
 """Tables of the pages that come from result files or from the library itself.
 
-    python docs/tables.py
+    python -m docs.tables
 
 A page has `<!-- table: NAME -->` and `<!-- end -->` around each; this script writes the lines
 between them. tests/test_docs.py fails where a page and this script disagree.
@@ -237,7 +237,7 @@ def limits() -> str:
 
 
 def accuracy() -> str:
-    """Write times to the exact run's 99 % target, and final losses: time_to_accuracy.json."""
+    """Write times to the exact run's 99% target, and final losses: time_to_accuracy.json."""
     results = _results("time_to_accuracy")
     offs = {row["setting"]: row["off"].values() for row in results["final_losses"]}
     ranges = {
