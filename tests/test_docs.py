@@ -158,7 +158,7 @@ def test_help_of_modules_names_the_options_that_pages_use(monkeypatch, capsys):
     for module, options in used.items():
         monkeypatch.setattr(sys, "argv", [module, "--help"])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module(module, run_name="__main__")
+            runpy.run_path(str(file_of(module)), run_name="__main__")
         shown = capsys.readouterr().out
         assert ended.value.code == 0
         assert {option for option in options if option not in shown} == set(), module
