@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import THC, ErrorFeedback, Method, PowerSGD
+from dynamiq_jax.methods import THC, BlockInt, ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
@@ -187,8 +187,10 @@ def test_replicas_stay_identical_while_their_residuals_differ(method):
 
 
 def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
-    """Bit for bit, with a method inside that adds up in one order."""
-    method = ErrorFeedback(inner=NEAREST)
+    """Bit for bit, with a method inside whose scales are maxima: sums of squares may differ in the
+    last bit between two programs.
+    """
+    method = ErrorFeedback(inner=BlockInt())
     run = on_mesh(steps_of(method), data_mesh(NUM_WORKERS))
     for ours, expected in zip(run(KEY, gradients()), simulated_run(method), strict=True):
         jax.tree.map(np.testing.assert_array_equal, ours, expected)

@@ -121,7 +121,8 @@ def test_the_seed_chooses_the_rounding_noise():
 def test_only_methods_with_state_send_leaves_between_the_devices_of_a_worker(method, crosses):
     """Devices 0 and 1 are those of the first worker."""
     program = lowered(*init_and_update(Averaging(method=method), 2))
-    assert ("[[0, 1], [2, 3]]" in program) == crosses
+    groups = ("[[0, 1], [2, 3]]", 'axis_ref<name = "fsdp">')  # as JAX spells them, old and new
+    assert any(group in program for group in groups) == crosses
     assert "[0, 2]" in program  # Gradients travel between the workers.
 
 
