@@ -97,8 +97,9 @@ def decompress(payloads: Array, order: Array, *, layout: Layout) -> Array:
 
 
 def _partial_sum(payloads: Array, rows: Array, places: Array, layout: Layout) -> _RowsAt:
-    """Return a function that computes rows of a chunk: the local ones plus those of the received
-    messages, uint8 [received, bytes].
+    """Return a function that computes rows of a chunk: local plus received ones.
+
+    The received messages are uint8 [received, bytes].
     """
     received = len(payloads)
     messages = jax.vmap(layout.unpack)(payloads) if received else None
@@ -120,8 +121,9 @@ def _partial_sum(payloads: Array, rows: Array, places: Array, layout: Layout) ->
 
 
 def _decode(messages: _Parts, message: Index, first: Index, count: int, layout: Layout) -> Array:
-    """Decode `count` rows of one of several unpacked messages, whose parts are stacked on a leading
-    axis: float32 [count, 256].
+    """Decode `count` rows of one of several unpacked messages: float32 [count, 256].
+
+    Parts of messages are stacked on a leading axis.
     """
     start = message * layout.rows_per_chunk + first
     codes, group_bytes, super_bits = (

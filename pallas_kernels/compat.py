@@ -1,6 +1,4 @@
-"""Differences between JAX and Python versions, and between `jax.shard_map(check_vma=True)` and
-everything else.
-"""
+"""Differences between JAX and Python versions, and with and without `check_vma=True`."""
 
 import importlib
 import importlib.util

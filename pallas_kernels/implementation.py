@@ -43,8 +43,7 @@ def check(implementation: str | None) -> None:
 
 
 def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation by the named backend, or by the fastest one for the platform that the
-    program is lowered for.
+    """Run an operation by the named backend, or by the fastest one for the target platform.
 
     Args:
       implementation: name of a backend; None for the fastest one.
@@ -71,8 +70,9 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
 
 @contextlib.contextmanager
 def without_gpu(mode: Literal["interpret", "compile"]) -> Iterator[None]:
-    """Allow kernels to be traced on a machine that cannot run them: to interpret them, slowly, or
-    to compile them for another machine.
+    """Allow kernels to be traced on a machine that cannot run them.
+
+    They are interpreted, slowly, or compiled for another machine.
     """
     token = _without_gpu.set(mode)
     try:

@@ -26,8 +26,7 @@ def value_and_grad(
     replicated_argnums: int | Sequence[int] = (),
     options: Options = Options(),
 ) -> Callable[..., Any]:
-    """Return a function like that of `jax.value_and_grad`, data-parallel over one axis of a mesh,
-    with gradients averaged compressed.
+    """Return a data-parallel `jax.value_and_grad` that averages gradients compressed.
 
         grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
         loss, grads = grad_fn(params, batch, key=key)

@@ -10,8 +10,9 @@ from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 
 
 def vnmse(estimate: Any, truth: Any) -> Array:
-    """Compute the vector-normalized mean squared error ||estimate - truth||^2 / ||truth||^2 over
-    all leaves of two like pytrees.
+    """Compute the vector-normalized mean squared error of a pytree.
+
+    This is ||estimate - truth||^2 / ||truth||^2, over all leaves.
 
     Args:
       estimate: pytree of real or complex arrays, taken as float32 or complex64.

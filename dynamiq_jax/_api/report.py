@@ -89,8 +89,9 @@ def wire_report(
 
 
 def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a leaf inside a program, where numbers have 32 bits unless
-    `jax_enable_x64` is set.
+    """Return the shape and dtype of a leaf inside a program.
+
+    Numbers have 32 bits there unless `jax_enable_x64` is set.
     """
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     checks.check_leaf(name, leaf)

@@ -16,8 +16,10 @@ AxisName = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Workers of one collective. Sums over the fast axes are exact, a part on each worker. Sums of
-    these parts over the slow axis are compressed.
+    """Workers of one collective, on one slow axis and any number of fast ones.
+
+    Sums over the fast axes are exact, a part on each worker. Sums of these parts over the slow axis
+    are compressed.
     """
 
     slow: Axis
@@ -39,9 +41,7 @@ class Axes:
         return self.slow.size * self.num_fast
 
     def part_size(self, size: int, granule: int) -> int:
-        """Return the coordinates of a worker's part of a bucket, a multiple of `granule` so that
-        what belongs together stays together.
-        """
+        """Return the coordinates of a worker's part of a bucket, a multiple of `granule`."""
         if not self.fast:
             return size
         return -(-size // (self.num_fast * granule)) * granule

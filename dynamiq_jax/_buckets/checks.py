@@ -81,8 +81,9 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
 
 
 def check_flattens(path: str, leaf: Array) -> None:
-    """Raise ValueError for a leaf that is split over an axis whose shardings are part of types:
-    they do not determine how the flat vector would be split.
+    """Raise ValueError for a leaf that is split over an axis of explicit sharding.
+
+    Its type does not determine how the flat vector would be split.
     """
     split = [name for name in jax.typeof(leaf).sharding.spec if name is not None]
     if split:

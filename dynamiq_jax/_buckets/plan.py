@@ -108,9 +108,7 @@ def _cut(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int
 def _choose(
     size: int, axes: Axes, shapes: Any, how: Compression
 ) -> tuple[Call, WireCost, str | None]:
-    """Return the all-reduce of a part of `size` coordinates, its cost, and the reason to keep the
-    part exact, if there is one.
-    """
+    """Return the all-reduce of a part, its cost, and the reason to keep it exact, if any."""
     num_workers = axes.slow.size
 
     def call_on(topology: FixedTopology) -> Call:

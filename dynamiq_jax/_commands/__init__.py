@@ -1,5 +1,6 @@
-"""The command `dynamiq-jax`: options and tables of its subcommands, each in a file. The library
-never imports this package, nor what only it needs.
+"""The command `dynamiq-jax`: options and tables of its subcommands, each in a file.
+
+The library imports neither this package nor the packages that only it needs.
 """
 
 import importlib.util

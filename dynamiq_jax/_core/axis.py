@@ -42,11 +42,10 @@ class Axis:
         return compat.all_gather(value, self.name)
 
     def reduce_by_owners(self, shares: Array, combine: Callable[[Array], Array]) -> Array:
-        """Reduce small numbers so that all workers hold the same bits, whatever the order in which
-        a backend adds them up.
+        """Reduce small numbers to the same bits on all workers.
 
-        Worker w owns the w-th share. It combines that share of all workers, and all workers gather
-        the results.
+        The order in which a backend adds them up has no effect. Worker w owns the w-th share. It
+        combines that share of all workers, and all workers gather the results.
 
         Args:
           shares: [workers, ...], a share for each owner.

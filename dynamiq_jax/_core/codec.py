@@ -75,9 +75,10 @@ class ChunkCodec(SumCodec):
         """
 
     def of_sums(self, num_workers: int) -> SumCodec:
-        """Return a codec that encodes the sum of all workers with less error, at the price of
-        another pass over its values. Topologies use it where this one compression is most of
-        the error. Payloads have the same size, but only its own `decompress` reads them.
+        """Return a codec that encodes the sum of all workers with less error.
+
+        It takes another pass over the values. Topologies use it where this one compression is most
+        of the error. Payloads have the same size, but only its own `decompress` reads them.
         """
         return self
 
@@ -134,9 +135,7 @@ class RecodedChunks(ChunkCodec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SummedChunks(ChunkCodec):
-    """Codec of methods whose encoded form can be added: a hop adds the local payload to the
-    received ones.
-    """
+    """Codec whose hops add the local payload to the received ones, without decoding."""
 
     encoded: Array  # numbers that are added, [chunks, ...], of the chunks from `first` on
     decode: Callable[[Array, Array | None], Array]  # (sums [chunks, ...], their index or None for
@@ -181,8 +180,9 @@ def take_chunk(chunks: Array, index: Array) -> Array:
 
 
 def as_chunks(flat: Array, num_chunks: int, multiple_of: int = 1) -> Array:
-    """Reshape a vector [size] to [num_chunks, chunk size], padded with zeros so that chunks are a
-    multiple of some coordinates.
+    """Reshape a vector [size] to [num_chunks, chunk size], padded with zeros.
+
+    The chunk size is a multiple of `multiple_of`.
     """
     return jnp.pad(flat, (0, -flat.size % (num_chunks * multiple_of))).reshape(num_chunks, -1)
 

@@ -1,5 +1,6 @@
-"""Measurements that commands and benchmarks share. The library never imports this package, nor the
-packages that only it needs.
+"""Measurements that commands and benchmarks share.
+
+The library imports neither this package nor the packages that only it needs.
 
 What is measured:
 

@@ -1,5 +1,4 @@
-"""One all-reduce of made-up gradients over a mesh: compiled, run, timed, and compared with the
-exact sum.
+"""Time and error of one all-reduce of made-up gradients over a mesh.
 
 The devices of the mesh may belong to this process or to several joined by `jax.distributed`; then
 all of them run the same calls in the same order.

@@ -10,12 +10,12 @@ from dynamiq_jax._workshop.settings import BF16_RING, PSUM, is_same
 
 
 def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int) -> float:
-    """Return the speed of a link, in bits a second, below which one setting beats another; inf if
-    it always does.
+    """Return the link speed, in bits a second, below which one setting beats another.
 
-    On a link of r bits a second a setting takes T + 8 B / r, with T its codec time (everything but
-    the wire: the measured time less 8 B / link where the devices' own links are known, the measured
-    time where they share a memory) and B the bytes that each worker sends. The two are equal at
+    It is inf if the setting always beats the other one. On a link of r bits a second a setting
+    takes T + 8 B / r, with T its codec time (everything but the wire: the measured time less 8 B /
+    link where the devices' own links are known, the measured time where they share a memory) and B
+    the bytes that each worker sends. The two are equal at
 
         r = 8 (B_other - B) / (T - T_other)
 

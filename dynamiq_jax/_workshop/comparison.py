@@ -72,8 +72,9 @@ class Comparison:
 
 
 def made_up(num_workers: int, size: int) -> dict[str, Gradients]:
-    """Draw gradients of one step: a matrix of about `size` coordinates, for methods to which a
-    gradient is more than a vector.
+    """Draw gradients of one step: a matrix of about `size` coordinates.
+
+    Some methods take a gradient as more than a vector.
     """
     rows = max(1, size // _COLUMNS)
     drawn = worker_gradients(num_workers, rows * _COLUMNS, seed=0)

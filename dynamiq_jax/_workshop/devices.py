@@ -72,8 +72,9 @@ def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def workers_per_machine(mesh: Mesh) -> int:
-    """Return the largest number of workers that share the cores of one machine: 1 where each has a
-    device of its own.
+    """Return the largest number of workers that share the cores of one machine.
+
+    It is 1 where each worker has a device of its own.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return 1

@@ -1,5 +1,6 @@
-"""Hardware, versions and date, which are kept with every result. Imports nothing but what the
-library needs, as benchmarks run on machines that have no more.
+"""Hardware, versions and date, which are kept with every result.
+
+This module imports only what the library needs, as benchmarks run on machines without more.
 """
 
 import datetime

@@ -86,8 +86,9 @@ def of_workers(gradients: Gradients, count: int) -> Gradients:
 
 
 def check_sums(path: Path, steps: Mapping[str, Gradients], counts: Iterable[int]) -> None:
-    """Raise CommandError unless sums over the first workers can be measured, for all of several
-    numbers of workers: the file holds as many, and their gradients do not cancel.
+    """Raise CommandError unless sums over the first workers can be measured.
+
+    For each of `counts`, the file has to hold as many gradients, and their sum must not be zero.
     """
     for count in counts:
         for step, gradients in steps.items():

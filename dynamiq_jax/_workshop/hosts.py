@@ -71,7 +71,9 @@ def joined_hosts(
 
 
 def link_patience(sent: float, rate: float | None) -> float:
-    """Return the seconds to wait for `sent` bytes of every host at a rate, bits a second: five
-    times what the link alone takes, since a shared one may be slow without being stuck.
+    """Return the seconds to wait for `sent` bytes of every host at a rate, bits a second.
+
+    That is five times the time of the link alone, since a shared one may be slow without being
+    stuck.
     """
     return 0.0 if rate is None else 5 * 8 * sent / rate

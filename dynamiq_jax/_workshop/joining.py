@@ -1,5 +1,4 @@
-"""Processes that join each other through `jax.distributed`, with time-outs after which none of them
-waits any more.
+"""Processes that join each other through `jax.distributed`, with time-outs.
 
 A process that dies closes its connections, and gloo raises in those that talk to it, at once. One
 that hangs, or whose link stalls, misses heartbeats; then JAX aborts all processes (SIGABRT), also
@@ -20,8 +19,9 @@ SHUTDOWN_TIMEOUT = 10  # seconds that a process which ends waits for the others
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Join the other processes. JAX aborts this one (SIGABRT) if they have not come after
-    `START_TIMEOUT`.
+    """Join the other processes.
+
+    JAX aborts this one (SIGABRT) if they have not come after `START_TIMEOUT`.
 
     Args:
       coordinator: HOST:PORT of process 0. Without it, `jax.distributed` finds out everything under

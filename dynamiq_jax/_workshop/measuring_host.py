@@ -1,5 +1,6 @@
-"""The process of one emulated host that measures an all-reduce with the others:
-`python -m dynamiq_jax._workshop.measuring_host '{...}'`; `network` is the other end.
+"""The process of one emulated host that measures an all-reduce with the others.
+
+Command: `python -m dynamiq_jax._workshop.measuring_host '{...}'`; `network` is the other end.
 """
 
 import sys

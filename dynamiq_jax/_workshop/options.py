@@ -29,8 +29,9 @@ def check_codec_ns(value: float | None) -> None:
 
 
 def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
-    """Raise CommandError, before minutes of measuring, if results could not be written: a folder is
-    not there, the format of the plot is not known, or matplotlib is missing.
+    """Raise CommandError, before minutes of measuring, if results could not be written.
+
+    Causes are a missing folder, an unknown format of the plot, and missing matplotlib.
     """
     for option, path in (("--json", json_path), ("--plot", plot_path)):
         if path is not None and not path.absolute().parent.is_dir():

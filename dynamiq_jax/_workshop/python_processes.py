@@ -24,8 +24,9 @@ VECTOR_WIDTH = "--xla_cpu_prefer_vector_width=512"
 
 
 def python_environment(num_processes: int) -> dict[str, str]:
-    """Return the environment variables of each of several processes that share the cores of this
-    machine: more threads than cores would wait for one another.
+    """Return the environment of each of several processes that share this machine.
+
+    They divide its cores, as more threads than cores would wait for one another.
     """
     root = str(Path(__file__).parents[2])
     # A proxy is out of reach from an emulated host, and JAX would try it.

@@ -1,5 +1,6 @@
-"""Results in JSON files, with the environment and the options they were measured with. Imports
-nothing but what the library needs, as benchmarks run on machines that have no more.
+"""Results in JSON files, with the environment and the options of their measurement.
+
+This module imports only what the library needs, as benchmarks run on machines without more.
 """
 
 import json
@@ -22,9 +23,7 @@ def write(path: Path, environment: Mapping[str, Any], config: Mapping[str, Any],
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write numbers, texts and containers of them. A number that is not finite becomes null: JSON
-    has no infinity.
-    """
+    """Write numbers, texts and containers of them, with null for NaN and infinities."""
     path.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n")
 
 

@@ -43,8 +43,9 @@ class Setting:
     topology: Topology | None = None
 
     def all_reduce(self, tree: Tree, axis_name: str, key: Array) -> Tree:
-        """Sum float32 arrays over an axis, inside shard_map or vmap: the first step of a method
-        that carries state.
+        """Sum float32 arrays over an axis, inside shard_map or vmap.
+
+        For a method that carries state, this is its first step.
         """
         if self.method is None or self.topology is None:
             return lax.psum(tree, axis_name)

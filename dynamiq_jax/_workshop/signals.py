@@ -18,8 +18,9 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def stopping_cleanly() -> Iterator[None]:
-    """Raise `Stopped` at the first SIGINT, SIGTERM or SIGHUP. Later ones are ignored, as they would
-    disturb the removal of what was made.
+    """Raise `Stopped` at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones.
+
+    Those would disturb the removal of what was made.
     """
 
     def stop(number: int, _: Any) -> None:

@@ -1,5 +1,6 @@
-"""One all-reduce of given gradients, simulated: the workers are rows of a batch on one device, and
-run the program that real ones run.
+"""One all-reduce of given gradients, with all workers simulated on one device.
+
+The workers are rows of a batch, and run the program that real ones run.
 """
 
 import dataclasses
@@ -52,9 +53,7 @@ class Simulation:
         self._function = jax.jit(reduce).lower(gradients, np.uint32(0)).compile()
 
     def __call__(self, gradients: Gradients, seeds: Sequence[int]) -> Simulated:
-        """Sum gradients with several rounding seeds: errors are means over them, the time is that
-        of the fastest.
-        """
+        """Sum gradients with several seeds: mean errors, and the time of the fastest."""
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
         on_device = jax.device_put(gradients)
         times, found, equal = [], [], True

@@ -63,8 +63,7 @@ def check_fractions(fractions: Fractions, bits: float, overhead: float) -> None:
 def solve_fractions(
     code_bits: float, widths: tuple[int, ...], log2_norms: Sequence[float] | None = None
 ) -> Fractions:
-    """Solve for the fractions that minimize the expected squared error at `code_bits` bits of code
-    per coordinate.
+    """Solve for the fractions of least expected squared error at a mean width.
 
     The error of a super-group at width w is F * c_w. The optimum gives every super-group the width
     that minimizes F * c_w + price * w, with the price that exhausts the budget. Widths that hardly
@@ -125,8 +124,6 @@ def _optimum(
 
 
 def log2_norm_quantiles(norms: np.ndarray) -> tuple[float, ...]:
-    """Return quantiles of log2 of super-group norms [rows] at `POSITIONS`, of those that are finite
-    and not zero.
-    """
+    """Return quantiles at `POSITIONS` of log2 of positive, finite super-group norms [rows]."""
     norms = norms[np.isfinite(norms) & (norms > 0)]
     return tuple(np.quantile(np.log2(norms.astype(np.float64)), POSITIONS).tolist())

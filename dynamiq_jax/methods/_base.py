@@ -41,8 +41,9 @@ class Call:
 
     @property
     def is_consecutive(self) -> bool:
-        """True if chunk c has to hold the c-th part of the coordinates. In an all-reduce a method
-        may assign coordinates to chunks in any order.
+        """Requirement that chunk c holds the c-th part of the coordinates.
+
+        In an all-reduce a method may assign coordinates to chunks in any order.
         """
         return self.collective != "all_reduce"
 
@@ -74,8 +75,9 @@ class Reduced:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(abc.ABC):
-    """A compression method. Subclasses are frozen, keyword-only dataclasses that validate their
-    fields.
+    """A compression method.
+
+    Subclasses are frozen, keyword-only dataclasses that validate their fields.
     """
 
     @property

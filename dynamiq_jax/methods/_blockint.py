@@ -59,23 +59,22 @@ class BlockInt(BlockwiseMethod):
 
     @classmethod
     def qgz(cls) -> "BlockInt":
-        """Return the gradient format of ZeRO++, qgZ (arXiv 2306.10209): 4-bit blocks that are
-        exchanged all to all and summed in full precision, so that a gradient is coded once before
-        its sum.
+        """Return qgZ, the gradient format of ZeRO++ (arXiv 2306.10209): blocks of 4-bit codes.
 
-        Use it with `topology="all_to_all"`; `dq.psum_scatter` is the paper's collective.
-        Differences from the paper: one exchange instead of one inside and one between nodes;
-        bfloat16 scales; the block size is ours.
+        Blocks are exchanged all to all and summed in full precision, so that a gradient is coded
+        once before its sum. Use it with `topology="all_to_all"`; `dq.psum_scatter` is the paper's
+        collective. Differences from the paper: one exchange instead of one inside and one between
+        nodes; bfloat16 scales; the block size is ours.
         """
         return cls(code_bits=4, block=128)
 
     @classmethod
     def equarx(cls) -> "BlockInt":
-        """Return the format of EQuARX (arXiv 2506.17615): 8-bit blocks with dynamic scales,
-        decoded, summed and coded again on the way.
+        """Return the format of EQuARX (arXiv 2506.17615): 8-bit blocks with dynamic scales.
 
-        Use it with `topology="ring"`. Differences from the paper: it is part of XLA's TPU runtime,
-        which overlaps coding with transfers; bfloat16 scales; the block size is ours.
+        Blocks are decoded, summed and coded again on the way. Use it with `topology="ring"`.
+        Differences from the paper: it is part of XLA's TPU runtime, which overlaps coding with
+        transfers; bfloat16 scales; the block size is ours.
         """
         return cls(code_bits=8, block=128)
 

@@ -51,8 +51,10 @@ class BlockFormat:
         return jnp.zeros((rows, SUPER_GROUP_SIZE), jnp.uint16), *sides
 
     def pack(self, codes: Array, *sides: Array) -> Array:
-        """Join codes, uint16 [rows, 256] below 2**bits, and sides, uint8 or uint16 [rows, blocks]
-        by `side_bytes`, into one uint8 message.
+        """Join codes and sides into one message, uint8.
+
+        Codes are uint16 [rows, 256] below 2**bits. Sides are uint8 or uint16 [rows, blocks], by
+        `side_bytes`.
         """
         parts = packing.pack(codes, self.bits)
         parts += [lax.bitcast_convert_type(side, jnp.uint8).reshape(-1) for side in sides]
@@ -76,9 +78,7 @@ class BlockFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockwiseMethod(ChunkedMethod):
-    """A method whose code of a block depends on the block alone, and perhaps on noise. It sends no
-    statistics.
-    """
+    """A method that codes each block on its own, perhaps with noise, without statistics."""
 
     @property
     @abc.abstractmethod
@@ -92,8 +92,9 @@ class BlockwiseMethod(ChunkedMethod):
 
     @abc.abstractmethod
     def encode_rows(self, rows: Array, noise: Array | None) -> tuple[Array, ...]:
-        """Encode float32 [rows, 256], with noise of that shape in (0, 1) or None, to the arrays
-        that `BlockFormat.pack` takes.
+        """Encode float32 [rows, 256] to the arrays that `BlockFormat.pack` takes.
+
+        Noise is float32 [rows, 256] in (0, 1), or None.
         """
 
     @abc.abstractmethod
@@ -161,11 +162,10 @@ def rows_per_chunk(size: int, num_chunks: int) -> int:
 
 
 def covering_step(spans: Array, levels: int) -> Array:
-    """Return the smallest normal bfloat16 of which `levels` steps cover a span, and 0 for a span
-    of 0.
+    """Return the smallest normal bfloat16 of which `levels` steps cover a span.
 
-    If the largest code of a block is the largest possible one, its decoded values have the same
-    step again.
+    It is 0 for a span of 0. If the largest code of a block is the largest possible one, its decoded
+    values have the same step again.
 
     Args:
       spans: float32, not negative, up to 2^127; less than 2^-126 counts as 0.

@@ -108,8 +108,7 @@ class DynamiQ(ChunkedMethod):
         return cls(**{"bits": bits, **preset, **changes})
 
     def fit(self, gradients: Any) -> "DynamiQ":
-        """Return this method with fractions that suit the super-group norms of measured gradients,
-        at the same bits.
+        """Return this method with fractions that suit measured gradients, at the same bits.
 
         Args:
           gradients: pytree of float arrays, one worker's or the summed gradient of a typical step.

@@ -54,8 +54,9 @@ class DynamiQChunks(ChunkCodec):
         return ReorderedSums(self) if num_workers >= _MIN_WORKERS_TO_REORDER else self
 
     def sums(self, payloads: Array, chunk: Array) -> Array:
-        """Sum received and local rows of a chunk: float32 [rows_per_chunk, 256], in the order of
-        the table.
+        """Sum received and local rows of a chunk: float32 [rows_per_chunk, 256].
+
+        Rows are in the order of the table.
         """
         return operations.decompress_accumulate(payloads, self.local, chunk, **self._how)
 

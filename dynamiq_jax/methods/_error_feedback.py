@@ -21,9 +21,11 @@ class FeedbackState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Method):
-    """Error feedback around a biased or coarse method. Each worker adds its residual, which the
-    steps before left out, to its gradient, and keeps what this step leaves out (Seide et al.,
-    Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847, algorithm 2):
+    """Error feedback around a biased or coarse method.
+
+    Each worker adds its residual, which the steps before left out, to its gradient, and keeps what
+    this step leaves out (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv
+    1901.09847, algorithm 2):
 
         wanted = gradient + residual;  residual = wanted - applied
 

@@ -1,5 +1,6 @@
-"""Flash Communication: asymmetric integers of any width, with the extremes of a block beside them
-(arXiv 2412.04964; version 2, arXiv 2508.03760).
+"""Flash Communication: integers of any width, with the extremes of their block.
+
+Papers: arXiv 2412.04964; version 2, arXiv 2508.03760.
 """
 
 import dataclasses
@@ -116,8 +117,9 @@ class _Extremes(NamedTuple):
 
 
 def _extremes(keys: Array) -> _Extremes:
-    """Find the extremes of int32 [rows, blocks, block]: the last of the smallest and the first of
-    the largest, so that they differ even where all are equal.
+    """Find the last of the smallest and the first of the largest of each block.
+
+    They differ even where all are equal. Keys are int32 [rows, blocks, block].
     """
     low, high = jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)
     lanes = np.arange(keys.shape[-1], dtype=np.int32)
@@ -137,8 +139,9 @@ def _extremes_without(keys: Array, *places: Array) -> tuple[Array, Array]:
 
 
 def _ordered(values: Array) -> Array:
-    """Map float32 to int32 of the same order, NaN outside of all numbers: float reductions of
-    XLA:CPU drop NaN.
+    """Map float32 to int32 of the same order, with NaN outside of all numbers.
+
+    Float reductions of XLA:CPU drop NaN.
     """
     return _flip(lax.bitcast_convert_type(values, jnp.int32))
 

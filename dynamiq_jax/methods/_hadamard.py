@@ -35,18 +35,20 @@ def unrotate(blocks: Array, signs: Array) -> Array:
 
 
 def _scale(block: int) -> np.float32:
-    """Return the factor that makes the transform orthonormal. It is applied first: sums of a
-    block's coordinates would leave the range of float32 before its norm does.
+    """Return the factor that makes the transform orthonormal.
+
+    It is applied first: sums of a block's coordinates would leave the range of float32 before its
+    norm does.
     """
     return np.float32(1 / math.sqrt(block))
 
 
 def _transform(blocks: Array) -> Array:
-    """Compute the Walsh-Hadamard transform of rows, by a matrix product for each factor of their
-    length.
+    """Compute the Walsh-Hadamard transform of rows.
 
-    Two products with 128 x 128 matrices take 18 times the additions of the fast transform's 14
-    steps. But they read and write memory 7 times less often, and matrix units make them cheap.
+    There is a matrix product for each factor of their length. Two products with 128 x 128 matrices
+    take 18 times the additions of the fast transform's 14 steps. But they read and write memory 7
+    times less often, and matrix units make them cheap.
     """
     factors = _factors(blocks.shape[-1])
     values = blocks.reshape(-1, *factors)

@@ -1,8 +1,8 @@
-"""Elements and scales of the OCP Microscaling (MX) formats: float32 to codes of 4 to 8 bits and
-back (Open Compute Project, Microscaling Formats Specification v1.0, September 2023).
+"""Elements and scales of the OCP Microscaling (MX) formats, in codes of 4 to 8 bits.
 
-Everything is integer arithmetic on the bits of float32. A scale of 2^-127 is subnormal, which
-backends flush, so a multiplication by it would lose normal numbers.
+Standard: Open Compute Project, Microscaling Formats Specification v1.0, September 2023. Everything
+is integer arithmetic on the bits of float32. A scale of 2^-127 is subnormal, which backends flush,
+so a multiplication by it would lose normal numbers.
 """
 
 import dataclasses
@@ -24,8 +24,9 @@ _SIGN_BIT = np.int32(-(2**31))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Element:
-    """Format of elements: sign, exponent and mantissa, with subnormals, rounded to the nearest even
-    code and saturating.
+    """Format of elements: sign, exponent and mantissa, with subnormals.
+
+    Values are rounded to nearest, ties to even, and saturate.
     """
 
     exponent_bits: int
@@ -75,11 +76,11 @@ ELEMENTS = {
 
 
 def block_scales(maxima: Array, element: Element) -> Array:
-    """Compute the E8M0 scales of blocks: 2^(floor(log2 amax) - emax), exponents clipped to
-    -127 .. 127 (standard, section 6.3).
+    """Compute the E8M0 scales of blocks: 2^(floor(log2 amax) - emax).
 
-    By the standard's choice, a largest value between max and 2^(emax + 1) scales saturates: e4m3
-    loses up to 12.5 % of it, e2m1 25 %.
+    Exponents are clipped to -127 .. 127 (standard, section 6.3). By the standard's choice, a
+    largest value between max and 2^(emax + 1) scales saturates: e4m3 loses up to 12.5 % of it, e2m1
+    25 %.
 
     Args:
       maxima: bits of max |x| of each block, uint32, any shape; NaN and Inf give the scale NaN.
@@ -171,8 +172,9 @@ def _magnitude_bits(magnitudes: Array, scales: Array, element: Element) -> Array
 
 
 def _scale_by_power(wholes: Array, powers: Array) -> Array:
-    """Compute the bits of wholes * 2^powers, both int32, wholes from 0 to 2^24; zero below the
-    normal numbers and Inf above.
+    """Compute the bits of wholes * 2^powers, both int32, wholes from 0 to 2^24.
+
+    The result is zero below the normal numbers and Inf above.
     """
     bits = lax.bitcast_convert_type(wholes.astype(jnp.float32), jnp.int32)
     fields = (bits >> _MANTISSA_BITS) + powers

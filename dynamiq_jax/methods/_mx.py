@@ -1,5 +1,6 @@
-"""Microscaling formats on the wire: blocks of 32 coordinates under a one-byte power of two (Open
-Compute Project, Microscaling Formats Specification v1.0, September 2023).
+"""Microscaling formats: blocks of 32 coordinates under a one-byte power of two.
+
+Standard: Open Compute Project, Microscaling Formats Specification v1.0, September 2023.
 
 Partial sums are added in float32 and rounded to the nearest element at every hop: deterministic,
 and biased as rounding to nearest is. All formats treat values that are not finite alike: a block
@@ -165,10 +166,9 @@ class MXFP4(_MX):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXINT8(_MX):
-    """MXINT8, two's complement in steps of 2^-6: 8.25 bits a coordinate on the wire. Otherwise like
-    `MXFP8`.
+    """MXINT8, two's complement in steps of 2^-6: 8.25 bits a coordinate on the wire.
 
-    Saturates at -127 and 127 steps; the standard allows -128 as well.
+    Otherwise like `MXFP8`. Saturates at -127 and 127 steps; the standard allows -128 as well.
     """
 
     elements: ClassVar[tuple[str, ...]] = ("int8",)

@@ -39,7 +39,8 @@ def gather_norms(local: Array, axis: Axis) -> Array:
 
 
 def gathered_bytes(count: int, axis: Axis) -> int:
-    """Return the bytes that each worker sends in `gather_norms` for `count` norms of all workers:
-    its own, to every other worker.
+    """Return the bytes that each worker sends in `gather_norms`.
+
+    A worker sends its share of the `count` norms to every other worker.
     """
     return (axis.size - 1) * _BYTES * (count // axis.size)

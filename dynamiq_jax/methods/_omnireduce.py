@@ -22,8 +22,10 @@ _MOST, _COUNT_NOT_FINITE = 254, 255  # counts are bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OmniReduce(SparseBlocks):
-    """Block-sparse all-reduce of Fei et al., "Efficient Sparse Collective Communication and its
-    Application to Accelerate Distributed Deep Learning" (SIGCOMM 2021).
+    """Block-sparse all-reduce: the sum of the blocks that any worker requests.
+
+    Paper: Fei et al., "Efficient Sparse Collective Communication and its Application to Accelerate
+    Distributed Deep Learning" (SIGCOMM 2021).
 
     Each worker requests its blocks that are not zero, or the `density` of all blocks that has the
     largest norms (compared in bfloat16). Blocks that any worker requests are summed, with the

@@ -21,10 +21,12 @@ _Send = Callable[[Array, Array], list[Array]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD(Method):
-    """Two low-rank products in place of each matrix M of the gradient: M Q, whose orthonormal basis
-    is P, and then M^T P. The sum of the second makes the result, and is the Q that the next step
-    starts from: one step of subspace iteration (Vogels, Karimireddy, Jaggi, NeurIPS 2019, algorithm
-    1). Both are linear in M, so that any all-reduce can sum them.
+    """Two low-rank products in place of each matrix M of the gradient.
+
+    The first is M Q, whose orthonormal basis is P, and the second is M^T P. The sum of the second
+    makes the result, and is the Q that the next step starts from: one step of subspace iteration
+    (Vogels, Karimireddy, Jaggi, NeurIPS 2019, algorithm 1). Both are linear in M, so that any
+    all-reduce can sum them.
 
     Biased, and far from the gradient in any one step: put it inside `ErrorFeedback`, as the paper
     does. A leaf of more than two dimensions is a matrix of its first dimensions by its last ones,
@@ -84,8 +86,9 @@ class PowerSGD(Method):
 
     @override
     def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
-        """Sum a bucket. A worker applies P P^T M: the part of its own matrix that lies in the basis
-        of all.
+        """Sum a bucket.
+
+        A worker applies P P^T M: the part of its own matrix that lies in the basis of all.
         """
 
         def send(message: Array, key: Array) -> list[Array]:
@@ -136,8 +139,9 @@ class _Piece:
 
 
 def _pieces(call: Call, rank: int) -> list[_Piece]:
-    """List the pieces of a bucket, in order: matrices, or whole coordinates where a matrix saves
-    nothing, as with a rank that the matrix does not have itself.
+    """List the pieces of a bucket in order: matrices and whole coordinates.
+
+    Coordinates are whole where a matrix saves nothing, as with a rank above that of the matrix.
     """
     side = math.isqrt(max(call.size - 1, 0)) + 1
     folded = [(call.size, side, -(-call.size // side))]
@@ -150,9 +154,7 @@ def _pieces(call: Call, rank: int) -> list[_Piece]:
 
 
 def _fold(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a leaf as a matrix, cut between the dimensions where its factors
-    are smallest.
-    """
+    """Return rows and columns of a leaf as a matrix, cut where its factors are smallest."""
     cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
     return min(cuts, key=sum, default=(1, math.prod(shape)))
 
@@ -206,9 +208,7 @@ def _next_q(before: Array, factor: Array) -> Array:
 
 
 def _scale_columns(matrix: Array) -> Array:
-    """Scale columns to a largest magnitude of 1. A column of zeros stays zero, and NaN or Inf leave
-    a NaN.
-    """
+    """Scale columns to a largest magnitude of 1; zeros stay zero, and NaN or Inf leave a NaN."""
     # Compared as integers: float reductions of XLA:CPU drop NaN.
     bits = jnp.max(lax.bitcast_convert_type(jnp.abs(matrix), jnp.int32), axis=0)
     largest = lax.bitcast_convert_type(bits, jnp.float32)

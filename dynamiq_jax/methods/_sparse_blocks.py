@@ -1,7 +1,7 @@
-"""Base of methods that sum some blocks of a bucket: the best ones become one dense vector, which an
-inner method sums.
+"""Base of methods that sum some blocks of a bucket.
 
-All workers choose the same blocks, so no indices are sent, and any topology carries the values.
+The best blocks become one dense vector, which an inner method sums. All workers choose the same
+blocks, so no indices are sent, and any topology carries the values.
 """
 
 import abc

@@ -22,8 +22,10 @@ _MAX_PADDING = 1 / 16  # of a chunk; blocks that would need more are halved
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class THC(ChunkedMethod):
-    """Tensor homomorphic compression (Li, Ben Basat et al., "THC: Accelerating Distributed Deep
-    Learning Using Tensor Homomorphic Compression", NSDI 2024, arXiv 2302.08545).
+    """Tensor homomorphic compression: integers that are summed without decoding them.
+
+    Paper: Li, Ben Basat et al., "THC: Accelerating Distributed Deep Learning Using Tensor
+    Homomorphic Compression", NSDI 2024, arXiv 2302.08545.
 
     Blocks are rotated by random signs and a Hadamard transform, after which their coordinates are
     nearly normal. The largest norm that a worker has in a block sets one grid for all workers, of
@@ -64,8 +66,7 @@ class THC(ChunkedMethod):
             check_number("clamp", self.clamp, 1, 16, "1 to 16 standard deviations, or None")
 
     def wire_bits(self, num_workers: int) -> int:
-        """Return the bits of an integer on the wire: enough for the sum of `num_workers`, so that
-        no hop overflows.
+        """Return the bits of an integer on the wire, so that no sum of `num_workers` overflows.
 
         Raises:
           ValueError: more than 16.
@@ -204,8 +205,9 @@ def _round(values: Array, largest: int, worker: Array, seed: Array) -> Array:
 
 
 def _norm_words(blocks: Array) -> Array:
-    """Compute norms of blocks, rounded up to bits of bfloat16: uint16 [blocks], NaN where a value
-    is not finite or the norm is above 2^126.
+    """Compute norms of blocks, rounded up to bits of bfloat16: uint16 [blocks].
+
+    They are NaN where a value is not finite or the norm is above 2^126.
     """
     norms = lax.bitcast_convert_type(jnp.abs(l2_norm(blocks, axis=1)), jnp.uint32)
     # A norm is at least every magnitude, unless its computation leaves the range of float32.
@@ -216,10 +218,11 @@ def _norm_words(blocks: Array) -> Array:
 
 @functools.cache
 def _clamp_of_least_error(largest: int) -> float:
-    """Return the clamp, in tenths, with the least squared error of normal coordinates: the variance
-    of the rounding and, twice, what is lost beyond the clamp. Twice because workers lose it in the
-    same direction: 1.9 times the sum of squares at 4 bits, where 8 workers have half of their
-    energy in common.
+    """Return the clamp, in tenths, with the least squared error of normal coordinates.
+
+    The error is the variance of the rounding and, twice, the square of what is lost beyond the
+    clamp. Twice because workers lose it in the same direction: 1.9 times the sum of squares at 4
+    bits, where 8 workers have half of their energy in common.
     """
     values = np.linspace(0, 10, 10_001)
     density = np.exp(-(values**2) / 2)

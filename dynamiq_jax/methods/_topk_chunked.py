@@ -20,9 +20,11 @@ _MAX_BITS = 32.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopKChunked(SparseBlocks):
-    """TopKC of "Beyond Throughput and Compression Ratios: Towards High End-to-end Utility of
-    Gradient Compression" (arXiv 2407.01378): top-k that can be all-reduced. Workers agree on the
-    norms of blocks (the paper's chunks), and all sum the same ones.
+    """Top-k of blocks that can be all-reduced, TopKC (arXiv 2407.01378).
+
+    Paper: "Beyond Throughput and Compression Ratios: Towards High End-to-end Utility of Gradient
+    Compression". Workers agree on the norms of blocks (the paper's chunks), and all sum the same
+    ones.
 
     Biased: a block that never has a large norm is never summed. Use it inside error feedback, which
     adds what was left out to the next gradient. Norms are compared in bfloat16. Differences from
@@ -60,8 +62,9 @@ class TopKChunked(SparseBlocks):
 
     @override
     def scores(self, blocks: Array, axis: Axis) -> Array:
-        """Compute norms over all workers, as bits of bfloat16. A norm that leaves the range of
-        float32 counts as not finite.
+        """Compute norms over all workers, as bits of bfloat16.
+
+        A norm that leaves the range of float32 counts as not finite.
         """
         count = blocks.shape[0]
         local = l2_norm(blocks.astype(jnp.float32), axis=1)

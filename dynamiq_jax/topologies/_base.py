@@ -121,14 +121,17 @@ class FixedTopology(Topology):
         return num_workers * self.chunks_per_worker
 
     def payloads_scattered(self, num_workers: int) -> int:
-        """Return the number of payloads that each worker sends up to the arrivals: one for each
-        chunk that another worker owns, the fewest possible.
+        """Return the number of payloads that each worker sends up to the arrivals.
+
+        It is one for each chunk that another worker owns, the fewest possible.
         """
         return (num_workers - 1) * self.chunks_per_worker
 
     def bytes_sent(self, cost: WireCost, num_workers: int) -> int:
-        """Return the bytes that each worker sends in an all-reduce: the statistics, the payloads of
-        `payloads_scattered`, and as many again to gather the sums.
+        """Return the bytes that each worker sends in an all-reduce.
+
+        They are the statistics, the payloads of `payloads_scattered`, and as many to gather the
+        sums.
         """
         return cost.statistics_bytes + 2 * self.payloads_scattered(num_workers) * cost.payload_bytes
 

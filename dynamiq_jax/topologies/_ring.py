@@ -104,8 +104,9 @@ def _stacked(payload: Payload) -> Payload:
 
 
 def _walk_both(forward: _Direction, backward: _Direction) -> tuple[Payload, Payload]:
-    """Return the last messages of both directions, which are half a step apart: while a payload of
-    one direction is sent, the last one of the other is added to.
+    """Return the last messages of both directions, which are half a step apart.
+
+    While a payload of one direction is sent, the last one of the other is added to.
     """
 
     def step(turn: Array, carry: tuple[Payload, Payload]) -> tuple[Payload, Payload]:

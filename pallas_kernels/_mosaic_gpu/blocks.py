@@ -125,8 +125,9 @@ def for_each_block(
     staged: Any,
     chunks: int = 1,
 ) -> Array:
-    """Run `kernel(block, *operand refs, out ref)` for the blocks of a chunk, or of several chunks,
-    which the axis "chunk" of the grid counts. Rows of type `staged` are gathered or scattered.
+    """Run `kernel(block, *operand refs, out ref)` for the blocks of one or more chunks.
+
+    The axis "chunk" of the grid counts chunks. Rows of type `staged` are gathered or scattered.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -155,9 +156,7 @@ def for_each_block(
 
 
 def partial_sum(block: Block, rows_ref, row_of: Callable, messages: Sequence[Any]) -> list[Array]:
-    """Sum rows `row_of(0), row_of(1)`, ... of an array [num_rows, *row_shape] and those of the
-    received messages.
-    """
+    """Sum rows `row_of(0), row_of(1)`, ... of [num_rows, *row_shape] and received messages."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # All indices first: the compiler does not move their loads past a copy.
@@ -359,9 +358,7 @@ def _pad(layout: Layout, message_ref) -> None:
 
 
 def _arithmetic() -> Arithmetic:
-    """Return operations that Mosaic has: it lacks the plain roundings, and contracts multiply-adds
-    itself.
-    """
+    """Return operations for Mosaic, which lacks plain roundings and contracts multiply-adds."""
     return PLAIN._replace(ceil=_ceil, nearest_whole=_nearest_whole)
 
 

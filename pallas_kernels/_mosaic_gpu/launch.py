@@ -32,6 +32,7 @@ def launch(
     scratch: Sequence[Any] = (),
 ) -> Any:
     """Run `kernel(*refs)` on a grid of blocks, or of blocks and chunks, one warpgroup each.
+
     Numbers become int32 [1].
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -77,8 +78,9 @@ def row_shape(group_size: int) -> Shape:
 
 
 def blocks_of_rows(rows: int) -> tuple[int, int]:
-    """Return the rows of a block, and how many blocks cover a class of `rows` rows. The last block
-    is moved back to end with the class, so that some rows are computed twice.
+    """Return the rows of a block, and the number of blocks that cover a class of rows.
+
+    The last block is moved back to end with the class, so that some rows are computed twice.
     """
     block = next(count for count in (MOST_ROWS, 8, 4, 2, 1) if count <= rows)
     return block, -(-rows // block)
@@ -139,8 +141,9 @@ def _cast(values: Array, tiled: Any) -> Array:
 
 
 def _layout(shape: Shape) -> Any:
-    """Return the layout of a piece: a row on eight threads, four rows on a warp. With fewer than 16
-    rows, several warps or threads hold the same values.
+    """Return the layout of a piece: a row on eight threads, four rows on a warp.
+
+    With fewer than 16 rows, several warps or threads hold the same values.
     """
     from jax.experimental.mosaic.gpu.fragmented_array import Replicated, TiledLayout, Tiling
 

@@ -109,8 +109,9 @@ def for_each_block(
     out_shape: jax.ShapeDtypeStruct,
     chunks: int = 1,
 ) -> Array:
-    """Run `kernel(block, *operand refs, out ref)` for the blocks of a chunk, or of several chunks,
-    which the second axis of the grid counts.
+    """Run `kernel(block, *operand refs, out ref)` for the blocks of one or more chunks.
+
+    The second axis of the grid counts chunks.
     """
     classes, levels = _tables(layout, config)
 
@@ -156,9 +157,7 @@ def _locate(layout: Layout, config: Config, classes_ref, levels_ref) -> Block:
 
 
 def to_lanes(by_group: Array) -> Array:
-    """Convert numbers of groups, [rows, 32 / group_size], to a shape that broadcasts to
-    [rows, 32].
-    """
+    """Reshape numbers of groups [rows, 32 / group_size] to broadcast to [rows, 32]."""
     groups = by_group.shape[1]
     if groups == 1:
         return by_group

@@ -39,9 +39,7 @@ def as_bytes(message: Array) -> Array:
 
 
 def unpack(block: Block, message_ref, start: Index) -> tuple[list[Array], list[Array]]:
-    """Load words [rows, 8] of the low bytes of codes and, if there are widths over 8, of the high
-    ones.
-    """
+    """Load words [rows, 8] of the low bytes of codes and, for widths over 8, of the high ones."""
 
     def load(low: Index, bits: int, part: int) -> Array:
         units = message_ref[start + block.plane(low, bits, part)].astype(U32)

@@ -117,9 +117,7 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
 
 
 def _magnitude_and_sign(block: Block, low: Array, high: Array | None) -> tuple[Array, Array]:
-    """Split codes into magnitudes, float32 [rows, 32], and words of the sign bit alone, uint32
-    [rows, 32].
-    """
+    """Split codes into float32 magnitudes and uint32 words of the sign bit, both [rows, 32]."""
     top, width = block.top, block.width.astype(U32)
     if high is None:
         magnitudes = low & (top * np.uint32(0x01010101))
@@ -143,8 +141,9 @@ def _group_maxima(bits: Array, row_maxima: Array, group_size: int) -> Array:
 
 
 def _noise_words(block: Block, noise: Noise) -> list[Array] | None:
-    """Compute words of rounding offsets, those of pieces 0 to 3 in the low halves and of 4 to 7 in
-    the high ones; None if offsets are constant.
+    """Compute words of rounding offsets; None if offsets are constant.
+
+    Pieces 0 to 3 are in the low halves and 4 to 7 in the high ones.
     """
     rounding = block.layout.quantizer.rounding
     if rounding == "nearest":

@@ -1,7 +1,6 @@
-"""The DynamiQ codec in pure JAX: the specification in `docs/wire_format.md`, which every kernel
-reproduces. Nothing here communicates.
+"""The DynamiQ codec in pure JAX: the specification in `docs/wire_format.md`.
 
-From the bottom up:
+Every kernel reproduces it. Nothing here communicates. From the bottom up:
 
     arithmetic  elementary operations that each backend may implement differently
     packing     codes to bytes

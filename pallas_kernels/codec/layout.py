@@ -1,6 +1,4 @@
-"""Shape of a bucket on the wire: how many rows of which width a chunk has, and where they lie in
-its message.
-"""
+"""Shape of a bucket on the wire: rows of each width, and their places in a message."""
 
 import dataclasses
 
@@ -104,17 +102,16 @@ class Layout:
         return rows.reshape(-1)[: self.size]
 
     def levels(self, first: Array | int, count: int) -> Levels:
-        """Return the levels of the rows at places `first .. first + count` of a chunk, as columns
-        [count, 1].
-        """
+        """Return the levels at places `first .. first + count` of a chunk, as [count, 1]."""
         places = first + jnp.arange(count, dtype=jnp.int32)
         later_classes = np.array([c.first_row for c in self.classes[1:]], np.int32)
         class_of_row = jnp.sum((places[:, None] >= later_classes).astype(jnp.int32), axis=1)
         return levels_of_rows([self.quantizer.levels(c.width) for c in self.classes], class_of_row)
 
     def pack(self, codes: Array, group_bytes: Array, super_bits: Array) -> Array:
-        """Join codes uint16 [R, 256], group scales uint8 [R, groups] and super-scales uint16 [R]
-        into one message, uint8 [payload_bytes].
+        """Join codes, group scales and super-scales into one message, uint8 [payload_bytes].
+
+        They are uint16 [R, 256], uint8 [R, groups] and uint16 [R].
         """
         parts: list[Array] = []
         for c in self.classes:
@@ -133,8 +130,9 @@ class Layout:
         return joined, *self.scales(payload)
 
     def scales(self, payload: Array) -> tuple[Array, Array]:
-        """Read group scales, uint8 [..., R, groups], and super-scales, uint16 [..., R], from
-        messages, uint8 [..., payload_bytes].
+        """Read group scales and super-scales from messages, uint8 [..., payload_bytes].
+
+        They are uint8 [..., R, groups] and uint16 [..., R].
         """
         rows = (*payload.shape[:-1], self.rows_per_chunk)
         group_bytes = payload[..., self.group_scales_start : self.super_scales_start]

@@ -52,8 +52,10 @@ class UniformLevels(NamedTuple):
         return code * self.step
 
     def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
-        """Return f^-1(t) - 1/2. Rounded to a whole number it is the largest code whose position is
-        at most `t`, or one less where `t` is a position up to float32 precision.
+        """Return f^-1(t) - 1/2.
+
+        Rounded to a whole number it is the largest code whose position is at most `t`, or one less
+        where `t` is a position up to float32 precision.
         """
         return ops.multiply_add(t, self.top, -self.shift)
 
@@ -173,9 +175,7 @@ def levels_of_rows(classes: Sequence[Levels], class_of_row: Array) -> Levels:
 
 
 def error_coefficient(width: int) -> float:
-    """Return the expected squared error of a width over a row's squared norm, up to a common
-    factor: about 1 / L^2.
-    """
+    """Return a width's expected squared error over squared norm, up to a factor: about 1 / L^2."""
     return 1.0 / num_levels(width) ** 2 if width else 4.0
 
 
@@ -215,8 +215,9 @@ def _geometric(top: int, gap_ratio: float) -> GeometricLevels:
 
 
 def _geometric_coefficients(top: int, log_range: float, degree: int = 6) -> tuple[float, ...]:
-    """Return the coefficients c of f(r) = r * sum_i c[i] r^i: through all levels if they are few,
-    else fitted at Chebyshev points.
+    """Return the coefficients c of f(r) = r * sum_i c[i] r^i.
+
+    They are exact at all levels if these are few, and otherwise fitted at Chebyshev points.
     """
     if log_range == 0:
         return (1 / top, *[0.0] * degree)

@@ -76,9 +76,7 @@ def half_to_offset(words: Array) -> Array:
 
 
 def mix(word: Array) -> Array:
-    """Permute 32-bit words with full avalanche, by two multiplications (constants of C. Wellons,
-    `lowbias32`).
-    """
+    """Permute 32-bit words with full avalanche (`lowbias32`, constants of C. Wellons)."""
     return _mix_mixed(word ^ (word >> np.uint32(16)))
 
 

@@ -13,8 +13,9 @@ LARGEST_UNIT = scales.LARGEST_BITS.view(np.float32)
 
 
 def l2_norm(values: Array, axis: int) -> Array:
-    """Compute sqrt(sum of squares) of float32 `values` along an axis, for all of float32; not
-    finite where a value is not.
+    """Compute the L2 norm of float32 values along an axis, for all of float32.
+
+    It is not finite where a value is not.
     """
     # Squares of 1e-30 or 1e30 leave the range of float32.
     unit = jnp.minimum(jnp.max(jnp.abs(values), axis=axis, keepdims=True), LARGEST_UNIT)

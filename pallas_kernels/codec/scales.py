@@ -55,8 +55,10 @@ def quantize_group_scales(maxima: Array, super_bits: Array, ops: Arithmetic = PL
 
 
 def quantize_scales(maxima: Array) -> tuple[Array, Array]:
-    """Round group maxima, bits in uint32 [rows, groups], to group scales uint8 [rows, groups] and
-    super-scales, bits of bfloat16 in uint16 [rows].
+    """Round group maxima to group scales and super-scales.
+
+    Maxima are bits in uint32 [rows, groups]. Group scales are uint8 [rows, groups], and
+    super-scales bits of bfloat16 in uint16 [rows].
     """
     super_bits = quantize_super_scales(jnp.max(maxima, axis=-1))
     group_scales = quantize_group_scales(maxima, super_bits[:, None])
@@ -64,8 +66,10 @@ def quantize_scales(maxima: Array) -> tuple[Array, Array]:
 
 
 def row_energies(group_bytes: Array, super_bits: Array) -> Array:
-    """Compute a logarithm of the sum of squared scales, to which the squared error of a row is
-    proportional, as an integer that is the same on all hardware.
+    """Compute a logarithm of the sum of squared scales of rows.
+
+    The squared error of a row is proportional to that sum. The result, an integer, is the same on
+    all hardware.
 
     Args:
       group_bytes: group scales, uint8 [..., groups].
@@ -83,8 +87,10 @@ def row_energies(group_bytes: Array, super_bits: Array) -> Array:
 
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
-    """Compute the scales that both ends use: integers below 256 [rows, groups] and bits of
-    bfloat16, unsigned integers [rows], to float32 [rows, groups].
+    """Compute the scales that both ends use, float32 [rows, groups].
+
+    Group scales are integers below 256 [rows, groups], and super-scales bits of bfloat16 in
+    unsigned integers [rows].
     """
     return scale_of_groups(group_bytes.astype(jnp.int32).astype(jnp.float32), super_bits)
 
@@ -102,9 +108,7 @@ def scale_step(super_bits: Array) -> Array:
 
 
 def reciprocal(scale: Array, ops: Arithmetic = PLAIN) -> Array:
-    """Compute 1 / scale, and 0 where the scale is zero or subnormal: such a group decodes to
-    zeros.
-    """
+    """Compute 1 / scale, or 0, which decodes to zeros, if the scale is zero or subnormal."""
     return jnp.where(scale < np.finfo(np.float32).tiny, np.float32(0), ops.reciprocal(scale))
 
 
