@@ -13,6 +13,7 @@ from tests.support.recovery_worker import FAULTY_STEP, NUM_STEPS
 
 WORKER = "recovery_worker.py"
 LONG, SHORT = 100, 8  # heartbeat time-outs in seconds: JAX's own, and one worth waiting for
+slow = pytest.mark.slow
 SERVICE = "the JAX distributed service detected fatal errors"
 
 
@@ -37,25 +38,30 @@ def uninterrupted(tmp_path_factory):
     return ends[0]
 
 
-def train_until_a_fault(folder: pathlib.Path, victim: int, fault: str, heartbeat: int) -> str:
-    """Train until something happens to one rank, and return the errors of the other."""
-    faults = [fault if rank == victim else "none" for rank in range(2)]
-    with processes.running(WORKER, [(folder, heartbeat, name) for name in faults]) as running:
+@pytest.mark.parametrize(
+    "victim, fault, heartbeat, told",
+    (
+        # gloo sees the connection close and raises; to exit takes `shutdown_timeout_seconds`.
+        pytest.param(1, signal.SIGKILL, LONG, "JaxRuntimeError: UNKNOWN: Gloo", id="killed"),
+        # The connection to the coordinator closes too, without which JAX aborts a process.
+        pytest.param(0, signal.SIGKILL, LONG, SERVICE, id="coordinator_killed", marks=slow),
+        # Nothing closes, but heartbeats are missed after `heartbeat_timeout_seconds`.
+        pytest.param(1, signal.SIGSTOP, SHORT, "heartbeat", id="stalled", marks=slow),
+    ),
+)
+def test_the_other_ends_and_a_rerun_has_the_same_bits(
+    victim, fault, heartbeat, told, uninterrupted, tmp_path
+):
+    faults = [fault.name if rank == victim else "none" for rank in range(2)]
+    with processes.running(WORKER, [(tmp_path, heartbeat, name) for name in faults]) as running:
         survivor = running[1 - victim]
         errors = processes.errors_of(survivor)
-        assert survivor.returncode != 0
-        if fault == "SIGSTOP":
+        assert survivor.returncode != 0 and told in errors
+        if fault == signal.SIGSTOP:
             assert running[victim].poll() is None
         else:
             assert running[victim].wait(processes.TIMEOUT) == -signal.SIGKILL
-    assert checkpoints(folder) == list(range(1, FAULTY_STEP + 1))
-    return errors
-
-
-def test_the_other_ends_and_a_rerun_has_the_same_bits(uninterrupted, tmp_path):
-    # gloo sees the connection close and raises; to exit takes `shutdown_timeout_seconds`.
-    errors = train_until_a_fault(tmp_path, victim=1, fault="SIGKILL", heartbeat=LONG)
-    assert "JaxRuntimeError: UNKNOWN: Gloo" in errors
+    assert checkpoints(tmp_path) == list(range(1, FAULTY_STEP + 1))
 
     resumed, other = train(tmp_path)
     assert checkpoints(tmp_path) == list(range(1, NUM_STEPS + 1))
@@ -66,15 +72,3 @@ def test_the_other_ends_and_a_rerun_has_the_same_bits(uninterrupted, tmp_path):
     # The all-reduce's state matters: without it the noise of the first steps would come again.
     assert np.any(resumed["forgetful"] != uninterrupted["params"])
     assert np.all(np.isfinite(resumed["forgetful"]))
-
-
-@pytest.mark.slow
-def test_the_other_ends_when_the_coordinator_is_killed(tmp_path):
-    # The connection to the coordinator closes too, without which JAX aborts a process.
-    assert SERVICE in train_until_a_fault(tmp_path, victim=0, fault="SIGKILL", heartbeat=LONG)
-
-
-@pytest.mark.slow
-def test_the_other_ends_when_one_stalls(tmp_path):
-    # Nothing closes, but heartbeats are missed after `heartbeat_timeout_seconds`.
-    assert "heartbeat" in train_until_a_fault(tmp_path, victim=1, fault="SIGSTOP", heartbeat=SHORT)

@@ -70,7 +70,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
     row = SUPER_GROUP_SIZE
     return Options(
         sizes=(64 * row, 48 * row) if small else tuple(int(s * 2**20) for s in given.sizes),
-        bits=(5.0,) if small else tuple(given.bits),
+        bits=(5.0, 6.0) if small else tuple(given.bits),
         bits_of_sizes=(5.0,) if small else tuple(given.bits),
         dtypes=tuple(given.dtypes),
         widths=(4, 8) if small else DynamiQ.widths,  # few widths compile faster
