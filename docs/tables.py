@@ -295,6 +295,7 @@ def environments() -> str:
     """Write command, date, hardware and versions of every result file."""
     commands = {
         "aot_h200": "python -m benchmarks.aot_h200",
+        "aot_tpu": "python -m benchmarks.aot_tpu",
         "codec": "python -m benchmarks.codec",
         "checkpoint_loading": "python -m benchmarks.checkpoint_loading",
         "compare_decoder": "dynamiq-jax compare",
