@@ -17,7 +17,7 @@ COLLECTIVES = (
     "reduce-scatter",
     "send",  # between slices
 )
-_BITS = {"pred": 8, "token": 0, "opaque": 0}  # of types whose name has no number
+_BITS = {"pred": 8}  # of types whose name has no number
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)(?:e\d\w*)?\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*)$")
@@ -33,6 +33,7 @@ _NAMES = {
     "replica-id",
     "tuple",
 }
+_NO_CODE = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast"}  # custom calls
 _MOVES = {"copy", "transpose", "reshape"}  # results hold the values of the operand
 
 
@@ -52,6 +53,13 @@ class Instruction:
     def bytes(self) -> int:
         """Bytes of the result, without padding."""
         return sum(size for size, _ in sizes(self.type))
+
+    @property
+    def touches_memory(self) -> bool:
+        """Whether it reads or writes more than names of arrays."""
+        if self.opcode == "custom-call":
+            return self.attribute(r'custom_call_target="([^"]*)"') not in _NO_CODE
+        return self.opcode not in _NAMES and not self.opcode.endswith("-done")
 
     @property
     def source(self) -> str:
@@ -94,7 +102,10 @@ class Run:
 
 
 def sizes(types: str) -> list[tuple[int, bool]]:
-    """Return the bytes of every array of a type, and whether it lies outside vector memory."""
+    """Return the bytes of every array of a type, and whether it lies outside vector memory.
+
+    Tokens and semaphores are not in the list.
+    """
     return [
         (
             math.prod(int(size) for size in shape.split(",") if size)
@@ -103,6 +114,7 @@ def sizes(types: str) -> list[tuple[int, bool]]:
             "S(1)" not in layout,
         )
         for name, bits, shape, layout in _ARRAY.findall(types)
+        if name not in ("token", "opaque") and "S(2)" not in layout
     ]
 
 
@@ -150,7 +162,7 @@ class Program:
                 yield from max(branches, key=lambda runs: sum(run.total for run in runs))
             elif instruction.opcode == "call":
                 yield from self._runs(instruction.called("to_apply"), times)
-            elif instruction.opcode not in _NAMES and not instruction.opcode.endswith("-done"):
+            elif instruction.touches_memory:
                 yield self._run(self.computations[name], instruction, times)
 
     def _run(self, computation: Computation, instruction: Instruction, times: int) -> Run:
@@ -178,9 +190,10 @@ class Program:
                 yield written, far
             reads = [self._read(inner, number) for number in range(len(operands))]
         elif instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv"):
-            # The type of the result also lists the operand, and semaphores.
-            yield max(sizes(instruction.type))
-            reads = [operand.bytes for operand in operands]
+            # The type of the result also lists the operand: of a copy last, of others first.
+            moved = sizes(instruction.type)[0 if instruction.opcode == "copy-start" else -1]
+            yield moved
+            reads = [min(operand.bytes, moved[0]) for operand in operands]
         else:
             one = {instruction.name: instruction} | computation
             yield _written(instruction, one), _far(instruction)
