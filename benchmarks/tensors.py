@@ -1,8 +1,9 @@
 """Tensors of many kinds to measure the error of an all-reduce on, float32 [workers, size] each:
 gradients, weights and their changes in two trained models, noise, and a sparse embedding gradient.
 
-folder = make(Recipe(), Path("tensors"))
-for name in names(Recipe()):
+recipe = Recipe()
+folder = make(recipe, Path("tensors"), names_of(recipe))
+for name in names_of(recipe):
     values = load(folder, name, workers=8)
 
 Training takes minutes, so tensors are made once and kept in files. The same machine and software
@@ -10,10 +11,9 @@ make the same ones again. The first workers of a tensor do not depend on their n
 """
 
 import dataclasses
-import functools
 import hashlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 import jax
@@ -54,20 +54,24 @@ class Recipe:
             raise ValueError(f"size={self.size!r} is not possible. Give a multiple of {ROW}.")
 
 
-def names(recipe: Recipe) -> list[str]:
+def names_of(recipe: Recipe) -> list[str]:
     """Return the names of all tensors, in the order of tables."""
     return [name for made, _ in _sources(recipe) for name in made]
 
 
 def make(
-    recipe: Recipe, folder: Path, on_source: Callable[[str], None] = lambda name: None
+    recipe: Recipe,
+    folder: Path,
+    chosen: Container[str],
+    on_source: Callable[[str], None] = lambda name: None,
 ) -> Path:
-    """Write all tensors, except those that an earlier call has written.
+    """Write tensors to files, except those that an earlier call has written.
 
     Args:
-      recipe: what to make.
+      recipe: how to make them.
       folder: where the tensors of all recipes are kept.
-      on_source: called with a name before the tensors of each source are made.
+      chosen: names of tensors; those that are made together with them are written too.
+      on_source: called with a name before tensors are made.
 
     Returns:
       The folder of this recipe, for `load`.
@@ -77,7 +81,7 @@ def make(
     own = folder / digest[:16]
     own.mkdir(parents=True, exist_ok=True)
     for made, source in _sources(recipe):
-        if all(_file(own, name).exists() for name in made):
+        if all(name not in chosen or _file(own, name).exists() for name in made):
             continue
         on_source(made[0])
         for name, values in zip(made, source(), strict=True):
@@ -98,40 +102,41 @@ def _file(folder: Path, name: str) -> Path:
 
 def _sources(recipe: Recipe) -> list[tuple[tuple[str, ...], Callable[[], Iterator[Tensor]]]]:
     """List the names of tensors that are made together, and the function that makes them."""
-    gradients: list[tuple[tuple[str, ...], Callable[[], Iterator[Tensor]]]] = [
-        (
-            tuple(f"{model} gradient {step}" for step in sorted(recipe.steps)),
-            functools.partial(_gradients, recipe, new),
-        )
-        for model, new in (("transformer", _new_transformer), ("decoder", _new_decoder))
-    ]
+    transformer, decoder = (
+        tuple(f"{model} gradient {step}" for step in sorted(recipe.steps))
+        for model in ("transformer", "decoder")
+    )
     return [
-        *gradients,
-        (("local weights", "local changes"), functools.partial(_local_training, recipe)),
-        (("white noise",), functools.partial(_drawn, recipe, _white_noise)),
-        (("student t noise",), functools.partial(_drawn, recipe, _student_t_noise)),
-        (("sparse embedding",), functools.partial(_drawn, recipe, _sparse_embedding)),
+        ((*transformer, "local weights", "local changes"), lambda: _of_transformer(recipe)),
+        (decoder, lambda: _of_decoder(recipe)),
+        (("white noise",), lambda: _drawn(recipe, _white_noise)),
+        (("student t noise",), lambda: _drawn(recipe, _student_t_noise)),
+        (("sparse embedding",), lambda: _drawn(recipe, _sparse_embedding)),
     ]
 
 
 # ---------------------------------------------------------------------------------------- trained
 
 
-def _new_transformer(corpora: Corpora) -> tuple[nnx.GraphDef, Params]:
-    return new_model(ModelConfig(corpora.vocabulary), _SEED)
+def _of_transformer(recipe: Recipe) -> Iterator[Tensor]:
+    corpora = load_corpora()
+    structure, params = new_model(ModelConfig(corpora.vocabulary), _SEED)
+    params = pretrain(structure, params, corpora.source_code, steps=recipe.pretrain_steps)
+    yield from _gradients(recipe, corpora, structure, params)
+    yield from _local_training(recipe, corpora, structure, params)
 
 
-def _new_decoder(corpora: Corpora) -> tuple[nnx.GraphDef, Params]:
-    return new_decoder(small_config(corpora.vocabulary), _SEED)
+def _of_decoder(recipe: Recipe) -> Iterator[Tensor]:
+    corpora = load_corpora()
+    structure, params = new_decoder(small_config(corpora.vocabulary), _SEED)
+    params = pretrain(structure, params, corpora.source_code, steps=recipe.pretrain_steps)
+    yield from _gradients(recipe, corpora, structure, params)
 
 
 def _gradients(
-    recipe: Recipe, new: Callable[[Corpora], tuple[nnx.GraphDef, Params]]
+    recipe: Recipe, corpora: Corpora, structure: nnx.GraphDef, params: Params
 ) -> Iterator[Tensor]:
     """Yield the gradients that workers meet while fine-tuning with the exact mean."""
-    corpora = load_corpora()
-    structure, params = new(corpora)
-    params = pretrain(structure, params, corpora.source_code, steps=recipe.pretrain_steps)
     snapshots = gradient_snapshots(
         structure,
         params,
@@ -146,13 +151,12 @@ def _gradients(
         yield _spread_rows(tree, recipe.size)
 
 
-def _local_training(recipe: Recipe) -> Iterator[Tensor]:
+def _local_training(
+    recipe: Recipe, corpora: Corpora, structure: nnx.GraphDef, params: Params
+) -> Iterator[Tensor]:
     """Yield the weights of workers after local steps of AdamW from the same weights, and the
     changes of the weights over these steps, which local SGD sums as outer gradients.
     """
-    corpora = load_corpora()
-    structure, params = _new_transformer(corpora)
-    params = pretrain(structure, params, corpora.source_code, steps=recipe.pretrain_steps)
     optimizer = optax.adamw(_LOCAL_RATE, b2=0.95)
     gradient = jax.grad(loss_of(structure))
 
@@ -165,7 +169,9 @@ def _local_training(recipe: Recipe) -> Iterator[Tensor]:
     def train(params, batches):
         return jax.lax.scan(step, (params, optimizer.init(params)), batches)[0][0]
 
-    start = _spread_rows(jax.tree.map(lambda leaf: leaf[None], params), recipe.size)
+    def spread(params):
+        return _spread_rows(jax.tree.map(lambda leaf: leaf[None], params), recipe.size)
+
     weights = np.empty((recipe.workers, recipe.size), np.float32)
     for worker in range(recipe.workers):
         windows = random_windows(
@@ -176,10 +182,9 @@ def _local_training(recipe: Recipe) -> Iterator[Tensor]:
             step=worker,
         )
         batches = windows.reshape(recipe.local_steps, _BATCH, _CONTEXT + 1)
-        trained = train(params, jnp.asarray(batches))
-        weights[worker] = _spread_rows(jax.tree.map(lambda leaf: leaf[None], trained), recipe.size)
+        weights[worker] = spread(train(params, jnp.asarray(batches)))
     yield weights
-    yield weights - start
+    yield weights - spread(params)
 
 
 def _spread_rows(tree: Params, size: int) -> Tensor:
