@@ -2,9 +2,10 @@
 
     python -m benchmarks.allocation
 
-Two tables: against the fixed fractions of widths that are fitted to the very tensor that is summed,
-from `results/allocation_fitted.json`; and against `BlockInt` and MXFP4, methods that give all
-coordinates the same width. `benchmarks.tensors` makes the tensors.
+One table is against fixed fractions of widths that are fitted to the very tensor that is summed.
+`results/allocation_fitted.json` has their errors, which an earlier version of the library made. Two
+tables are against methods that give all coordinates the same width: `BlockInt` and MXFP4.
+`benchmarks.tensors` makes the tensors.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ def main(config: Config) -> int:
     unknown = set(config.tensors) - set(known := names_of(config.recipe))
     if unknown:
         raise SystemExit(f"--tensors: no {sorted(unknown)}. Give some of {known}.")
-    if max(*config.workers, *config.other_workers) > config.recipe.workers:
+    if max((*config.workers, *config.other_workers), default=1) > config.recipe.workers:
         raise SystemExit(f"--recipe.workers is {config.recipe.workers}. Give more.")
     names = [name for name in known if name in config.tensors or not config.tensors]
     with console.status("Making tensors") as status:
@@ -122,10 +123,10 @@ def measure(config: Config, names: list[str], folder: Path) -> Rows:
     with tables.progress(tables.console(), "Simulating", len(every) * len(names)) as done:
         for method, topology, workers in every:
             setting = f"{method}:{topology}"
-            shape = (workers, config.recipe.size)
-            simulation = Simulation(
-                parse_setting(setting), {"gradient": np.zeros(shape, np.float32)}
-            )
+            parsed, size = parse_setting(setting), config.recipe.size
+            zeros = {"gradient": np.zeros((workers, size), np.float32)}
+            simulation = Simulation(parsed, zeros)
+            bits = parsed.wire_report(size, workers).bits
             for name in names:
                 values = {"gradient": load(folder, name, workers)}
                 found = simulation(values, range(config.seeds))
@@ -135,6 +136,7 @@ def measure(config: Config, names: list[str], folder: Path) -> Rows:
                         "method": method,
                         "topology": topology,
                         "workers": workers,
+                        "bits": bits,
                         "tensor": name,
                         "vnmse": found.vnmse,
                         "gain": found.gain,
@@ -198,21 +200,19 @@ def against_blockint(vnmse: Errors, config: Config, names: list[str]) -> Rows:
         for code_bits in config.code_bits:
             bits = code_bits + 0.5
 
-            def error(method: str, at=(topology, workers, name)) -> float:
-                return vnmse[method, *at]
-
-            ours, nearest = error(dynamiq(bits)), error(dynamiq(bits, "nearest"))
-            theirs = error(blockint(code_bits, "stochastic"))
-            their_nearest = error(blockint(code_bits, "nearest"))
-            errors = {
-                "correlated": ours,
-                "nearest": nearest,
-                "blockint": theirs,
-                "blockint nearest": their_nearest,
+            methods = {
+                "dynamiq": dynamiq(bits),
+                "dynamiq nearest": dynamiq(bits, "nearest"),
+                "blockint": blockint(code_bits, "stochastic"),
+                "blockint nearest": blockint(code_bits, "nearest"),
             }
+            errors = {
+                label: vnmse[method, topology, workers, name] for label, method in methods.items()
+            }
+            ours, our_nearest, theirs, their_nearest = errors.values()
             ratios = {
                 "unbiased": _ratio(ours, theirs),
-                "nearest": _ratio(nearest, their_nearest),
+                "nearest": _ratio(our_nearest, their_nearest),
                 "unbiased / nearest": _ratio(ours, their_nearest),
             }
             rows.append(_row(name, topology, workers, bits, errors) | {"ratios": ratios})

@@ -93,8 +93,8 @@ def test_tables_compare_errors_of_the_same_tensor_and_bits(tmp_path, monkeypatch
     errors, ratios = blockint["vnmse"], blockint["ratios"]
     assert blockint["bits"] == 4.5
     assert 0.015 < errors["blockint"] < 0.04
-    assert ratios["unbiased"] == errors["correlated"] / errors["blockint"]
-    assert ratios["nearest"] == errors["nearest"] / errors["blockint nearest"]
+    assert ratios["unbiased"] == errors["dynamiq"] / errors["blockint"]
+    assert ratios["nearest"] == errors["dynamiq nearest"] / errors["blockint nearest"]
     assert "better" in capsys.readouterr().out
 
 
