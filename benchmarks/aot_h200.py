@@ -15,11 +15,11 @@ several under the backward pass. Exits with 1 where a figure is off, and says wh
   a transfer is under way;
 - with several buckets, hardly a byte of gradient travels under a matmul of the backward pass.
 
-Instructions are counted in the machine code, with the branches for widths that a block does not
-have; rows "N bits alone" have rows of one width only, so that all that is counted runs. Mosaic's
-kernels have code of their own for every width, so of its hops only those are counted. The budget is
-how many instructions can be issued while memory moves the bytes of a coordinate, at best clock and
-bandwidth; slots are how many it takes, as the busiest pipe may need longer than to issue all.
+Instructions are counted in the machine code, with all branches: a block takes the one for widths
+up to 8 or the one for wider rows. In rows "widths to 8" the method has no wider ones, and Mosaic's
+kernel no branch for them; of its hops only those are counted. The budget is how many instructions
+can be issued while memory moves the bytes of a coordinate, at best clock and bandwidth; slots are
+how many it takes, as the busiest pipe may need longer than to issue all.
 
 It needs the CUDA plugin of the same version as JAX and the CUDA compiler, but neither a driver nor
 the CUDA libraries: pip install -e '.[cuda13-aot]'.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, without_gpu("compile"):
         dump = Path(folder)
         h200.prepare(dump)
-        cases = kernels.cases(options.dtypes, options.alone, options.size, options.workers)
+        cases = kernels.cases(options.dtypes, options.size, options.workers)
         cases = [
             case for case in cases if not options.operations or case.operation in options.operations
         ]
@@ -98,7 +98,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dtypes", nargs="*", default=["float32", "bfloat16"], help="of the gradient")
     add("--operations", nargs="*", default=[], help="to compile alone; all if none are given")
-    add("--alone", type=int, nargs="*", default=[8, 5, 4], help="widths of hops of one width")
     add("--size", type=int, default=2**27, help="coordinates of the bucket of the kernels")
     add("--workers", type=int, default=8, help="GPUs; also chunks of that bucket")
     add("--topologies", nargs="*", default=all_topologies(), help="of the pmean")

@@ -27,7 +27,7 @@ from benchmarks import common
 from benchmarks.plain_codecs import PLAIN_CODECS
 from dynamiq_jax._workshop.gradients import worker_gradient
 from pallas_kernels import operations
-from pallas_kernels.codec import LocalRows, order_rows, restore_rows
+from pallas_kernels.codec import LocalRows, Places, place_rows, restore_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 
@@ -51,14 +51,15 @@ def kernel_operations(
     layout = method.layout(gradient.size, num_chunks=1)
     rows = layout.as_rows(gradient)
     norms = operations.statistics(rows)
-    order = order_rows(bfloat16_bits(norms), layout)
-    local = LocalRows(rows, order, jnp.array([1, 2], jnp.uint32))
+    places = place_rows(bfloat16_bits(norms), layout)
+    local = LocalRows(rows, places, jnp.array([1, 2], jnp.uint32))
     compress = jax.jit(functools.partial(operations.compress, layout=layout))
     payload = compress(local, 0, 0)
     wire, item_bytes = layout.payload_bytes / gradient.size, gradient.dtype.itemsize
 
-    def reorder(norms: Array, rows: Array) -> Array:
-        return restore_rows(rows, order_rows(bfloat16_bits(norms), layout))
+    def reorder(norms: Array, rows: Array) -> tuple[Array, Places]:
+        places = place_rows(bfloat16_bits(norms), layout)
+        return restore_rows(rows, places.order), places
 
     return {
         "statistics": (jax.jit(operations.statistics), (rows,), item_bytes),
@@ -71,7 +72,7 @@ def kernel_operations(
         ),
         "decompress": (
             jax.jit(functools.partial(operations.decompress, layout=layout)),
-            (payload[None], order),
+            (payload[None], places),
             wire + 4,
         ),
     }

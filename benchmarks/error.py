@@ -69,12 +69,14 @@ def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> f
     """Return the vNMSE of the independent NumPy implementation of the same preset."""
     workers, size = gradients.shape
     layout = method.layout(size, workers)
-    quantizer = layout.quantizer
+    allocation, quantizer = layout.allocation, layout.quantizer
     truth = gradients.astype(np.float64).sum(axis=0)
     result = []
     for seed in range(config.seeds):
         kind = oracle.Kind(
-            class_rows=[(c.width, c.rows) for c in layout.classes],
+            units=layout.units,
+            allowed=allocation.widths,
+            exponent=allocation.exponent,
             group_size=quantizer.group_size,
             spacing=oracle.Spacing(quantizer.spacing, quantizer.gap_ratio),
             rounding=quantizer.rounding,

@@ -42,7 +42,7 @@ class Config:
     simulated: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)  # workers, by vmap
     beyond: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)  # workers, by the law alone
     agreements: tuple[float, ...] = (0.0, 0.1)  # share of the energy that workers have in common
-    rows_per_chunk: int = 64  # of 256 coordinates: of 32, none can take the widest width's share
+    rows_per_chunk: int = 64  # of 256 coordinates
     bits: float = 5.0  # on the wire
     rounding: str = "correlated"  # of DynamiQ; the law takes roundings as independent
     save: bool = True  # write the result to benchmarks/results/error_law.json and .png

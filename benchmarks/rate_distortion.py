@@ -3,8 +3,8 @@
 Shannon's rate-distortion function, for coordinates that are independent Gaussians with the
 variances of their groups of 16: reverse water-filling (Cover and Thomas, Elements of Information
 Theory, section 10.3.3). The decoder is told these variances for free, and a real code pays for
-them, for being unbiased, and for widths and levels that are fixed. A Gaussian is the hardest source
-of its variance; peaks inside a group could make it a little easier.
+them, for being unbiased, for whole bits, and for levels that are fixed. A Gaussian is the hardest
+source of its variance; peaks inside a group could make it a little easier.
 
 Of the message that is gathered in the end, nothing else can bring the error below that. On a ring,
 each chunk is coded as the sum of 1, 2, ... workers; errors of these are taken as independent.

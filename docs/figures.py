@@ -14,10 +14,12 @@ from matplotlib import pyplot as plt
 import dynamiq_jax as dq
 from dynamiq_jax._core import Axis, LocalChunks, RecodedChunks
 from dynamiq_jax._workshop.error_law import error_growth
-from dynamiq_jax.methods._allocation import POSITIONS, REFERENCE_LOG2_NORMS
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from pallas_kernels import operations
 from pallas_kernels.codec.levels import make_levels, num_levels
+from pallas_kernels.codec.packing import MAX_WIDTH
 from pallas_kernels.codec.rounding import offsets
+from pallas_kernels.codec.scales import bfloat16_bits
 
 FIGURES = Path(__file__).parent / "figures"
 STYLE = {
@@ -45,29 +47,48 @@ def levels() -> plt.Figure:
     return figure
 
 
+def sorted_norms(spread: float) -> Array:
+    """Draw a gradient and return the norms of its super-groups, largest first.
+
+    Args:
+      spread: standard deviation of the log2 of their scales; 0 is white noise.
+    """
+    generator = np.random.default_rng(0)
+    scales = np.exp2(spread * generator.standard_normal((4096, 1)))
+    rows = scales * generator.standard_normal((4096, 256))
+    return jnp.sort(operations.statistics(jnp.asarray(rows, jnp.float32)), descending=True)
+
+
+def shares_of_widths(norms: Array) -> dict[int, float]:
+    """Return width to the share of the super-groups that gets it, from sorted norms."""
+    layout = dq.DynamiQ(bits=5.0).layout(256 * norms.size, 1)
+    energies = (bfloat16_bits(norms) >> 1).astype(jnp.int32)
+    rows = [norms.size, *np.asarray(layout.allocation.solve(energies, layout.units)), 0]
+    counts = {width: int(rows[width] - rows[width + 1]) for width in reversed(range(MAX_WIDTH + 1))}
+    return {width: count / norms.size for width, count in counts.items() if count}
+
+
 def allocation() -> plt.Figure:
     """Draw the norms of super-groups, and the share of them that gets each width."""
-    figure, (norms, shares) = plt.subplots(1, 2, figsize=(8, 3), width_ratios=(2, 3))
-    norms.plot(1 - np.array(POSITIONS), REFERENCE_LOG2_NORMS, "C0")
-    norms.set(xlabel="super-groups, largest first", ylabel="log2 of the norm (median 0)")
-    budgets = (3.0, 4.0, 5.0, 6.0)
-    for bits in budgets:
+    figure, (lines, bars) = plt.subplots(1, 2, figsize=(8, 3), width_ratios=(2, 3))
+    names = {0.0: "white noise", 1.0: "1 octave", 2.0: "2 octaves", 4.0: "4 octaves"}
+    for index, (spread, name) in enumerate(names.items()):
+        norms = sorted_norms(spread)
+        log2_norms = np.log2(norms / jnp.median(norms))
+        lines.plot((np.arange(norms.size) + 0.5) / norms.size, log2_norms, label=name)
         left = 0.0
-        classes = dq.DynamiQ(bits=bits).layout(2**24, 1).classes
-        total = sum(width_class.rows for width_class in classes)
-        for width_class in classes:
-            share = width_class.rows / total
-            color = plt.get_cmap("viridis")(1 - width_class.width / 12)
-            shares.barh(bits, share, left=left, height=0.7, color=color, edgecolor="white")
+        for width, share in shares_of_widths(norms).items():
+            color = plt.get_cmap("viridis")(1 - width / 16)
+            bars.barh(index, share, left=left, height=0.7, color=color, edgecolor="white")
             if share > 0.04:
-                dark = width_class.width > 5
-                label = str(width_class.width)
-                middle = left + share / 2
-                shares.text(
-                    middle, bits, label, ha="center", va="center", color="w" if dark else "k"
-                )
+                middle, color = left + share / 2, "w" if width > 6 else "k"
+                bars.text(middle, index, str(width), ha="center", va="center", color=color)
             left += share
-    shares.set(xlabel="share of the super-groups, by width", ylabel="bits=", yticks=budgets)
+    lines.set(xlabel="super-groups, largest first", ylabel="log2 of the norm (median 0)")
+    lines.legend(frameon=False, title="spread")
+    bars.set(xlabel="share of the super-groups, by width; bits=5")
+    bars.set_yticks(range(len(names)), list(names.values()))
+    bars.invert_yaxis()
     return figure
 
 

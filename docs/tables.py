@@ -165,7 +165,7 @@ def equal_bits() -> str:
 
 
 def other_model() -> str:
-    """Write errors on gradients to which nothing was fitted: compare_decoder.json."""
+    """Write errors on gradients of another model: compare_decoder.json."""
     rows: dict[str, list[str]] = {}
     for row in _results("compare_decoder"):
         errors = " / ".join(_exponent(step["vnmse"]) for step in row["steps"].values())

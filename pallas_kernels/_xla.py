@@ -2,25 +2,27 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.codec import bit_planes
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.ordering import LocalRows
+from pallas_kernels.codec.ordering import LocalRows, Places
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import decode_rows, encode_rows, l2_norm
 from pallas_kernels.compat import match_varying
-from pallas_kernels.row_blocks import for_each_block
+from pallas_kernels.row_blocks import block_rows, for_each_block
 
 # Sums of 256 squares in this range are as precise as those of scaled values: nothing overflows, and
 # what underflows is too small to count.
 _USUAL = (2.0**-40, 2.0**120)
 
-_Parts = tuple[Array, Array, Array]  # codes, group scales, super-scales
 _RowsAt = Callable[[Index, int], Array]  # (first place, count) to float32 [count, 256]
+
+
+_Parts = tuple[Array, Array, Array]  # codes, group scales, super-scales
 
 
 def statistics(rows: Array) -> Array:
@@ -36,39 +38,44 @@ def statistics(rows: Array) -> Array:
 
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode a partial sum; see `pallas_kernels.operations.hop`."""
-    places = local.order[chunk]
+    places = local.places.at(chunk)
     values = _partial_sum(payloads, local.rows, places, layout)
     first_id = jnp.asarray(chunk).astype(jnp.uint32) * jnp.uint32(layout.rows_per_chunk)
 
     def step(first: Index, count: int, parts: _Parts) -> _Parts:
+        planes, *written = parts
         ids = first_id + jnp.asarray(first).astype(jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
-        encoded = encode_rows(
+        widths = lax.dynamic_slice_in_dim(places.widths, first, count)
+        codes, *scales = encode_rows(
             values(first, count),
             offsets(ids, turn, local.seed, layout.quantizer.rounding),
-            layout.levels(first, count),
+            layout.quantizer.levels_of_rows(widths),
             group_size=layout.group_size,
         )
-        codes, group_bytes, super_bits = (
+        group_bytes, super_bits = (
             lax.dynamic_update_slice_in_dim(part, block, first, axis=0)
-            for part, block in zip(parts, encoded, strict=True)
+            for part, block in zip(written, scales, strict=True)
         )
-        return codes, group_bytes, super_bits
+        planes = bit_planes.pack(planes, codes, widths, places.starts, first)
+        return planes, group_bytes, super_bits
 
     rows = layout.rows_per_chunk
     empty = (
-        jnp.zeros((rows, SUPER_GROUP_SIZE), jnp.uint16),
+        jnp.zeros((layout.units + block_rows(rows), bit_planes.UNIT), jnp.uint8),
         jnp.zeros((rows, layout.groups), jnp.uint8),
         jnp.zeros((rows,), jnp.uint16),
     )
-    like = payloads if len(payloads) else places
-    return layout.pack(*for_each_block(rows, step, match_varying(empty, like)))
+    like = payloads if len(payloads) else local.rows
+    planes, *scales = for_each_block(rows, step, match_varying(empty, like))
+    return layout.message(planes[: layout.units], *scales)
 
 
 def decompress_accumulate(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
     """Sum received rows and local ones; see `pallas_kernels.operations.decompress_accumulate`."""
-    values = _partial_sum(payloads, local.rows, local.order[chunk], layout)
+    places = local.places.at(chunk)
+    values = _partial_sum(payloads, local.rows, places, layout)
 
     def step(first: Index, count: int, sums: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(sums, values(first, count), first, axis=0)
@@ -77,39 +84,40 @@ def decompress_accumulate(
     return for_each_block(layout.rows_per_chunk, step, match_varying(empty, payloads))
 
 
-def decompress(payloads: Array, order: Array, *, layout: Layout) -> Array:
+def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     """Decode all chunks; see `pallas_kernels.operations.decompress`."""
-    # All at once: unpacking a message that a loop slices is twelve times slower on XLA:CPU.
-    messages = jax.vmap(layout.unpack)(payloads)
-    num_chunks, places = order.shape
+    num_chunks, rows_per_chunk = places.order.shape
 
     def chunk_step(chunk: Array, decoded: Array) -> Array:
+        of_chunk = places.at(chunk)
+        message = _unpack(payloads[chunk][None], of_chunk, layout)
+
         def step(first: Index, count: int, decoded: Array) -> Array:
-            rows = lax.dynamic_slice(order, (chunk, first), (1, count))[0]
-            values = _decode(messages, chunk, first, count, layout)
+            rows = lax.dynamic_slice_in_dim(of_chunk.order, first, count)
+            values = _decode(message, 0, of_chunk, first, count, layout)
             # Straight to their places: a second array of this size would cost as much again.
             return decoded.at[rows].set(values, unique_indices=True, mode="promise_in_bounds")
 
-        return for_each_block(places, step, decoded)
+        return for_each_block(rows_per_chunk, step, decoded)
 
-    empty = jnp.zeros((num_chunks * places, SUPER_GROUP_SIZE), jnp.float32)
+    empty = jnp.zeros((num_chunks * rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32)
     return lax.fori_loop(0, num_chunks, chunk_step, match_varying(empty, payloads))
 
 
-def _partial_sum(payloads: Array, rows: Array, places: Array, layout: Layout) -> _RowsAt:
+def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -> _RowsAt:
     """Return a function that computes rows of a chunk: local plus received ones.
 
-    The received messages are uint8 [received, bytes].
+    The received messages are uint8 [received, bytes]. The places are those of the chunk.
     """
     received = len(payloads)
-    messages = jax.vmap(layout.unpack)(payloads) if received else None
+    messages = _unpack(payloads, places, layout) if received else None
 
     def total(first: Index, count: int) -> Array:
         def add(message: Index, values: Array) -> Array:
             assert messages is not None
-            return values + _decode(messages, message, first, count, layout)
+            return values + _decode(messages, message, places, first, count, layout)
 
-        indices = lax.dynamic_slice_in_dim(places, first, count)
+        indices = lax.dynamic_slice_in_dim(places.order, first, count)
         local = rows.at[indices].get(mode="promise_in_bounds", unique_indices=True)
         values = local.astype(jnp.float32)
         if received <= 1:
@@ -120,18 +128,50 @@ def _partial_sum(payloads: Array, rows: Array, places: Array, layout: Layout) ->
     return total
 
 
-def _decode(messages: _Parts, message: Index, first: Index, count: int, layout: Layout) -> Array:
-    """Decode `count` rows of one of several unpacked messages: float32 [count, 256].
+def _unpack(payloads: Array, places: Places, layout: Layout) -> _Parts:
+    """Read messages of a chunk, uint8 [messages, bytes].
 
-    Parts of messages are stacked on a leading axis.
+    All of a message at once: fused into the decoding of every block, this takes four times as long
+    on XLA:CPU.
+
+    Returns:
+      Codes in eighths, uint16 [messages, R, 8, 32], and scales.
     """
+    rows = layout.rows_per_chunk
+
+    def codes_of(payload: Array) -> Array:
+        planes = jnp.pad(layout.planes(payload), ((0, block_rows(rows)), (0, 0)))
+
+        def step(first: Index, count: int, codes: Array) -> Array:
+            widths = lax.dynamic_slice_in_dim(places.widths, first, count)
+            block = bit_planes.unpack(planes, widths, places.starts, first)
+            return lax.dynamic_update_slice_in_dim(codes, block, first, axis=0)
+
+        none = jnp.zeros((rows, 8, bit_planes.UNIT), jnp.uint16)
+        return for_each_block(rows, step, match_varying(none, payload))
+
+    one = len(payloads) == 1
+    codes = codes_of(payloads[0])[None] if one else lax.map(codes_of, payloads)
+    return codes, *layout.scales(payloads)
+
+
+def _decode(
+    messages: _Parts, message: Index, places: Places, first: Index, count: int, layout: Layout
+) -> Array:
+    """Decode `count` rows of one of several unpacked messages: float32 [count, 256]."""
     start = message * layout.rows_per_chunk + first
     codes, group_bytes, super_bits = (
         lax.dynamic_slice_in_dim(part.reshape(-1, *part.shape[2:]), start, count)
         for part in messages
     )
-    levels = layout.levels(first, count)
-    return decode_rows(codes, group_bytes, super_bits, levels, group_size=layout.group_size)
+    widths = lax.dynamic_slice_in_dim(places.widths, first, count)
+    return decode_rows(
+        codes.reshape(count, SUPER_GROUP_SIZE),
+        group_bytes,
+        super_bits,
+        layout.quantizer.levels_of_rows(widths),
+        group_size=layout.group_size,
+    )
 
 
 def _norms(block: Array) -> Array:

@@ -12,7 +12,7 @@ from jax import Array
 from pallas_kernels import _mosaic_gpu, _triton, _xla, implementation
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.ordering import LocalRows
+from pallas_kernels.codec.ordering import LocalRows, Places
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
 # chunk of which nothing was received, `decompress_accumulate` and `decompress`.
@@ -105,20 +105,20 @@ def decompress_accumulate(
 
 
 def decompress(
-    payloads: Array, order: Array, *, layout: Layout, implementation: str | None = None
+    payloads: Array, places: Places, *, layout: Layout, implementation: str | None = None
 ) -> Array:
     """Decode the messages of all chunks, with rows back in their original order.
 
     Args:
       payloads: uint8 [num_chunks, layout.payload_bytes].
-      order: original row of every place, int32 [num_chunks, rows_per_chunk].
+      places: places of all rows.
       layout: static layout of a message.
       implementation: backend, see `pallas_kernels.implementation.run`.
 
     Returns:
       float32 [num_rows, 256].
     """
-    return _run(implementation, "decompress", payloads, order, layout=layout)
+    return _run(implementation, "decompress", payloads, places, layout=layout)
 
 
 def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:

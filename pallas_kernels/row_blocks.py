@@ -14,6 +14,11 @@ _CPU_BLOCK_ROWS = 512
 Carry = TypeVar("Carry")
 
 
+def block_rows(num_rows: int) -> int:
+    """Return the rows of a block."""
+    return min(num_rows, _CPU_BLOCK_ROWS) if jax.default_backend() == "cpu" else num_rows
+
+
 def for_each_block(
     num_rows: int, step: Callable[[Array | int, int, Carry], Carry], carry: Carry
 ) -> Carry:
@@ -22,7 +27,7 @@ def for_each_block(
     The last block is moved back to end with the rows. Some rows are then computed twice, so a step
     must be a pure function of its rows.
     """
-    count = min(num_rows, _CPU_BLOCK_ROWS) if jax.default_backend() == "cpu" else num_rows
+    count = block_rows(num_rows)
     steps = -(-num_rows // count)
     if steps == 1:
         return step(0, count, carry)

@@ -1,44 +1,198 @@
 """Bits to widths: the budget is met exactly, and no other split of it has a lower error."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import Call
-from dynamiq_jax.methods import _allocation as allocation
 from dynamiq_jax.topologies import Ring
-from pallas_kernels.codec.levels import error_coefficient
-from tests.support.gradients import heavy_tailed
+from pallas_kernels.codec import WIDTHS, Allocation
+from pallas_kernels.codec.allocation import ENERGY_LIMIT
+from pallas_kernels.codec.levels import distortion
+from tests.support import oracle
+from tests.support.gradients import vnmse
+from tests.support.workers import simulated
 
-WIDTHS = dq.DynamiQ().widths
-PAPER_WIDTHS = (2, 4, 8)
-GRID = 8192  # places at which a distribution of norms is sampled
+ALL = tuple(range(2, 17))
+ROWS = 40
+seeds = st.integers(0, 2**32 - 1)
 
-# Sorted log2 norms: flat, spread, skewed.
-COUNT = len(allocation.POSITIONS)
-quantiles = st.lists(st.floats(-30, 30), min_size=COUNT, max_size=COUNT).map(
-    lambda q: tuple(sorted(q))
+
+@functools.cache
+def solver(widths: tuple[int, ...], exponent: float):
+    """Return a compiled function of (energies [chunks, ROWS], units) to the rows of planes."""
+    allocation = Allocation(widths, exponent)
+    return jax.jit(allocation.solve)
+
+
+def solve(energies: np.ndarray, units: int, widths=ALL, exponent: float = 1.0) -> np.ndarray:
+    """Return the widths of rows with energies [ROWS], largest first."""
+    energies = np.asarray(energies, np.int32)
+    plane_rows = np.asarray(solver(widths, exponent)(energies, np.int32(units)))
+    assert np.all(np.diff(plane_rows) <= 0)
+    return np.sum(np.arange(len(energies))[:, None] < plane_rows, axis=1)
+
+
+def some_energies(seed: int, rows: int = ROWS) -> np.ndarray:
+    """Logarithms of energies, largest first: spread or alike, some of them equal, some zero."""
+    rng = np.random.default_rng(seed)
+    spread = rng.choice([0, 1, 30, 300, 3000])
+    energies = rng.integers(1 << 13, 1 << 14) + spread * rng.standard_normal(rows)
+    energies = np.clip(np.rint(energies), 1, ENERGY_LIMIT - 1).astype(np.int32)
+    energies[rng.random(rows) < rng.choice([0, 0.3, 0.95])] = 0
+    return -np.sort(-energies)
+
+
+def error_of(energies: np.ndarray, widths: np.ndarray) -> float:
+    """Return the expected squared error, over that of the largest row at width 2."""
+    weights = np.exp2((energies.astype(np.float64) - energies.max()) / 32) * (energies > 0)
+    return float(weights @ [distortion(int(width)) for width in widths])
+
+
+width_sets = st.sampled_from((ALL, (2, 4, 8), (3, 7), (5,), WIDTHS, (0, 4, 5, 16)))
+
+
+@given(seed=seeds, widths=width_sets, share=st.floats(0, 1), exponent=st.sampled_from((0.5, 1, 2)))
+def test_widths_are_those_of_the_page(seed, widths, share, exponent):
+    energies = some_energies(seed)
+    units = int(ROWS * (min(widths) + share * (max(widths) - min(widths))))
+    expected = oracle.solve_widths(energies, units, widths, exponent)
+    np.testing.assert_array_equal(solve(energies, units, widths, exponent), expected)
+
+
+@given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))
+def test_every_unit_is_used(seed, units):
+    energies = some_energies(seed)
+    widths = solve(energies, units)
+    assert set(widths.tolist()) <= {0, *ALL}
+    if widths.sum() < units:  # nobody can use the last one: a row of zeros starts with two
+        assert widths.sum() == units - 1
+        assert np.all(widths[energies > 0] == 16)
+
+
+@given(seed=seeds, share=st.floats(0, 1))
+def test_fewer_units_are_left_than_the_largest_step(seed, share):
+    units = int(ROWS * (2 + 6 * share))
+    widths = solve(some_energies(seed), units, (2, 4, 8))
+    assert units - 4 < widths.sum() <= units
+
+
+@given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))
+def test_only_rows_of_zeros_have_no_bits(seed, units):
+    energies = some_energies(seed)
+    widths = solve(energies, units)
+    assert np.all(widths[energies > 0] >= 2)
+    wide = widths[energies > 0] == 16
+    # Nor do zeros get bits that others could use.
+    assert np.all(widths[energies == 0] == 0) or np.all(wide)
+
+
+@given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))
+@settings(max_examples=20)
+def test_no_exchange_of_a_bit_lowers_the_error(seed, units):
+    """Widen one row by a bit and narrow another one, in all ways."""
+    energies = some_energies(seed)
+    widths = solve(energies, units)
+    least, nonzero = error_of(energies, widths), np.flatnonzero(energies)
+    for widened in nonzero[widths[nonzero] < 16]:
+        for narrowed in nonzero[widths[nonzero] > 2]:
+            moved = widths.copy()
+            moved[widened] += 1
+            moved[narrowed] -= 1
+            # Needs are rounded to half a step of 1/32 octave.
+            assert error_of(energies, moved) >= least * (1 - 1e-9) or (
+                least - error_of(energies, moved) <= 0.03 * least
+            )
+
+
+def test_an_exchange_away_from_the_optimum_does_raise_the_error():
+    """The test above can fail: equal widths are far from optimal."""
+    energies = np.arange(ROWS, 0, -1) * 40 + 4000
+    best = error_of(energies, solve(energies, 5 * ROWS))
+    assert best < 0.5 * error_of(energies, np.full(ROWS, 5))
+
+
+def test_equal_rows_have_two_neighboring_widths():
+    widths = solve(np.full(ROWS, 12345), 5 * ROWS + 7)
+    assert widths.tolist() == [6] * 7 + [5] * (ROWS - 7)
+
+
+def test_a_row_of_four_times_the_energy_is_a_bit_wider():
+    energies = np.concatenate([np.full(ROWS // 2, 9064), np.full(ROWS // 2, 9000)])
+    assert set(solve(energies, 17 * ROWS // 2)) == {8, 9}
+    # At half the exponent it takes 16 times.
+    wider = np.concatenate([np.full(ROWS // 2, 9128), np.full(ROWS // 2, 9000)])
+    assert set(solve(wider, 17 * ROWS // 2, exponent=0.5)) == {8, 9}
+    assert set(solve(wider, 9 * ROWS)) == {8, 10}
+
+
+def test_only_ratios_of_energies_matter():
+    energies = some_energies(3) // 2 + 5000
+    np.testing.assert_array_equal(solve(energies, 5 * ROWS), solve(energies + 64, 5 * ROWS))
+
+
+def test_a_width_of_zero_that_is_allowed_is_for_the_smallest_rows():
+    """Width 2 then saves less for each bit than width 3: no row has it."""
+    energies = 9000 - 100 * np.arange(ROWS)
+    widths = solve(energies, 3 * ROWS, WIDTHS)
+    assert widths[0] > 3 and widths[-1] == 0 and 2 not in widths
+
+
+@pytest.mark.parametrize("equal", (True, False), ids=("one_tie", "many_ties"))
+def test_replicas_agree_where_all_rows_tie(equal):
+    """Workers that hold the rows in any order solve for the same widths of the same rows."""
+    method, size, workers = dq.DynamiQ(), 256 * 4 * 33, 4
+    rng = np.random.default_rng(0)
+    rows = np.ones((size // 256, 1), np.float32) if equal else 4.0 ** rng.integers(0, 3, (132, 1))
+    signs = rng.choice([-1.0, 1.0], (workers, size // 256, 256))
+    gradients = (signs * rows).reshape(workers, -1).astype(np.float32)
+    call = Call(size=size, axis=Axis("data", workers), topology=Ring())
+
+    def places(gradient: jax.Array):
+        return method.bind(gradient, call, jax.random.key(0)).local.places
+
+    found = jax.jit(jax.vmap(places, axis_name="data"))(gradients)
+    for leaf in map(np.asarray, found):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
+    # Equal rows are split: there is something to disagree on.
+    assert len(np.unique(np.asarray(found.widths[0, 0]))) == (2 if equal else 4)
+    total = jax.jit(
+        jax.vmap(lambda g: dq.psum(g, "data", key=jax.random.key(1)), axis_name="data")
+    )(gradients)
+    np.testing.assert_array_equal(total, jnp.broadcast_to(total[0], total.shape))
+
+
+@pytest.mark.parametrize(
+    ("workers", "rows_per_chunk"), ((16, 1), (64, 1), (4, 3)), ids=("one", "many_workers", "few")
 )
+@pytest.mark.parametrize("alike", (True, False), ids=("white", "spread"))
+def test_a_tiny_bucket_has_no_more_error_than_one_width_for_all(workers, rows_per_chunk, alike):
+    """Of the largest width that the budget allows: where there is nothing to choose, nothing else.
 
+    Rows that differ gain from the choice, if a chunk has several of them.
+    """
+    rows, rng = workers * rows_per_chunk, np.random.default_rng(workers)
+    scales = np.ones((rows, 1)) if alike else np.exp2(3 * rng.standard_normal((rows, 1)))
+    gradients = scales * rng.standard_normal((workers, rows, 256))
+    gradients = gradients.reshape(workers, -1).astype(np.float32)
+    truth = gradients.sum(axis=0, dtype=np.float64)
 
-def mean_width(fractions: allocation.Fractions) -> float:
-    return sum(width * share for width, share in fractions)
+    def error(method: dq.DynamiQ) -> float:
+        run = simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
+        keys = jax.random.split(jax.random.key(0), 4)
+        return float(np.mean([vnmse(run(key, gradients)[0], truth) for key in keys]))
 
-
-def expected_error(boundaries: np.ndarray, widths: tuple[int, ...], log2_norms) -> float:
-    """Sum of F c_w over ranked super-groups; the i-th width ends at share `boundaries[i]`."""
-    at = (np.arange(GRID) + 0.5) / GRID
-    log2_f = 2 * np.interp(at, allocation.POSITIONS, log2_norms)[::-1]
-    # The error up to a share, so that a boundary may fall between two samples.
-    f = np.exp2(log2_f - log2_f.max())
-    up_to = np.concatenate([[0], np.cumsum(f)]) / GRID
-    energy = np.diff(
-        np.interp(np.concatenate([[0], boundaries]), np.linspace(0, 1, GRID + 1), up_to)
-    )
-    return float(energy @ [error_coefficient(width) for width in widths])
+    one_width, found = error(dq.DynamiQ(bits=4.375, widths=(4,))), error(dq.DynamiQ(bits=5.0))
+    choice = rows_per_chunk > 1
+    assert found < (0.75 if choice else 1.05) * one_width
+    assert found > (0.02 if choice else 0.95) * one_width
 
 
 def bits_on_the_wire(method: dq.DynamiQ, size: int, num_workers: int) -> float:
@@ -48,130 +202,9 @@ def bits_on_the_wire(method: dq.DynamiQ, size: int, num_workers: int) -> float:
     return 8 * (cost.payload_bytes * num_workers + statistics) / size
 
 
-@given(group_size=st.sampled_from((8, 16, 32)), bits=st.floats(3.5, 16))
-def test_the_mean_width_is_the_budget(group_size, bits):
-    # A byte for each group, and two bytes each for the super-scale and the norm of 256.
-    code_bits = bits - 8 / group_size - 32 / 256
-    assert bits - allocation.overhead_bits(group_size) == code_bits
-    fractions = allocation.solve_fractions(code_bits, WIDTHS)
-    assert mean_width(fractions) == pytest.approx(code_bits, abs=1e-9)
-
-
-@given(
-    share=st.floats(0, 1), widths=st.sets(st.sampled_from((0, *WIDTHS)), min_size=1), q=quantiles
-)
-def test_any_budget_is_met_for_any_widths_and_norms(share, widths, q):
-    code_bits = min(widths) + share * (max(widths) - min(widths))
-    fractions = allocation.solve_fractions(code_bits, tuple(widths), q)
-    assert mean_width(fractions) == pytest.approx(code_bits, abs=1e-9)
-    assert sum(part for _, part in fractions) == pytest.approx(1, abs=1e-12)
-    assert all(part > 0 for _, part in fractions)
-    used = [width for width, _ in fractions]
-    assert set(used) <= widths
-    assert used == sorted(used, reverse=True)
-
-
-@pytest.mark.parametrize("widths", (WIDTHS, PAPER_WIDTHS))
-@given(share=st.floats(0.1, 0.9), q=quantiles)
-def test_no_exchange_between_neighboring_widths_lowers_the_error(widths, share, q):
-    """Widen some super-groups by one width and narrow others by one, at the same mean width."""
-    code_bits = widths[0] + share * (widths[-1] - widths[0])
-    shares = dict(allocation.solve_fractions(code_bits, widths, q))
-    ordered = tuple(sorted(widths, reverse=True))
-    boundaries = np.cumsum([shares.get(width, 0.0) for width in ordered])
-    best = expected_error(boundaries, ordered, q)
-    gaps = -np.diff(ordered)
-    tried = 0
-    for widened in range(len(gaps)):
-        for narrowed in range(len(gaps)):
-            moved = boundaries.copy()
-            moved[widened] += 0.02 / gaps[widened]
-            moved[narrowed] -= 0.02 / gaps[narrowed]
-            if widened == narrowed or np.any(np.diff(moved, prepend=0) < 0) or moved[-2] > 1:
-                continue
-            tried += 1
-            # One percent for rounding, and for widths left out because they gain little.
-            assert expected_error(moved, ordered, q) >= 0.99 * best
-    assert tried or len(shares) <= 2
-
-
-def test_widths_that_hardly_lower_the_error_are_left_out():
-    """Each width is compiled on its own, so that a rare one has to be worth it."""
-    code_bits = 5 - allocation.overhead_bits(32)
-
-    def best_of(*widths: int) -> tuple[allocation.Fractions, float]:
-        at = (np.arange(4096) + 0.5) / 4096
-        log2_norms = np.interp(at, allocation.POSITIONS, allocation.REFERENCE_LOG2_NORMS)[::-1]
-        energies = np.exp2(2 * (log2_norms - log2_norms.max()))
-        return allocation._optimum(code_bits, widths, energies)
-
-    best, least = best_of(*sorted(WIDTHS, reverse=True))
-    kept = dict(allocation.solve_fractions(code_bits, WIDTHS))
-    left_out = dict(best).keys() - kept.keys()
-    assert left_out
-    assert all(dict(best)[width] <= 0.02 for width in left_out)
-    assert best_of(*kept)[1] <= 1.01 * least
-    for width in kept:
-        if kept[width] <= 0.02:
-            assert best_of(*(w for w in kept if w != width))[1] > 1.01 * least
-
-
-def test_an_exchange_away_from_the_optimum_does_raise_the_error():
-    """The test above can fail: equal shares of all widths are far from optimal."""
-    q = tuple(np.linspace(-6, 6, COUNT))
-    ordered = tuple(sorted(WIDTHS, reverse=True))
-    equal = np.arange(1, len(ordered) + 1) / len(ordered)
-    shares = dict(allocation.solve_fractions(float(np.mean(ordered)), WIDTHS, q))
-    best = np.cumsum([shares.get(width, 0.0) for width in ordered])
-    assert expected_error(best, ordered, q) < 0.5 * expected_error(equal, ordered, q)
-
-
-def test_the_widths_spread_with_the_norms():
-    shape = np.linspace(-1, 1, COUNT)
-    variances = []
-    for spread in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0):
-        fractions = allocation.solve_fractions(5.0, WIDTHS, tuple(spread * shape))
-        variances.append(sum(part * (width - 5) ** 2 for width, part in fractions))
-    assert variances == sorted(variances)
-    assert variances[0] <= 1  # equal norms: only the two widths next to the budget
-    assert variances[-1] > 10
-
-
-def test_only_the_spread_of_the_norms_matters():
-    q = np.cumsum(np.random.default_rng(0).integers(0, 16, COUNT) / 16)
-    assert allocation.solve_fractions(5.0, WIDTHS, tuple(q)) == allocation.solve_fractions(
-        5.0, WIDTHS, tuple(q + 64)
-    )
-
-
-def test_quantiles_leave_out_what_has_no_logarithm():
-    norms = np.array([0.0, 1.0, np.inf, 2.0, np.nan, 4.0], np.float32)
-    found = dict(zip(allocation.POSITIONS, allocation.log2_norm_quantiles(norms), strict=True))
-    assert (found[0.0], found[0.5], found[1.0]) == (0.0, 1.0, 2.0)
-
-
-def test_fitted_fractions_keep_the_budget_and_lower_the_expected_error():
-    gradient = heavy_tailed(0, (1 << 18,), spread=4.0)
-    method = dq.DynamiQ(bits=5.0)
-    fitted = method.fit({"w": gradient})
-    assert dict(fitted.fractions).keys() <= set(method.widths)
-    norms = np.linalg.norm(gradient.reshape(-1, 256).astype(np.float64), axis=1)
-    q = allocation.log2_norm_quantiles(norms)
-
-    def error(m: dq.DynamiQ) -> float:
-        classes = m.layout(1 << 24, 8).classes
-        ends = np.cumsum([c.rows for c in classes])
-        return expected_error(ends / ends[-1], tuple(c.width for c in classes), q)
-
-    assert bits_on_the_wire(fitted, 1 << 24, 8) == pytest.approx(5.0, rel=0.002)
-    assert error(fitted) <= 1.001 * error(method)
-    flat = method.fit({"w": np.ones(1 << 16, np.float32)})
-    assert error(fitted) < 0.5 * error(flat)
-
-
 @pytest.mark.parametrize("preset", (dq.DynamiQ, dq.DynamiQ.paper))
 @given(bits=st.floats(3.0, 8.0), num_workers=st.integers(2, 8))
 def test_large_buckets_cost_the_bits_they_promise(preset, bits, num_workers):
     assert bits_on_the_wire(preset(bits=bits), 4 << 20, num_workers) == pytest.approx(
-        bits, rel=0.01
+        bits, rel=0.001
     )

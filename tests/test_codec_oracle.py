@@ -16,12 +16,22 @@ import dynamiq_jax as dq
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import Call
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
+from dynamiq_jax.methods._norms import combine_norms
 from dynamiq_jax.topologies import AllToAll, Ring
 from pallas_kernels import operations, row_blocks
-from pallas_kernels.codec import WIDTHS, Layout, LocalRows, Quantizer, make_layout
+from pallas_kernels.codec import (
+    WIDTHS,
+    Allocation,
+    Layout,
+    LocalRows,
+    Places,
+    Quantizer,
+    make_places,
+    place_rows,
+)
 from tests.support import oracle
 from tests.support.gradients import of_workers, vnmse
-from tests.support.workers import TWO_CLASSES
+from tests.support.workers import TWO_WIDTHS
 
 FEW_WIDTHS = (8, 5, 2)
 NUM_CHUNKS, ROWS_PER_WIDTH = 3, 32
@@ -40,14 +50,38 @@ class Codec(NamedTuple):
     @property
     def layout(self) -> Layout:
         rounding, (spacing, gap_ratio) = self.rounding, self.spacing
-        return make_layout(
-            256 * NUM_CHUNKS * ROWS_PER_WIDTH * len(self.widths),
-            NUM_CHUNKS,
-            tuple((width, 1 / len(self.widths)) for width in self.widths),
-            Quantizer(
+        return Layout(
+            size=256 * NUM_CHUNKS * ROWS_PER_WIDTH * len(self.widths),
+            num_chunks=NUM_CHUNKS,
+            # One unit for each chunk is left over, and has to be zeros.
+            code_bits=float(np.mean(self.widths)) + 1 / (ROWS_PER_WIDTH * len(self.widths)),
+            allocation=Allocation(tuple(sorted(self.widths)), 1.0),
+            quantizer=Quantizer(
                 group_size=self.group_size, spacing=spacing, gap_ratio=gap_ratio, rounding=rounding
             ),
         )
+
+    @property
+    def row_widths(self) -> np.ndarray:
+        return np.repeat(self.widths, ROWS_PER_WIDTH)
+
+    @property
+    def kind(self) -> oracle.Kind:
+        return oracle.Kind(
+            self.layout.units,
+            self.widths,
+            1.0,
+            self.group_size,
+            self.spacing,
+            self.rounding,
+            tuple(SEED.tolist()),
+        )
+
+    def places(self, order: np.ndarray) -> Places:
+        """Places with as many rows of every width, whatever the rows."""
+        plane_rows = (self.row_widths[:, None] > np.arange(16)).sum(axis=0)
+        every = np.broadcast_to(plane_rows, (len(order), 16)).astype(np.int32)
+        return make_places(jnp.asarray(order), jnp.asarray(every))
 
 
 # Widths, groups, levels and offsets do not interact, so that four codecs cover all choices.
@@ -77,7 +111,8 @@ def path(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     order = rng.permutation(layout.num_rows).astype(np.int32).reshape(NUM_CHUNKS, -1)
     rows = of_workers(0, HOPS, layout.size).reshape(HOPS, -1, 256)
-    local = [LocalRows(own, order, SEED) for own in rows]
+    places = CODECS[name].places(order)
+    local = [LocalRows(own, places, SEED) for own in rows]
     messages = [compress(local[0], chunk, np.int32(0), layout=layout)]
     for turn in range(1, HOPS):
         received = messages[-1][None]
@@ -91,11 +126,8 @@ def decoded(name: str) -> np.ndarray:
     messages, _, order = path(name)
     layout = CODECS[name].layout
     table = np.arange(HOPS * order.shape[1], dtype=np.int32).reshape(HOPS, -1)
-    return np.asarray(decompress(messages, table, layout=layout)).reshape(HOPS, -1, 256)
-
-
-def class_rows(layout: Layout) -> list[tuple[int, int]]:
-    return [(c.width, c.rows) for c in layout.classes]
+    places = CODECS[name].places(table)
+    return np.asarray(decompress(messages, places, layout=layout)).reshape(HOPS, -1, 256)
 
 
 @every_codec
@@ -111,9 +143,10 @@ def test_every_message_of_a_path_is_that_of_the_page(name):
 
 def test_a_hop_adds_any_number_of_messages():
     """A butterfly and an all-to-all send several partial sums to be decoded, summed and encoded."""
-    layout, (messages, rows, order) = CODECS["default"].layout, path("default")
+    codec, (messages, rows, order) = CODECS["default"], path("default")
     turn, total = np.int32(7), rows[0][order[1]]
-    message = hop(messages[1:], LocalRows(rows[0], order, SEED), np.int32(1), turn, layout=layout)
+    local = LocalRows(rows[0], codec.places(order), SEED)
+    message = hop(messages[1:], local, np.int32(1), turn, layout=codec.layout)
     for values in decoded("default")[1:]:
         total = total + values
     check_message(np.asarray(message), total, 7, CODECS["default"])
@@ -121,13 +154,14 @@ def test_a_hop_adds_any_number_of_messages():
 
 def check_message(message: np.ndarray, values: np.ndarray, turn: int, codec: Codec) -> None:
     """Check a message of chunk 1 that holds `values`, in the order of the message."""
-    layout, mix = codec.layout, [(width, ROWS_PER_WIDTH) for width in codec.widths]
-    assert class_rows(layout) == mix
-    assert message.shape == (oracle.payload_bytes(mix, codec.group_size),)
-    ids = layout.rows_per_chunk + np.arange(layout.rows_per_chunk)
-    u = oracle.rounding_offsets(ids, turn, tuple(SEED.tolist()), codec.rounding)
-    expected = oracle.encode_chunk(values, mix, codec.group_size, codec.spacing, u)
-    codes, group_scales, super_scales = oracle.parse_message(message, mix, codec.group_size)
+    rows, widths, kind = codec.layout.rows_per_chunk, codec.row_widths, codec.kind
+    assert message.shape == (oracle.payload_bytes(rows, kind.units, codec.group_size),)
+    ids = rows + np.arange(rows)
+    u = oracle.rounding_offsets(ids, turn, kind.seed, codec.rounding)
+    expected = oracle.encode_chunk(values, widths, kind, u)
+    codes, group_scales, super_scales = oracle.parse_message(
+        message, widths, kind.units, codec.group_size
+    )
     np.testing.assert_array_equal(super_scales, expected.super_scales)
     # A sum may be contracted with the product before it, which is one bit more exact: a maximum
     # next to a step of the scale may then take the next step.
@@ -135,8 +169,9 @@ def check_message(message: np.ndarray, values: np.ndarray, turn: int, codec: Cod
     assert off.max() <= (1 if turn else 0)
     assert np.mean(off) < 1e-3
     same = np.repeat(off == 0, codec.group_size, axis=1)
-    for width, rows in oracle.class_slices(mix):
-        compare_codes(codes[rows], expected.codes[rows], expected.decided[rows], same[rows], width)
+    for width in codec.widths:
+        of = widths == width
+        compare_codes(codes[of], expected.codes[of], expected.decided[of], same[of], width)
 
 
 def compare_codes(
@@ -146,9 +181,8 @@ def compare_codes(
     if width == 0:
         return
     np.testing.assert_array_equal(ours[decided & same], expected[decided & same])
-    mask = 2 ** (width - 1) - 1
-    assert np.max(np.abs((ours & mask).astype(int) - (expected & mask).astype(int))[same]) <= 1
-    np.testing.assert_array_equal(ours >> (width - 1), expected >> (width - 1))
+    assert np.max(np.abs((ours >> 1).astype(int) - (expected >> 1).astype(int))[same]) <= 1
+    np.testing.assert_array_equal(ours & 1, expected & 1)
     # A coordinate is undecided with probability 2 margin: 0.02 % at 8 bits, 6 % at 16, where one
     # level is close to the precision of float32. Five standard deviations more, or three codes.
     expected_share = 2 * oracle.margin(width)
@@ -162,8 +196,7 @@ def compare_codes(
 def test_messages_decode_to_the_values_of_the_page(name):
     codec = CODECS[name]
     for message, values in zip(path(name)[0], decoded(name), strict=True):
-        mix = class_rows(codec.layout)
-        expected = oracle.decode_message(message, mix, codec.group_size, codec.spacing)
+        expected = oracle.decode_message(message, codec.row_widths, codec.kind)
         # Levels to 2^-21, and one float32 product.
         np.testing.assert_allclose(values, expected, rtol=2.0**-20, atol=0)
         assert np.any(values)
@@ -174,7 +207,7 @@ def test_the_hop_and_the_chunk_change_the_noise(name):
     """Equality with the oracle would not show that two hops share offsets by mistake in both."""
     layout, (_, rows, order) = CODECS[name].layout, path(name)
     same = np.tile(order[:1], (NUM_CHUNKS, 1))  # every chunk holds the same rows
-    local = LocalRows(rows[0], same, SEED)
+    local = LocalRows(rows[0], CODECS[name].places(same), SEED)
     messages = {
         np.asarray(compress(local, np.int32(chunk), np.int32(turn), layout=layout)).tobytes()
         for chunk in range(NUM_CHUNKS)
@@ -187,13 +220,14 @@ def test_the_hop_and_the_chunk_change_the_noise(name):
 def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
     """The XLA backend works in blocks of rows, of which the last may overlap the one before."""
     layout, (messages, rows, order) = CODECS["default"].layout, path("default")
-    local, chunk, payloads = LocalRows(rows[1], order, SEED), np.int32(1), messages[:NUM_CHUNKS]
+    local = LocalRows(rows[1], CODECS["default"].places(order), SEED)
+    chunk, payloads = np.int32(1), messages[:NUM_CHUNKS]
 
     @jax.jit
     def blocked(payloads, local):
         sums = operations.decompress_accumulate(payloads[:1], local, chunk, layout=layout)
         sent = operations.hop(payloads[:1], local, chunk, 1, layout=layout)
-        values = operations.decompress(payloads, order, layout=layout)
+        values = operations.decompress(payloads, local.places, layout=layout)
         return sent, values, sums, operations.statistics(local.rows)
 
     monkeypatch.setattr(row_blocks, "_CPU_BLOCK_ROWS", block)
@@ -214,14 +248,14 @@ def test_consecutive_chunks_are_those_of_the_whole_bucket():
     """In a reduce-scatter a sum has its coordinates in their order, and in an all-gather a worker
     holds the rows of its own chunk only.
     """
-    layout = TWO_CLASSES.layout(NUM_CHUNKS * 20 * 256, NUM_CHUNKS)
+    layout = TWO_WIDTHS.layout(NUM_CHUNKS * 20 * 256, NUM_CHUNKS)
     own = of_workers(1, 3, layout.size).reshape(3, -1, 256)
-    norms = oracle.row_norms(own[0])
-    order = jnp.asarray(oracle.consecutive_table(norms, NUM_CHUNKS), jnp.int32)
+    norms = jnp.asarray(oracle.row_norms(own[0]))
+    places = place_rows(norms, layout, consecutive=True)
     chunk, part = 2, slice(40, 60)
 
     def codec(rows: jax.Array, first: int = 0) -> DynamiQChunks:
-        local = LocalRows(rows, order, SEED)
+        local = LocalRows(rows, places, SEED)
         return DynamiQChunks(local=local, layout=layout, implementation=None, first=first)
 
     @jax.jit
@@ -240,14 +274,14 @@ def test_consecutive_chunks_are_those_of_the_whole_bucket():
 
 def test_rounded_values_are_those_of_a_compression_with_the_same_turn():
     size = NUM_CHUNKS * 20 * 256 - 100
-    layout, turn = TWO_CLASSES.layout(size, NUM_CHUNKS), 5
+    layout, turn = TWO_WIDTHS.layout(size, NUM_CHUNKS), 5
     (flat,) = of_workers(2, 1, size)
-    norms = oracle.row_norms(oracle.to_rows(flat, NUM_CHUNKS))
-    order = jnp.asarray(oracle.row_table(norms, class_rows(layout), NUM_CHUNKS), jnp.int32)
+    norms = jnp.asarray(oracle.row_norms(oracle.to_rows(flat, NUM_CHUNKS)))
+    places = place_rows(norms, layout)
 
     @jax.jit
     def run(flat):
-        local = LocalRows(layout.as_rows(flat), order, SEED)
+        local = LocalRows(layout.as_rows(flat), places, SEED)
         codec = DynamiQChunks(local=local, layout=layout, implementation=None)
         values, rounded = codec.rounded(turn)
         sent = jax.lax.map(lambda chunk: codec.compress(chunk, turn), jnp.arange(NUM_CHUNKS))
@@ -267,68 +301,58 @@ runs = pytest.mark.parametrize(
     (
         (dq.DynamiQ(), 5, Ring()),
         (dq.DynamiQ.paper(), 7, AllToAll()),
-        (TWO_CLASSES, 8, AllToAll()),  # the fewest workers whose sums are ordered again
+        (TWO_WIDTHS, 8, AllToAll()),  # the fewest workers whose sums are ordered again
     ),
-    ids=("default_ring", "paper_all_to_all", "two_classes_all_to_all"),
+    ids=("default_ring", "paper_all_to_all", "two_widths_all_to_all"),
 )
 
 
 @functools.cache
 def whole(method: dq.DynamiQ, num_workers: int, topology: Ring | AllToAll):
-    """Worker gradients, their compressed sum, the order of rows that the method chose, the seed."""
+    """Worker gradients, their compressed sum, the norms that the workers agree on, the seed."""
     grads = of_workers(5, num_workers, SIZE)
     key = jax.random.key(17)
-    call = Call(size=SIZE, axis=Axis("data", num_workers), topology=topology)
+    axis = Axis("data", num_workers)
+    layout = method.layout(SIZE, num_workers)
 
     def local(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        bound = method.bind(gradient, call, jax.random.fold_in(key, 0))
+        norms = combine_norms(operations.statistics(layout.as_rows(gradient)), axis)
         total = dq.psum(gradient, "data", key=key, method=method, topology=topology)
-        return total, bound.local.order
+        return total, norms
 
-    total, order = jax.jit(jax.vmap(local, axis_name="data"))(grads)
+    total, norms = jax.jit(jax.vmap(local, axis_name="data"))(grads)
     seed = jax.random.bits(jax.random.fold_in(key, 0), (2,), np.uint32)  # of bucket 0
-    return grads, np.asarray(total), np.asarray(order[0]), tuple(np.asarray(seed).tolist())
-
-
-def bits_that_give(order: np.ndarray, mix: list[tuple[int, int]]) -> np.ndarray:
-    """Norm bits that sort into a given table of rows: the rank, from the top down."""
-    ranked, first = [], 0
-    for _, rows in mix:
-        ranked.append(order[:, first : first + rows].T.reshape(-1))
-        first += rows
-    ranked = np.concatenate(ranked)
-    bits = np.empty(ranked.size, np.uint16)
-    bits[ranked] = np.arange(ranked.size, 0, -1)
-    return bits
+    return grads, np.asarray(total), np.asarray(norms[0]), tuple(np.asarray(seed).tolist())
 
 
 @runs
-def test_the_rows_are_ordered_as_the_page_says(method, num_workers, topology):
-    grads, _, order, _ = whole(method, num_workers, topology)
-    mix = class_rows(method.layout(SIZE, num_workers))
+def test_the_norms_are_those_of_the_page(method, num_workers, topology):
+    grads, _, norms, _ = whole(method, num_workers, topology)
     rows = np.stack([oracle.to_rows(g, num_workers) for g in grads])
-    bits = oracle.combine_norms(oracle.row_norms(rows))
-    np.testing.assert_array_equal(
-        oracle.row_table(bits_that_give(order, mix), mix, num_workers), order
-    )
-    expected = oracle.row_table(bits, mix, num_workers)
+    expected = oracle.combine_norms(oracle.row_norms(rows))
     # Norms are float32 here and float64 there: one may round to the neighboring bfloat16.
-    swapped = np.abs(bits[order].astype(int) - bits[expected].astype(int))
-    assert swapped.max() <= 1
-    assert np.mean(order == expected) > 0.9
+    assert np.abs(norms.astype(int) - expected.astype(int)).max() <= 1
+    assert np.mean(norms == expected) > 0.9
 
 
 @runs
 def test_the_whole_all_reduce_is_that_of_the_page(method, num_workers, topology):
-    grads, totals, order, seed = whole(method, num_workers, topology)
+    grads, totals, norms, seed = whole(method, num_workers, topology)
     call = Call(size=SIZE, axis=Axis("data", num_workers), topology=topology)
-    mix = class_rows(method.layout(SIZE, num_workers))
-    spacing = oracle.Spacing(method.spacing, method.gap_ratio)
+    kind = oracle.Kind(
+        method.layout(SIZE, num_workers).units,
+        method.widths,
+        method.exponent,
+        method.group_size,
+        oracle.Spacing(method.spacing, method.gap_ratio),
+        "correlated",
+        seed,
+    )
     estimate, payloads = oracle.all_reduce(
         oracle.ring if isinstance(topology, Ring) else oracle.all_to_all,
         grads,
-        oracle.Kind(mix, method.group_size, spacing, method.rounding, seed),
-        norm_bits=bits_that_give(order, mix),
+        kind,
+        norm_bits=norms,
     )
     assert len(payloads) == num_workers
     assert {len(p) for p in payloads} == {method.wire_cost(call).payload_bytes}

@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
-from tests.support.workers import STOCHASTIC, TWO_CLASSES, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(1)
 manual = pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 
 
 def local_psum(key, tree):
-    return dq.psum(tree, "data", key=key, method=TWO_CLASSES)
+    return dq.psum(tree, "data", key=key, method=TWO_WIDTHS)
 
 
 def local_stochastic(key, tree):
@@ -126,7 +126,7 @@ def test_the_default_method_on_a_mesh_gives_the_bits_of_the_simulation(data_mesh
 @functools.cache
 def errors_over_keys(rounding: str) -> tuple[float, float, float]:
     """vNMSE of one result, of the mean result over 128 keys, and the gain of that mean."""
-    method = dataclasses.replace(TWO_CLASSES, rounding=rounding)
+    method = dataclasses.replace(TWO_WIDTHS, rounding=rounding)
     gradient = tree_of(3)["kernel"]
     run = simulated(lambda key, local: dq.psum(local, "data", key=key, method=method))
     truth = gradient.sum(axis=0, dtype=np.float64)

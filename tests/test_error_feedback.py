@@ -19,7 +19,7 @@ from dynamiq_jax.methods import THC, BlockInt, ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
-from tests.support.workers import TWO_CLASSES, call_on, on_mesh, simulated
+from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
 
 pytestmark = pytest.mark.optimized
 
@@ -27,7 +27,7 @@ NUM_WORKERS, STEPS = 4, 6
 SHAPE, SIZE = (125, 160), 20_000
 KEY = jax.random.key(8)
 LOW_RANK = PowerSGD(rank=4)
-NEAREST = dataclasses.replace(TWO_CLASSES, rounding="nearest")
+NEAREST = dataclasses.replace(TWO_WIDTHS, rounding="nearest")
 # Name to the method, to the share of the energy that it leaves out, and to what hops lose besides.
 INNER = {
     "powersgd": (LOW_RANK, (0.05, 1.0), 1e-10),

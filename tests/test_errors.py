@@ -63,24 +63,10 @@ def test_bits_that_the_widths_cannot_reach(bits, widths):
         dq.DynamiQ(bits=bits, widths=widths)
 
 
-@pytest.mark.parametrize(
-    "fractions",
-    (
-        ((4, 0.5), (8, 0.5)),  # not widest first
-        ((8, 0.5), (8, 0.5)),
-        ((8, 0.6), (4, 0.5)),  # more than one
-        ((8, 1.5), (4, -0.5)),
-        ((1, 1.0),),
-    ),
-)
-def test_impossible_fractions(fractions):
-    with raises(ValueError, f"fractions={fractions!r}", "widest first", "add up to 1"):
-        dq.DynamiQ(fractions=fractions)
-
-
-def test_fractions_of_other_bits():
-    with raises(ValueError, "fractions=((8, 1.0),)", "8.375 bits", "bits=5.0", "Give bits=8.375"):
-        dq.DynamiQ(fractions=((8, 1.0),))
+@pytest.mark.parametrize("exponent", (0, 0.05, 2.5, float("nan"), "energy", None))
+def test_impossible_exponent(exponent):
+    with raises((TypeError, ValueError), f"exponent={exponent!r}", "Give"):
+        dq.DynamiQ(exponent=exponent)
 
 
 @pytest.mark.parametrize("gap_ratio", (0.9, 1.05, 3.0, float("nan"), "wide", None))
@@ -97,12 +83,6 @@ def test_unknown_spacing():
 def test_unknown_implementation():
     with raises(ValueError, "implementation='cuda'", "Use None", "'xla'"):
         dq.DynamiQ(implementation="cuda")
-
-
-@pytest.mark.parametrize("gradients", ({}, {"w": np.zeros(300, np.float32)}))
-def test_fitting_nothing(gradients):
-    with raises(ValueError, f"gradients={gradients!r:.80}", "Give the gradients"):
-        dq.DynamiQ().fit(gradients)
 
 
 def test_fields_are_keyword_only():

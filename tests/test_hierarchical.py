@@ -15,7 +15,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import OmniReduce
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_CLASSES
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
 HOSTS, LOCAL = 2, 4
 AXES = ("hosts", "local")
@@ -48,7 +48,7 @@ def on_mesh(fn, *, check_vma=True):
 
 
 def reduce(g, **options):
-    return dq.psum(g, AXES, key=KEY, **{"method": TWO_CLASSES, **options})
+    return dq.psum(g, AXES, key=KEY, **{"method": TWO_WIDTHS, **options})
 
 
 @functools.cache
@@ -60,9 +60,9 @@ def summed(topology, method):
     ("topology", "check_vma", "method"),
     (
         ("ring", True, STOCHASTIC),
-        ("ring", False, TWO_CLASSES),
+        ("ring", False, TWO_WIDTHS),
         ("butterfly", True, STOCHASTIC),
-        ("all_to_all", True, TWO_CLASSES),
+        ("all_to_all", True, TWO_WIDTHS),
         ("all_to_all", False, STOCHASTIC),
     ),
 )
@@ -80,7 +80,7 @@ def test_values_that_are_not_finite_stay_in_their_super_group(coordinate):
     """Parts of the fast axes are whole super-groups: one value touches 256 coordinates."""
     values = gradients()
     values[1, 2, coordinate] = np.inf
-    result = np.asarray(summed("ring", TWO_CLASSES)(values))
+    result = np.asarray(summed("ring", TWO_WIDTHS)(values))
     assert not np.isfinite(result[:, :, coordinate]).any()
     bad = np.flatnonzero(~np.isfinite(result).all(axis=(0, 1)))
     assert set(bad // 256) == {coordinate // 256}
@@ -97,9 +97,9 @@ def test_the_error_is_that_of_the_hosts_alone():
     flat = gradients().reshape(HOSTS * LOCAL, -1)
     truth = flat.sum(axis=0, dtype=np.float64)
     one_ring = jax.jit(
-        jax.vmap(lambda g: dq.psum(g, "d", key=KEY, method=TWO_CLASSES), axis_name="d")
+        jax.vmap(lambda g: dq.psum(g, "d", key=KEY, method=TWO_WIDTHS), axis_name="d")
     )
-    nested = vnmse(summed("ring", TWO_CLASSES)(gradients())[0, 0], truth)
+    nested = vnmse(summed("ring", TWO_WIDTHS)(gradients())[0, 0], truth)
     assert 1e-6 < nested < 0.7 * vnmse(one_ring(flat)[0], truth)
 
 
@@ -133,7 +133,7 @@ def test_the_report_is_the_compiled_program(dtype):
     leaf = jax.ShapeDtypeStruct((1 << 18,), dtype)
 
     def local(g):
-        return dq.psum(g[0, 0], AXES, key=KEY, method=TWO_CLASSES)
+        return dq.psum(g[0, 0], AXES, key=KEY, method=TWO_WIDTHS)
 
     mapped = jax.shard_map(local, mesh=mesh(), in_specs=P(*AXES), out_specs=P())
     stacked = jax.ShapeDtypeStruct((HOSTS, LOCAL, *leaf.shape), dtype)
@@ -142,14 +142,14 @@ def test_the_report_is_the_compiled_program(dtype):
     gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<[\dx]*x(\w+)>", lowered.as_text())
     assert {"float32": "f32", "bfloat16": "bf16"}[dtype] in gathered
     found = collectives(lowered.compile().as_text())
-    report = dq.wire_report({"w": leaf}, (HOSTS, LOCAL), method=TWO_CLASSES)
+    report = dq.wire_report({"w": leaf}, (HOSTS, LOCAL), method=TWO_WIDTHS)
     exact = [c for c in found if not c.dtypes <= {"u8", "u16"}]
     slow = sum(c.sent_bytes(HOSTS) for c in found if c.dtypes <= {"u8", "u16"})
     assert len(exact) == 2  # one to scatter the sums, one to gather the results
     assert slow == report.compressed_bytes == report.bytes_per_worker
     assert report.fast_bytes == (LOCAL - 1) * leaf.size // LOCAL * (4 + leaf.dtype.itemsize)
     assert report.bits == pytest.approx(6.0, rel=0.02)
-    flat = dq.wire_report({"w": leaf}, HOSTS, method=TWO_CLASSES)
+    flat = dq.wire_report({"w": leaf}, HOSTS, method=TWO_WIDTHS)
     assert report.bytes_per_worker == pytest.approx(flat.bytes_per_worker / LOCAL, rel=0.01)
 
 

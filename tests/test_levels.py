@@ -166,17 +166,22 @@ def assert_unbiased(width: int, spacing: oracle.Spacing, count: int) -> None:
     assert np.ptp(codes, axis=1).max() == 1  # both up and down
 
 
-def test_error_coefficients_are_the_mean_squared_errors_of_uniform_levels():
-    """E[(rounded - t)^2] over uniform t is 1 / (6 L^2): the same factor at every width."""
-    t = (np.arange(1 << 16, dtype=np.float32) + np.float32(0.5)) / np.float32(1 << 16)
-    offsets = np.random.default_rng(2).random(t.size).astype(np.float32)
-    for width in (2, 4, 6, 8):
-        codes = round_to_level(jnp.asarray(t), jnp.asarray(offsets), width, UNIFORM)
-        rounded = np.asarray(_position(codes, levels.make_levels(width, *UNIFORM)), np.float64)
-        measured = np.mean((rounded - t) ** 2)
-        assert measured == pytest.approx(levels.error_coefficient(width) / 6, rel=0.02)
-    # Dropping a row loses all of it: more than rounding to one level does.
-    assert levels.error_coefficient(0) > levels.error_coefficient(2)
+@pytest.mark.parametrize("tail", (None, 3))
+def test_distortions_are_those_of_rows_within_a_common_factor(tail):
+    """Expected squared errors over squared norms, of groups of 32 and stochastic rounding."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((1 << 12, 32)) if tail is None else rng.standard_t(tail, (1 << 12, 32))
+    scale = np.abs(x).max(axis=1, keepdims=True)
+    t = np.abs(x) / scale
+    factors = []
+    for width in range(2, 17):
+        f = oracle.levels(width, oracle.Spacing("quadratic", 2.7))
+        below = np.clip(np.searchsorted(f, t, side="right") - 1, 0, f.size - 2)
+        errors = scale**2 * (t - f[below]) * (f[below + 1] - t)
+        factors.append(errors.sum() / np.square(x).sum() / levels.distortion(width))
+    assert max(factors) / min(factors) < 1.15**2
+    # Dropping a row loses all of it, which is what rounding to one level costs.
+    assert 0.8 < levels.distortion(0) / levels.distortion(2) / factors[0] < 1.3
 
 
 @every_spacing

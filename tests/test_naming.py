@@ -147,8 +147,11 @@ def test_something_that_is_neither_a_name_nor_a_method(other):
         ("dynamiq:99", r"bits=99 is out of range\. Give 2\.5 to 16\.$"),
         ("dynamiq:nan", r"bits=nan is out of range\."),
         ("blockint:4.5", r"code_bits=4\.5 is not possible\."),
-        ("dynamiq:rounding=up", r"rounding='up' is not possible\. Give one of \('correlated'"),
-        ("dynamiq:fractions=[{[]}]", r"fractions=.* is not a tuple"),
+        (
+            "dynamiq:rounding=up",
+            r"rounding='up' is not possible\. Give one of \(None, 'correlated'",
+        ),
+        ("dynamiq:widths=[{[]}]", r"widths=.* is not a tuple"),
         ("omnireduce:inner=bf16", r"inner='bf16' cannot sum blocks"),
     ),
 )

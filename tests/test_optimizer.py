@@ -19,7 +19,7 @@ from dynamiq_jax.methods import (
     resolve_method,
 )
 from tests.support.gradients import of_workers, vnmse
-from tests.support.workers import STOCHASTIC, TWO_CLASSES, simulated
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, simulated
 
 NUM_WORKERS = 4
 SHAPES = {"kernel": (64, 96), "bias": (32,), "embedding": (40, 128)}
@@ -103,7 +103,7 @@ def run(step, state, params, first: int, last: int):
 
 
 @pytest.mark.parametrize(
-    ("method", "least", "most"), ((TWO_CLASSES, 1e-5, 5e-3), (STOCHASTIC, 1e-6, 1e-4))
+    ("method", "least", "most"), ((TWO_WIDTHS, 1e-5, 5e-3), (STOCHASTIC, 1e-6, 1e-4))
 )
 def test_updates_are_the_mean_of_the_gradients(method, least, most):
     tree = gradients(0)

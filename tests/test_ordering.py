@@ -1,4 +1,4 @@
-"""Rows to width classes: a permutation, the same for all chunks, that favors large norms."""
+"""Rows to places: a permutation that deals the rows to the chunks, and favors large norms."""
 
 import jax
 import numpy as np
@@ -6,28 +6,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.codec import Layout, Quantizer, make_layout, ordering
+from pallas_kernels.codec import Allocation, Layout, Quantizer, ordering
 from tests.support import oracle
 
-order_rows = jax.jit(ordering.order_rows, static_argnums=1, static_argnames="consecutive")
+place_rows = jax.jit(ordering.place_rows, static_argnums=1, static_argnames="consecutive")
 restore_rows = jax.jit(ordering.restore_rows)
 seeds = st.integers(0, 2**32 - 1)
 QUANTIZER = Quantizer(group_size=32, spacing="quadratic", gap_ratio=2.7, rounding="correlated")
+ALL = tuple(range(2, 17))
 layouts = pytest.mark.parametrize(
-    ("num_chunks", "rows", "fractions"),
+    ("num_chunks", "rows", "code_bits", "widths"),
     (
-        (1, 10, ((8, 1.0),)),
-        (2, 33, ((8, 0.3), (4, 0.7))),
-        (4, 50, ((16, 0.1), (6, 0.4), (4, 0.2), (0, 0.3))),
-        (8, 64, ((8, 0.25), (4, 0.5), (2, 0.25))),
-        (5, 7, ((12, 0.5), (2, 0.5))),
+        (1, 10, 8.0, (8,)),
+        (2, 33, 4.7, ALL),
+        (4, 50, 3.1, (0, 4, 6, 16)),
+        (8, 64, 4.6, (2, 4, 8)),
+        (5, 7, 2.5, ALL),
+        (6, 1, 4.6, ALL),
     ),
 )
 
 
-def layout_of(num_chunks, rows, fractions) -> Layout:
+def layout_of(num_chunks, rows, code_bits, widths) -> Layout:
     """Layout of a bucket that fills its chunks of `rows` rows."""
-    return make_layout(256 * num_chunks * rows, num_chunks, fractions, QUANTIZER)
+    return Layout(
+        size=256 * num_chunks * rows,
+        num_chunks=num_chunks,
+        code_bits=code_bits,
+        allocation=Allocation(widths, 1.0),
+        quantizer=QUANTIZER,
+    )
 
 
 def random_norms(seed: int, count: int) -> np.ndarray:
@@ -39,33 +47,47 @@ def random_norms(seed: int, count: int) -> np.ndarray:
     return bits
 
 
-def width_of_row(order: np.ndarray, layout: Layout) -> np.ndarray:
-    widths = np.zeros(layout.num_rows, int)
-    for c in layout.classes:
-        widths[order[:, c.first_row : c.first_row + c.rows]] = c.width
-    return widths
+@layouts
+@given(seed=seeds)
+def test_places_are_those_of_the_oracle(num_chunks, rows, code_bits, widths, seed):
+    layout = layout_of(num_chunks, rows, code_bits, widths)
+    bits = random_norms(seed, layout.num_rows)
+    for consecutive in (False, True):
+        places = place_rows(bits, layout, consecutive=consecutive)
+        table = oracle.consecutive_table if consecutive else oracle.row_table
+        expected = table(bits, num_chunks)
+        np.testing.assert_array_equal(places.order, expected)
+        for of_chunk, found in zip(expected, places.widths, strict=True):
+            energies = oracle.energies_of_norms(bits[of_chunk])
+            solved = oracle.solve_widths(energies, layout.units, widths, 1.0)
+            np.testing.assert_array_equal(found, solved)
+        assert {leaf.dtype for leaf in places} == {np.dtype(np.int32)}
 
 
 @layouts
 @given(seed=seeds)
-def test_the_order_is_that_of_the_oracle(num_chunks, rows, fractions, seed):
-    layout = layout_of(num_chunks, rows, fractions)
-    bits = random_norms(seed, layout.num_rows)
-    class_rows = oracle.class_rows_of(fractions, rows)
-    order = order_rows(bits, layout)
-    assert order.dtype == np.int32
-    np.testing.assert_array_equal(order, oracle.row_table(bits, class_rows, num_chunks))
-    consecutive = order_rows(bits, layout, consecutive=True)
-    assert consecutive.dtype == np.int32
-    np.testing.assert_array_equal(consecutive, oracle.consecutive_table(bits, num_chunks))
+def test_planes_start_where_those_before_end(num_chunks, rows, code_bits, widths, seed):
+    layout = layout_of(num_chunks, rows, code_bits, widths)
+    places = place_rows(random_norms(seed, layout.num_rows), layout)
+    in_plane = np.asarray(places.widths)[:, :, None] > np.arange(16)
+    expected = np.pad(np.cumsum(in_plane.sum(axis=1), axis=1), ((0, 0), (1, 0)))
+    np.testing.assert_array_equal(places.starts, expected)
+    assert np.all(expected[:, -1] <= layout.units)
+
+
+def test_the_places_of_a_chunk_are_its_part():
+    layout = layout_of(3, 10, 4.6, ALL)
+    places = place_rows(random_norms(0, layout.num_rows), layout)
+    for part, whole in zip(places.at(1), places, strict=True):
+        np.testing.assert_array_equal(part, whole[1])
 
 
 @layouts
 @settings(max_examples=5)
 @given(seed=seeds)
-def test_restoring_inverts_the_order(num_chunks, rows, fractions, seed):
-    layout = layout_of(num_chunks, rows, fractions)
-    order = np.asarray(order_rows(random_norms(seed, layout.num_rows), layout))
+def test_restoring_inverts_the_order(num_chunks, rows, code_bits, widths, seed):
+    layout = layout_of(num_chunks, rows, code_bits, widths)
+    order = np.asarray(place_rows(random_norms(seed, layout.num_rows), layout).order)
     np.testing.assert_array_equal(np.sort(order.reshape(-1)), np.arange(layout.num_rows))
     values = np.random.default_rng(seed).standard_normal((layout.num_rows, 256)).astype(np.float32)
     np.testing.assert_array_equal(restore_rows(values[order.reshape(-1)], order), values)
@@ -77,29 +99,26 @@ def test_restoring_inverts_the_order(num_chunks, rows, fractions, seed):
 
 @layouts
 @given(seed=seeds)
-def test_no_row_is_wider_than_one_of_larger_norm(num_chunks, rows, fractions, seed):
-    layout = layout_of(num_chunks, rows, fractions)
+def test_no_row_is_wider_than_one_of_larger_norm_in_its_chunk(
+    num_chunks, rows, code_bits, widths, seed
+):
+    layout = layout_of(num_chunks, rows, code_bits, widths)
     bits = random_norms(seed, layout.num_rows)
-    widths = width_of_row(np.asarray(order_rows(bits, layout)), layout)
-    by_norm = np.argsort(-bits.astype(int), kind="stable")
-    assert np.all(np.diff(widths[by_norm]) <= 0)
-    counts = {c.width: num_chunks * c.rows for c in layout.classes}
-    assert {width: int(np.sum(widths == width)) for width in counts} == counts
+    places = place_rows(bits, layout)
+    assert np.all(np.diff(bits[np.asarray(places.order)].astype(int), axis=1) <= 0)
+    assert np.all(np.diff(np.asarray(places.widths), axis=1) <= 0)
 
 
 @layouts
 @given(seed=seeds)
-def test_every_chunk_gets_its_share_of_every_class(num_chunks, rows, fractions, seed):
-    """Inside a class, ranks are dealt like cards: no chunk is ahead by more than one row."""
-    layout = layout_of(num_chunks, rows, fractions)
+def test_rows_are_dealt_like_cards(num_chunks, rows, code_bits, widths, seed):
+    layout = layout_of(num_chunks, rows, code_bits, widths)
     bits = random_norms(seed, layout.num_rows)
-    order = np.asarray(order_rows(bits, layout))
     rank = np.empty(layout.num_rows, int)
     rank[np.argsort(-bits.astype(int), kind="stable")] = np.arange(layout.num_rows)
-    for c in layout.classes:
-        dealt = rank[order[:, c.first_row : c.first_row + c.rows]]
-        assert np.all(np.diff(dealt, axis=1) == num_chunks)
-        assert np.all(np.diff(dealt, axis=0) == 1)
+    dealt = rank[np.asarray(place_rows(bits, layout).order)]
+    assert np.all(np.diff(dealt, axis=1) == num_chunks)
+    assert np.all(np.diff(dealt, axis=0) == 1)
 
 
 @pytest.mark.parametrize("rows", (1, 2, 2**17, 2**17 + 1))
@@ -112,6 +131,6 @@ def test_rows_are_ranked_on_either_side_of_what_one_word_holds(rows):
 
 
 def test_ties_keep_their_order():
-    layout = layout_of(2, 33, ((8, 0.3), (4, 0.7)))
-    order = np.asarray(order_rows(np.full(66, 0x3F80, np.uint16), layout))
+    layout = layout_of(2, 33, 4.7, ALL)
+    order = np.asarray(place_rows(np.full(66, 0x3F80, np.uint16), layout).order)
     np.testing.assert_array_equal(order.T.reshape(-1), np.arange(66))

@@ -19,7 +19,7 @@ from dynamiq_jax.methods import Axis, OmniReduce, TopKChunked
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from tests.support.gradients import of_workers
 from tests.support.hlo import TREE, collectives, compiled_collectives
-from tests.support.workers import TWO_CLASSES, call_on, on_mesh, simulated
+from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40
 SIZE = NUM_BLOCKS * BLOCK - 17  # the last block is padded
@@ -225,7 +225,7 @@ def test_blocks_that_only_one_worker_has_count_for_all():
     ("inner", "inner_bits", "bits"),
     (
         *((dq.BF16(), 16, bits) for bits in (0.5, 2.0, 8.0, 16.0)),
-        *((TWO_CLASSES, 6, bits) for bits in (0.5, 2.0, 5.5)),
+        *((TWO_WIDTHS, 6, bits) for bits in (0.5, 2.0, 5.5)),
     ),
     ids=lambda value: "" if not isinstance(value, float) else str(value),
 )
@@ -243,7 +243,7 @@ def test_the_bits_are_those_asked_for(inner, inner_bits, bits):
 
 @pytest.mark.parametrize("bits", (8.0, 32.0))
 def test_a_bucket_that_fits_as_a_whole_costs_less(bits):
-    method, call = TopKChunked(bits=bits, inner=TWO_CLASSES), call_on(1 << 20, 8)
+    method, call = TopKChunked(bits=bits, inner=TWO_WIDTHS), call_on(1 << 20, 8)
     assert method.num_chosen(call) == 1 << 12
     tree = {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
     assert dq.wire_report(tree, 8, method=method).bits == pytest.approx(6 + 1 / 16, rel=0.01)

@@ -18,7 +18,7 @@ from dynamiq_jax.methods import Axis, ChunkCodec, SumCodec
 from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring, resolve_topology
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_CLASSES, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
 
 TOPOLOGIES = {
     "ring": Ring(),
@@ -255,7 +255,7 @@ def test_sums_are_right_and_padding_is_cut_off(name):
     [
         *((name, True, STOCHASTIC) for name in TOPOLOGIES),
         *((name, False, STOCHASTIC) for name in ("bidirectional", "butterfly", "all_to_all")),
-        ("all_to_all", True, TWO_CLASSES),
+        ("all_to_all", True, TWO_WIDTHS),
     ],
 )
 def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, name, check_vma, method):
@@ -416,7 +416,7 @@ def error_of(name: str, rounding: str, agreement: float) -> float:
 
 @functools.cache
 def reducer(name: str, rounding: str):
-    method = dataclasses.replace(TWO_CLASSES, rounding=rounding)
+    method = dataclasses.replace(TWO_WIDTHS, rounding=rounding)
     return simulated(
         lambda key, g: dq.psum(g, "data", key=key, method=method, topology=TOPOLOGIES[name])
     )

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_CLASSES
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
 NUM_WORKERS, BATCH, IN, HIDDEN, OUT = 4, 32, 48, 96, 16
 KEY = jax.random.key(0)
@@ -99,7 +99,7 @@ def test_without_compression_it_is_the_gradient_of_the_whole_batch(data_mesh, na
 
 def test_with_compression_only_the_gradients_differ(data_mesh):
     grad_fn = dq.value_and_grad(
-        plain_loss, mesh=data_mesh(NUM_WORKERS), axis_name="data", method=TWO_CLASSES
+        plain_loss, mesh=data_mesh(NUM_WORKERS), axis_name="data", method=TWO_WIDTHS
     )
     loss, grads = jax.jit(grad_fn)(plain_params(), *batch(), key=KEY)
     expected_loss, expected = jax.value_and_grad(plain_loss)(plain_params(), *batch())

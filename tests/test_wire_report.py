@@ -14,7 +14,7 @@ from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import Ring
 from tests.support.gradients import of_workers
 from tests.support.hlo import PRESETS, SIZE, TREE, compiled_collectives
-from tests.support.workers import TWO_CLASSES
+from tests.support.workers import TWO_WIDTHS
 
 NUM_WORKERS = 8
 
@@ -27,14 +27,14 @@ def cost(method, topology=Ring()):
 @pytest.mark.parametrize(
     ("topology", "preset"),
     (
-        ("all_to_all", "two_classes"),
+        ("all_to_all", "two_widths"),
         ("all_to_all", "exact"),
         ("butterfly", "exact"),
         ("butterfly", "thc"),
     ),
 )
 def test_the_report_is_the_compiled_program_of_other_topologies(data_mesh, topology, preset):
-    method = {"two_classes": TWO_CLASSES, **PRESETS}[preset]
+    method = {"two_widths": TWO_WIDTHS, **PRESETS}[preset]
     report = dq.wire_report(TREE, NUM_WORKERS, method=method, topology=topology)
     found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, method, topology)
     assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
@@ -74,7 +74,7 @@ def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
     assert sorted(c.looped for c in hops) == [False, False, True, True]
     assert report.compressed_bytes == 4 * (NUM_WORKERS - 1) * payload
     # With statistics and scales too, both directions together send what one would.
-    for method in (dq.DynamiQ(), TWO_CLASSES, dq.BF16()):
+    for method in (dq.DynamiQ(), TWO_WIDTHS, dq.BF16()):
         both, one_way = (
             dq.wire_report(TREE, NUM_WORKERS, method=method, topology=t).compressed_bytes
             for t in (topology, Ring())

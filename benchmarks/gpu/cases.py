@@ -61,12 +61,13 @@ class Case:
         """Shapes of all inputs."""
         shape, layout = jax.ShapeDtypeStruct, self.layout
         rows = shape((layout.num_rows, SUPER_GROUP_SIZE), jnp.dtype(self.dtype))
-        order = shape((layout.num_chunks, layout.rows_per_chunk), jnp.int32)
+        norms = shape((layout.num_rows,), jnp.float32)
+        places = jax.eval_shape(self.jobs["places", "xla"].function, norms)
         shapes = {
             "rows": rows,
-            "norms": shape((layout.num_rows,), jnp.float32),
-            "order": order,
-            "local": LocalRows(rows, order, shape((2,), jnp.uint32)),
+            "norms": norms,
+            "places": places,
+            "local": LocalRows(rows, places, shape((2,), jnp.uint32)),
             "payload": shape((1, layout.payload_bytes), jnp.uint8),
         }
         shapes |= {name: shape((), jnp.int32) for name in ("chunk", "first turn", "second turn")}
@@ -77,7 +78,7 @@ class Case:
 
     def make_inputs(self) -> list[Inputs]:
         """Make as many sets of inputs as it takes to leave the cache, by what is compiled: the
-        statistics and the order of XLA, and one `compress` at least.
+        statistics and the places of XLA, and one `compress` at least.
         """
         count = math.ceil(_CACHE_BYTES / (self.size * jnp.dtype(self.dtype).itemsize))
         most = 2 if self._bench.options.interpret else 8
@@ -90,12 +91,12 @@ class Case:
             for worker in range(2)
         )
         norms = run[self.key(("statistics", "xla"))](mine)
-        order = run[self.key(("order", "xla"))](norms)
-        local = LocalRows(mine, order, jnp.array([1, 2 + index], jnp.uint32))
+        places = run[self.key(("places", "xla"))](norms)
+        local = LocalRows(mine, places, jnp.array([1, 2 + index], jnp.uint32))
         inputs: Inputs = {
             "rows": mine,
             "norms": norms,
-            "order": order,
+            "places": places,
             "local": local,
             "chunk": jnp.int32(0),
             "first turn": jnp.int32(0),

@@ -15,7 +15,7 @@ from jax import Array
 import dynamiq_jax as dq
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.cases import make_gradient
-from benchmarks.gpu.jobs import IMPLEMENTATIONS, KERNELS, kernel_jobs, order_of, program_key
+from benchmarks.gpu.jobs import IMPLEMENTATIONS, KERNELS, kernel_jobs, places_of, program_key
 from benchmarks.gpu.record import Results
 from pallas_kernels import operations
 from pallas_kernels.codec import Layout, LocalRows, l2_norm
@@ -114,8 +114,8 @@ def _check(bench: Bench, dtype: str, bits: float) -> _Findings:
     gradients = [make_gradient(worker, layout.size, seed, dtype) for worker in range(2)]
     rows, other_rows = (layout.as_rows(gradient) for gradient in gradients)
     norms = operations.statistics(rows, implementation="xla")
-    order = order_of(norms, layout=layout)
-    local = LocalRows(rows, order, jnp.array([5, seed], jnp.uint32))
+    places = places_of(norms, layout=layout)
+    local = LocalRows(rows, places, jnp.array([5, seed], jnp.uint32))
     kernels = _compile(bench, layout, local, dtype, bits)
     findings = _Findings()
     _compare_statistics(findings, kernels, rows)
@@ -126,7 +126,7 @@ def _check(bench: Bench, dtype: str, bits: float) -> _Findings:
     total = _host(gradients[0]) + _host(gradients[1])
     errors = {}
     for name, backend in kernels.items():
-        summed = backend.run["decompress"](backend.hop(received[name], local), order)
+        summed = backend.run["decompress"](backend.hop(received[name], local), places)
         errors[name] = _vnmse(layout.as_flat(summed), total)
         # Four times less for every bit: far above any right answer, far below a wrong one.
         findings.expect(f"vNMSE of {name}", errors[name], 4.0 ** (3 - bits))
@@ -145,7 +145,7 @@ def _compile(
         "statistics": [local.rows],
         "compress": [local, index, index],
         "hop": [one, local, index, index],
-        "decompress": [all_chunks, local.order],
+        "decompress": [all_chunks, local.places],
     }
     jobs = kernel_jobs(layout)
     keys = {
@@ -182,7 +182,7 @@ def _compare_messages(
     again = kernels["triton"].hop(received["xla"], local)
     findings.expect("bytes differ: hop again", _differing(again, sent["triton"]), 0)
     decoded = {
-        name: _host(backend.run["decompress"](sent["triton"], local.order))
+        name: _host(backend.run["decompress"](sent["triton"], local.places))
         for name, backend in kernels.items()
     }
     largest = np.maximum(np.max(np.abs(decoded["xla"]), axis=1, keepdims=True), 1e-30)
@@ -214,9 +214,9 @@ def _ring_by_hand(method: dq.DynamiQ, gradients: Array) -> Array:
     hop = jax.jit(functools.partial(operations.hop, **chosen))
     rows = [layout.as_rows(gradient) for gradient in gradients]
     norms = jnp.stack([operations.statistics(r, implementation=name) for r in rows])
-    order = order_of(l2_norm(norms, axis=0), layout=layout)
+    places = places_of(l2_norm(norms, axis=0), layout=layout)
     seed = jnp.array([3, 4], jnp.uint32)
-    locals_ = [LocalRows(r, order, seed) for r in rows]
+    locals_ = [LocalRows(r, places, seed) for r in rows]
     final = []
     for chunk in range(workers):
         index = jnp.int32(chunk)
@@ -225,7 +225,7 @@ def _ring_by_hand(method: dq.DynamiQ, gradients: Array) -> Array:
             local = locals_[(chunk + 1 + turn) % workers]
             payload = hop(payload[None], local, index, jnp.int32(turn))
         final.append(payload)
-    summed = operations.decompress(jnp.stack(final), order, **chosen)
+    summed = operations.decompress(jnp.stack(final), places, **chosen)
     return layout.as_flat(summed).astype(gradients.dtype)
 
 

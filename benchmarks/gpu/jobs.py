@@ -9,7 +9,7 @@ from jax import Array
 
 from benchmarks.plain_codecs import PLAIN_CODECS, PlainCodec
 from pallas_kernels import operations
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, order_rows
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, Places, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 KERNELS = ("statistics", "compress", "hop", "decompress")
@@ -26,8 +26,8 @@ class Job(NamedTuple):
 
 
 def kernel_jobs(layout: Layout) -> dict[JobName, Job]:
-    """Return the four kernels of every backend, and the sort that no backend has of its own."""
-    jobs = {("order", "xla"): Job(functools.partial(order_of, layout=layout), ("norms",))}
+    """Return the four kernels of every backend, and the places, which all take from XLA."""
+    jobs = {("places", "xla"): Job(functools.partial(places_of, layout=layout), ("norms",))}
     for name in IMPLEMENTATIONS:
         chosen: dict[str, Any] = {"layout": layout, "implementation": name}
         jobs |= {
@@ -45,7 +45,7 @@ def kernel_jobs(layout: Layout) -> dict[JobName, Job]:
             ),
             ("decompress", name): Job(
                 functools.partial(operations.decompress, **chosen),
-                ("payload", "order"),
+                ("payload", "places"),
             ),
         }
     return jobs
@@ -64,9 +64,9 @@ def plain_jobs() -> dict[JobName, Job]:
     return jobs
 
 
-def order_of(norms: Array, *, layout: Layout) -> Array:
-    """Return the original row of every place, from the norms of all rows."""
-    return order_rows(bfloat16_bits(norms), layout)
+def places_of(norms: Array, *, layout: Layout) -> Places:
+    """Return the places of all rows, from their norms."""
+    return place_rows(bfloat16_bits(norms), layout)
 
 
 def program_key(
@@ -83,16 +83,16 @@ def floor_bytes(operation: str, implementation: str, layout: Layout, dtype: str)
     """
     local = jnp.dtype(dtype).itemsize
     if implementation in PLAIN_CODECS:
-        wire, places = PLAIN_CODECS[implementation].wire_bytes, 0.0
+        wire, order = PLAIN_CODECS[implementation].wire_bytes, 0.0
     else:
         wire = layout.payload_bytes / (layout.rows_per_chunk * SUPER_GROUP_SIZE)
-        places = 4 / SUPER_GROUP_SIZE
+        order = 4 / SUPER_GROUP_SIZE
     return {
         "statistics": local + 4 / SUPER_GROUP_SIZE,
-        "order": 8 / SUPER_GROUP_SIZE,
-        "compress": local + wire + places,
-        "hop": local + 2 * wire + places,
-        "decompress": wire + 4 + places,
+        "places": 8 / SUPER_GROUP_SIZE,
+        "compress": local + wire + order,
+        "hop": local + 2 * wire + order,
+        "decompress": wire + 4 + order,
     }[operation]
 
 

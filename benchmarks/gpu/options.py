@@ -17,7 +17,6 @@ class Options:
     bits: tuple[float, ...]  # the first is the one that matters most
     bits_of_sizes: tuple[float, ...]  # of all sizes but the first
     dtypes: tuple[str, ...]
-    widths: tuple[int, ...]  # of codes
     sweep_rows: tuple[int, ...]
     sweep_warps: tuple[int, ...]
     check_bits: tuple[float, ...]
@@ -36,7 +35,7 @@ class Options:
 
     def method(self, bits: float, implementation: str | None = None) -> DynamiQ:
         """Return the method that is measured."""
-        return DynamiQ(bits=bits, widths=self.widths, implementation=implementation)
+        return DynamiQ(bits=bits, implementation=implementation)
 
 
 def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
@@ -73,7 +72,6 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
         bits=(5.0, 6.0) if small else tuple(given.bits),
         bits_of_sizes=(5.0,) if small else tuple(given.bits),
         dtypes=tuple(given.dtypes),
-        widths=(4, 8) if small else DynamiQ.widths,  # few widths compile faster
         sweep_rows=(8,) if small else tuple(given.rows),
         sweep_warps=(4,) if small else tuple(given.warps),
         check_bits=(5.0,) if small else (5.0, 3.0, 8.0, 12.0),

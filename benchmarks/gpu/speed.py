@@ -84,7 +84,7 @@ def _sweep(bench: Bench, case: Case) -> list[dict[str, Any]]:
     }
     # What the inputs are made with.
     programs = case.programs(
-        [("statistics", "xla"), ("order", "xla"), ("compress", "xla"), ("compress", "triton")]
+        [("statistics", "xla"), ("places", "xla"), ("compress", "xla"), ("compress", "triton")]
     )
     shapes = case.arguments(_HOP, case.shapes)
     for config, key in keys.items():

@@ -142,7 +142,7 @@ def all_gather(
 
     Like `jax.lax.all_gather`, and the other half of the all-reduce: `all_gather` of the result of
     `psum_scatter` is a sum with one more compression. All workers, the owner of a part too, get the
-    same bits.
+    same bits. DynamiQ rounds to nearest here, unless its field `rounding` is set.
 
     Args:
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once

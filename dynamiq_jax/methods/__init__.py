@@ -2,7 +2,7 @@
 
 _base                     interface of a method
 _norms                    norms over all workers
-_dynamiq                  with `_dynamiq_codec`, one bucket, and `_allocation`, bits to widths
+_dynamiq                  with `_dynamiq_codec`, one bucket
 _baselines                Exact, BF16
 _blockwise                base of block quantizers
 _blockint, _flash_communication

@@ -6,13 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from dynamiq_jax._core import WireCost, check_choice, check_number
-from dynamiq_jax.methods import _allocation as allocation
 from dynamiq_jax.methods import _norms as norms
-from dynamiq_jax.methods._allocation import Fractions
 from dynamiq_jax.methods._base import Call, ChunkedMethod
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from pallas_kernels import implementation as backends
@@ -20,11 +17,11 @@ from pallas_kernels import operations
 from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     WIDTHS,
+    Allocation,
     Layout,
     LocalRows,
     Quantizer,
-    make_layout,
-    order_rows,
+    place_rows,
 )
 from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
@@ -32,6 +29,7 @@ from pallas_kernels.compat import override
 
 _GROUP_SIZES = (8, 16, 32)
 _MIN_BITS, _MAX_BITS = 2.5, 16.0
+_EXPONENTS = 0.1, 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,16 +37,32 @@ class DynamiQ(ChunkedMethod):
     """DynamiQ, by default the preset tuned here; `DynamiQ.paper()` is the paper's.
 
     `bits` counts everything that a coordinate costs on the wire in one pass: codes, group scales,
-    super-scales and statistics. Every single rounding is unbiased. With `correlated` rounding, the
-    default, the chain of hops has a bias of 2 to 4 % of the squared error; `independent` rounding
-    has none, and a third more error. The fractions suit language-model gradients, whose
-    super-groups differ widely in norm; on white noise, whose super-groups are all alike, the error
-    is 12 times that after `fit`. A magnitude above 2^126 (8.5e37) counts as not finite.
+    super-scales and statistics. The bytes do not depend on the data.
 
-    Differences from the paper: fixed fractions of the super-groups get each width, instead of
-    thresholds solved every step (XLA requires static shapes); every width from 2 to 16 instead of
-    2, 4 and 8; groups of 32; quadratic instead of geometric levels; golden-ratio rounding instead
-    of a permutation.
+    The widths of the codes do. At every step, the workers exchange the norms of their super-groups.
+    From these, each chunk solves for the widths with the least expected squared error in its bytes
+    (reverse water-filling). The solution is in integers, and the same on all workers.
+
+    The norm of a sum is estimated as if the values of the workers were independent. The estimate
+    misleads where much cancels in some super-groups and little in others: bits go to values that
+    are not in the sum. In an all-to-all of eight or more workers, the gathered sum therefore solves
+    for widths again, from its own scales.
+
+    `exponent` changes what is minimized. The error of a super-group counts as its squared norm to
+    this power: 1 is the squared error of the sum. A smaller power gives more bits to super-groups
+    of small norm, which matter to optimizers that divide by the scale of the gradient, as Adam
+    does.
+
+    Sums are rounded with `correlated` noise by default. Each single rounding is unbiased. The chain
+    of hops has a bias of 2 to 4 % of the squared error; `independent` noise has none, and a third
+    more error. An all-gather rounds to `nearest` by default, which is biased and has less error: no
+    errors of other workers average out there.
+
+    A magnitude above 2^126 (8.5e37) counts as not finite.
+
+    Differences from the paper: every width from 2 to 16 instead of 2, 4 and 8; groups of 32;
+    quadratic instead of geometric levels; golden-ratio rounding instead of a permutation. Each
+    chunk has widths of its own, and they take the same bytes in every chunk and at every step.
 
     >>> DynamiQ(bits=4.0).bits
     4.0
@@ -61,8 +75,8 @@ class DynamiQ(ChunkedMethod):
     bits: float = 5.0  # per coordinate, everything included; one more divides the error by 4
     widths: tuple[int, ...] = tuple(range(2, 17))  # bits of a code; 0 drops rows: biased
     group_size: int = 32  # coordinates under a one-byte scale; smaller costs bits, lowers the error
-    rounding: Rounding = "correlated"  # errors of hops cancel; `nearest` is biased
-    fractions: Fractions | None = None  # (width, share of super-groups); solved from `bits` if None
+    rounding: Rounding | None = None  # None: "correlated" for sums, "nearest" for an all-gather
+    exponent: float = 1.0  # errors count as the squared norm of their super-group to this power
     spacing: Spacing = "quadratic"  # of the levels; `geometric` is the paper's, 2 % better, slower
     gap_ratio: float = 2.7  # widest gap between levels over the narrowest; 1 is uniform, 20 % worse
     implementation: str | None = None  # backend of the codec; None picks the fastest one
@@ -79,7 +93,7 @@ class DynamiQ(ChunkedMethod):
                 f"widths={self.widths!r} is not possible. Give integers from 2 to 16, or 0."
             )
         check_choice("group_size", self.group_size, _GROUP_SIZES)
-        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("rounding", self.rounding, (None, *ROUNDINGS))
         check_choice("spacing", self.spacing, SPACINGS)
         most = MAX_GAP_RATIO[self.spacing]
         if not (
@@ -90,9 +104,7 @@ class DynamiQ(ChunkedMethod):
                 f"gap_ratio={self.gap_ratio!r} is not possible with spacing={self.spacing!r}. Give "
                 f"1 for uniform levels, or {MIN_GAP_RATIO:g} to {most:g}."
             )
-        if self.fractions is not None:
-            allocation.check_fractions(self.fractions, self.bits, self._overhead_bits)
-            return
+        check_number("exponent", self.exponent, *_EXPONENTS)
         low, high = (self._overhead_bits + extreme(self.widths) for extreme in (min, max))
         if not low <= self.bits <= high:
             raise ValueError(
@@ -103,67 +115,67 @@ class DynamiQ(ChunkedMethod):
 
     @classmethod
     def paper(cls, bits: float = 5.0, **changes: Any) -> "DynamiQ":
-        """Return the paper's preset: widths 2, 4 and 8, groups of 16, geometric levels."""
+        """Return the paper's preset: widths 2, 4 and 8, groups of 16, geometric levels.
+
+        Thresholds on the norms of super-groups separate the widths. They are solved at every step,
+        as in the paper.
+        """
         preset = {"widths": (2, 4, 8), "group_size": 16, "spacing": "geometric"}
         return cls(**{"bits": bits, **preset, **changes})
 
-    def fit(self, gradients: Any) -> "DynamiQ":
-        """Return this method with fractions that suit measured gradients, at the same bits.
+    def layout(self, size: int, num_chunks: int, *, summed: bool = True) -> Layout:
+        """Return the static layout of a bucket.
 
         Args:
-          gradients: pytree of float arrays, one worker's or the summed gradient of a typical step.
+          size: coordinates of the bucket.
+          num_chunks: chunks of the bucket.
+          summed: whether workers add up, or their parts are only gathered.
         """
-        leaves = [np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(gradients)]
-        flat = np.concatenate(leaves) if leaves else np.zeros(0, np.float32)
-        rows = np.pad(flat, (0, -flat.size % SUPER_GROUP_SIZE)).reshape(-1, SUPER_GROUP_SIZE)
-        row_norms = np.linalg.norm(rows.astype(np.float64), axis=1)
-        if not np.any(row_norms > 0):
-            raise ValueError(
-                f"gradients={gradients!r:.80} hold no nonzero value. Give the gradients of a "
-                "typical training step."
-            )
-        quantiles = allocation.log2_norm_quantiles(row_norms)
-        return dataclasses.replace(self, fractions=self._solve(quantiles))
-
-    def layout(self, size: int, num_chunks: int) -> Layout:
-        """Return the static layout of a bucket of `size` coordinates in `num_chunks` chunks."""
-        quantizer = Quantizer(
-            group_size=self.group_size,
-            spacing=self.spacing,
-            gap_ratio=self.gap_ratio,
-            rounding=self.rounding,
+        return Layout(
+            size=size,
+            num_chunks=num_chunks,
+            code_bits=self.bits - self._overhead_bits,
+            allocation=Allocation(tuple(sorted(self.widths)), self.exponent),
+            quantizer=Quantizer(
+                group_size=self.group_size,
+                spacing=self.spacing,
+                gap_ratio=self.gap_ratio,
+                rounding=self.rounding or ("correlated" if summed else "nearest"),
+            ),
         )
-        return make_layout(size, num_chunks, self.fractions or self._solve(), quantizer)
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
-        layout = self.layout(call.size, call.num_chunks)
-        gathers = call.collective == "all_gather"
-        statistics_bytes = norms.gathered_bytes if gathers else norms.combined_bytes
+        layout = self._layout_of(call)
+        statistics_bytes = norms.combined_bytes if _sums(call) else norms.gathered_bytes
         return WireCost(layout.payload_bytes, statistics_bytes(layout.num_rows, call.axis))
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> DynamiQChunks:
-        layout = self.layout(call.size, call.num_chunks)
-        if call.collective == "all_gather":
-            # Nothing is summed: all workers gather the norms of all parts, and so their order.
-            rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
-        else:
+        layout = self._layout_of(call)
+        if _sums(call):
             rows, share = layout.as_rows(values), norms.combine_norms
-        row_norms = operations.statistics(rows, implementation=self.implementation)
-        order = order_rows(share(row_norms, call.axis), layout, consecutive=call.is_consecutive)
+        else:  # all workers gather the norms of all parts
+            rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
+        local_norms = operations.statistics(rows, implementation=self.implementation)
+        row_norms = share(local_norms, call.axis)
+        places = place_rows(row_norms, layout, consecutive=call.is_consecutive)
         seed = jax.random.bits(key, (2,), jnp.uint32)
         return DynamiQChunks(
-            local=LocalRows(rows, order, seed),
+            local=LocalRows(rows, places, seed),
             layout=layout,
             implementation=self.implementation,
             first=call.first_chunk * layout.rows_per_chunk,
         )
 
-    def _solve(self, quantiles: tuple[float, ...] | None = None) -> Fractions:
-        code_bits = self.bits - self._overhead_bits
-        return allocation.solve_fractions(code_bits, self.widths, quantiles)
+    def _layout_of(self, call: Call) -> Layout:
+        return self.layout(call.size, call.num_chunks, summed=_sums(call))
 
     @property
     def _overhead_bits(self) -> float:
-        return allocation.overhead_bits(self.group_size)
+        """Bits of a coordinate beside its code: group scales, super-scale and norm."""
+        return 8 / self.group_size + (16 + 16) / SUPER_GROUP_SIZE
+
+
+def _sums(call: Call) -> bool:
+    return call.collective != "all_gather"

@@ -2,12 +2,22 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax._core import ChunkCodec, SumCodec
 from pallas_kernels import operations
-from pallas_kernels.codec import Index, Layout, LocalRows, rank, restore_rows, scales
+from pallas_kernels.codec import (
+    Index,
+    Layout,
+    LocalRows,
+    Places,
+    make_places,
+    rank,
+    restore_rows,
+    scales,
+)
 from pallas_kernels.compat import override
 
 # Workers from which on it pays to order the rows of sums again. With fewer, the rounding of the sum
@@ -26,7 +36,9 @@ class DynamiQChunks(ChunkCodec):
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Array:
-        local = self.local._replace(order=self.local.order - self.first)
+        places = self.local.places
+        places = places._replace(order=places.order - self.first)
+        local = self.local._replace(places=places)
         return operations.compress(local, chunk, turn, **self._how)
 
     @override
@@ -35,8 +47,8 @@ class DynamiQChunks(ChunkCodec):
 
     @override
     def accumulate(self, payloads: Array, chunk: Array) -> Array:
-        places = self.local.order[chunk] - chunk * self.layout.rows_per_chunk
-        return restore_rows(self.sums(payloads, chunk), places).reshape(-1)
+        order = self.local.places.order[chunk] - chunk * self.layout.rows_per_chunk
+        return restore_rows(self.sums(payloads, chunk), order).reshape(-1)
 
     @override
     def decompress(self, payloads: Array) -> Array:
@@ -61,7 +73,7 @@ class DynamiQChunks(ChunkCodec):
         return operations.decompress_accumulate(payloads, self.local, chunk, **self._how)
 
     def _decoded(self, payloads: Array) -> Array:
-        return operations.decompress(payloads, self.local.order, **self._how)
+        return operations.decompress(payloads, self.local.places, **self._how)
 
     @property
     def _how(self) -> dict:
@@ -84,25 +96,35 @@ class ReorderedSums(SumCodec):
         codec, layout = self.chunks, self.chunks.layout
         sums = codec.sums(payloads, chunk)
         of_sums = scales.quantize_scales(scales.group_maxima(sums, layout.group_size))
-        order = rank(scales.row_energies(*of_sums))
-        local = codec.local._replace(
-            rows=sums, order=jnp.broadcast_to(order, codec.local.order.shape)
+        every_chunk = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (layout.num_chunks, leaf.size)),
+            self._places(*of_sums),
         )
+        local = codec.local._replace(rows=sums, places=every_chunk)
         message = dataclasses.replace(codec, local=local).compress(chunk, turn)
-        # The scales that the order is made from, even if a GPU's reciprocal rounds differently.
+        # The scales that the places are made from, even if a GPU's reciprocal rounds differently.
         return layout.with_scales(message, *of_sums)
 
     @override
     def decompress(self, payloads: Array) -> Array:
         codec, layout = self.chunks, self.chunks.layout
         group_bytes, super_bits = layout.scales(payloads)
-        order = rank(scales.row_energies(group_bytes, super_bits))
+        of_sums = self._places(group_bytes, super_bits)
+        order = of_sums.order
         ordered = (
-            jnp.take_along_axis(codec.local.order, order, axis=1),
+            of_sums._replace(order=jnp.take_along_axis(codec.local.places.order, order, axis=1)),
             jnp.take_along_axis(group_bytes, order[..., None], axis=1),
             jnp.take_along_axis(super_bits, order, axis=1),
         )
         # Fused into the decoding of every block, the gathers take twice its time on XLA:CPU.
-        table, *of_rows = lax.optimization_barrier(ordered)
-        codec = dataclasses.replace(codec, local=codec.local._replace(order=table))
+        places, *of_rows = lax.optimization_barrier(ordered)
+        codec = dataclasses.replace(codec, local=codec.local._replace(places=places))
         return codec.decompress(layout.with_scales(payloads, *of_rows))
+
+    def _places(self, group_bytes: Array, super_bits: Array) -> Places:
+        """Return the places of the rows of a sum, by its scales."""
+        energies = scales.row_energies(group_bytes, super_bits)
+        order = rank(energies)
+        sorted_ = jnp.take_along_axis(energies, order, axis=-1).astype(jnp.int32)
+        layout = self.chunks.layout
+        return make_places(order, layout.allocation.solve(sorted_, layout.units))

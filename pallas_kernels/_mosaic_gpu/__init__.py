@@ -3,7 +3,9 @@
 From the bottom up:
 
     launch   layouts of a warpgroup, and how a kernel is started
-    blocks   a block of rows, read from a message and written to one
+    blocks   the rows of one program
+    message  their part of a message
+    rows     from memory to a message and back
     kernels  the operations
 """
 

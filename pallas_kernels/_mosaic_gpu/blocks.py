@@ -1,15 +1,13 @@
-"""A block of rows inside a Mosaic GPU kernel, read from a message and written to one.
+"""The rows of one program of a Mosaic GPU kernel.
 
-A row is handled as eight pieces, see `launch`: in every plane of a message the lanes of a piece are
-32 neighboring bytes at one shift. Every width class has code of its own, in which the numbers that
-depend on the width are constants. The formulas are those of `pallas_kernels.codec`.
+A block is some consecutive places of a chunk. Its rows may differ in width, so the numbers that
+depend on it are read from a table for every row. There is code for blocks of up to 8 bits, which
+nearly all are, and for wider ones.
 """
 
 import dataclasses
-import functools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,64 +15,47 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, implementation
 from pallas_kernels._mosaic_gpu.launch import (
-    LANES,
-    PIECES,
-    blocks_of_rows,
+    ROW,
+    U32,
     cast,
+    count,
     launch,
-    load_rows,
-    row_shape,
-    side_by_side,
+    piece_shape,
+    rows_of_block,
     spread,
 )
-from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float, float_to_code
-from pallas_kernels.codec.layout import Layout, WidthClass
-from pallas_kernels.codec.levels import Levels, num_levels, round_to_level
-from pallas_kernels.codec.packing import planes, row_bytes
-from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
-
-Pieces = Sequence[Array]  # float32 [rows, groups, lanes of a group] each
-Fields = dict[tuple[int, int], list]  # bytes of the parts of every plane, by first bit and bits
-
-_U32 = jnp.uint32
-
-
-class Received(NamedTuple):
-    """Part of a block in a message."""
-
-    fields: Fields  # uint8
-    group_bytes: list[Array]  # uint8, of every piece
-    step: Array  # float32, what a group's byte is multiplied by
+from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec.bit_planes import UNIT
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.levels import Levels
+from pallas_kernels.codec.ordering import Places
+from pallas_kernels.codec.packing import MAX_WIDTH
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows of one width class that a program handles."""
+    """Consecutive places of a chunk that a program handles."""
 
     layout: Layout
-    rows_class: WidthClass
+    bits: int  # of codes: 8, or 16 where a row has more than 8
     rows: int
-    first: Array  # int32, within the class
+    chunk: Array  # int32
+    first: Array  # int32
+    places: Places  # refs
+    starts: list[Array]  # of the first `bits` planes, in units of 32 bytes, int32
+    widest: Array  # width of the first row, int32
+    narrowest: Array  # width of the last row, int32
+    table: Any  # ref to the levels of all widths
     staged: Any  # ref to rows in shared memory
+    planes: Any  # ref to planes in shared memory
     barrier: Any  # ref
-
-    @property
-    def levels(self) -> Levels:
-        """Levels of the width."""
-        return self.layout.quantizer.levels(self.rows_class.width)
-
-    @property
-    def place(self) -> Array:
-        """Place of the first row within the chunk, int32."""
-        return self.first + self.rows_class.first_row
+    levels: Any = None  # of every row, float32 [rows]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a piece."""
-        return self.rows, *row_shape(self.layout.group_size)[1:]
+        return piece_shape(self.rows, self.layout.group_size)
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -82,24 +63,33 @@ class Block:
         return tuple(range(len(self.shape)))
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """Axes of what a group has one of; only that of rows if a piece is one group."""
+    def words(self) -> tuple[int, ...]:
+        """Axes of what a thread has one of."""
         return self.lanes[:-1]
 
-    def plane(self, low: int, bits: int) -> Array:
-        """Return the byte of the message where the block's part of a plane starts."""
-        start = self.rows_class.codes_start + self.rows_class.rows * row_bytes(low)
-        return start + self.first * row_bytes(bits)
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Axes of what a group has one of; only that of rows if a piece is one group."""
+        return self.lanes[:-2]
 
     @property
-    def group_scales(self) -> Array:
-        """Byte of the message where the block's group scales start."""
-        return self.layout.group_scales_start + self.place * self.layout.groups
+    def halves(self) -> tuple[int, ...]:
+        """Shape of words in units of 16 bits."""
+        return *self.shape[:-1], 2
 
     @property
-    def super_scales(self) -> Array:
-        """Byte of the message where the block's super-scales start."""
-        return self.layout.super_scales_start + self.place * 2
+    def units(self) -> list[Array]:
+        """Units of the message where the block's parts of the planes start."""
+        return [start + self.first for start in self.starts]
+
+    def plane_rows(self, bit: Index) -> Array:
+        """Return the number of places of the chunk that have a bit, int32."""
+        starts = self.places.starts
+        return starts[self.chunk, bit + 1] - starts[self.chunk, bit]
+
+    def indices(self) -> list[Array]:
+        """Load the original rows of all places."""
+        return [self.places.order[self.chunk, self.first + row] for row in range(self.rows)]
 
     def cast(self, values: Array, dims: tuple[int, ...]) -> Array:
         """Cast values to the layout of a piece; see `launch.cast`."""
@@ -111,15 +101,31 @@ class Block:
 
     def count(self, dims: tuple[int, ...], axis: int) -> Array:
         """Return the index along an axis of a piece, uint32, for values whose axes are `dims`."""
-        shape = tuple(self.shape[d] for d in dims)
-        index = lax.broadcasted_iota(jnp.int32, shape, dims.index(axis))
-        return self.cast(index, dims).astype(_U32)
+        return count(self.shape, dims, axis)
+
+    def merge(self, parts: Array, dims: tuple[int, ...] | None = None) -> Array:
+        """Merge the last axis of unsigned integers into words, whose axes are `dims`."""
+        dims = self.words if dims is None else dims
+        shifted = parts.astype(U32) << self._shifts(parts.shape[-1], dims)
+        return self.cast(jnp.sum(shifted, axis=len(dims), dtype=U32), dims)
+
+    def split(self, words: Array, parts: int, dims: tuple[int, ...] | None = None) -> Array:
+        """Invert `merge`, except for the bits above."""
+        dims = self.words if dims is None else dims
+        repeated = lax.broadcast_in_dim(words, (*words.shape, parts), range(len(dims)))
+        in_thread = cast(repeated, (*self.shape[:-1], parts), (*dims, len(self.words)))
+        return in_thread >> self._shifts(parts, dims)
+
+    def _shifts(self, parts: int, dims: tuple[int, ...]) -> Array:
+        last = len(self.words)
+        index = count((*self.shape[:-1], parts), (*dims, last), last)
+        return index * np.uint32(32 // parts)
 
 
 def for_each_block(
     kernel: Callable,
     layout: Layout,
-    operands: Sequence[Array | int],
+    operands: Sequence[Any],
     out_shape: jax.ShapeDtypeStruct,
     *,
     staged: Any,
@@ -127,248 +133,68 @@ def for_each_block(
 ) -> Array:
     """Run `kernel(block, *operand refs, out ref)` for the blocks of one or more chunks.
 
-    The axis "chunk" of the grid counts chunks. Rows of type `staged` are gathered or scattered.
+    The first operands, which the kernel finds in its block, are the first chunk and the arrays of
+    `Places`. Rows of type `staged` are gathered or scattered.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    classes = [(c, *blocks_of_rows(c.rows)) for c in layout.classes]
-    counts = sorted({rows for _, rows, _ in classes}, reverse=True)
+    # Rows of a block that lack a plane read what follows it, which must be in the message.
+    after_planes = layout.payload_bytes - layout.group_scales_start
+    rows = rows_of_block(min(layout.rows_per_chunk, after_planes // UNIT + 1))
+    grid = -(-layout.rows_per_chunk // rows), chunks
+    sizes = [bits for bits in (8, MAX_WIDTH) if bits - 8 < max(layout.allocation.widths)]
+    levels = [jax.tree.leaves(levels) for levels in layout.quantizer.levels_of_widths()]
 
-    def body(*all_refs):
-        *refs, staged_ref, barriers = all_refs
-        program, before = lax.axis_index("block"), 0
-        for c, rows, blocks in classes:
+    def body(table, first_chunk, order, widths, starts, *refs):
+        *others, staged, planes, barrier = refs
+        chunk = first_chunk[0] + lax.axis_index("chunk")
+        first = lax.min(lax.axis_index("block") * rows, jnp.int32(layout.rows_per_chunk - rows))
+        widest, narrowest = widths[chunk, first], widths[chunk, first + (rows - 1)]
 
-            @pl.when((program >= before) & (program < before + blocks))
-            def _(c: WidthClass = c, rows: int = rows, before: int = before) -> None:
-                first = lax.min((program - before) * rows, jnp.int32(c.rows - rows))
-                barrier = barriers[counts.index(rows)]
-                kernel(Block(layout, c, rows, first, staged_ref, barrier), *refs)
+        for bits in sizes:
 
-            before += blocks
+            @pl.when((widest > 8) == (bits > 8))
+            def _(bits: int = bits) -> None:
+                block = Block(
+                    layout=layout,
+                    bits=bits,
+                    rows=rows,
+                    chunk=chunk,
+                    first=first,
+                    places=Places(order, widths, starts),
+                    starts=[starts[chunk, bit] for bit in range(bits)],
+                    widest=widest,
+                    narrowest=narrowest,
+                    table=table,
+                    staged=staged,
+                    planes=planes,
+                    barrier=barrier,
+                )
+                kernel(dataclasses.replace(block, levels=_levels(block)), *others)
 
+    *words, _ = piece_shape(rows, layout.group_size)
     scratch = [
-        plgpu.SMEM((counts[0], *row_shape(layout.group_size)), staged),
-        [plgpu.Barrier(num_arrivals=count) for count in counts],
+        plgpu.SMEM((rows, *ROW), staged),
+        plgpu.SMEM((sizes[-1], *words, 2), jnp.uint16),
+        plgpu.Barrier(num_arrivals=rows),
     ]
-    grid = (sum(blocks for *_, blocks in classes), chunks)
-    return launch(body, grid, operands, out_shape, scratch)
+    return launch(body, grid, [np.array(levels).reshape(-1), *operands], out_shape, scratch)
 
 
-def partial_sum(block: Block, rows_ref, row_of: Callable, messages: Sequence[Any]) -> list[Array]:
-    """Sum rows `row_of(0), row_of(1)`, ... of [num_rows, *row_shape] and received messages."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+def _levels(block: Block) -> Levels:
+    """Read the levels of the rows from the table of all widths."""
+    names, structure = jax.tree.flatten(block.layout.quantizer.levels(2))
+    place = block.first + block.count((0,), 0).astype(jnp.int32)
 
-    # All indices first: the compiler does not move their loads past a copy.
-    for row, index in enumerate([row_of(row) for row in range(block.rows)]):
-        plgpu.copy_gmem_to_smem(rows_ref.at[index], block.staged.at[row], block.barrier)
-    received = [receive(block, message_ref) for message_ref in messages]  # while the rows travel
-    plgpu.barrier_wait(block.barrier)
-    pieces = load_rows(block.shape, block.staged, 0)
-    for part in received:
-        pieces = [a + b for a, b in zip(pieces, decode(block, part), strict=True)]
-    return pieces
+    def of_width(width: Array) -> list[Array]:
+        columns = (block.table[width * len(names) + index] for index in range(len(names)))
+        return [block.cast(jnp.full(block.rows, column), (0,)) for column in columns]
 
+    def narrow(step: Array, columns: list[Array]) -> list[Array]:
+        width = block.widest - 1 - step
+        has_less = place >= block.plane_rows(width)
+        pairs = zip(of_width(width), columns, strict=True)
+        return [jnp.where(has_less, less, column) for less, column in pairs]
 
-def scatter(block: Block, pieces: Iterable[Array], rows_ref, row_of: Callable) -> None:
-    """Store pieces as the rows `row_of(0), row_of(1)`, ... of an array [num_rows, *row_shape]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    indices = [row_of(row) for row in range(block.rows)]
-    for piece, values in enumerate(pieces):
-        compat.mosaic_gpu_store(block.staged.at[pl.ds(0, block.rows), piece], values)
-    plgpu.commit_smem()
-    for row, index in enumerate(indices):
-        plgpu.copy_smem_to_gmem(block.staged.at[row], rows_ref.at[index])
-    plgpu.wait_smem_to_gmem(0)
-
-
-def receive(block: Block, message_ref) -> Received:
-    """Load the block's part of a message."""
-    step = scales.scale_step(_load_super_bits(block, message_ref))
-    return Received(
-        fields={
-            (low, bits): [
-                _load(block, message_ref, block.plane(low, bits), (bits,), part, block.lanes)
-                for part in range(bits)
-            ]
-            for low, bits in _planes(block.rows_class.width)
-        },
-        group_bytes=[
-            _load(block, message_ref, block.group_scales, (PIECES,), piece, block.groups)
-            for piece in range(PIECES)
-        ],
-        step=block.spread(step, (0,), rank=len(block.groups)),
-    )
-
-
-def decode(block: Block, received: Received) -> Iterator[Array]:
-    """Decode the block in a message, one piece after the other."""
-    width = block.rows_class.width
-    for piece, group_byte in enumerate(received.group_bytes):
-        scale = group_byte.astype(jnp.int32).astype(jnp.float32) * received.step
-        scale = block.spread(scale, block.groups)
-        if not width:  # NaN has to surface
-            yield scale * np.float32(0)
-            continue
-        code = _code_of_fields(received.fields, piece)
-        position = block.levels.position(code_to_float(code & np.uint32(num_levels(width))))
-        sign = (code >> np.uint32(width - 1)) << np.uint32(31)
-        signed = lax.bitcast_convert_type(position, _U32) ^ sign
-        yield lax.bitcast_convert_type(signed, jnp.float32) * scale
-
-
-def encode(block: Block, pieces: Pieces, chunk: Array, turn: Array, seed_ref, message_ref) -> None:
-    """Write the block's part of a message."""
-    width, ops = block.rows_class.width, _arithmetic()
-    maxima = [_largest(block, jnp.abs(values)) for values in pieces]
-    row_maxima = functools.reduce(jnp.maximum, maxima)
-    if len(block.groups) > 1:
-        row_maxima = block.cast(jnp.max(row_maxima, axis=1), (0,))
-    super_bits = scales.quantize_super_scales(row_maxima.astype(_U32))
-    super_of_groups = block.spread(super_bits, (0,), rank=len(block.groups))
-    step = scales.scale_step(super_of_groups)
-    fields: Fields = {plane: [None] * plane[1] for plane in _planes(width)}
-    group_bytes = list(maxima)
-    for piece, offset in _offsets(block, chunk, turn, seed_ref):
-        values, maximum = pieces[piece], maxima[piece].astype(_U32)
-        group_scale = scales.quantize_group_scales(maximum, super_of_groups, ops)
-        group_bytes[piece] = float_to_code(group_scale)
-        if width:
-            inverse = block.spread(scales.reciprocal(group_scale * step), block.groups)
-            t = ops.multiply_to_one(jnp.abs(values), inverse)
-            magnitude = round_to_level(t, offset, block.levels, ops)
-            sign = lax.bitcast_convert_type(values, _U32) >> np.uint32(31)
-            _add_to_fields(fields, piece, magnitude | (sign << np.uint32(width - 1)))
-    for (low, bits), parts in fields.items():
-        for part, words in enumerate(parts):
-            _store(block, message_ref, block.plane(low, bits), (bits,), part, words)
-    _store_scales(block, group_bytes, super_bits, message_ref)
-    _pad(block.layout, message_ref)
-
-
-def _largest(block: Block, magnitudes: Array) -> Array:
-    """Compute the largest magnitude of every group, as bits, int32: NaN is on top."""
-    bits = lax.bitcast_convert_type(magnitudes, jnp.int32)
-    return block.cast(jnp.max(bits, axis=len(block.groups)), block.groups)
-
-
-def _offsets(
-    block: Block, chunk: Array, turn: Array, seed_ref
-) -> Iterator[tuple[int, Array | np.float32]]:
-    """Yield pieces and their rounding offsets; pieces that share a word follow one another."""
-    layout, rounding = block.layout, block.layout.quantizer.rounding
-    if rounding == "nearest":
-        yield from [(piece, np.float32(0.5)) for piece in range(PIECES)]
-        return
-    ids = (chunk * layout.rows_per_chunk + block.place).astype(_U32) + block.count((0,), 0)
-    rows = block.spread(row_words(ids, turn, seed_ref, rounding), (0,))
-    lanes = block.count(block.lanes, block.lanes[-1])
-    if len(block.groups) > 1:
-        lanes = block.count(block.lanes, 1) * np.uint32(layout.group_size) + lanes
-    for piece in range(PIECES // 2):
-        words = lane_words(rows, lanes + np.uint32(LANES * piece), turn, rounding)
-        yield piece, half_to_offset(words)
-        yield piece + PIECES // 2, half_to_offset(words >> np.uint32(16))
-
-
-def _planes(width: int) -> list[tuple[int, int]]:
-    """Return the first bit and the number of bits of every plane."""
-    bits = planes(width)
-    return [(sum(bits[:index]), count) for index, count in enumerate(bits)]
-
-
-def _code_of_fields(fields: Fields, piece: int) -> Array:
-    codes = [
-        ((parts[piece % bits].astype(_U32) >> np.uint32(piece // bits * bits)) & _mask(bits))
-        << np.uint32(low)
-        for (low, bits), parts in fields.items()
-    ]
-    return functools.reduce(operator.or_, codes)
-
-
-def _add_to_fields(fields: Fields, piece: int, code: Array) -> None:
-    for (low, bits), parts in fields.items():
-        field = ((code >> np.uint32(low)) & _mask(bits)) << np.uint32(piece // bits * bits)
-        part = parts[piece % bits]
-        parts[piece % bits] = field if part is None else part | field
-
-
-def _mask(bits: int) -> np.uint32:
-    return np.uint32(2**bits - 1)
-
-
-# Below: memory. Refs are reshaped, which the interpreter cannot do.
-
-
-def _load(
-    block: Block, ref, start: Array, inner: tuple[int, ...], index: int, dims: tuple[int, ...]
-) -> Array:
-    """Load bytes [:, index] of the array [rows, *inner, ...] at byte `start` of a message."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    rows, *rest = (block.shape[d] for d in dims)
-    shape = (rows, *inner, *rest)
-    flat = ref.at[pl.ds(start, int(np.prod(shape)))]
-    if implementation.interpreting():
-        return flat[...].reshape(shape)[:, index]
-    return block.cast(plgpu.load(flat.reshape(shape).at[:, index], optimized=False), dims)
-
-
-def _store(
-    block: Block, ref, start: Array, inner: tuple[int, ...], index: int, values: Array
-) -> None:
-    """Store the low bytes of uint32 values at the places that `_load` loads."""
-    rows, *rest = values.shape
-    shape = (rows, *inner, *rest)
-    flat, values = ref.at[pl.ds(start, int(np.prod(shape)))], values.astype(jnp.uint8)
-    if implementation.interpreting():
-        flat[...] = flat[...].reshape(shape).at[:, index].set(values).reshape(-1)
-    else:
-        compat.mosaic_gpu_store(flat.reshape(shape).at[:, index], values)
-
-
-def _store_scales(block: Block, group_bytes: list[Array], super_bits: Array, message_ref) -> None:
-    # A single byte of a single row could not be stored: JAX takes it for a scalar.
-    if len(block.groups) == 1:
-        columns = side_by_side(group_bytes, block.shape)
-        _store(block, message_ref, block.group_scales, (1,), 0, columns)
-    else:
-        for piece, values in enumerate(group_bytes):
-            _store(block, message_ref, block.group_scales, (PIECES,), piece, values)
-    columns = side_by_side([super_bits, super_bits >> np.uint32(8)], block.shape)
-    _store(block, message_ref, block.super_scales, (1,), 0, columns)
-
-
-def _load_super_bits(block: Block, message_ref) -> Array:
-    low, high = (
-        _load(block, message_ref, block.super_scales, (2,), byte, (0,)).astype(_U32)
-        for byte in range(2)
-    )
-    return low | (high << np.uint32(8))
-
-
-def _pad(layout: Layout, message_ref) -> None:
-    if layout.padding_start < layout.payload_bytes:
-
-        @pl.when(lax.axis_index("block") == 0)
-        def _() -> None:
-            for byte in range(layout.padding_start, layout.payload_bytes):
-                message_ref[byte] = jnp.uint8(0)
-
-
-def _arithmetic() -> Arithmetic:
-    """Return operations for Mosaic, which lacks plain roundings and contracts multiply-adds."""
-    return PLAIN._replace(ceil=_ceil, nearest_whole=_nearest_whole)
-
-
-def _ceil(values: Array) -> Array:
-    whole, _ = _nearest_whole(values)
-    return jnp.where(whole < values, whole + np.float32(1), whole)
-
-
-def _nearest_whole(values: Array) -> tuple[Array, Array]:
-    if implementation.interpreting():  # XLA cancels the other form
-        return PLAIN.nearest_whole(values)
-    whole = values + WHOLE
-    return whole - WHOLE, lax.bitcast_convert_type(whole, _U32)
+    columns = lax.fori_loop(0, block.widest - block.narrowest, narrow, of_width(block.widest))
+    return jax.tree.unflatten(structure, columns)

@@ -7,22 +7,24 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels._mosaic_gpu import blocks, launch
-from pallas_kernels._mosaic_gpu.launch import row_shape
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows
+from pallas_kernels._mosaic_gpu import launch, message, rows
+from pallas_kernels._mosaic_gpu.blocks import for_each_block
+from pallas_kernels._mosaic_gpu.launch import ROW
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import LARGEST_UNIT
 from pallas_kernels.compat import shape_like
 
 
-def statistics(rows: Array) -> Array:
+def statistics(values: Array) -> Array:
     """Compute the norm of every row."""
-    num_rows = rows.shape[0]
+    num_rows = values.shape[0]
     if num_rows == 1:  # its result could not be stored: JAX takes it for a scalar
-        return statistics(jnp.concatenate([rows, rows]))[:1]
-    count, programs = launch.blocks_of_rows(num_rows)
-    shape = (count, *row_shape(launch.LANES)[1:])
+        return statistics(jnp.concatenate([values, values]))[:1]
+    count = launch.rows_of_block(num_rows)
+    shape = launch.piece_shape(count, launch.LANES)
 
     def kernel(rows_ref, norms_ref):
         first = lax.min(lax.axis_index("block") * count, jnp.int32(num_rows - count))
@@ -33,37 +35,32 @@ def statistics(rows: Array) -> Array:
         inverse = jnp.where(unit > np.finfo(np.float32).tiny, one / unit, one)
         inverse = launch.spread(inverse, shape, (0,))
         squares = _over_lanes(jnp.sum, [jnp.square(v * inverse) for v in pieces], operator.add)
-        launch.store_column(norms_ref, first, unit * jnp.sqrt(squares))
+        norms = norms_ref.at[pl.ds(first, count)]
+        launch.store(norms, (count,), unit * jnp.sqrt(squares))
 
-    pieces_of_rows = rows.reshape(-1, *row_shape(launch.LANES))
-    result = shape_like((num_rows,), jnp.float32, rows)
-    return launch.launch(kernel, (programs,), [pieces_of_rows], result)
+    result = shape_like((num_rows,), jnp.float32, values)
+    return launch.launch(kernel, (-(-num_rows // count),), [values.reshape(-1, *ROW)], result)
 
 
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode the sum of received and local rows."""
     received = payloads.shape[0]
 
-    def kernel(block, chunk_ref, turn_ref, seed_ref, order_ref, rows_ref, *messages):
+    def kernel(block, turn_ref, seed_ref, rows_ref, *messages):
         *received_ref, sent_ref = messages
-        chunk = chunk_ref[0]
-        pieces = blocks.partial_sum(
-            block,
-            rows_ref,
-            lambda row: order_ref[chunk, block.place + row],
-            [received_ref[0].at[i] for i in range(received)],
-        )
-        blocks.encode(block, pieces, chunk, turn_ref[0], seed_ref, sent_ref)
+        refs = [received_ref[0].at[index] for index in range(received)]
+        pieces = rows.partial_sum(block, rows_ref, refs)
+        rows.encode(block, pieces, turn_ref[0], seed_ref, sent_ref)
 
-    pieces_of_rows = local.rows.reshape(-1, *row_shape(layout.group_size))
-    messages = [payloads] if received else []
-    return blocks.for_each_block(
+    messages = [message.halves(payloads)] if received else []
+    sent = for_each_block(
         kernel,
         layout,
-        [chunk, turn, local.seed, local.order, pieces_of_rows, *messages],
-        shape_like((layout.payload_bytes,), jnp.uint8, local.rows),
+        [chunk, *local.places, turn, local.seed, local.rows.reshape(-1, *ROW), *messages],
+        shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
         staged=local.rows.dtype,
     )
+    return message.as_bytes(sent)
 
 
 def decompress_accumulate(
@@ -72,46 +69,39 @@ def decompress_accumulate(
     """Sum received and local rows."""
     received = payloads.shape[0]
 
-    def kernel(block, chunk_ref, order_ref, rows_ref, messages_ref, sums_ref):
-        chunk = chunk_ref[0]
-        pieces = blocks.partial_sum(
-            block,
-            rows_ref,
-            lambda row: order_ref[chunk, block.place + row],
-            [messages_ref.at[i] for i in range(received)],
-        )
+    def kernel(block, rows_ref, messages_ref, sums_ref):
+        refs = [messages_ref.at[index] for index in range(received)]
+        pieces = rows.partial_sum(block, rows_ref, refs)
         # Neighbors stay neighbors, so there is nothing to scatter through shared memory.
-        launch.store_rows(sums_ref, block.place, pieces)
+        launch.store_rows(sums_ref, block.first, pieces)
 
-    row = row_shape(layout.group_size)
-    sums = blocks.for_each_block(
+    sums = for_each_block(
         kernel,
         layout,
-        [chunk, local.order, local.rows.reshape(-1, *row), payloads],
-        shape_like((layout.rows_per_chunk, *row), jnp.float32, local.rows),
+        [chunk, *local.places, local.rows.reshape(-1, *ROW), message.halves(payloads)],
+        shape_like((layout.rows_per_chunk, *ROW), jnp.float32, local.rows),
         staged=local.rows.dtype,
     )
     return sums.reshape(layout.rows_per_chunk, SUPER_GROUP_SIZE)
 
 
-def decompress(payloads: Array, order: Array, *, layout: Layout) -> Array:
+def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     """Decode the messages of all chunks to rows in their original order."""
 
-    def kernel(block, order_ref, messages_ref, rows_ref):
-        chunk = lax.axis_index("chunk")
-        pieces = blocks.decode(block, blocks.receive(block, messages_ref.at[chunk]))
-        blocks.scatter(block, pieces, rows_ref, lambda row: order_ref[chunk, block.place + row])
+    def kernel(block, messages_ref, rows_ref):
+        pieces = rows.decode(block, message.receive(block, messages_ref.at[block.chunk]))
+        rows.scatter(block, pieces, rows_ref)
 
-    rows = blocks.for_each_block(
+    decoded = for_each_block(
         kernel,
         layout,
-        [order, payloads],
-        shape_like((layout.num_rows, *row_shape(layout.group_size)), jnp.float32, payloads),
+        [0, *places, message.halves(payloads)],
+        shape_like((layout.num_rows, *ROW), jnp.float32, payloads),
         staged=jnp.float32,
         chunks=layout.num_chunks,
     )
-    return rows.reshape(layout.num_rows, SUPER_GROUP_SIZE)
+    return decoded.reshape(layout.num_rows, SUPER_GROUP_SIZE)
 
 
 def _over_lanes(reduction: Callable, pieces: list[Array], pairwise: Callable) -> Array:
-    return reduction(functools.reduce(pairwise, pieces), axis=1)
+    return reduction(reduction(functools.reduce(pairwise, pieces), axis=2), axis=1)

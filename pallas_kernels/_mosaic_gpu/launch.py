@@ -1,16 +1,16 @@
 """Layouts in which a warpgroup of a Mosaic GPU kernel holds rows, and how a kernel is started.
 
-A row of 256 lanes is handled as eight pieces, [rows, groups, lanes of a group] each, or [rows, 32]
-if a group has 32 lanes (an axis of one group defeats the inference of layouts). Eight threads
-hold a piece of a row, four neighboring lanes each, so that everything is loaded and stored in
-words, and the maximum over 32 lanes takes three shuffles. A warpgroup has 16 rows at a time.
+A row of 256 lanes is handled as eight pieces, [rows, groups, words, 4] each, or [rows, 8, 4] if a
+piece is one group (an axis of one group defeats the inference of layouts). The four lanes of a word
+are neighbors in one thread, and eight threads hold a piece of a row: everything is loaded and
+stored in words, and the maximum over 32 lanes takes three shuffles. A warpgroup has 16 rows at a
+time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -18,10 +18,11 @@ from pallas_kernels import compat, implementation
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
-PIECES, LANES = 8, 32  # of a row, of a piece
+ROW = PIECES, LANES = 8, 32  # of a row, of a piece
 MOST_ROWS = 16  # of a block
-_VECTOR = 4  # lanes of a thread
+_WORD = 4  # lanes of a piece that a thread holds
 Shape = tuple[int, ...]  # of a piece
+U32 = jnp.uint32
 
 
 def launch(
@@ -46,7 +47,7 @@ def launch(
         grid_names=("block", "chunk")[: len(grid)],
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
-            # No program reads what it wrote, except in `scatter`, which has a barrier.
+            # No program reads what it wrote, except behind a `commit_smem`, which is a barrier.
             unsafe_no_auto_barriers=True,
             # The other semantics infer layouts, which takes a minute.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -71,66 +72,59 @@ def spread(values: Array, shape: Shape, dims: tuple[int, ...], rank: int | None 
     return cast(repeated, shape, tuple(range(rank)))
 
 
-def row_shape(group_size: int) -> Shape:
-    """Return the shape of a row of 256: pieces, groups of a piece, lanes of a group."""
+def count(shape: Shape, dims: tuple[int, ...], axis: int) -> Array:
+    """Return the index along an axis of a piece, uint32, for values whose axes are `dims`."""
+    index = lax.broadcasted_iota(jnp.int32, tuple(shape[d] for d in dims), dims.index(axis))
+    return cast(index, shape, dims).astype(U32)
+
+
+def piece_shape(rows: int, group_size: int) -> Shape:
+    """Return the shape of a piece of rows: rows, groups, words of a group, lanes of a word."""
     groups = LANES // group_size
-    return (PIECES, groups, group_size) if groups > 1 else (PIECES, LANES)
+    return (rows, *[groups] * (groups > 1), group_size // _WORD, _WORD)
 
 
-def blocks_of_rows(rows: int) -> tuple[int, int]:
-    """Return the rows of a block, and the number of blocks that cover a class of rows.
+def rows_of_block(rows: int) -> int:
+    """Return the rows of a block, of `rows` in all.
 
-    The last block is moved back to end with the class, so that some rows are computed twice.
+    The last block is moved back to end with the rows, so that some of them are computed twice.
     """
-    block = next(count for count in (MOST_ROWS, 8, 4, 2, 1) if count <= rows)
-    return block, -(-rows // block)
+    return next(count for count in (MOST_ROWS, 8, 4, 2, 1) if count <= rows)
 
 
 def load_rows(shape: Shape, rows_ref, first: Index) -> list[Array]:
-    """Load consecutive rows of an array [num_rows, *row_shape] as float32 pieces of `shape`."""
+    """Load consecutive rows of an array [num_rows, 8, 32] as float32 pieces of `shape`."""
+    refs = [rows_ref.at[pl.ds(first, shape[0]), piece] for piece in range(PIECES)]
+    pieces = [cast(load(ref, shape), shape, tuple(range(len(shape)))) for ref in refs]
+    return [values.astype(jnp.float32) for values in pieces]
+
+
+def store_rows(rows_ref, first: Index, pieces: Iterable[Array]) -> None:
+    """Store pieces as consecutive rows of a float32 array [num_rows, 8, 32]."""
+    for piece, values in enumerate(pieces):
+        store(rows_ref.at[pl.ds(first, values.shape[0]), piece], values.shape, values)
+
+
+def load(ref, shape: Shape, column: int | None = None) -> Array:
+    """Load an array as one of some shape, or a column of that."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    refs = [rows_ref.at[pl.ds(first, shape[0]), piece] for piece in range(PIECES)]
-    loaded = [
-        cast(plgpu.load(ref, optimized=False), shape, tuple(range(len(shape)))) for ref in refs
-    ]
-    return [values.astype(jnp.float32) for values in loaded]
+    if implementation.interpreting():  # it cannot reshape refs
+        values = ref[...].reshape(shape)
+        return values if column is None else values[:, column]
+    ref = ref.reshape(shape)
+    return plgpu.load(ref if column is None else ref.at[:, column], optimized=False)
 
 
-def store_rows(rows_ref, first: Array, pieces: Sequence[Array]) -> None:
-    """Store pieces as consecutive rows of a float32 array."""
-    for piece, values in enumerate(pieces):
-        compat.mosaic_gpu_store(rows_ref.at[pl.ds(first, values.shape[0]), piece], values)
-
-
-def store_column(ref, first: Array, values: Array) -> None:
-    """Store one value for each row."""
-    compat.mosaic_gpu_store(ref.at[pl.ds(first, values.shape[0])], values)
-
-
-def side_by_side(columns: Sequence[Array], shape: Shape) -> Array:
-    """Join values [rows] for pieces of `shape` as columns [rows, count] of all threads of a row."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Replicated, TiledLayout, Tiling
-
-    count = len(columns)
-    one = _layout(shape).reduce(tuple(range(1, len(shape))))
-
-    def twice(dims):
-        return tuple(dim if isinstance(dim, Replicated) else 2 * dim for dim in dims)
-
-    both = TiledLayout(
-        Tiling(tuple((*tile, count) for tile in one.tiling.tiles)),
-        warp_dims=twice(one.warp_dims),
-        lane_dims=twice(one.lane_dims),
-        vector_dim=-1,
-        _check_canonical=False,
-    ).canonicalize()
-    table = (shape[0], count)
-    index = _cast(lax.broadcasted_iota(jnp.int32, table, 1), both)
-    first, *others = (_cast(lax.broadcast_in_dim(c, table, (0,)), both) for c in columns)
-    for column, values in enumerate(others, start=1):
-        first = jnp.where(index == np.int32(column), values, first)
-    return first
+def store(ref, shape: Shape, values: Array, column: int | None = None) -> None:
+    """Store what `load` loads."""
+    if implementation.interpreting():
+        if column is not None:
+            values = ref[...].reshape(shape).at[:, column].set(values)
+        ref[...] = values.reshape(ref.shape)
+    else:
+        ref = ref.reshape(shape)
+        compat.mosaic_gpu_store(ref if column is None else ref.at[:, column], values)
 
 
 def _cast(values: Array, tiled: Any) -> Array:
@@ -143,16 +137,17 @@ def _cast(values: Array, tiled: Any) -> Array:
 def _layout(shape: Shape) -> Any:
     """Return the layout of a piece: a row on eight threads, four rows on a warp.
 
-    With fewer than 16 rows, several warps or threads hold the same values.
+    A thread holds all of the last axis, whatever its size. With fewer than 16 rows,
+    several warps or threads hold the same values.
     """
     from jax.experimental.mosaic.gpu.fragmented_array import Replicated, TiledLayout, Tiling
 
-    rows, *inner = shape
+    rows, *inner, in_thread = shape
     rank, per_warp = len(shape), min(rows, 4)
     warps = rows // per_warp
     lanes = (-rank, *range(1 - 2 * rank, -rank))
     return TiledLayout(
-        Tiling((shape, (per_warp, *[1] * (len(inner) - 1), _VECTOR))),
+        Tiling((shape, (per_warp, *[1] * len(inner), in_thread))),
         warp_dims=(-2 * rank,) if warps == 4 else (Replicated(4 // warps), -2 * rank),
         lane_dims=lanes if per_warp == 4 else (Replicated(4 // per_warp), *lanes),
         vector_dim=-1,

@@ -1,16 +1,16 @@
 """The rows of one program of a Triton kernel, how its threads hold them, and how it is started.
 
 A row of 256 lanes is handled as eight pieces [rows, 32]: a Triton value cannot be sliced, and in
-every plane of a message the lanes of a piece are 32 neighboring bytes at one shift. A thread holds
-four neighboring lanes of a piece, 16 bytes of a float32 gradient. The codes of four lanes share one
-32-bit word, [rows, 8] for a piece, and are cut from planes and merged into them four at a time.
+a plane of a message bit i of every byte belongs to a lane of piece i. A thread holds four
+neighboring lanes of a piece, 16 bytes of a float32 gradient. Their codes share one 32-bit word,
+[rows, 8] for a piece, as do their bits in a plane.
 
-One body serves rows of all widths. Numbers that depend on the width are read from a table by the
-class of the block, and planes that the width lacks are skipped.
+Rows of a program that have one width are handled together, by a body that reads the width and the
+numbers that depend on it. Nearly all programs have rows of one width only. So one kernel serves all
+allocations.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,13 +22,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import implementation
 from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.levels import Levels, top_code
-from pallas_kernels.codec.packing import planes
+from pallas_kernels.codec.levels import Levels
+from pallas_kernels.codec.ordering import Places
+from pallas_kernels.codec.packing import MAX_WIDTH
 
 PIECES, LANES = 8, 32  # of a row, of a piece
 U32 = jnp.uint32
-_CLASS_FIELDS = 5
 
 
 class Config(NamedTuple):
@@ -70,90 +71,106 @@ def launch(
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows of one program, all of one width. Scalars are values of the kernel."""
+    """Rows of one width of a program. Scalars are values of the kernel."""
 
     layout: Layout
+    index: Array  # int32, of the program among those of the chunk
+    chunk: Index
+    place: Array  # int32 [rows], within the chunk; some repeat if there are fewer of this width
     width: Array  # int32
-    top: Array  # uint32, the largest magnitude code
     levels: Levels
-    class_rows: Array  # int32
-    codes_start: Array  # int32, in 16-bit units of the message
-    row: Array  # int32 [rows], within the class; the last row repeats where the block overhangs
-    place: Array  # int32 [rows], within the chunk
+    starts_ref: Any  # of planes, see `Places`
+    low_starts: list[Array]  # those of the first eight planes, read once
 
-    @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """All widths that a block of this layout can have."""
-        return tuple(c.width for c in self.layout.classes)
+    def start(self, bit: int) -> Array:
+        """Return the first unit of a plane, int32."""
+        few = bit < len(self.low_starts)
+        return self.low_starts[bit] if few else self.starts_ref[self.chunk, bit]
 
-    def when(self, bits: int, then: Callable, otherwise: Callable, operand: list) -> list:
-        """Return `then(operand)` if the width has that plane of 4, 2 or 1 bits."""
-        having = [bits in planes(width) for width in self.widths]
-        if all(having):
-            return then(operand)
-        return (
-            lax.cond((self.width & bits) != 0, then, otherwise, operand) if any(having) else operand
-        )
-
-    def plane(self, low: Index, bits: int, part: int) -> Array:
-        """Return the places of slice `part` of a plane, in 16-bit units: int32 [rows, 16]."""
-        start = self.codes_start + 16 * self.class_rows * low
-        return (start + self.row * (16 * bits) + 16 * part)[:, None] + iota(16)[None, :]
+    def plane(self, bit: int) -> Array:
+        """Return where the rows lie in a plane: int32 [rows, 16], in 16-bit units of a message."""
+        return ((self.start(bit) + self.place) * (UNIT // 2))[:, None] + iota(UNIT // 2)[None, :]
 
 
-def for_each_block(
-    kernel: Callable,
-    layout: Layout,
-    config: Config,
-    operands: Sequence[Array | int],
-    out_shape: jax.ShapeDtypeStruct,
-    chunks: int = 1,
-) -> Array:
-    """Run `kernel(block, *operand refs, out ref)` for the blocks of one or more chunks.
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of a chunk, or of all chunks, which the second axis of the grid counts."""
 
-    The second axis of the grid counts chunks.
-    """
-    classes, levels = _tables(layout, config)
+    layout: Layout
+    config: Config
+    places: Places
+    chunk: Index | None = None  # None for all
 
-    def body(classes_ref, levels_ref, *refs):
-        kernel(_locate(layout, config, classes_ref, levels_ref), *refs)
+    def run(
+        self, kernel: Callable, operands: Sequence[Any], out_shape: jax.ShapeDtypeStruct
+    ) -> Array:
+        """Run `kernel(block, row, *operand refs, out ref)` for all blocks.
 
-    blocks = sum(config.programs(c.rows) for c in layout.classes)
-    return launch(body, (blocks, chunks), config, [classes, levels, *operands], out_shape)
+        Args:
+          kernel: function of a block, the original rows at its places, int32 [rows], and refs.
+          operands: arrays and numbers that the kernel takes.
+          out_shape: of its result.
+        """
+        numbers, structure = _level_table(self.layout)
+
+        def body(chunk_ref, order_ref, widths_ref, starts_ref, levels_ref, *refs):
+            index = pl.program_id(0)
+            chunk = pl.program_id(1) if self.chunk is None else chunk_ref[0]
+
+            def handle(width: Array, _: None) -> None:
+                start, stop = self._places_of_width(width, index, starts_ref, chunk)
+
+                @pl.when(start <= stop)
+                def _handle() -> None:
+                    columns = [levels_ref[width, i] for i in range(numbers.shape[1])]
+                    place = lax.min(start + iota(self.config.rows), stop)
+                    block = Block(
+                        layout=self.layout,
+                        index=index,
+                        chunk=chunk,
+                        place=place,
+                        width=width,
+                        levels=jax.tree.unflatten(structure, columns),
+                        starts_ref=starts_ref,
+                        low_starts=[starts_ref[chunk, bit] for bit in range(8)],
+                    )
+                    kernel(block, order_ref[chunk, place], *refs)
+
+            widest, narrowest = (widths_ref[chunk, place] for place in self._ends(index))
+            lax.fori_loop(narrowest, widest + 1, handle, None)
+
+        chunks = self.layout.num_chunks if self.chunk is None else 1
+        grid = (self.config.programs(self.layout.rows_per_chunk), chunks)
+        tables = [0 if self.chunk is None else self.chunk, *self.places, numbers]
+        return launch(body, grid, self.config, [*tables, *operands], out_shape)
+
+    def _ends(self, index: Array) -> tuple[Array, Array]:
+        """Return the first and the last place of a program."""
+        first = index * self.config.rows
+        most = jnp.int32(self.layout.rows_per_chunk - 1)
+        return first, lax.min(first + (self.config.rows - 1), most)
+
+    def _places_of_width(
+        self, width: Array, index: Array, starts_ref, chunk: Index
+    ) -> tuple[Array, Array]:
+        """Return the first and the last place of a program that has a width."""
+
+        def rows_in_plane(bit: Array) -> Array:
+            return starts_ref[chunk, bit + 1] - starts_ref[chunk, bit]
+
+        # Rows in plane `width` are wider, and those that are not in the plane before narrower.
+        most, (first, last) = jnp.int32(MAX_WIDTH - 1), self._ends(index)
+        wider = jnp.where(width > most, 0, rows_in_plane(lax.min(width, most)))
+        enough = rows_in_plane(lax.max(width - 1, 0))
+        enough = jnp.where(width > 0, enough, self.layout.rows_per_chunk)
+        return lax.max(first, wider), lax.min(last, enough - 1)
 
 
-def _tables(layout: Layout, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    classes, levels, block = [], [], 0
-    for c in layout.classes:
-        classes.append([c.width, c.first_row, c.rows, c.codes_start // 32, block])
-        numbers = layout.quantizer.levels(c.width)
-        levels.append(jax.tree.leaves(numbers))
-        block += config.programs(c.rows)
-    return np.array(classes, np.int32).reshape(-1), np.array(levels, np.float32).reshape(-1)
-
-
-def _locate(layout: Layout, config: Config, classes_ref, levels_ref) -> Block:
-    program, index, first_block = pl.program_id(0), jnp.int32(0), 0
-    for c in layout.classes[:-1]:
-        first_block += config.programs(c.rows)
-        index = index + (program >= first_block).astype(jnp.int32)
-    width, first_row, rows, codes_start, first = (
-        classes_ref[index * _CLASS_FIELDS + i] for i in range(_CLASS_FIELDS)
-    )
-    names, structure = jax.tree.flatten(layout.quantizer.levels(2))
-    numbers = [levels_ref[index * len(names) + i] for i in range(len(names))]
-    levels = jax.tree.unflatten(structure, numbers)
-    row = lax.min((program - first) * config.rows + iota(config.rows), rows - 1)
-    return Block(
-        layout=layout,
-        width=width,
-        top=jnp.asarray(top_code(levels)),
-        levels=levels,
-        class_rows=rows,
-        codes_start=codes_start * 16,
-        row=row,
-        place=first_row + row,
-    )
+def _level_table(layout: Layout) -> tuple[np.ndarray, Any]:
+    """Return numbers of the levels of all widths, float32 [17, numbers], and their structure."""
+    levels = layout.quantizer.levels_of_widths()
+    numbers = np.array([jax.tree.leaves(one) for one in levels], np.float32)
+    return numbers, jax.tree.structure(levels[0])
 
 
 def to_lanes(by_group: Array) -> Array:

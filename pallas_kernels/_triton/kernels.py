@@ -8,8 +8,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import message, rows
-from pallas_kernels._triton.blocks import Config, for_each_block, launch
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows
+from pallas_kernels._triton.blocks import Blocks, Config, launch
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 from pallas_kernels.compat import shape_like
@@ -46,19 +46,17 @@ def hop(
     """Encode the sum of received and local rows."""
     received = payloads.shape[0]
 
-    def kernel(block, chunk_ref, turn_ref, seed_ref, order_ref, rows_ref, *messages):
+    def kernel(block, row, turn_ref, seed_ref, rows_ref, *messages):
         received_ref, sent_ref = messages[0], messages[-1]
-        chunk = chunk_ref[0]
-        row = order_ref[chunk, block.place]
-        pieces = rows.partial_sum(block, rows_ref, row, received_ref, received)
-        rows.encode(block, pieces, rows.Noise(chunk, turn_ref[0], seed_ref), sent_ref)
+        pieces = rows.gather(rows_ref, row)
+        if received:
+            pieces = rows.add_messages(block, pieces, received_ref, received)
+        rows.encode(block, pieces, rows.Noise(turn_ref[0], seed_ref), sent_ref)
 
     messages = [message.halves(payloads)] if received else []
-    sent = for_each_block(
+    sent = Blocks(layout, config, local.places, chunk).run(
         kernel,
-        layout,
-        config,
-        [chunk, turn, local.seed, local.order, local.rows, *messages],
+        [turn, local.seed, local.rows, *messages],
         shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
     )
     return message.as_bytes(sent)
@@ -70,35 +68,29 @@ def decompress_accumulate(
     """Sum received and local rows."""
     received = payloads.shape[0]
 
-    def kernel(block, chunk_ref, order_ref, rows_ref, messages_ref, sums_ref):
-        row = order_ref[chunk_ref[0], block.place]
-        pieces = rows.partial_sum(block, rows_ref, row, messages_ref, received)
+    def kernel(block, row, rows_ref, messages_ref, sums_ref):
+        pieces = rows.gather(rows_ref, row)
+        pieces = rows.add_messages(block, pieces, messages_ref, received)
         rows.scatter(pieces, sums_ref, block.place)
 
-    return for_each_block(
+    return Blocks(layout, config, local.places, chunk).run(
         kernel,
-        layout,
-        config,
-        [chunk, local.order, local.rows, message.halves(payloads)],
+        [local.rows, message.halves(payloads)],
         shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, local.rows),
     )
 
 
 def decompress(
-    payloads: Array, order: Array, *, layout: Layout, config: Config = Config()
+    payloads: Array, places: Places, *, layout: Layout, config: Config = Config()
 ) -> Array:
     """Decode the messages of all chunks to rows in their original order."""
 
-    def kernel(block, order_ref, messages_ref, rows_ref):
-        chunk = pl.program_id(1)
-        pieces = rows.decode(block, messages_ref, chunk * (layout.payload_bytes // 2))
-        rows.scatter(pieces, rows_ref, order_ref[chunk, block.place])
+    def kernel(block, row, messages_ref, rows_ref):
+        start = block.chunk * (layout.payload_bytes // 2)
+        rows.scatter(rows.decode(block, messages_ref, start), rows_ref, row)
 
-    return for_each_block(
+    return Blocks(layout, config, places).run(
         kernel,
-        layout,
-        config,
-        [order, message.halves(payloads)],
+        [message.halves(payloads)],
         shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
-        chunks=layout.num_chunks,
     )

@@ -4,10 +4,6 @@ Messages are read and written in units of 16 bits, the largest unit that divides
 message. The compiler joins two of them into one access of 32 bits.
 """
 
-import functools
-import operator
-from collections.abc import Callable
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -24,8 +20,8 @@ from pallas_kernels._triton.blocks import (
     split_lanes,
 )
 from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.packing import planes
+from pallas_kernels.codec.bit_planes import UNIT
+from pallas_kernels.codec.packing import MAX_WIDTH
 
 
 def halves(payloads: Array) -> Array:
@@ -38,74 +34,39 @@ def as_bytes(message: Array) -> Array:
     return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
 
 
-def unpack(block: Block, message_ref, start: Index) -> tuple[list[Array], list[Array]]:
-    """Load words [rows, 8] of the low bytes of codes and, for widths over 8, of the high ones."""
+def load_codes(block: Block, message_ref, start: Index, low: int) -> list[Array]:
+    """Load eight bits of the codes of every piece from bit `low` on: words [rows, 8] of bytes."""
+    from jax.experimental.pallas import triton
 
-    def load(low: Index, bits: int, part: int) -> Array:
-        units = message_ref[start + block.plane(low, bits, part)].astype(U32)
-        return merge_lanes(units, 2)
+    def load(bit: int) -> Array:
+        units = start + block.plane(bit)
+        has_bit = jnp.broadcast_to(block.width > bit, units.shape)
+        return merge_lanes(triton.load(message_ref.at[units], mask=has_bit, other=0).astype(U32), 2)
 
-    zero = [jnp.zeros((block.row.shape[0], 8), U32) for _ in range(PIECES)]
-    whole, rest = block.width >> 3, block.width & 7  # planes of 8 bits; the other bits
-    words = zero
-    for bits in (4, 2, 1):
-        low = rest & (8 - 2 * bits)  # bits of the larger planes before it
-
-        def add(words: list, bits: int = bits, low: Array = low) -> list:
-            for part in range(bits):
-                word = load(8 * whole + low, bits, part)
-                for lane in range(8 // bits):
-                    field = (word >> np.uint32(bits * lane)) & in_every_byte(2**bits - 1)
-                    piece = part + bits * lane
-                    words[piece] = words[piece] | (field << low.astype(U32))
-            return words
-
-        words = block.when(bits, lambda words, add=add: add(list(words)), list, words)
-    if max(block.widths) < 8:
-        return words, []
-
-    def bytes_at(low: int) -> Callable:
-        return lambda _: [load(low, 8, part) for part in range(PIECES)]
-
-    first = lax.cond(whole >= 1, bytes_at(0), list, words)
-    if max(block.widths) == 8:
-        return first, []
-    high = lax.cond(whole >= 1, list, lambda _: list(zero), words)
-    if 16 in block.widths:
-        high = lax.cond(whole >= 2, bytes_at(8), list, high)
-    return first, high
+    return _transpose([load(low + bit) for bit in range(8)])
 
 
-def pack(block: Block, low: list[Array], high: list[Array], message_ref) -> None:
-    """Store the words that `unpack` loads."""
+def store_codes(block: Block, words: list[Array], low: int, message_ref) -> None:
+    """Store the words that `load_codes` loads."""
+    for bit, word in enumerate(_transpose(words), start=low):
 
-    def store(at: Index, bits: int, part: int, word: Array) -> None:
-        message_ref[block.plane(at, bits, part)] = split_lanes(word, 2).astype(jnp.uint16)
+        @pl.when(block.width > bit)
+        def _(bit: int = bit, word: Array = word) -> None:
+            message_ref[block.plane(bit)] = split_lanes(word, 2).astype(jnp.uint16)
 
-    whole, rest = block.width >> 3, block.width & 7
-    words = [jnp.where(whole >= 1, h, w) for w, h in zip(low, high, strict=True)] if high else low
-    for bits in (4, 2, 1):
-        if not any(bits in planes(width) for width in block.widths):
-            continue
-        at = rest & (8 - 2 * bits)
 
-        @pl.when((rest & bits) != 0)
-        def _(bits: int = bits, at: Array = at) -> None:
-            for part in range(bits):
-                fields = [
-                    ((words[part + bits * lane] >> at.astype(U32)) & in_every_byte(2**bits - 1))
-                    << np.uint32(bits * lane)
-                    for lane in range(8 // bits)
-                ]
-                store(8 * whole + at, bits, part, functools.reduce(operator.or_, fields))
-
-    for index, wide in enumerate((low, high)):
-        if any(width >= 8 * (index + 1) for width in block.widths):
-
-            @pl.when(whole >= index + 1)
-            def _(index: int = index, wide: list[Array] = wide) -> None:
-                for part in range(PIECES):
-                    store(8 * index, 8, part, wide[part])
+def _transpose(words: list[Array]) -> list[Array]:
+    """Swap bit i of byte b of word k and bit k of byte b of word i, for eight words."""
+    words = list(words)
+    for shift, mask in ((4, 0x0F), (2, 0x33), (1, 0x55)):
+        for first in range(PIECES):
+            second = first + shift
+            if first & shift:
+                continue
+            swapped = ((words[first] >> np.uint32(shift)) ^ words[second]) & in_every_byte(mask)
+            words[second] = words[second] ^ swapped
+            words[first] = words[first] ^ (swapped << np.uint32(shift))
+    return words
 
 
 def load_group_bytes(block: Block, message_ref, start: Index, piece: int) -> Array:
@@ -146,13 +107,21 @@ def store_scales(block: Block, group_scales: list[Array], super_bits: Array, mes
     message_ref[at] = units.astype(jnp.uint16)
 
 
-def pad(layout: Layout, message_ref) -> None:
-    """Write the zeros at the end of a message."""
-    if layout.padding_start < layout.payload_bytes:
+def pad(block: Block, message_ref) -> None:
+    """Write the zeros after the planes and at the end of a message."""
+    layout = block.layout
 
-        @pl.when(pl.program_id(0) == 0)
-        def _() -> None:
-            # Some zeros are stored twice: a shape has to be a power of two.
-            last = jnp.int32(layout.payload_bytes // 2 - 1)
-            at = lax.min(layout.padding_start // 2 + iota(8), last)
-            message_ref[at] = jnp.zeros((8,), jnp.uint16)
+    def clear(start: Index, stop: int, count: int) -> None:
+        # Some zeros are stored twice: a shape has to be a power of two.
+        at = lax.min(start + iota(count), jnp.int32(stop - 1))
+        message_ref[at] = jnp.zeros((count,), jnp.uint16)
+
+    @pl.when(block.index == 0)
+    def _() -> None:
+        if layout.padding_start < layout.payload_bytes:
+            clear(layout.padding_start // 2, layout.payload_bytes // 2, 8)
+        # Units that no step of the allocation could use, fewer than the largest of them.
+        used, half = block.start(MAX_WIDTH), UNIT // 2
+        pl.when(used < layout.units)(
+            lambda: clear(used * half, layout.units * half, MAX_WIDTH * half)
+        )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import message
 from pallas_kernels._triton.arithmetic import arithmetic, bytes_to_float
@@ -22,8 +23,8 @@ from pallas_kernels._triton.blocks import (
     to_lanes,
 )
 from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import Index, code_to_float, float_to_code
-from pallas_kernels.codec.levels import round_to_level
+from pallas_kernels.codec.arithmetic import WHOLE, Index, code_to_float, float_to_code
+from pallas_kernels.codec.levels import level_bits
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
 
 Pieces = Sequence[Array]  # float32 [rows, 32] each
@@ -32,22 +33,18 @@ Pieces = Sequence[Array]  # float32 [rows, 32] each
 class Noise(NamedTuple):
     """Number of a compression, which its rounding offsets depend on."""
 
-    chunk: Array
     turn: Array
     seed_ref: Any
 
 
-def partial_sum(block: Block, rows_ref, row: Array, messages_ref, received: int) -> list[Array]:
-    """Sum local rows and those of the received messages, which lie one after the other."""
+def add_messages(block: Block, pieces: Pieces, messages_ref, received: int) -> list[Array]:
+    """Add the rows of one or more received messages, which lie one after the other."""
     halves = block.layout.payload_bytes // 2
 
     def add(index: Index, pieces: Pieces) -> list[Array]:
         return decode(block, messages_ref, index * halves, pieces)
 
-    pieces = gather(rows_ref, row)
-    if received <= 1:
-        return add(0, pieces) if received else pieces
-    return lax.fori_loop(0, received, add, pieces)
+    return add(0, pieces) if received == 1 else lax.fori_loop(0, received, add, list(pieces))
 
 
 def gather(rows_ref, row: Array) -> list[Array]:
@@ -67,21 +64,26 @@ def scatter(pieces: Pieces, rows_ref, row: Array) -> None:
 def decode(block: Block, message_ref, start: Index, onto: Pieces | None = None) -> list[Array]:
     """Decode the block in the message that starts at `start` (16-bit units), added to `onto`."""
     ops = arithmetic()
-    low, high = message.unpack(block, message_ref, start)
     super_bits = message_ref[start + block.layout.super_scales_start // 2 + block.place]
-    pieces = []
-    for piece in range(PIECES):
-        scale = scales.reconstruct_scales(
-            message.load_group_bytes(block, message_ref, start, piece), super_bits
-        )
-        value, sign = _magnitude_and_sign(block, low[piece], high[piece] if high else None)
+
+    def add(piece: int, value: Array, sign: Array) -> Array:
+        group_bytes = message.load_group_bytes(block, message_ref, start, piece)
+        scale = to_lanes(scales.reconstruct_scales(group_bytes, super_bits))
         position = lax.bitcast_convert_type(block.levels.position(value, ops), U32)
-        signed = lax.bitcast_convert_type(position ^ sign, jnp.float32)
-        scale = to_lanes(scale)
-        pieces.append(
-            signed * scale if onto is None else ops.multiply_add(signed, scale, onto[piece])
-        )
-    return pieces
+        signed = lax.bitcast_convert_type(position ^ (sign & np.uint32(1 << 31)), jnp.float32)
+        return signed * scale if onto is None else ops.multiply_add(signed, scale, onto[piece])
+
+    def narrow() -> list[Array]:
+        words = message.load_codes(block, message_ref, start, 0)
+        return [add(piece, *_of_bytes(word)) for piece, word in enumerate(words)]
+
+    def wide() -> list[Array]:
+        low, high = (message.load_codes(block, message_ref, start, bit) for bit in (0, 8))
+        codes = [_two_bytes(*words) for words in zip(low, high, strict=True)]
+        return [add(piece, *_of_codes(code)) for piece, code in enumerate(codes)]
+
+    # Nearly all widths are narrow, and a byte costs less.
+    return lax.cond(block.width > 8, wide, narrow)
 
 
 def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
@@ -94,7 +96,7 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
         maxima.append(_group_maxima(bits, row_maxima[-1], layout.group_size).astype(U32))
     super_bits = scales.quantize_super_scales(functools.reduce(jnp.maximum, row_maxima).astype(U32))
     words = _noise_words(block, noise)
-    low, high, group_scales = [], [], []
+    codes, group_scales = [], []
     for piece, (values, maximum) in enumerate(zip(pieces, maxima, strict=True)):
         group_scale = scales.quantize_group_scales(maximum, super_bits[:, None], ops)
         inverse = scales.reciprocal(scales.scale_of_groups(group_scale, super_bits), ops)
@@ -102,35 +104,50 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
         offset: Array | np.float32 = np.float32(0.5)
         if words is not None:
             offset = half_to_offset(words[piece % 4] >> np.uint32(16 * (piece // 4)))
-        magnitude = round_to_level(t, offset, block.levels, ops)
-        sign = lax.bitcast_convert_type(values, U32) >> (np.uint32(32) - block.width.astype(U32))
-        code = magnitude | (sign & ~block.top)  # one instruction, with the mask of the magnitude
-        if max(block.widths) > 8:
-            low.append(merge_lanes(code & np.uint32(0xFF), 4))
-            high.append(merge_lanes(code >> np.uint32(8), 4))
-        else:
-            low.append(merge_lanes(code, 4))
+        magnitude = level_bits(t, offset, block.levels, ops)
+        sign = lax.bitcast_convert_type(values, U32) >> np.uint32(31)
+        codes.append((magnitude << np.uint32(1)) | sign)
         group_scales.append(float_to_code(group_scale))
     message.store_scales(block, group_scales, super_bits, message_ref)
-    message.pack(block, low, high, message_ref)
-    message.pad(layout, message_ref)
+    whole = np.uint32(2 * int(WHOLE.view(np.uint32)) % 2**32)  # in all codes
+
+    @pl.when(block.width <= 8)
+    def _() -> None:
+        # Cheaper taken off four codes at once.
+        whole_words = np.uint32(int(whole) * 0x01010101 % 2**32)
+        words = [merge_lanes(code, 4) - whole_words for code in codes]
+        message.store_codes(block, words, 0, message_ref)
+
+    @pl.when(block.width > 8)
+    def _() -> None:
+        for low in (0, 8):
+            parts = [((code - whole) >> np.uint32(low)) & np.uint32(0xFF) for code in codes]
+            message.store_codes(block, [merge_lanes(part, 4) for part in parts], low, message_ref)
+
+    message.pad(block, message_ref)
 
 
-def _magnitude_and_sign(block: Block, low: Array, high: Array | None) -> tuple[Array, Array]:
-    """Split codes into float32 magnitudes and uint32 words of the sign bit, both [rows, 32]."""
-    top, width = block.top, block.width.astype(U32)
-    if high is None:
-        magnitudes = low & (top * np.uint32(0x01010101))
-        value = bytes_to_float(magnitudes[:, :, None], iota(4)[None, None, :]).reshape(-1, LANES)
-        signs = (low << (np.uint32(8) - width)) & in_every_byte(0x80)
-        lane = (np.uint32(24) - np.uint32(8) * iota(4).astype(U32))[None, None, :]
-        sign = (signs[:, :, None] << lane).reshape(-1, LANES) & np.uint32(0x80000000)
-    else:
-        code = split_lanes(low, 4) & np.uint32(0xFF)
-        code = code | ((split_lanes(high, 4) & np.uint32(0xFF)) << np.uint32(8))
-        value = code_to_float(code & top)
-        sign = (code >> (width - np.uint32(1))) << np.uint32(31)
-    return value, sign
+def _of_bytes(words: Array) -> tuple[Array, Array]:
+    """Split codes of a byte, in words [rows, 8], into magnitudes and signs.
+
+    Returns:
+      Magnitudes in float32 and words whose top bit is the sign, both [rows, 32].
+    """
+    magnitudes = (words >> np.uint32(1)) & in_every_byte(0x7F)
+    value = bytes_to_float(magnitudes[:, :, None], iota(4)[None, None, :]).reshape(-1, LANES)
+    lane = (np.uint32(31) - np.uint32(8) * iota(4).astype(U32))[None, None, :]
+    return value, (words[:, :, None] << lane).reshape(-1, LANES)
+
+
+def _of_codes(codes: Array) -> tuple[Array, Array]:
+    """Split codes, uint32 [rows, 32], as `_of_bytes`."""
+    return code_to_float(codes >> np.uint32(1)), codes << np.uint32(31)
+
+
+def _two_bytes(low: Array, high: Array) -> Array:
+    """Join the bytes of codes, in words [rows, 8], to codes uint32 [rows, 32]."""
+    low, high = (split_lanes(words, 4) & np.uint32(0xFF) for words in (low, high))
+    return low | (high << np.uint32(8))
 
 
 def _group_maxima(bits: Array, row_maxima: Array, group_size: int) -> Array:
@@ -148,7 +165,7 @@ def _noise_words(block: Block, noise: Noise) -> list[Array] | None:
     rounding = block.layout.quantizer.rounding
     if rounding == "nearest":
         return None
-    ids = (noise.chunk * block.layout.rows_per_chunk + block.place).astype(U32)
+    ids = (block.chunk * block.layout.rows_per_chunk + block.place).astype(U32)
     rows = row_words(ids, noise.turn, noise.seed_ref, rounding)[:, None]
     lanes = [(iota(LANES) + LANES * piece).astype(U32)[None, :] for piece in range(PIECES // 2)]
     return [lane_words(rows, lane, noise.turn, rounding) for lane in lanes]

@@ -3,19 +3,29 @@
 Every kernel reproduces it. Nothing here communicates. From the bottom up:
 
     arithmetic  elementary operations that each backend may implement differently
-    packing     codes to bytes
+    packing     codes of one width to bytes
+    bit_planes  codes of different widths to bytes
     levels      magnitudes to codes and back
     rounding    shared random offsets
     scales      scales of groups and super-groups
     rows        rows to norms, codes and scales, and back
+    allocation  bits to rows
     layout      shape of a bucket on the wire
     ordering    rows to places
 """
 
-from pallas_kernels.codec import packing, scales
+from pallas_kernels.codec import bit_planes, packing, scales
+from pallas_kernels.codec.allocation import Allocation
 from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.layout import Layout, Quantizer, make_layout
-from pallas_kernels.codec.ordering import LocalRows, order_rows, rank, restore_rows
+from pallas_kernels.codec.layout import Layout, Quantizer
+from pallas_kernels.codec.ordering import (
+    LocalRows,
+    Places,
+    make_places,
+    place_rows,
+    rank,
+    restore_rows,
+)
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, WIDTHS, row_bytes
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import l2_norm

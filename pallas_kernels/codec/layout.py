@@ -1,14 +1,14 @@
-"""Shape of a bucket on the wire: rows of each width, and their places in a message."""
+"""Shape of a bucket on the wire: chunks of rows, and the sections of a message."""
 
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.codec import packing
+from pallas_kernels.codec.allocation import Allocation
+from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.levels import Levels, Spacing, levels_of_rows, make_levels
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, row_bytes
+from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import Rounding
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -27,39 +27,39 @@ class Quantizer:
         """Return the levels of a width."""
         return make_levels(width, self.spacing, self.gap_ratio)
 
+    def levels_of_widths(self) -> list[Levels]:
+        """Return the levels of all widths from 0 on."""
+        return [self.levels(width) for width in range(MAX_WIDTH + 1)]
 
-@dataclasses.dataclass(frozen=True)
-class WidthClass:
-    """Rows of one width inside a chunk. Offsets in rows; `codes_start` in bytes of the message."""
-
-    width: int
-    rows: int
-    first_row: int
-    codes_start: int
+    def levels_of_rows(self, widths: Array) -> Levels:
+        """Return the levels of rows of some widths, int32 [rows], as columns [rows, 1]."""
+        return levels_of_rows(self.levels_of_widths(), widths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Static description of the message of one chunk, the same for all chunks of a bucket.
-
-    Invariants: `classes` are disjoint, in order and cover `rows_per_chunk`; `payload_bytes` is the
-      whole message.
-    """
+    """Static description of the message of one chunk, the same for all chunks of a bucket."""
 
     size: int  # coordinates of the bucket, before padding
     num_chunks: int  # a multiple of the workers
+    code_bits: float  # budget for the codes, per coordinate
+    allocation: Allocation
     quantizer: Quantizer
-    classes: tuple[WidthClass, ...]  # widest first, none empty
 
     @property
     def rows_per_chunk(self) -> int:
         """Super-groups in a chunk, R."""
-        return self.classes[-1].first_row + self.classes[-1].rows
+        return -(-self.size // (SUPER_GROUP_SIZE * self.num_chunks))
 
     @property
     def num_rows(self) -> int:
         """Super-groups in the padded bucket, n * R."""
         return self.num_chunks * self.rows_per_chunk
+
+    @property
+    def units(self) -> int:
+        """Units of 32 bytes that the planes of a message take: a row takes one for each bit."""
+        return int(self.code_bits * self.rows_per_chunk + 1e-6)
 
     @property
     def group_size(self) -> int:
@@ -74,8 +74,7 @@ class Layout:
     @property
     def group_scales_start(self) -> int:
         """Byte of the message where the group scales start."""
-        last = self.classes[-1]
-        return last.codes_start + last.rows * row_bytes(last.width)
+        return UNIT * self.units
 
     @property
     def super_scales_start(self) -> int:
@@ -101,33 +100,19 @@ class Layout:
         """Invert `as_rows`."""
         return rows.reshape(-1)[: self.size]
 
-    def levels(self, first: Array | int, count: int) -> Levels:
-        """Return the levels at places `first .. first + count` of a chunk, as [count, 1]."""
-        places = first + jnp.arange(count, dtype=jnp.int32)
-        later_classes = np.array([c.first_row for c in self.classes[1:]], np.int32)
-        class_of_row = jnp.sum((places[:, None] >= later_classes).astype(jnp.int32), axis=1)
-        return levels_of_rows([self.quantizer.levels(c.width) for c in self.classes], class_of_row)
+    def message(self, planes: Array, group_bytes: Array, super_bits: Array) -> Array:
+        """Join planes, group scales and super-scales into one message, uint8 [payload_bytes].
 
-    def pack(self, codes: Array, group_bytes: Array, super_bits: Array) -> Array:
-        """Join codes, group scales and super-scales into one message, uint8 [payload_bytes].
-
-        They are uint16 [R, 256], uint8 [R, groups] and uint16 [R].
+        They are uint8 [units, 32], uint8 [R, groups] and uint16 [R].
         """
-        parts: list[Array] = []
-        for c in self.classes:
-            parts += packing.pack(codes[c.first_row : c.first_row + c.rows], c.width)
-        parts += [group_bytes, lax.bitcast_convert_type(super_bits, jnp.uint8)]
+        parts = [planes, group_bytes, lax.bitcast_convert_type(super_bits, jnp.uint8)]
         message = jnp.concatenate([part.reshape(-1) for part in parts])
         return jnp.pad(message, (0, self.payload_bytes - message.size))
 
-    def unpack(self, payload: Array) -> tuple[Array, Array, Array]:
-        """Invert `pack`."""
-        codes = []
-        for c in self.classes:
-            section = payload[c.codes_start : c.codes_start + c.rows * row_bytes(c.width)]
-            codes.append(packing.unpack(section, c.rows, c.width))
-        joined = jnp.concatenate(codes).reshape(self.rows_per_chunk, SUPER_GROUP_SIZE)
-        return joined, *self.scales(payload)
+    def planes(self, payload: Array) -> Array:
+        """Read the planes of messages, uint8 [..., payload_bytes] to [..., units, 32]."""
+        planes = payload[..., : self.group_scales_start]
+        return planes.reshape(*payload.shape[:-1], self.units, UNIT)
 
     def scales(self, payload: Array) -> tuple[Array, Array]:
         """Read group scales and super-scales from messages, uint8 [..., payload_bytes].
@@ -147,30 +132,3 @@ class Layout:
         scales = [part.reshape(*batch, -1) for part in (group_bytes, super_bytes)]
         section = slice(self.group_scales_start, self.padding_start)
         return payload.at[..., section].set(jnp.concatenate(scales, axis=-1))
-
-
-def make_layout(
-    size: int, num_chunks: int, fractions: tuple[tuple[int, float], ...], quantizer: Quantizer
-) -> Layout:
-    """Lay out a bucket whose rows take widths in the given fractions.
-
-    Of R rows in a chunk, the classes up to a width end at row round(f R), where f is the sum of
-    their fractions and halves go to the even number.
-
-    Args:
-      size: coordinates of the bucket, at least 1.
-      num_chunks: chunks of the bucket, the same number for each worker.
-      fractions: (width, share of the rows), widest first, shares adding up to 1.
-      quantizer: group size, levels and rounding of the rows.
-    """
-    rows_per_chunk = -(-size // (SUPER_GROUP_SIZE * num_chunks))
-    classes, first_row, codes_start, cumulative = [], 0, 0, 0.0
-    for width, fraction in fractions:
-        cumulative += fraction
-        is_last = width == fractions[-1][0]
-        rows = (rows_per_chunk if is_last else round(cumulative * rows_per_chunk)) - first_row
-        if rows > 0:
-            classes.append(WidthClass(width, rows, first_row, codes_start))
-            first_row += rows
-            codes_start += rows * row_bytes(width)
-    return Layout(size=size, num_chunks=num_chunks, quantizer=quantizer, classes=tuple(classes))

@@ -132,13 +132,20 @@ def round_to_level(
     Rounds up with the probability that makes the result unbiased when `offset` is uniform in
     [0, 1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)).
     """
+    return level_bits(t, offset, levels, ops) & top_code(levels)
+
+
+def level_bits(
+    t: Array, offset: Array | np.float32, levels: Levels, ops: Arithmetic = PLAIN
+) -> Array:
+    """Compute `round_to_level` plus the bits of `arithmetic.WHOLE`; anything of NaN."""
     # Where t is a position, r may be one too small. This is harmless: t - f(r) is then about one
     # gap, and rounds to the same level.
     code, bits = ops.nearest_whole(levels.inverse(t, ops))
     position = levels.position(code, ops)
     short = ops.multiply_add(levels.gap(code, position, ops), offset, position - t)
     up = lax.bitcast_convert_type(short, jnp.uint32) >> np.uint32(31)
-    return (bits + up) & top_code(levels)
+    return bits + up
 
 
 def top_code(levels: Levels) -> Array | np.uint32:
@@ -166,17 +173,17 @@ def make_levels(width: int, spacing: Spacing, gap_ratio: float) -> Levels:
     return jax.tree.map(np.float32, levels._replace(top=num_levels(width)))
 
 
-def levels_of_rows(classes: Sequence[Levels], class_of_row: Array) -> Levels:
-    """Return the levels of every row, `classes[class_of_row]`, as columns [rows, 1]."""
-    table = np.array([jax.tree.leaves(levels) for levels in classes])
-    numbers = jnp.asarray(table).at[class_of_row].get(mode="promise_in_bounds")
-    columns = jnp.split(numbers, table.shape[1], axis=1)
-    return jax.tree.unflatten(jax.tree.structure(classes[0]), columns)
+def levels_of_rows(table: Sequence[Levels], index_of_row: Array) -> Levels:
+    """Return the levels of every row, `table[index_of_row]`, as columns [rows, 1]."""
+    numbers = np.array([jax.tree.leaves(levels) for levels in table])
+    columns = jnp.asarray(numbers).at[index_of_row].get(mode="promise_in_bounds")
+    split = jnp.split(columns, numbers.shape[1], axis=1)
+    return jax.tree.unflatten(jax.tree.structure(table[0]), split)
 
 
-def error_coefficient(width: int) -> float:
-    """Return a width's expected squared error over squared norm, up to a factor: about 1 / L^2."""
-    return 1.0 / num_levels(width) ** 2 if width else 4.0
+def distortion(width: int) -> float:
+    """Return a width's expected squared error over squared norm, within 15 %; see `Allocation`."""
+    return 1.0 / num_levels(width) ** 2 if width else 1.0
 
 
 def _quadratic(top: int, gap_ratio: float) -> QuadraticLevels:

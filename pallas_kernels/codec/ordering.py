@@ -1,8 +1,8 @@
-"""Rows to places: which row of the bucket goes to which place of which chunk.
+"""Rows to places: which row of the bucket goes to which place of which chunk, at which width.
 
-Each width class is distributed evenly over the chunks, so that every chunk has the same static
-layout. This takes no communication: all workers hold the same integers, and a stable sort of these
-gives the same order everywhere.
+Rows are dealt to the chunks by their norms, so that all chunks have nearly the same widths. This
+takes no communication: all workers hold the same integers, and a stable sort of these gives the
+same order everywhere.
 """
 
 from typing import NamedTuple
@@ -11,39 +11,61 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.codec.allocation import ENERGY_LIMIT
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 
-# Norms are not negative, so their order does not need the sign.
-_BITS = 15
-_LARGEST = np.uint16((1 << _BITS) - 1)
+_BITS = ENERGY_LIMIT.bit_length() - 1  # norms are not negative: their order has no sign
+_LARGEST = np.uint16(ENERGY_LIMIT - 1)
+
+
+class Places(NamedTuple):
+    """Places of the rows of a bucket, or without the leading axis those of one chunk."""
+
+    order: Array  # original row of every place, int32 [num_chunks, rows_per_chunk]
+    widths: Array  # width of every place, not increasing: int32 [num_chunks, rows_per_chunk]
+    starts: Array  # where every plane starts, and the last ends, in units: int32 [num_chunks, 17]
+
+    def at(self, chunk: Index) -> "Places":
+        """Return the places of one chunk."""
+        return Places(*(lax.dynamic_index_in_dim(leaf, chunk, keepdims=False) for leaf in self))
 
 
 class LocalRows(NamedTuple):
     """Rows of a bucket that a worker holds, their places, and the seed of the rounding noise."""
 
     rows: Array  # local values in their original order, float [num_rows, 256]
-    order: Array  # original row of every place, int32 [num_chunks, rows_per_chunk]
+    places: Places
     seed: Array  # uint32 [2], the same on all workers
 
 
-def order_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -> Array:
-    """Assign rows to places by their norms, largest first.
+def place_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -> Places:
+    """Assign rows to places by their norms, largest first, and solve for their widths.
 
     Args:
       norm_bits: norms as bits of bfloat16, uint16 [num_rows].
       layout: static layout of the bucket.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
-
-    Returns:
-      Original row of every place, int32 [num_chunks, rows_per_chunk].
     """
     if consecutive:
         ranked = rank(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
         firsts = np.arange(layout.num_chunks, dtype=np.int32) * layout.rows_per_chunk
-        return ranked + firsts[:, None]
-    # Rank p goes to chunk p mod num_chunks. The rows of a class have consecutive ranks, so every
-    # chunk gets the same number of them.
-    return rank(norm_bits).reshape(layout.rows_per_chunk, layout.num_chunks).T
+        order = ranked + firsts[:, None]
+    else:  # rank p goes to chunk p mod num_chunks
+        order = rank(norm_bits).reshape(layout.rows_per_chunk, layout.num_chunks).T
+    # The bits of a float are a logarithm, if linear within each octave: here 128 steps for one of
+    # the norm, which is two of the energy.
+    energies = (norm_bits >> np.uint16(1)).astype(jnp.int32)[order]
+    return make_places(order, layout.allocation.solve(energies, layout.units))
+
+
+def make_places(order: Array, plane_rows: Array) -> Places:
+    """Return the places for the rows of every plane, int32 [..., 16]."""
+    index = jnp.arange(order.shape[-1], dtype=jnp.int32)
+    has_bit = index[:, None] < plane_rows[..., None, :]
+    widths = jnp.sum(has_bit.astype(jnp.int32), axis=-1)
+    ends = jnp.cumsum(plane_rows, axis=-1, dtype=jnp.int32)
+    return Places(order, widths, jnp.pad(ends, [(0, 0)] * (ends.ndim - 1) + [(1, 0)]))
 
 
 def rank(weights: Array) -> Array:
@@ -61,7 +83,8 @@ def rank(weights: Array) -> Array:
     # Both in one word: one array of integers sorts five times faster than keys with values.
     index = lax.broadcasted_iota(jnp.uint32, weights.shape, weights.ndim - 1)
     keys = (_LARGEST - weights).astype(jnp.uint32) << np.uint32(index_bits) | index
-    return (jnp.sort(keys, axis=-1) & np.uint32((1 << index_bits) - 1)).astype(jnp.int32)
+    # No two are equal. A stable sort would carry an index, and a TPU compile it for much longer.
+    return (lax.sort(keys, is_stable=False) & np.uint32((1 << index_bits) - 1)).astype(jnp.int32)
 
 
 def restore_rows(rows: Array, order: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Codes to bytes: planar packing of any width into planes of 8, 4, 2 and 1 bits.
+"""Codes of rows of one width to bytes: planes of 8, 4, 2 and 1 bits.
 
 In a planar layout a byte holds lanes that lie far apart (`j` and `j + 128` in a 4-bit plane).
 Packing and unpacking are then shifts of whole contiguous slices, which vectorize on a CPU and stay
@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array, lax
 
 SUPER_GROUP_SIZE = 256  # coordinates that share one width and one super-scale (paper, section 3)
-WIDTHS = (0, *range(2, 17))  # bits of a code: a sign and at least one bit of magnitude, or nothing
+MAX_WIDTH = 16  # bits of a code
+WIDTHS = (0, *range(2, MAX_WIDTH + 1))  # a sign and at least one bit of magnitude, or nothing
 
 
 def planes(width: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from jax import Array, lax
 
 from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import code_to_float
-from pallas_kernels.codec.levels import Levels, round_to_level, top_code
+from pallas_kernels.codec.levels import Levels, round_to_level
 
 # Hardware flushes the reciprocals of larger numbers.
 LARGEST_UNIT = scales.LARGEST_BITS.view(np.float32)
@@ -48,9 +48,9 @@ def encode_rows(
     magnitudes = jnp.abs(rows).reshape(*inverse.shape, group_size) * inverse[:, :, None]
     t = jnp.minimum(magnitudes.reshape(rows.shape), np.float32(1))
     # NaN becomes an arbitrary code here. Its row decodes to NaN by its super-scale.
-    magnitude, top = round_to_level(t, offset, levels), top_code(levels)
-    negative = lax.bitcast_convert_type(rows, jnp.int32) < 0
-    codes = jnp.where(negative, magnitude + (top + np.uint32(1)), magnitude)
+    magnitude = round_to_level(t, offset, levels)
+    sign = lax.bitcast_convert_type(rows, jnp.uint32) >> np.uint32(31)
+    codes = (magnitude << np.uint32(1)) | sign
     return codes.astype(jnp.uint16), group_bytes, super_bits
 
 
@@ -63,7 +63,7 @@ def decode_rows(
       float32 [rows, 256]. All of a non-finite row is NaN, also at width 0: 0 * NaN is NaN.
     """
     scale = scales.reconstruct_scales(group_bytes, super_bits)
-    words, top = codes.astype(jnp.uint32), top_code(levels)
-    value = levels.position(code_to_float(words & top))
-    signed = jnp.where(words > top, -value, value)
+    words = codes.astype(jnp.uint32)
+    value = levels.position(code_to_float(words >> np.uint32(1)))
+    signed = jnp.where((words & np.uint32(1)) != 0, -value, value)
     return (signed.reshape(*scale.shape, group_size) * scale[:, :, None]).reshape(codes.shape)

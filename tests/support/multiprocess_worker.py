@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.support.workers import STOCHASTIC, TWO_CLASSES
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
 NUM_PROCESSES, LOCAL_DEVICES = 2, 2
 KEY = 7
@@ -38,7 +38,7 @@ CASES = {
     "default": ("data", sum_by()),
     "butterfly": ("data", sum_by(STOCHASTIC, topology="butterfly")),
     "bidirectional": ("data", sum_by(STOCHASTIC, topology="ring:bidirectional=True")),
-    "all_to_all": ("data", sum_by(TWO_CLASSES, topology="all_to_all")),
+    "all_to_all": ("data", sum_by(TWO_WIDTHS, topology="all_to_all")),
     "hierarchical": (HIERARCHICAL, sum_by(STOCHASTIC)),
     "halves": ("data", sum_in_halves),
 }

@@ -6,9 +6,10 @@ float64, so a float32 implementation may differ where the outcome depends on the
 `encode_rows` returns the mask of coordinates where it may not ("decided").
 
 Shapes: a bucket of `size` values on `n` workers is n * R rows of 256 lanes; a row has
-G = 256 / group_size groups; a chunk is R rows, and `class_rows` ((width, rows), ...) adds up to R.
+G = 256 / group_size groups; a chunk is R rows, each with a width of its own, in `units` units.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,6 @@ U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
-ClassRows = Sequence[tuple[int, int]]
 
 LANES = 256
 BF16_NAN = 0x7FC0
@@ -67,14 +67,6 @@ def rows_per_chunk(size: int, n: int) -> int:
     return -(-rows // n)
 
 
-def class_rows_of(fractions: Sequence[tuple[int, float]], rows: int) -> list[tuple[int, int]]:
-    """(width, rows) of the width classes in a chunk of R rows, without empty classes."""
-    ends = np.rint(np.cumsum([share for _, share in fractions]) * rows).astype(int)  # half to even
-    ends[-1] = rows
-    counts = np.diff(ends, prepend=0).tolist()
-    return [(width, n) for (width, _), n in zip(fractions, counts, strict=True) if n > 0]
-
-
 def to_rows(flat: NDArray, n: int) -> F32:
     """A flat bucket [size] as its zero-padded matrix, f32[n * R, 256]."""
     rows = np.zeros((n * rows_per_chunk(flat.size, n), LANES), np.float32)
@@ -103,22 +95,78 @@ def row_order(norm_bits: U16) -> Ints:
     return np.argsort(-norm_bits.astype(np.int64), kind="stable")
 
 
-def row_table(norm_bits: U16, class_rows: ClassRows, n: int) -> Ints:
+def row_table(norm_bits: U16, n: int) -> Ints:
     """i64[n, R]: the original row at each place of each chunk."""
-    order = row_order(norm_bits)
-    per_class, start = [], 0
-    for _, count in class_rows:
-        members = order[start : start + n * count]  # rank p -> chunk p mod n, place p // n
-        per_class.append(members.reshape(count, n).T)
-        start += n * count
-    assert start == order.size, "class_rows must add up to R"
-    return np.concatenate(per_class, axis=1)
+    return row_order(norm_bits).reshape(-1, n).T  # rank p -> chunk p mod n, place p // n
 
 
 def consecutive_table(norm_bits: U16, n: int) -> Ints:
     """`row_table` where chunk c has to hold the c-th part of the rows."""
     parts = norm_bits.reshape(n, -1)
     return np.stack([row_order(part) + c * part.size for c, part in enumerate(parts)])
+
+
+class Step(NamedTuple):
+    """A step of rows to a larger width, for rows with enough energy."""
+
+    bits: int
+    energy: int  # beyond the price; at least 1 suffices if `always`
+    always: bool
+
+
+def path(allowed: Sequence[int], exponent: float) -> list[Step]:
+    """The steps of rows from no bits to the widest width."""
+    error = {w: 1.0 if w == 0 else 1.0 / (2 ** (w - 1) - 1) ** 2 for w in allowed}
+
+    def gain(a: int, b: int) -> float:
+        return (error[a] - error[b]) / (b - a)
+
+    first, *others = sorted(allowed)
+    widths = [first]
+    while others:  # the largest gain of a bit, of equal ones the longest step
+        best = max(gain(widths[-1], w) for w in others)
+        widths.append(max(w for w in others if gain(widths[-1], w) == best))
+        others = [w for w in others if w > widths[-1]]
+    steps = [Step(first, 0, always=True)] if first else []
+    for a, b in itertools.pairwise(widths):
+        needed = 1 + round(32 * np.log2(gain(*widths[:2]) / gain(a, b)) / exponent)
+        if steps:
+            needed = max(needed, steps[-1].energy + 1)
+        steps.append(Step(b - a, needed, always=False))
+    return steps
+
+
+def solve_widths(energies: Ints, units: int, allowed: Sequence[int], exponent: float) -> Ints:
+    """Widths i64[R] of rows with energies i64[R], largest first.
+
+    From the highest price at which each row takes each step: steps are taken in this order until
+    the units are used up.
+    """
+    steps = path(allowed, exponent)
+    weights = np.where(energies > 0, energies, -steps[-1].energy)
+    highest = np.array([[e - s.energy for s in steps] for e in weights.tolist()])
+    for s, step in enumerate(steps):
+        if step.always:
+            highest[energies > 0, s] = 1 << 30
+    bits = np.array([step.bits for step in steps])
+    taken, left = np.zeros(highest.shape, bool), units
+    for price in np.unique(highest)[::-1]:
+        now = highest == price
+        if (now * bits).sum() <= left:
+            taken |= now
+            left -= (now * bits).sum()
+            continue
+        for s in range(len(steps)):  # some of them; `left` as if all before were taken
+            count = min(int(now[:, s].sum()), max(left // bits[s], 0))
+            taken[np.flatnonzero(now[:, s])[:count], s] = True
+            left -= now[:, s].sum() * bits[s]
+        break
+    return (taken * bits).sum(axis=1)
+
+
+def energies_of_norms(norm_bits: U16) -> Ints:
+    """Energies i64[...] of bit patterns of norms."""
+    return norm_bits.astype(np.int64) >> 1
 
 
 # ------------------------------------------------------------------------------ 4. rounding offsets
@@ -247,7 +295,7 @@ def encode_rows(x: F32, width: int, spacing: Spacing, group_size: int, u: NDArra
     r = np.clip(np.searchsorted(f, t, side="right") - 1, 0, f.size - 2)
     gap, above = f[r + 1] - f[r], t - f[r]
     magnitude = r + (u * gap < above)
-    codes = (np.signbit(x).astype(np.uint16) << (width - 1)) | magnitude.astype(np.uint16)
+    codes = (magnitude.astype(np.uint16) << 1) | np.signbit(x).astype(np.uint16)
 
     slack = above / gap - u
     decided = np.abs(slack - np.rint(slack)) > margin(width)
@@ -264,12 +312,206 @@ def decode_rows(
     scale = np.repeat(steps, group_size, axis=1)
     if width == 0:
         return np.where(np.isnan(scale), np.nan, 0.0)
-    magnitude = codes & np.uint16(2 ** (width - 1) - 1)
-    sign = 1.0 - 2.0 * (codes >> np.uint16(width - 1))
-    return sign * levels(width, spacing)[magnitude] * scale
+    sign = 1.0 - 2.0 * (codes & np.uint16(1))
+    return sign * levels(width, spacing)[codes >> np.uint16(1)] * scale
 
 
 # -------------------------------------------------------------------------- 5, 6. packing, messages
+
+
+def pack_plane(codes: U16, bit: int) -> U8:
+    """One bit of u16[rows, 256] -> u8[rows, 32]."""
+    bits = (codes >> np.uint16(bit)) & np.uint16(1)
+    lanes = bits.reshape(-1, 8, 32)  # [row, i, j] is lane j + 32 i
+    return np.packbits(lanes.astype(np.uint8), axis=1, bitorder="little")[:, 0]
+
+
+def unpack_plane(plane: U8) -> U16:
+    """u8[rows, 32] -> u16[rows, 256] below 2."""
+    bits = np.unpackbits(plane[:, None], axis=1, bitorder="little")
+    return bits.reshape(len(plane), LANES).astype(np.uint16)
+
+
+def payload_bytes(rows: int, units: int, group_size: int) -> int:
+    """Length of the message of one chunk."""
+    used = 32 * units + rows * (LANES // group_size + 2)
+    return -(-used // 16) * 16
+
+
+def pack_message(codes: U16, group_scales: U8, super_scales: U16, widths: Ints, units: int) -> U8:
+    """The message u8[payload_bytes] of a chunk: u16[R, 256], u8[R, G] and u16[R]."""
+    planes = [pack_plane(codes[widths > bit], bit).reshape(-1) for bit in range(16)]
+    joined = np.concatenate(planes)
+    rows, groups = group_scales.shape
+    message = np.zeros(payload_bytes(rows, units, LANES // groups), np.uint8)
+    message[: joined.size] = joined
+    scales = [group_scales.reshape(-1), super_scales.astype("<u2").view(np.uint8)]
+    joined = np.concatenate(scales)
+    message[32 * units : 32 * units + joined.size] = joined
+    return message
+
+
+def parse_message(payload: U8, widths: Ints, units: int, group_size: int) -> tuple[U16, U8, U16]:
+    """Codes u16[R, 256], group scales u8[R, G] and super-scales u16[R] of a message."""
+    payload, rows = np.ascontiguousarray(payload, np.uint8), len(widths)
+    assert payload.size == payload_bytes(rows, units, group_size), "not a message of this layout"
+    codes, at = np.zeros((rows, LANES), np.uint16), 0
+    for bit in range(16):
+        count = int((widths > bit).sum())
+        plane = payload[at : at + 32 * count].reshape(count, 32)
+        codes[:count] |= unpack_plane(plane) << np.uint16(bit)
+        at += 32 * count
+    assert not payload[at : 32 * units].any(), "units that no row uses hold zeros"
+    split = 32 * units + rows * (LANES // group_size)
+    group_scales = payload[32 * units : split].reshape(rows, LANES // group_size)
+    super_scales = payload[split : split + 2 * rows].copy().view("<u2").astype(np.uint16)
+    return codes, group_scales, super_scales
+
+
+# --------------------------------------------------------------------------- chunks and their paths
+
+
+class Kind(NamedTuple):
+    """What the messages of a bucket have in common."""
+
+    units: int
+    allowed: Sequence[int]  # widths
+    exponent: float
+    group_size: int
+    spacing: Spacing
+    rounding: str
+    seed: tuple[int, int]
+
+    def widths(self, energies: Ints) -> Ints:
+        """Widths i64[R] of a chunk whose rows have energies i64[R]."""
+        return solve_widths(energies, self.units, self.allowed, self.exponent)
+
+
+def encode_chunk(x: F32, widths: Ints, kind: Kind, u: NDArray) -> Encoded:
+    """Encode the R rows of a chunk, f32[R, 256], each at its width i64[R]."""
+    whole = [np.zeros(x.shape, np.uint16), np.zeros((len(x), LANES // kind.group_size), np.uint8)]
+    whole += [np.zeros(len(x), np.uint16), np.zeros(x.shape, np.bool_)]
+    for width in np.unique(widths):
+        rows = widths == width
+        part = encode_rows(x[rows], int(width), kind.spacing, kind.group_size, u[rows])
+        for field, values in zip(whole, part, strict=True):
+            field[rows] = values
+    return Encoded(*whole)
+
+
+def decode_message(payload: U8, widths: Ints, kind: Kind) -> F64:
+    """The values f64[R, 256] of a message."""
+    codes, groups, supers = parse_message(payload, widths, kind.units, kind.group_size)
+    values = np.empty(codes.shape, np.float64)
+    for width in np.unique(widths):
+        rows = widths == width
+        of_width = int(width), kind.spacing, kind.group_size
+        values[rows] = decode_rows(codes[rows], groups[rows], supers[rows], *of_width)
+    return values
+
+
+def compress(x: F32, chunk: int, turn: int, widths: Ints, kind: Kind) -> U8:
+    """The message of a chunk's rows f32[R, 256], in the order in which they are sent."""
+    u = rounding_offsets(chunk * len(x) + np.arange(len(x)), turn, kind.seed, kind.rounding)
+    sent = encode_chunk(x, widths, kind, u)
+    return pack_message(sent.codes, sent.group_scales, sent.super_scales, widths, kind.units)
+
+
+def decompress(payload: U8, widths: Ints, kind: Kind) -> F32:
+    """The values f32[R, 256] of a message."""
+    return decode_message(payload, widths, kind).astype(np.float32)
+
+
+def ring(own: F32, chunk: int, widths: Ints, kind: Kind) -> tuple[F32, U8]:
+    """Sum f32[R, 256] of one chunk of all workers f32[n, R, 256], and its last message.
+
+    It starts at worker chunk + 1 and ends at worker chunk; each on the way decodes, adds its own
+    rows in float32 and compresses again.
+    """
+    n = len(own)
+    payload = compress(own[(chunk + 1) % n], chunk, 0, widths, kind)
+    for turn in range(1, n):
+        partial = decompress(payload, widths, kind) + own[(chunk + 1 + turn) % n]
+        payload = compress(partial, chunk, turn, widths, kind)
+    return decompress(payload, widths, kind), payload
+
+
+def all_to_all(own: F32, chunk: int, widths: Ints, kind: Kind) -> tuple[F32, U8]:
+    """The same where every worker sends its rows to the owner."""
+    n = len(own)
+    total = own[chunk]
+    for turn in range(n - 1):
+        sent = compress(own[chunk - 1 - turn], chunk, turn, widths, kind)
+        total = total + decompress(sent, widths, kind)
+    if n < 8:
+        payload = compress(total, chunk, n - 1, widths, kind)
+        return decompress(payload, widths, kind), payload
+    payload = compress_reordered(total, chunk, n - 1, kind)
+    return decompress_reordered(payload, len(total), kind), payload
+
+
+def all_reduce(
+    topology: Callable[[F32, int, Ints, Kind], tuple[F32, U8]],
+    grads: F32,
+    kind: Kind,
+    norm_bits: U16 | None = None,
+) -> tuple[F32, list[U8]]:
+    """Sum of grads f32[n, size]: estimate f32[size], final payload of each chunk.
+
+    `norm_bits` u16[n * R] replaces the combined norms (to follow an implementation's own order).
+    """
+    grads = np.asarray(grads, np.float32)
+    n, size = grads.shape
+    x = np.stack([to_rows(g, n) for g in grads])  # [n, n * R, 256]
+    if norm_bits is None:
+        norm_bits = combine_norms(row_norms(x))
+    total, payloads = np.zeros(x.shape[1:], np.float32), []
+    for chunk, rows in enumerate(row_table(norm_bits, n)):
+        widths = kind.widths(energies_of_norms(norm_bits[rows]))
+        total[rows], payload = topology(x[:, rows], chunk, widths, kind)
+        payloads.append(payload)
+    return total.reshape(-1)[:size], payloads
+
+
+# ------------------------------------------------------------------------ 7. sums, ordered again
+
+
+def row_energies(group_scales: U8, super_scales: U16) -> Ints:
+    """Energies i64[R] of rows with scales u8[R, G] and u16[R], as integers."""
+    squares = np.square(group_scales.astype(np.float32)).sum(axis=1)  # exact: below 2^24
+    energies = (2 * super_scales.astype(np.int64) + (squares.view(np.uint32) >> 16)) >> 2
+    return np.where(super_scales == BF16_NAN, 0, energies)
+
+
+def compress_reordered(x: F32, chunk: int, turn: int, kind: Kind) -> U8:
+    """The message of a sum f32[R, 256] in the order of the table."""
+    group_scales, super_scales = row_scales(x, kind.group_size)
+    order, widths = _order_of_sums(group_scales, super_scales, kind)
+    ordered = compress(x[order], chunk, turn, widths, kind)
+    codes, _, _ = parse_message(ordered, widths, kind.units, kind.group_size)
+    return pack_message(codes, group_scales, super_scales, widths, kind.units)
+
+
+def decompress_reordered(payload: U8, rows: int, kind: Kind) -> F32:
+    """The sum f32[R, 256] of such a message, in the order of the table."""
+    scales = payload[32 * kind.units :]
+    group_scales = scales[: rows * (LANES // kind.group_size)].reshape(rows, -1)
+    super_scales = scales[group_scales.size :][: 2 * rows].copy().view("<u2").astype(np.uint16)
+    order, widths = _order_of_sums(group_scales, super_scales, kind)
+    codes, _, _ = parse_message(payload, widths, kind.units, kind.group_size)
+    ordered = pack_message(codes, group_scales[order], super_scales[order], widths, kind.units)
+    values = np.empty((rows, LANES), np.float32)
+    values[order] = decompress(ordered, widths, kind)
+    return values
+
+
+def _order_of_sums(group_scales: U8, super_scales: U16, kind: Kind) -> tuple[Ints, Ints]:
+    energies = row_energies(group_scales, super_scales)
+    order = np.argsort(-energies, kind="stable")
+    return order, kind.widths(energies[order])
+
+
+# ---------------------------------------------------------- 8. codes of one width, other methods
 
 
 def planes(width: int) -> list[tuple[int, int]]:
@@ -301,175 +543,3 @@ def unpack_codes(packed: U8, width: int) -> U16:
         fields = [(plane >> np.uint16(i * bits)) & (2**bits - 1) for i in range(8 // bits)]
         codes |= np.concatenate(fields, axis=1).astype(np.uint16) << np.uint16(low)
     return codes
-
-
-def class_slices(class_rows: ClassRows) -> list[tuple[int, slice]]:
-    """(width, places) of each width class in a chunk."""
-    ends = np.cumsum([count for _, count in class_rows])
-    pairs = zip(class_rows, ends, strict=True)
-    return [(w, slice(int(end) - count, int(end))) for (w, count), end in pairs]
-
-
-def payload_bytes(class_rows: ClassRows, group_size: int) -> int:
-    """Length of the message of one chunk."""
-    used = sum(count * (32 * width + LANES // group_size + 2) for width, count in class_rows)
-    return -(-used // 16) * 16
-
-
-def pack_message(codes: U16, group_scales: U8, super_scales: U16, class_rows: ClassRows) -> U8:
-    """The message u8[payload_bytes] of a chunk: u16[R, 256], u8[R, G] and u16[R]."""
-    parts = []
-    for width, rows in class_slices(class_rows):
-        packed = pack_codes(codes[rows], width)
-        parts += [packed[:, 32 * low : 32 * (low + b)].reshape(-1) for low, b in planes(width)]
-    parts += [group_scales.reshape(-1), super_scales.astype("<u2").view(np.uint8)]
-    message = np.zeros(payload_bytes(class_rows, LANES // group_scales.shape[1]), np.uint8)
-    joined = np.concatenate(parts)
-    message[: joined.size] = joined
-    return message
-
-
-def parse_message(payload: U8, class_rows: ClassRows, group_size: int) -> tuple[U16, U8, U16]:
-    """Codes u16[R, 256], group scales u8[R, G] and super-scales u16[R] of a message."""
-    payload = np.ascontiguousarray(payload, np.uint8)
-    assert payload.size == payload_bytes(class_rows, group_size), "not a message of this layout"
-    total = sum(count for _, count in class_rows)
-    codes, at = np.zeros((total, LANES), np.uint16), 0
-    for width, rows in class_slices(class_rows):
-        count = rows.stop - rows.start
-        packed = []
-        for _, bits in planes(width):
-            end = at + count * 32 * bits
-            packed.append(payload[at:end].reshape(count, 32 * bits))
-            at = end
-        if packed:
-            codes[rows] = unpack_codes(np.concatenate(packed, axis=1), width)
-    split = at + total * (LANES // group_size)
-    group_scales = payload[at:split].reshape(total, LANES // group_size)
-    super_scales = payload[split : split + 2 * total].copy().view("<u2").astype(np.uint16)
-    return codes, group_scales, super_scales
-
-
-# --------------------------------------------------------------------------- chunks and their paths
-
-
-def encode_chunk(
-    x: F32, class_rows: ClassRows, group_size: int, spacing: Spacing, u: NDArray
-) -> Encoded:
-    """Encode the R rows of a chunk, f32[R, 256], each class at its width."""
-    parts = [
-        encode_rows(x[rows], width, spacing, group_size, u[rows])
-        for width, rows in class_slices(class_rows)
-    ]
-    return Encoded(*(np.concatenate(field) for field in zip(*parts, strict=True)))
-
-
-def decode_message(payload: U8, class_rows: ClassRows, group_size: int, spacing: Spacing) -> F64:
-    """The values f64[R, 256] of a message."""
-    codes, groups, supers = parse_message(payload, class_rows, group_size)
-    parts = []
-    for width, rows in class_slices(class_rows):
-        kind = width, spacing, group_size
-        parts.append(decode_rows(codes[rows], groups[rows], supers[rows], *kind))
-    return np.concatenate(parts)
-
-
-class Kind(NamedTuple):
-    """What the messages of a bucket have in common."""
-
-    class_rows: ClassRows
-    group_size: int
-    spacing: Spacing
-    rounding: str
-    seed: tuple[int, int]
-
-
-def compress(x: F32, chunk: int, turn: int, kind: Kind) -> U8:
-    """The message of a chunk's rows f32[R, 256], in the order in which they are sent."""
-    u = rounding_offsets(chunk * len(x) + np.arange(len(x)), turn, kind.seed, kind.rounding)
-    sent = encode_chunk(x, kind.class_rows, kind.group_size, kind.spacing, u)
-    return pack_message(sent.codes, sent.group_scales, sent.super_scales, kind.class_rows)
-
-
-def decompress(payload: U8, kind: Kind) -> F32:
-    """The values f32[R, 256] of a message."""
-    decoded = decode_message(payload, kind.class_rows, kind.group_size, kind.spacing)
-    return decoded.astype(np.float32)
-
-
-def ring(own: F32, chunk: int, kind: Kind) -> tuple[F32, U8]:
-    """Sum f32[R, 256] of one chunk of all workers f32[n, R, 256], and its last message.
-
-    It starts at worker chunk + 1 and ends at worker chunk; each on the way decodes, adds its own
-    rows in float32 and compresses again.
-    """
-    n = len(own)
-    payload = compress(own[(chunk + 1) % n], chunk, 0, kind)
-    for turn in range(1, n):
-        partial = decompress(payload, kind) + own[(chunk + 1 + turn) % n]
-        payload = compress(partial, chunk, turn, kind)
-    return decompress(payload, kind), payload
-
-
-def all_to_all(own: F32, chunk: int, kind: Kind) -> tuple[F32, U8]:
-    """The same where every worker sends its rows to the owner."""
-    n = len(own)
-    total = own[chunk]
-    for turn in range(n - 1):
-        total = total + decompress(compress(own[chunk - 1 - turn], chunk, turn, kind), kind)
-    if n < 8:
-        payload = compress(total, chunk, n - 1, kind)
-        return decompress(payload, kind), payload
-    payload = compress_reordered(total, chunk, n - 1, kind)
-    return decompress_reordered(payload, kind), payload
-
-
-def all_reduce(
-    topology: Callable[[F32, int, Kind], tuple[F32, U8]],
-    grads: F32,
-    kind: Kind,
-    norm_bits: U16 | None = None,
-) -> tuple[F32, list[U8]]:
-    """Sum of grads f32[n, size]: estimate f32[size], final payload of each chunk.
-
-    `norm_bits` u16[n * R] replaces the combined norms (to follow an implementation's own order).
-    """
-    grads = np.asarray(grads, np.float32)
-    n, size = grads.shape
-    x = np.stack([to_rows(g, n) for g in grads])  # [n, n * R, 256]
-    if norm_bits is None:
-        norm_bits = combine_norms(row_norms(x))
-    total, payloads = np.zeros(x.shape[1:], np.float32), []
-    for chunk, rows in enumerate(row_table(norm_bits, kind.class_rows, n)):
-        total[rows], payload = topology(x[:, rows], chunk, kind)
-        payloads.append(payload)
-    return total.reshape(-1)[:size], payloads
-
-
-# ------------------------------------------------------------------------ 7. sums, ordered again
-
-
-def row_energies(group_scales: U8, super_scales: U16) -> Ints:
-    """Energies i64[R] of rows with scales u8[R, G] and u16[R], as integers."""
-    squares = np.square(group_scales.astype(np.float32)).sum(axis=1)  # exact: below 2^24
-    energies = (2 * super_scales.astype(np.int64) + (squares.view(np.uint32) >> 16)) >> 2
-    return np.where(super_scales == BF16_NAN, 0, energies)
-
-
-def compress_reordered(x: F32, chunk: int, turn: int, kind: Kind) -> U8:
-    """The message of a sum f32[R, 256] in the order of the table."""
-    group_scales, super_scales = row_scales(x, kind.group_size)
-    order = np.argsort(-row_energies(group_scales, super_scales), kind="stable")
-    ordered = compress(x[order], chunk, turn, kind)
-    codes, _, _ = parse_message(ordered, kind.class_rows, kind.group_size)
-    return pack_message(codes, group_scales, super_scales, kind.class_rows)
-
-
-def decompress_reordered(payload: U8, kind: Kind) -> F32:
-    """The sum f32[R, 256] of such a message, in the order of the table."""
-    codes, group_scales, super_scales = parse_message(payload, kind.class_rows, kind.group_size)
-    order = np.argsort(-row_energies(group_scales, super_scales), kind="stable")
-    ordered = pack_message(codes, group_scales[order], super_scales[order], kind.class_rows)
-    values = np.empty((len(order), LANES), np.float32)
-    values[order] = decompress(ordered, kind)
-    return values

@@ -17,8 +17,8 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import Axis, Call, ChunkedMethod, RecodedChunks, WireCost
 from dynamiq_jax.topologies import FixedTopology, resolve_topology
 
-# Two width classes compile in two thirds of the time of the default's eight, on the same code path.
-TWO_CLASSES = dq.DynamiQ(bits=6.0, widths=(4, 8))
+# With two widths, an all-reduce has larger steps to take.
+TWO_WIDTHS = dq.DynamiQ(bits=6.0, widths=(4, 8))
 
 PerWorker = Callable[..., Any]  # (key, *local trees) -> local tree
 
@@ -27,7 +27,7 @@ PerWorker = Callable[..., Any]  # (key, *local trees) -> local tree
 class StochasticBF16(ChunkedMethod):
     """Stochastic rounding to bfloat16, with noise of the key, the chunk and the turn: for tests of
     keys and of noise that do not depend on the method. Compiles in a fifth of the time of
-    `TWO_CLASSES`. A rounding has a vNMSE of about 5e-6.
+    `TWO_WIDTHS`. A rounding has a vNMSE of about 5e-6.
     """
 
     def wire_cost(self, call: Call) -> WireCost:

@@ -1,0 +1,120 @@
+"""Bits to rows: the width of every row, solved from the norms at every step.
+
+The squared error of a row is about its energy over L^2, where L is the largest magnitude of its
+codes: with the default levels, the factor is the same for all widths within 15 %. The least sum of
+errors has one price: a row takes every bit that lowers its error by more than that. This is reverse
+water-filling, and for widths of 2, 4 and 8 the paper's thresholds (section 4).
+
+All of it is integers, functions of bytes that all workers hold: all of them find the same widths.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.codec.levels import distortion
+from pallas_kernels.codec.packing import MAX_WIDTH
+from pallas_kernels.compat import match_varying
+
+ENERGY_STEPS = 32  # of a logarithm of an energy for each octave
+ENERGY_LIMIT = 1 << 15  # above all of these logarithms
+_PRICES = 16  # that are tried at a time: the fewer steps, the fewer kernels on a GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Rows that are made wider, if their energy is large enough."""
+
+    before: int  # width
+    after: int  # width
+    energy: int  # logarithm of the energy that a row needs, relative to that of the first step
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Widths that rows may have, and what they minimize."""
+
+    widths: tuple[int, ...]  # bits of a code; without 0, only rows of zeros have none
+    exponent: float  # errors count as the energy of their row to this power over L^2
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Steps from no bits to the widest width; each needs more energy than the one before."""
+        first, *others = sorted(self.widths)
+        path = [first]
+        for width in others:
+            # A width that saves less for each bit than the next one does is never the best.
+            while len(path) > 1 and _gain(*path[-2:]) <= _gain(path[-1], width):
+                path.pop()
+            path.append(width)
+        gains = [_gain(before, after) for before, after in itertools.pairwise(path)]
+        steps = [Step(0, first, 0)] if first else []
+        for (before, after), gain in zip(itertools.pairwise(path), gains, strict=True):
+            octaves = math.log2(gains[0] / gain) / self.exponent
+            more = steps[-1].energy + 1 if steps else 0
+            steps.append(Step(before, after, max(more, 1 + round(ENERGY_STEPS * octaves))))
+        return tuple(steps)
+
+    def solve(self, energies: Array, units: int) -> Array:
+        """Solve for the widths of the rows of chunks.
+
+        Args:
+          energies: logarithms of the energies of rows, int32 [..., rows] below `ENERGY_LIMIT`,
+            largest first; 0 of a row of zeros.
+          units: bits of one lane of all rows of a chunk together, at least the narrowest width for
+            each.
+
+        Returns:
+          The number of rows whose codes have bit 0, 1, ..., int32 [..., 16]: those with the most
+          energy. They add up to `units`, or to less by what no step can use.
+        """
+        return jnp.vectorize(
+            lambda energies: self._solve_chunk(energies, units), signature="(r)->(w)"
+        )(energies)
+
+    def _solve_chunk(self, energies: Array, units: int) -> Array:
+        sizes = np.array([step.after - step.before for step in self.steps], np.int32)
+        needed = np.array([step.energy for step in self.steps], np.int32)
+        # Zeros come after all others: nobody else can use what they get.
+        energies = jnp.where(energies > 0, energies, -needed[-1])
+
+        def rows_of_steps(prices: Array) -> Array:
+            thresholds = prices[:, None] + needed
+            if 0 not in self.widths:  # only zeros may have no bits
+                thresholds = thresholds.at[:, 0].min(1)
+            return jnp.searchsorted(-energies, -thresholds, side="right").astype(jnp.int32)
+
+        # The largest price at which the rows take too much, some digits of it at a time.
+        lowest = -2 * int(needed[-1]) - 1
+        rounds = math.ceil(math.log(ENERGY_LIMIT - lowest, _PRICES))
+        scales = jnp.array([_PRICES**power for power in reversed(range(rounds))])
+
+        def narrow(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            price, _ = found
+            prices = price + scales[index] * np.arange(_PRICES + 1, dtype=np.int32)
+            rows = rows_of_steps(prices)
+            last = jnp.sum((rows[1:-1] @ sizes > units).astype(jnp.int32))
+            return prices[last], lax.dynamic_slice_in_dim(rows, last, 2)
+
+        nothing = jnp.zeros((2, len(sizes)), jnp.int32)
+        start = match_varying((jnp.int32(lowest), nothing), energies)
+        _, (wider, rows) = lax.fori_loop(0, rounds, narrow, start)
+        # What is left at the next price goes to some of those that would be wider at this one.
+        more = wider - rows
+        before = jnp.cumsum(more * sizes) - more * sizes
+        rows = rows + jnp.clip((units - rows @ sizes - before) // sizes, 0, more)
+        step_of_bit = [
+            next((i for i, step in enumerate(self.steps) if bit < step.after), len(self.steps))
+            for bit in range(MAX_WIDTH)
+        ]
+        return jnp.append(rows, 0)[np.array(step_of_bit)]
+
+
+def _gain(before: int, after: int) -> float:
+    """Return how much each bit of a step lowers the error of a row, over its energy."""
+    return (distortion(before) - distortion(after)) / (after - before)
