@@ -396,10 +396,9 @@ def test_a_program_has_one_kernel_for_each_hop(data_mesh, kernel, bidirectional,
 
 def test_the_fastest_backend_is_chosen_for_the_platform(gpu_target):
     """Kernels where the program is for a GPU, and the base elsewhere, from one trace."""
-    layout = CASES["two widths"].layout
+    layout, local = CASES["two widths"].layout, local_of("two widths", receives=False)
     with without_gpu("compile"), gpu_target:
         compress = functools.partial(operations.compress, layout=layout)
-        local = local_of("two widths", receives=False)
         traced = jax.jit(compress).trace(local, np.int32(0), np.int32(0))
         for platform, kernels_there in (("cuda", True), ("cpu", False)):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
