@@ -1,23 +1,29 @@
 """Bits to widths: the budget is met exactly, and no other split of it has a lower error."""
 
 import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 
 import dynamiq_jax as dq
 from dynamiq_jax._core import Axis
-from dynamiq_jax.methods import Call
+from dynamiq_jax.methods import Call, _norms
 from dynamiq_jax.topologies import Ring
+from pallas_kernels import operations
 from pallas_kernels.codec import WIDTHS, Allocation
 from pallas_kernels.codec.allocation import ENERGY_LIMIT
 from pallas_kernels.codec.levels import distortion
 from tests.support import oracle
-from tests.support.gradients import vnmse
+from tests.support.gradients import heavy_tailed, vnmse
 from tests.support.workers import simulated
 
 ALL = tuple(range(2, 17))
@@ -50,12 +56,6 @@ def some_energies(seed: int, rows: int = ROWS) -> np.ndarray:
     return -np.sort(-energies)
 
 
-def error_of(energies: np.ndarray, widths: np.ndarray) -> float:
-    """Return the expected squared error, over that of the largest row at width 2."""
-    weights = np.exp2((energies.astype(np.float64) - energies.max()) / 32) * (energies > 0)
-    return float(weights @ [distortion(int(width)) for width in widths])
-
-
 width_sets = st.sampled_from((ALL, (2, 4, 8), (3, 7), (5,), WIDTHS, (0, 4, 5, 16)))
 
 
@@ -65,6 +65,28 @@ def test_widths_are_those_of_the_page(seed, widths, share, exponent):
     units = int(ROWS * (min(widths) + share * (max(widths) - min(widths))))
     expected = oracle.solve_widths(energies, units, widths, exponent)
     np.testing.assert_array_equal(solve(energies, units, widths, exponent), expected)
+
+
+@pytest.mark.parametrize("widths", ((16,), (0, 2), (2, 16), (0, 16), ALL), ids=str)
+@pytest.mark.parametrize("rows", (1, 2, 3))
+def test_widths_of_few_rows_are_those_of_the_page(widths, rows):
+    """Also of zeros alone, and where the exponent makes the largest needs."""
+    for share in (0, 0.4, 1):
+        units = int(rows * (min(widths) + share * (max(widths) - min(widths))))
+        found = jax.jit(functools.partial(Allocation(widths, 0.1).solve, units=units))
+        for seed in range(6):
+            energies = some_energies(seed, rows) * (seed > 0)
+            plane_rows = np.asarray(found(energies.astype(np.int32)))
+            expected = oracle.solve_widths(energies, units, widths, 0.1)
+            of_rows = np.sum(np.arange(rows)[:, None] < plane_rows, axis=1)
+            np.testing.assert_array_equal(of_rows, expected)
+
+
+def test_needs_are_those_of_the_page():
+    text = (Path(__file__).parents[1] / "docs" / "wire_format.md").read_text()
+    (listed,) = re.findall(r"For the default widths, `e` is ([\d, ]+)\.", text)
+    needs = [step.energy for step in Allocation(ALL, 1.0).steps]
+    assert [int(energy) for energy in listed.split(",")] == needs
 
 
 @given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))
@@ -94,29 +116,39 @@ def test_only_rows_of_zeros_have_no_bits(seed, units):
     assert np.all(widths[energies == 0] == 0) or np.all(wide)
 
 
+def best_exchange(energies: np.ndarray, widths: np.ndarray) -> float:
+    """Return what a bit of one row would save at most, over what another row saves with its last.
+
+    It is 0 if no row can be widened or narrowed.
+    """
+    weights = np.exp2((energies.astype(np.float64) - energies.max()) / 32)
+    errors = np.array([1.0, 1.0, *(distortion(width) for width in range(2, 18))])
+    wider = weights * (errors[widths] - errors[widths + 1])
+    narrower = weights * (errors[widths - 1] - errors[widths])
+    wider, narrower = (
+        saved[(energies > 0) & possible]
+        for saved, possible in ((wider, widths < 16), (narrower, widths > 2))
+    )
+    return wider.max() / narrower.min() if wider.size and narrower.size else 0.0
+
+
 @given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))
-@settings(max_examples=20)
 def test_no_exchange_of_a_bit_lowers_the_error(seed, units):
-    """Widen one row by a bit and narrow another one, in all ways."""
     energies = some_energies(seed)
-    widths = solve(energies, units)
-    least, nonzero = error_of(energies, widths), np.flatnonzero(energies)
-    for widened in nonzero[widths[nonzero] < 16]:
-        for narrowed in nonzero[widths[nonzero] > 2]:
-            moved = widths.copy()
-            moved[widened] += 1
-            moved[narrowed] -= 1
-            # Needs are rounded to half a step of 1/32 octave.
-            assert error_of(energies, moved) >= least * (1 - 1e-9) or (
-                least - error_of(energies, moved) <= 0.03 * least
-            )
+    # Two needs, each rounded by up to half a step of 1/32 octave.
+    assert best_exchange(energies, solve(energies, units)) <= 2 ** (1 / 32) * (1 + 1e-9)
 
 
-def test_an_exchange_away_from_the_optimum_does_raise_the_error():
-    """The test above can fail: equal widths are far from optimal."""
+def test_an_exchange_lowers_the_error_of_other_widths():
+    """The test above can fail, also by the error of one step of energy."""
     energies = np.arange(ROWS, 0, -1) * 40 + 4000
-    best = error_of(energies, solve(energies, 5 * ROWS))
-    assert best < 0.5 * error_of(energies, np.full(ROWS, 5))
+    widths = solve(energies, 5 * ROWS)
+    assert best_exchange(energies, widths) > 0.9
+    assert best_exchange(energies, np.full(ROWS, 5)) > 1e6
+    for row in np.flatnonzero(np.diff(widths))[:-1]:
+        moved = widths.copy()
+        moved[row], moved[row + 1] = widths[row + 1], widths[row]
+        assert best_exchange(energies, moved) > 2 ** (1 / 32) * 1.01
 
 
 def test_equal_rows_have_two_neighboring_widths():
@@ -146,14 +178,26 @@ def test_a_width_of_zero_that_is_allowed_is_for_the_smallest_rows():
 
 
 @pytest.mark.parametrize("equal", (True, False), ids=("one_tie", "many_ties"))
-def test_replicas_agree_where_all_rows_tie(equal):
-    """Workers that hold the rows in any order solve for the same widths of the same rows."""
+def test_replicas_agree_where_all_rows_tie(equal, monkeypatch):
+    """Also workers whose hardware computes other norms: here by up to a thirtieth."""
     method, size, workers = dq.DynamiQ(), 256 * 4 * 33, 4
     rng = np.random.default_rng(0)
     rows = np.ones((size // 256, 1), np.float32) if equal else 4.0 ** rng.integers(0, 3, (132, 1))
     signs = rng.choice([-1.0, 1.0], (workers, size // 256, 256))
     gradients = (signs * rows).reshape(workers, -1).astype(np.float32)
     call = Call(size=size, axis=Axis("data", workers), topology=Ring())
+
+    def imprecise(norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        error = np.float32(0.01 * (not equal))  # without one, all rows stay equal
+
+        def wrong(*args: Any, **how: Any) -> jax.Array:
+            worker = lax.axis_index("data").astype(np.float32)
+            return norm(*args, **how) * (1 + error * worker)
+
+        return wrong
+
+    monkeypatch.setattr(_norms, "l2_norm", imprecise(_norms.l2_norm))
+    monkeypatch.setattr(operations, "statistics", imprecise(operations.statistics))
 
     def places(gradient: jax.Array):
         return method.bind(gradient, call, jax.random.key(0)).local.places
@@ -167,6 +211,49 @@ def test_replicas_agree_where_all_rows_tie(equal):
         jax.vmap(lambda g: dq.psum(g, "data", key=jax.random.key(1)), axis_name="data")
     )(gradients)
     np.testing.assert_array_equal(total, jnp.broadcast_to(total[0], total.shape))
+
+
+@pytest.mark.parametrize("wrong", (np.nan, np.inf, 2.0**127))
+def test_a_lost_row_takes_no_bits_from_the_others(wrong):
+    """All rows are alike, and one of the four of each chunk is lost on one worker."""
+    workers, rows = 4, 16
+    gradients = np.random.default_rng(0).standard_normal((workers, rows, 256)).astype(np.float32)
+    lost = gradients.copy()
+    lost[1, ::4, 7] = wrong
+    run = simulated(lambda key, g: dq.psum(g, "data", key=key))
+
+    def errors(gradients: np.ndarray) -> np.ndarray:
+        found = run(jax.random.key(0), gradients.reshape(workers, -1))[0].reshape(rows, 256)
+        truth = gradients.sum(axis=0, dtype=np.float64)
+        return np.array([vnmse(*row) for row in zip(found, truth, strict=True)])
+
+    kept = np.arange(rows) % 4 != 0
+    with np.errstate(invalid="ignore"):
+        before, after = errors(gradients), errors(lost)
+    assert np.all(np.isnan(after[~kept]))
+    # The rows that are left have what the lost ones do not need.
+    assert 0.05 < after[kept].mean() / before[kept].mean() < 0.8
+
+
+@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
+def test_a_power_of_two_scales_the_sum_exactly(topology):
+    """With the order of sums in an all-to-all, whose widths follow the scales."""
+    workers = 8
+    run = simulated(lambda key, g: dq.psum(g, "data", key=key, topology=topology))
+    gradients = heavy_tailed(0, (workers, 256 * 40))
+    found = run(jax.random.key(0), gradients)
+    for power in (-60, 3, 50):
+        scaled = run(jax.random.key(0), np.ldexp(gradients, power))
+        np.testing.assert_array_equal(scaled, np.ldexp(found, power))
+    assert 1e-6 < vnmse(found[0], gradients.sum(axis=0, dtype=np.float64)) < 0.1
+
+
+def test_two_bits_or_none():
+    """Two bits save nothing but the bias of none: the path has a single gain, which is zero."""
+    gradient = np.ones((2, 2048), np.float32)
+    method = dq.DynamiQ(bits=2.625, widths=(0, 2), group_size=16)
+    total = simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
+    np.testing.assert_array_equal(total(jax.random.key(0), gradient)[0], gradient.sum(axis=0))
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def test_the_whole_all_reduce_is_that_of_the_page(method, num_workers, topology)
     grads, totals, norms, seed = whole(method, num_workers, topology)
     call = Call(size=SIZE, axis=Axis("data", num_workers), topology=topology)
     kind = oracle.Kind(
-        method.layout(SIZE, num_workers).units,
+        oracle.units(method.bits, method.group_size, oracle.rows_per_chunk(SIZE, num_workers)),
         method.widths,
         method.exponent,
         method.group_size,

@@ -105,7 +105,8 @@ def test_no_row_is_wider_than_one_of_larger_norm_in_its_chunk(
     layout = layout_of(num_chunks, rows, code_bits, widths)
     bits = random_norms(seed, layout.num_rows)
     places = place_rows(bits, layout)
-    assert np.all(np.diff(bits[np.asarray(places.order)].astype(int), axis=1) <= 0)
+    weights = oracle.weights_of_norms(bits)[np.asarray(places.order)]
+    assert np.all(np.diff(weights, axis=1) <= 0)
     assert np.all(np.diff(np.asarray(places.widths), axis=1) <= 0)
 
 
@@ -115,10 +116,19 @@ def test_rows_are_dealt_like_cards(num_chunks, rows, code_bits, widths, seed):
     layout = layout_of(num_chunks, rows, code_bits, widths)
     bits = random_norms(seed, layout.num_rows)
     rank = np.empty(layout.num_rows, int)
-    rank[np.argsort(-bits.astype(int), kind="stable")] = np.arange(layout.num_rows)
+    rank[oracle.row_order(bits)] = np.arange(layout.num_rows)
     dealt = rank[np.asarray(place_rows(bits, layout).order)]
     assert np.all(np.diff(dealt, axis=1) == num_chunks)
     assert np.all(np.diff(dealt, axis=0) == 1)
+
+
+def test_a_row_without_a_usual_norm_is_the_last_that_is_not_zero():
+    layout = layout_of(1, 7, 4.7, ALL)
+    nan, zero, subnormal, largest = oracle.BF16_NAN, 0, 1, 0x7E80  # 2^126
+    bits = np.array([nan, 0x0080, zero, largest + 1, subnormal, 0x3F80, largest], np.uint16)
+    places = place_rows(bits, layout)
+    np.testing.assert_array_equal(places.order, [[6, 5, 1, 0, 3, 4, 2]])
+    assert np.asarray(places.widths)[0, 3:5].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("rows", (1, 2, 2**17, 2**17 + 1))

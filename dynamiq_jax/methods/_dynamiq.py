@@ -77,7 +77,7 @@ class DynamiQ(ChunkedMethod):
     group_size: int = 32  # coordinates under a one-byte scale; smaller costs bits, lowers the error
     rounding: Rounding | None = None  # None: "correlated" for sums, "nearest" for an all-gather
     exponent: float = 1.0  # errors count as the squared norm of their super-group to this power
-    spacing: Spacing = "quadratic"  # of the levels; `geometric` is the paper's, 2 % better, slower
+    spacing: Spacing = "quadratic"  # of the levels; `geometric` is the paper's, 1 % better, slower
     gap_ratio: float = 2.7  # widest gap between levels over the narrowest; 1 is uniform, 20 % worse
     implementation: str | None = None  # backend of the codec; None picks the fastest one
 

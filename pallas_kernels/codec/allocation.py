@@ -55,7 +55,8 @@ class Allocation:
         gains = [_gain(before, after) for before, after in itertools.pairwise(path)]
         steps = [Step(0, first, 0)] if first else []
         for (before, after), gain in zip(itertools.pairwise(path), gains, strict=True):
-            octaves = math.log2(gains[0] / gain) / self.exponent
+            # The first gain may be zero: two bits alone save nothing but the bias of none.
+            octaves = math.log2(gains[0] / gain) / self.exponent if gain < gains[0] else 0.0
             more = steps[-1].energy + 1 if steps else 0
             steps.append(Step(before, after, max(more, 1 + round(ENERGY_STEPS * octaves))))
         return tuple(steps)
@@ -71,7 +72,7 @@ class Allocation:
 
         Returns:
           The number of rows whose codes have bit 0, 1, ..., int32 [..., 16]: those with the most
-          energy. They add up to `units`, or to less by what no step can use.
+          energy. They add up to `units`, less some that a step of several bits cannot use.
         """
         return jnp.vectorize(
             lambda energies: self._solve_chunk(energies, units), signature="(r)->(w)"

@@ -11,12 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.codec.allocation import ENERGY_LIMIT
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.scales import LARGEST_BITS
 
-_BITS = ENERGY_LIMIT.bit_length() - 1  # norms are not negative: their order has no sign
-_LARGEST = np.uint16(ENERGY_LIMIT - 1)
+_WEIGHT_BITS = 15  # of a bfloat16 without its sign: norms are not negative
+_LARGEST = np.uint16((1 << _WEIGHT_BITS) - 1)
+
+# Norms above 2^126 count as the least one whose energy is not zero. Rows that have one are lost,
+# with a magnitude that no scale can carry, or close to that: they must not take bits from others.
+_LARGEST_NORM = np.uint16(LARGEST_BITS >> np.uint32(16))
+_LEAST_NORM = np.uint16(2)
 
 
 class Places(NamedTuple):
@@ -43,10 +48,11 @@ def place_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -
     """Assign rows to places by their norms, largest first, and solve for their widths.
 
     Args:
-      norm_bits: norms as bits of bfloat16, uint16 [num_rows].
+      norm_bits: norms as bits of bfloat16, uint16 [num_rows]; NaN where a norm is not finite.
       layout: static layout of the bucket.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
     """
+    norm_bits = jnp.where(norm_bits > _LARGEST_NORM, _LEAST_NORM, norm_bits)
     if consecutive:
         ranked = rank(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
         firsts = np.arange(layout.num_chunks, dtype=np.int32) * layout.rows_per_chunk
@@ -78,7 +84,7 @@ def rank(weights: Array) -> Array:
       Indices, int32 of the same shape.
     """
     index_bits = (weights.shape[-1] - 1).bit_length()
-    if _BITS + index_bits > 32:
+    if _WEIGHT_BITS + index_bits > 32:
         return jnp.argsort(_LARGEST - weights, axis=-1, stable=True).astype(jnp.int32)
     # Both in one word: one array of integers sorts five times faster than keys with values.
     index = lax.broadcasted_iota(jnp.uint32, weights.shape, weights.ndim - 1)

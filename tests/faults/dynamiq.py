@@ -4,6 +4,13 @@ from tests.faults import Fault
 
 FAULTS = (
     Fault(
+        "rows that are lost take bits from the others",
+        "pallas_kernels/codec/ordering.py",
+        "norm_bits = jnp.where(norm_bits > _LARGEST_NORM, _LEAST_NORM, norm_bits)",
+        "norm_bits = jnp.where(norm_bits > _LARGEST_NORM, norm_bits, norm_bits)",
+        ("tests/test_allocation.py::test_a_lost_row_takes_no_bits_from_the_others",),
+    ),
+    Fault(
         "errors are weighted by norms instead of their squares",
         "pallas_kernels/codec/ordering.py",
         "(norm_bits >> np.uint16(1))",

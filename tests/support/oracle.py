@@ -10,6 +10,7 @@ G = 256 / group_size groups; a chunk is R rows, each with a width of its own, in
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -90,9 +91,19 @@ def combine_norms(bits: U16) -> U16:
         return bf16_nearest(np.sqrt(squares.sum(axis=0)))
 
 
+def units(bits: float, group_size: int, rows: int) -> int:
+    """U: units of 32 bytes for the codes of a chunk of R rows."""
+    return math.floor((bits - 8 / group_size - 1 / 8) * rows + 1e-6)
+
+
+def weights_of_norms(norm_bits: U16) -> Ints:
+    """What rows are sorted by, i64[...]: bit patterns, with 2 for a norm above 2^126."""
+    return np.where(norm_bits > 0x7E80, 2, norm_bits.astype(np.int64))
+
+
 def row_order(norm_bits: U16) -> Ints:
-    """Row indices by descending bit pattern u16[rows], ties by index, i64[rows]."""
-    return np.argsort(-norm_bits.astype(np.int64), kind="stable")
+    """Row indices by descending weight of their norms u16[rows], ties by index, i64[rows]."""
+    return np.argsort(-weights_of_norms(norm_bits), kind="stable")
 
 
 def row_table(norm_bits: U16, n: int) -> Ints:
@@ -129,7 +140,8 @@ def path(allowed: Sequence[int], exponent: float) -> list[Step]:
         others = [w for w in others if w > widths[-1]]
     steps = [Step(first, 0, always=True)] if first else []
     for a, b in itertools.pairwise(widths):
-        needed = 1 + round(32 * np.log2(gain(*widths[:2]) / gain(a, b)) / exponent)
+        ratio = gain(*widths[:2]) / gain(a, b) if a > widths[0] else 1
+        needed = 1 + round(32 * np.log2(ratio) / exponent)
         if steps:
             needed = max(needed, steps[-1].energy + 1)
         steps.append(Step(b - a, needed, always=False))
@@ -166,7 +178,7 @@ def solve_widths(energies: Ints, units: int, allowed: Sequence[int], exponent: f
 
 def energies_of_norms(norm_bits: U16) -> Ints:
     """Energies i64[...] of bit patterns of norms."""
-    return norm_bits.astype(np.int64) >> 1
+    return weights_of_norms(norm_bits) >> 1
 
 
 # ------------------------------------------------------------------------------ 4. rounding offsets
