@@ -33,8 +33,8 @@ def _quantize(values, seed, spacing=TUNED, group_size=GROUP_SIZE, kind="correlat
     """Encode and decode float32 [len(WIDTHS), ROWS, 256], each width with the same noise."""
     ids = jnp.tile(jnp.arange(ROWS, dtype=jnp.uint32), len(WIDTHS))
     offset = rounding.offsets(ids, 0, jnp.stack([seed, seed ^ np.uint32(77)]), kind)
-    classes = [make_levels(width, *spacing) for width in WIDTHS]
-    levels = levels_of_rows(classes, jnp.repeat(jnp.arange(len(WIDTHS)), ROWS))
+    of_widths = [make_levels(width, *spacing) for width in WIDTHS]
+    levels = levels_of_rows(of_widths, jnp.repeat(jnp.arange(len(WIDTHS)), ROWS))
     encoded = rows.encode_rows(values.reshape(-1, 256), offset, levels, group_size=group_size)
     return rows.decode_rows(*encoded, levels, group_size=group_size).reshape(values.shape)
 

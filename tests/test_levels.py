@@ -189,16 +189,16 @@ def test_rows_of_different_widths_go_through_one_formula(spacing):
     """Columns with a width for every row give the codes and positions that scalars give."""
     t = np.broadcast_to(positions(500), (len(WIDTHS), 1002))
     offsets = np.random.default_rng(3).random(t.shape).astype(np.float32)
-    classes = [levels.make_levels(width, *spacing) for width in WIDTHS]
+    of_widths = [levels.make_levels(width, *spacing) for width in WIDTHS]
 
     @jax.jit
     def by_rows(t, offsets):
-        columns = levels.levels_of_rows(classes, jnp.arange(len(WIDTHS)))
+        columns = levels.levels_of_rows(of_widths, jnp.arange(len(WIDTHS)))
         codes = levels.round_to_level(t, offsets, columns)
         return arithmetic.code_to_float(codes), columns.position(arithmetic.code_to_float(codes))
 
     codes, values = map(np.asarray, by_rows(t, offsets))
-    for row, (width, scalars) in enumerate(zip(WIDTHS, classes, strict=True)):
+    for row, (width, scalars) in enumerate(zip(WIDTHS, of_widths, strict=True)):
         expected = np.asarray(round_to_level(t[row], offsets[row], width, spacing))
         # The contraction of multiply-adds may differ, and with it a few codes.
         assert np.mean(codes[row] != expected) < (1e-3 if width < 13 else 2e-2)

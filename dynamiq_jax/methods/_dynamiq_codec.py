@@ -96,6 +96,7 @@ class ReorderedSums(SumCodec):
         codec, layout = self.chunks, self.chunks.layout
         sums = codec.sums(payloads, chunk)
         of_sums = scales.quantize_scales(scales.group_maxima(sums, layout.group_size))
+        # The operations look up the places of a chunk by its index.
         every_chunk = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (layout.num_chunks, leaf.size)),
             self._places(*of_sums),
