@@ -171,9 +171,27 @@ def test_a_power_of_two_passes_through_exactly(data, seed, power):
 @given(data=seeds, seed=seeds)
 def test_the_sign_passes_through_exactly(data, seed):
     values = gradient(data)
-    negative, found = quantize(-values, seed), quantize(values, seed)
+    for _, quantized in with_codes(quantize(values, seed)):
+        np.testing.assert_array_equal(np.signbit(quantized), np.signbit(values))
+    nearest, negative = (quantize(sign * values, kind="nearest") for sign in (1, -1))
     for width in WIDTHS:
-        np.testing.assert_array_equal(negative[width], -found[width])
+        np.testing.assert_array_equal(negative[width], -nearest[width])
+
+
+@few_examples
+@given(data=seeds, seed=seeds)
+def test_an_offset_moves_values_of_either_sign_in_one_direction(data, seed):
+    """Whatever rounds up at a probability of a half does so with its sign reversed."""
+    values = gradient(data)
+    found = with_codes(quantize(values, seed))
+    negative = quantize(-values, seed)
+    for width, quantized in found:
+        below, above, _ = theory(values, width, TUNED)
+        share = (np.abs(values) - below) / np.where(above > below, above - below, 1)
+        middle = (np.abs(share - 0.5) < 0.05) & (values != 0)
+        up = quantized > values, negative[width] > -values
+        agree = np.mean(up[0][middle] == up[1][middle])
+        assert agree > 0.8, width
 
 
 @few_examples

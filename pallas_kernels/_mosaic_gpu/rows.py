@@ -95,10 +95,10 @@ def encode(block: Block, pieces: Pieces, turn: Array, seed_ref, message_ref) -> 
     hashes = row_words(ids + block.count((0,), 0), turn, seed_ref, rounding)
 
     def encode_pair(first: int) -> list[list[Array]]:
-        offsets = _offsets(block, hashes, first, turn)
+        noise = _noise_words(block, hashes, first, turn)
         return [
-            _encode_piece(block, pieces[piece], group_scales[piece] * step, offset)
-            for piece, offset in zip(range(first, PIECES, PIECES // 2), offsets, strict=True)
+            _encode_piece(block, pieces[piece], group_scales[piece] * step, words)
+            for piece, words in zip(range(first, PIECES, PIECES // 2), noise, strict=True)
         ]
 
     # The compiler does not look across branches. It would interleave all of these pairs, which
@@ -116,16 +116,16 @@ def encode(block: Block, pieces: Pieces, turn: Array, seed_ref, message_ref) -> 
     message.clear(block, message_ref)
 
 
-def _encode_piece(
-    block: Block, values: Array, scale: Array, offset: Array | np.float32
-) -> list[Array]:
+def _encode_piece(block: Block, values: Array, scale: Array, noise: Array | None) -> list[Array]:
     """Compute codes: words for every byte of them."""
     ops = _arithmetic()
     inverse = block.spread(scales.reciprocal(scale), block.groups)
     t = ops.multiply_to_one(jnp.abs(values), inverse)
+    # All bits of a negative value: they mirror an offset, see `codec.encode_rows`.
+    signs = (lax.bitcast_convert_type(values, jnp.int32) >> 31).astype(U32)
+    offset = np.float32(0.5) if noise is None else half_to_offset(noise ^ signs)
     magnitude = round_to_level(t, offset, _spread_levels(block), ops)
-    sign = lax.bitcast_convert_type(values, U32) >> np.uint32(31)
-    code = (magnitude << np.uint32(1)) | sign
+    code = (magnitude << np.uint32(1)) - signs
     return [
         block.merge((code >> np.uint32(low)) & np.uint32(0xFF)) for low in range(0, block.bits, 8)
     ]
@@ -147,18 +147,21 @@ def _largest(block: Block, magnitudes: Array) -> Array:
     return block.cast(jnp.max(of_words, axis=len(block.groups)), block.groups)
 
 
-def _offsets(
+def _noise_words(
     block: Block, hashes: Array, piece: int, turn: Array
-) -> tuple[Array | np.float32, Array | np.float32]:
-    """Return the rounding offsets of a piece, and of the one that shares its random words."""
+) -> tuple[Array, Array] | tuple[None, None]:
+    """Return words of rounding offsets of a piece, and of the one that shares its random words.
+
+    The offsets are in the low halves; None if offsets are constant.
+    """
     rounding = block.layout.quantizer.rounding
     if rounding == "nearest":
-        return np.float32(0.5), np.float32(0.5)
+        return None, None
     strides = [(axis, np.prod(block.shape[axis + 1 :])) for axis in block.lanes[1:]]
     counts = [block.count(block.lanes, axis) * np.uint32(stride) for axis, stride in strides]
     lanes = functools.reduce(operator.add, counts) + np.uint32(LANES * piece)
     words = lane_words(block.spread(hashes, (0,)), lanes, turn, rounding)
-    return half_to_offset(words), half_to_offset(words >> np.uint32(16))
+    return words, words >> np.uint32(16)
 
 
 def _transpose_bits(words: Sequence[Array]) -> list[Array]:

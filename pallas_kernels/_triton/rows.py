@@ -101,12 +101,13 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
         group_scale = scales.quantize_group_scales(maximum, super_bits[:, None], ops)
         inverse = scales.reciprocal(scales.scale_of_groups(group_scale, super_bits), ops)
         t = ops.multiply_to_one(jnp.abs(values), to_lanes(inverse))
+        # All bits of a negative value: they mirror an offset, see `codec.encode_rows`.
+        signs = (lax.bitcast_convert_type(values, jnp.int32) >> 31).astype(U32)
         offset: Array | np.float32 = np.float32(0.5)
         if words is not None:
-            offset = half_to_offset(words[piece % 4] >> np.uint32(16 * (piece // 4)))
+            offset = half_to_offset((words[piece % 4] >> np.uint32(16 * (piece // 4))) ^ signs)
         magnitude = level_bits(t, offset, block.levels, ops)
-        sign = lax.bitcast_convert_type(values, U32) >> np.uint32(31)
-        codes.append((magnitude << np.uint32(1)) | sign)
+        codes.append((magnitude << np.uint32(1)) - signs)
         group_scales.append(float_to_code(group_scale))
     message.store_scales(block, group_scales, super_bits, message_ref)
     whole = np.uint32(2 * int(WHOLE.view(np.uint32)) % 2**32)  # in all codes

@@ -5,6 +5,9 @@ errors cancel (paper, section 5, in a cheaper form: no table in memory, and no d
 number of workers). Each offset is uniform, so every single rounding is unbiased. A chain of hops is
 not quite: the input of a hop depends on the noise that it shares with the hop before. `independent`
 rounding has a new hash for every turn, and so no bias at all.
+
+Offsets of DynamiQ round numbers up and down, not magnitudes: `rows.encode_rows` mirrors those of
+negative values. The errors of workers then cancel even where their signs differ.
 """
 
 from typing import Literal, get_args

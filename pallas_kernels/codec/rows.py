@@ -47,9 +47,12 @@ def encode_rows(
     inverse = scales.reciprocal(scales.reconstruct_scales(group_bytes, super_bits))
     magnitudes = jnp.abs(rows).reshape(*inverse.shape, group_size) * inverse[:, :, None]
     t = jnp.minimum(magnitudes.reshape(rows.shape), np.float32(1))
-    # NaN becomes an arbitrary code here. Its row decodes to NaN by its super-scale.
-    magnitude = round_to_level(t, offset, levels)
     sign = lax.bitcast_convert_type(rows, jnp.uint32) >> np.uint32(31)
+    # An offset moves a value in the same direction whatever its sign, so that the errors of values
+    # of any signs cancel.
+    of_magnitude = jnp.where(sign != 0, np.float32(1) - offset, offset)
+    # NaN becomes an arbitrary code here. Its row decodes to NaN by its super-scale.
+    magnitude = round_to_level(t, of_magnitude, levels)
     codes = (magnitude << np.uint32(1)) | sign
     return codes.astype(jnp.uint16), group_bytes, super_bits
 

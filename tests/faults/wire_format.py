@@ -4,6 +4,13 @@ from tests.faults import Fault
 
 FAULTS = (
     Fault(
+        "offsets of negative values are not mirrored",
+        "pallas_kernels/codec/rows.py",
+        "jnp.where(sign != 0, np.float32(1) - offset, offset)",
+        "jnp.where(sign != 0, offset, offset)",
+        ("tests/test_codec_laws.py",),
+    ),
+    Fault(
         "codes are cut off instead of rounded to the nearest",
         "pallas_kernels/codec/arithmetic.py",
         "whole = jnp.round(value)",

@@ -286,7 +286,7 @@ class Encoded(NamedTuple):
 
 
 def encode_rows(x: F32, width: int, spacing: Spacing, group_size: int, u: NDArray) -> Encoded:
-    """Encode f32[rows, 256] with rounding offsets u [rows, 256].
+    """Encode f32[rows, 256] with rounding offsets u [rows, 256], 1 - u of negative values.
 
     With p = (t - f(r)) / (f(r + 1) - f(r)), the outcome is ceil(r + p - u): undecided where
     that argument is within `margin(width)` of a whole number. This covers a t next to a level,
@@ -303,6 +303,7 @@ def encode_rows(x: F32, width: int, spacing: Spacing, group_size: int, u: NDArra
     ratio = np.abs(np.where(usable, x, np.float32(0))).astype(np.float64)
     t = np.minimum(ratio / np.where(usable, scale, np.float32(1)), 1.0)
 
+    u = np.where(np.signbit(x), 1 - u, u)
     f = levels(width, spacing)
     r = np.clip(np.searchsorted(f, t, side="right") - 1, 0, f.size - 2)
     gap, above = f[r + 1] - f[r], t - f[r]
