@@ -143,7 +143,7 @@ def for_each_block(
     rows = rows_of_block(min(layout.rows_per_chunk, after_planes // UNIT + 1))
     grid = -(-layout.rows_per_chunk // rows), chunks
     sizes = [bits for bits in (8, MAX_WIDTH) if bits - 8 < max(layout.allocation.widths)]
-    levels = [jax.tree.leaves(levels) for levels in layout.quantizer.levels_of_widths()]
+    numbers, structure = layout.quantizer.level_table()
 
     def body(table, first_chunk, order, widths, starts, *refs):
         *others, staged, planes, barrier = refs
@@ -170,7 +170,7 @@ def for_each_block(
                     planes=planes,
                     barrier=barrier,
                 )
-                kernel(dataclasses.replace(block, levels=_levels(block)), *others)
+                kernel(dataclasses.replace(block, levels=_levels(block, structure)), *others)
 
     *words, _ = piece_shape(rows, layout.group_size)
     scratch = [
@@ -178,16 +178,16 @@ def for_each_block(
         plgpu.SMEM((sizes[-1], *words, 2), jnp.uint16),
         plgpu.Barrier(num_arrivals=rows),
     ]
-    return launch(body, grid, [np.array(levels).reshape(-1), *operands], out_shape, scratch)
+    return launch(body, grid, [numbers.reshape(-1), *operands], out_shape, scratch)
 
 
-def _levels(block: Block) -> Levels:
+def _levels(block: Block, structure: Any) -> Levels:
     """Read the levels of the rows from the table of all widths."""
-    names, structure = jax.tree.flatten(block.layout.quantizer.levels(2))
     place = block.first + block.count((0,), 0).astype(jnp.int32)
 
     def of_width(width: Array) -> list[Array]:
-        columns = (block.table[width * len(names) + index] for index in range(len(names)))
+        count = structure.num_leaves
+        columns = (block.table[width * count + index] for index in range(count))
         return [block.cast(jnp.full(block.rows, column), (0,)) for column in columns]
 
     def narrow(step: Array, columns: list[Array]) -> list[Array]:

@@ -87,7 +87,7 @@ def encode(block: Block, pieces: Pieces, turn: Array, seed_ref, message_ref) -> 
     super_of_groups = block.spread(super_bits, (0,), rank=len(block.groups))
     step = scales.scale_step(super_of_groups)
     group_scales = [
-        scales.quantize_group_scales(maximum.astype(U32), super_of_groups, _arithmetic())
+        scales.quantize_group_scales(maximum.astype(U32), super_of_groups, _arithmetic())[0]
         for maximum in maxima
     ]
     ids = (block.chunk * block.layout.rows_per_chunk + block.first).astype(U32)
@@ -182,9 +182,10 @@ def _arithmetic() -> Arithmetic:
     return PLAIN._replace(ceil=_ceil, nearest_whole=_nearest_whole)
 
 
-def _ceil(values: Array) -> Array:
+def _ceil(values: Array) -> tuple[Array, Array]:
     whole, _ = _nearest_whole(values)
-    return jnp.where(whole < values, whole + np.float32(1), whole)
+    whole = jnp.where(whole < values, whole + np.float32(1), whole)
+    return whole, lax.bitcast_convert_type(whole + WHOLE, U32)
 
 
 def _nearest_whole(values: Array) -> tuple[Array, Array]:

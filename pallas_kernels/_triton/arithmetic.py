@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import implementation
 from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float
+from pallas_kernels.codec.rounding import half_to_offset
 
 
 def arithmetic() -> Arithmetic:
@@ -18,19 +19,115 @@ def arithmetic() -> Arithmetic:
     return PLAIN if implementation.interpreting() else _PTX
 
 
-def bytes_to_float(words: Array, index: Array) -> Array:
-    """Convert byte `index`, 0 to 3, of uint32 words to float32. Shapes broadcast."""
+def bytes_to_float(words: Array, index: Array) -> tuple[Array, Array]:
+    """Convert byte `index`, 0 to 3, of uint32 words. Shapes broadcast.
+
+    A byte is a sign above a magnitude of seven bits.
+
+    Returns:
+      Magnitudes in float32, and words whose top bit is the sign.
+    """
+    magnitudes = words & np.uint32(0x7F7F7F7F)
     if implementation.interpreting():
-        shift = index.astype(jnp.uint32) * np.uint32(8)
-        return code_to_float((words >> shift) & np.uint32(0xFF))
-    # One byte permutation makes the bits of byte + WHOLE: three bytes of that and the byte.
-    words = lax.bitcast_convert_type(words, jnp.int32)  # Triton has no unsigned result
-    bits = _instruction("prmt.b32", jnp.int32)(words, WHOLE.view(np.int32), index + 0x7650)
-    return lax.bitcast_convert_type(bits, jnp.float32) - WHOLE
+        above = np.uint32(24) - index.astype(jnp.uint32) * np.uint32(8)
+        return code_to_float((magnitudes << above) >> np.uint32(24)), words << above
+    # One byte permutation makes the bits of 2^23 + magnitude, with the sign. Its bytes from the
+    # top: exponent and sign, twice the sign of the magnitude, which is 0, and the magnitude.
+    exponents = (words ^ magnitudes) | np.uint32(0x4B4B4B4B)
+    bits = _permute(magnitudes, exponents, index * 0x1111 + 0x4880)
+    return jnp.abs(lax.bitcast_convert_type(bits, jnp.float32)) - np.float32(2**23), bits
+
+
+def halves_to_offsets(words: Array, half: int, place: Array) -> Array:
+    """Convert the low or the high half of uint32 words to rounding offsets / `offset_unit()`."""
+    if implementation.interpreting():
+        return half_to_offset(words >> np.uint32(16 * half))
+    # A float32 whose bits are an integer below 2^24 is that integer * 2^-149. The integer here is
+    # (h + 1/2) * 2^8: a byte permutation makes it, and no constant has to be subtracted.
+    # A constant that the compiler knows would be moved to a register each time.
+    constant = (place & np.int32(-(2**31))) | np.int32(0x80)
+    bits = _permute(words, constant, np.int32(0x5324 if half else 0x5104))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def offset_unit() -> np.float32:
+    """Return what the offsets of `halves_to_offsets` are multiples of."""
+    return np.float32(1 if implementation.interpreting() else 2.0**125)
+
+
+def select_bits(mask: np.uint32, ones: Array, zeros: Array) -> Array:
+    """Take the bits of `ones` where a mask has ones and those of `zeros` elsewhere, uint32."""
+    if implementation.interpreting():
+        return (ones & mask) | (zeros & ~mask)
+    # The compiler makes two instructions of it, with a constant in each.
+    return _on_words("lop3.b32 $0, $1, $2, $3, 0xe4;", ones, zeros, mask.view(np.int32))
+
+
+def join_low(first: Array, second: Array, bits: int) -> Array:
+    """Join the low 8 or 16 `bits` of uint32 words to twice as many."""
+    if implementation.interpreting():
+        mask = np.uint32(2**bits - 1)
+        return (first & mask) | ((second & mask) << np.uint32(bits))
+    return _permute(first, second, np.int32(0x5410 if bits == 16 else 0x0040))
+
+
+def to_float32(values: Array) -> Array:
+    """Convert to float32."""
+    if values.dtype != jnp.bfloat16 or implementation.interpreting():
+        return values.astype(jnp.float32)
+    # From the word that two share: the compiler would take it apart first.
+    split = "shl.b32 a, $2, 16; and.b32 b, $2, -65536; mov.b32 $0, a; mov.b32 $1, b;"
+    return _on_pairs(f"{{.reg .b32 a, b; {split}}}", values, "r")
+
+
+def magnitude_bits(values: Array) -> Array:
+    """Return bits of magnitudes, int32, whose maxima are those of |x|.
+
+    Magnitudes are compared as integers, since Triton's maximum of floats drops NaN.
+    """
+    if implementation.interpreting():
+        bounds = jnp.abs(values)
+    else:
+        # Two neighbors both get their maximum. It takes signs off for free, and the compiler drops
+        # what is there twice. Nothing is below its own magnitude, whatever a thread holds.
+        larger = "abs.f32 a, $2; abs.f32 b, $3; max.NaN.f32 $0, a, b; mov.f32 $1, $0;"
+        bounds = _on_pairs(f"{{.reg .f32 a, b; {larger}}}", values, "f,f")
+    return lax.bitcast_convert_type(bounds, jnp.int32)
+
+
+def _on_pairs(ptx: str, values: Array, registers: str) -> Array:
+    """Apply PTX, of results $0 and $1, to pairs of values that a thread holds, to float32."""
+    from jax.experimental.pallas import triton
+
+    (result,) = triton.elementwise_inline_asm(
+        ptx,
+        args=[values],
+        constraints=f"=f,=f,{registers}",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, jnp.float32)],
+    )
+    return result
+
+
+def _permute(first: Array, second: Array | np.int32, selector: Array | np.int32) -> Array:
+    """Select four of the eight bytes of two uint32 words, from the lowest on."""
+    return _on_words("prmt.b32", first, second, selector)
+
+
+def _on_words(ptx: str, *operands: Array | np.int32) -> Array:
+    """Apply an instruction to uint32 or int32 values: uint32, which Triton has no result of."""
+    words = (
+        lax.bitcast_convert_type(word, jnp.int32) if word.dtype == jnp.uint32 else word
+        for word in operands
+    )
+    return lax.bitcast_convert_type(_instruction(ptx, jnp.int32)(*words), jnp.uint32)
 
 
 def _instruction(ptx: str, dtype: DTypeLike = jnp.float32) -> Callable[..., Array]:
-    """Return a PTX instruction as a function of values of 32 bits that broadcast."""
+    """Return a PTX instruction as a function of values of 32 bits that broadcast.
+
+    `ptx` is its name, or all of it, with operands $0, the result, $1 and so on.
+    """
     register = "f" if dtype == jnp.float32 else "r"
 
     def apply(*operands: Any) -> Array:
@@ -39,7 +136,7 @@ def _instruction(ptx: str, dtype: DTypeLike = jnp.float32) -> Callable[..., Arra
         values = jnp.broadcast_arrays(*map(jnp.asarray, operands))
         names = ", ".join(f"${i}" for i in range(len(values) + 1))
         (result,) = triton.elementwise_inline_asm(
-            f"{ptx} {names};",
+            ptx if "$" in ptx else f"{ptx} {names};",
             args=values,
             constraints=",".join(["=" + register] + [register] * len(values)),
             pack=1,
@@ -59,9 +156,10 @@ def _nearest_whole(value: Array) -> tuple[Array, Array]:
 # of which there are none here.
 _PTX = Arithmetic(
     multiply_add=_instruction("fma.rn.f32"),
+    multiply_subtract=_instruction("{.reg .f32 c; neg.f32 c, $3; fma.rn.f32 $0, $1, $2, c;}"),
     multiply_to_one=_instruction("mul.rn.sat.f32"),
     sqrt=_instruction("sqrt.approx.ftz.f32"),
     reciprocal=_instruction("rcp.approx.ftz.f32"),
-    ceil=jnp.ceil,
+    ceil=PLAIN.ceil,
     nearest_whole=_nearest_whole,
 )

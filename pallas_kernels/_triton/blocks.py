@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import implementation
+from pallas_kernels._triton.arithmetic import join_low
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.layout import Layout
@@ -74,7 +75,6 @@ class Block:
     """Rows of one width of a program. Scalars are values of the kernel."""
 
     layout: Layout
-    index: Array  # int32, of the program among those of the chunk
     chunk: Index
     place: Array  # int32 [rows], within the chunk; some repeat if there are fewer of this width
     width: Array  # int32
@@ -89,7 +89,8 @@ class Block:
 
     def plane(self, bit: int) -> Array:
         """Return where the rows lie in a plane: int32 [rows, 16], in 16-bit units of a message."""
-        return ((self.start(bit) + self.place) * (UNIT // 2))[:, None] + iota(UNIT // 2)[None, :]
+        own = (self.place * (UNIT // 2))[:, None] + iota(UNIT // 2)[None, :]
+        return own + self.start(bit) * (UNIT // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,11 @@ class Blocks:
     chunk: Index | None = None  # None for all
 
     def run(
-        self, kernel: Callable, operands: Sequence[Any], out_shape: jax.ShapeDtypeStruct
+        self,
+        kernel: Callable,
+        operands: Sequence[Any],
+        out_shape: jax.ShapeDtypeStruct,
+        first: Callable | None = None,
     ) -> Array:
         """Run `kernel(block, row, *operand refs, out ref)` for all blocks.
 
@@ -110,15 +115,28 @@ class Blocks:
           kernel: function of a block, the original rows at its places, int32 [rows], and refs.
           operands: arrays and numbers that the kernel takes.
           out_shape: of its result.
+          first: what the first program does before, of the units that planes take and the refs.
         """
-        numbers, structure = _level_table(self.layout)
+        numbers, structure = self.layout.quantizer.level_table()
 
         def body(chunk_ref, order_ref, widths_ref, starts_ref, levels_ref, *refs):
             index = pl.program_id(0)
             chunk = pl.program_id(1) if self.chunk is None else chunk_ref[0]
+            # Now the compiler knows that no index overflows, and adds constants to addresses.
+            chunk = chunk & np.int32(2**20 - 1)
+            if first is not None:
+                pl.when(index == 0)(lambda: first(starts_ref[chunk, MAX_WIDTH], *refs))
+
+            widest, narrowest = (widths_ref[chunk, place] for place in self._ends(index))
 
             def handle(width: Array, _: None) -> None:
-                start, stop = self._places_of_width(width, index, starts_ref, chunk)
+                # In nearly all programs. Without `width`, the compiler would make two loops.
+                all_alike = (width == narrowest) & (width == widest)
+                start, stop = lax.cond(
+                    all_alike,
+                    lambda: self._ends(index),
+                    lambda: self._places_of_width(width, index, starts_ref, chunk),
+                )
 
                 @pl.when(start <= stop)
                 def _handle() -> None:
@@ -126,7 +144,6 @@ class Blocks:
                     place = lax.min(start + iota(self.config.rows), stop)
                     block = Block(
                         layout=self.layout,
-                        index=index,
                         chunk=chunk,
                         place=place,
                         width=width,
@@ -136,7 +153,6 @@ class Blocks:
                     )
                     kernel(block, order_ref[chunk, place], *refs)
 
-            widest, narrowest = (widths_ref[chunk, place] for place in self._ends(index))
             lax.fori_loop(narrowest, widest + 1, handle, None)
 
         chunks = self.layout.num_chunks if self.chunk is None else 1
@@ -166,13 +182,6 @@ class Blocks:
         return lax.max(first, wider), lax.min(last, enough - 1)
 
 
-def _level_table(layout: Layout) -> tuple[np.ndarray, Any]:
-    """Return numbers of the levels of all widths, float32 [17, numbers], and their structure."""
-    levels = layout.quantizer.levels_of_widths()
-    numbers = np.array([jax.tree.leaves(one) for one in levels], np.float32)
-    return numbers, jax.tree.structure(levels[0])
-
-
 def to_lanes(by_group: Array) -> Array:
     """Reshape numbers of groups [rows, 32 / group_size] to broadcast to [rows, 32]."""
     groups = by_group.shape[1]
@@ -180,6 +189,17 @@ def to_lanes(by_group: Array) -> Array:
         return by_group
     spread = jnp.broadcast_to(by_group[:, :, None], (*by_group.shape, LANES // groups))
     return spread.reshape(-1, LANES)
+
+
+def merge_bytes(values: Array, count: int) -> Array:
+    """Merge the low bytes of 2 or 4 neighbors of uint32 [rows, m] into one word."""
+    bits = 8
+    while count > 1:
+        pairs = values.reshape(values.shape[0], -1, 2)
+        first, second = (part[:, :, 0] for part in jnp.split(pairs, 2, axis=2))
+        values = join_low(first, second, bits)
+        bits, count = 2 * bits, count // 2
+    return values
 
 
 def merge_lanes(values: Array, count: int, bits: int | None = None) -> Array:

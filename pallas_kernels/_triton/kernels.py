@@ -58,6 +58,7 @@ def hop(
         kernel,
         [turn, local.seed, local.rows, *messages],
         shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
+        first=lambda used, *refs: message.pad(layout, used, refs[-1]),
     )
     return message.as_bytes(sent)
 

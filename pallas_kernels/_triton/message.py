@@ -4,11 +4,14 @@ Messages are read and written in units of 16 bits, the largest unit that divides
 message. The compiler joins two of them into one access of 32 bits.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels._triton.arithmetic import join_low, select_bits
 from pallas_kernels._triton.blocks import (
     LANES,
     PIECES,
@@ -16,11 +19,13 @@ from pallas_kernels._triton.blocks import (
     Block,
     in_every_byte,
     iota,
+    merge_bytes,
     merge_lanes,
     split_lanes,
 )
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.bit_planes import UNIT
+from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import MAX_WIDTH
 
 
@@ -34,8 +39,8 @@ def as_bytes(message: Array) -> Array:
     return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
 
 
-def load_codes(block: Block, message_ref, start: Index, low: int) -> list[Array]:
-    """Load eight bits of the codes of every piece from bit `low` on: words [rows, 8] of bytes."""
+def load_codes(block: Block, message_ref, start: Index, bits: Sequence[int]) -> list[Array]:
+    """Load eight `bits` of the codes of every piece: words [rows, 8] of bytes."""
     from jax.experimental.pallas import triton
 
     def load(bit: int) -> Array:
@@ -43,11 +48,11 @@ def load_codes(block: Block, message_ref, start: Index, low: int) -> list[Array]
         has_bit = jnp.broadcast_to(block.width > bit, units.shape)
         return merge_lanes(triton.load(message_ref.at[units], mask=has_bit, other=0).astype(U32), 2)
 
-    return _transpose([load(low + bit) for bit in range(8)])
+    return _transpose([load(bit) for bit in bits])
 
 
 def store_codes(block: Block, words: list[Array], low: int, message_ref) -> None:
-    """Store the words that `load_codes` loads."""
+    """Store words of bytes as eight bits of the codes, from bit `low` on."""
     for bit, word in enumerate(_transpose(words), start=low):
 
         @pl.when(block.width > bit)
@@ -63,9 +68,9 @@ def _transpose(words: list[Array]) -> list[Array]:
             second = first + shift
             if first & shift:
                 continue
-            swapped = ((words[first] >> np.uint32(shift)) ^ words[second]) & in_every_byte(mask)
-            words[second] = words[second] ^ swapped
-            words[first] = words[first] ^ (swapped << np.uint32(shift))
+            low, a, b = in_every_byte(mask), words[first], words[second]
+            words[first] = select_bits(low, a, b << np.uint32(shift))
+            words[second] = select_bits(low, a >> np.uint32(shift), b)
     return words
 
 
@@ -87,11 +92,11 @@ def store_scales(block: Block, group_scales: list[Array], super_bits: Array, mes
     supers = block.layout.super_scales_start // 2 + block.place
     if count == 1:
         columns = [
-            first | (second << np.uint32(8))
+            join_low(first, second, 8)
             for first, second in zip(group_scales[::2], group_scales[1::2], strict=True)
         ]
     else:
-        columns = [merge_lanes(values, 2, bits=8) for values in group_scales]
+        columns = [merge_bytes(values, 2) for values in group_scales]
     if columns[0].shape[1] > 1:
         for piece, units in enumerate(columns):
             at = (groups + count // 2 * piece)[:, None] + iota(count // 2)[None, :]
@@ -100,28 +105,23 @@ def store_scales(block: Block, group_scales: list[Array], super_bits: Array, mes
         return
     # One store for all: the columns of a tile, the last of which all hold the super-scale.
     column = iota(2 * len(columns))[None, :]
-    units, at = super_bits[:, None], supers[:, None]
+    units = super_bits[:, None]
     for index, values in enumerate(columns):
         units = jnp.where(column == index, values, units)
-        at = jnp.where(column == index, (groups + index)[:, None], at)
+    at = jnp.where(column < len(columns), groups[:, None] + column, supers[:, None])
     message_ref[at] = units.astype(jnp.uint16)
 
 
-def pad(block: Block, message_ref) -> None:
-    """Write the zeros after the planes and at the end of a message."""
-    layout = block.layout
+def pad(layout: Layout, used: Array, message_ref) -> None:
+    """Write the zeros after the planes, which take `used` units, and at the end of a message."""
 
     def clear(start: Index, stop: int, count: int) -> None:
         # Some zeros are stored twice: a shape has to be a power of two.
         at = lax.min(start + iota(count), jnp.int32(stop - 1))
         message_ref[at] = jnp.zeros((count,), jnp.uint16)
 
-    @pl.when(block.index == 0)
-    def _() -> None:
-        if layout.padding_start < layout.payload_bytes:
-            clear(layout.padding_start // 2, layout.payload_bytes // 2, 8)
-        # Units that no step of the allocation could use, fewer than the largest of them.
-        used, half = block.start(MAX_WIDTH), UNIT // 2
-        pl.when(used < layout.units)(
-            lambda: clear(used * half, layout.units * half, MAX_WIDTH * half)
-        )
+    if layout.padding_start < layout.payload_bytes:
+        clear(layout.padding_start // 2, layout.payload_bytes // 2, 8)
+    # Units that no step of the allocation could use, fewer than the largest of them.
+    half = UNIT // 2
+    pl.when(used < layout.units)(lambda: clear(used * half, layout.units * half, MAX_WIDTH * half))

@@ -10,22 +10,28 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import message
-from pallas_kernels._triton.arithmetic import arithmetic, bytes_to_float
+from pallas_kernels._triton.arithmetic import (
+    arithmetic,
+    bytes_to_float,
+    halves_to_offsets,
+    magnitude_bits,
+    offset_unit,
+    to_float32,
+)
 from pallas_kernels._triton.blocks import (
     LANES,
     PIECES,
     U32,
     Block,
-    in_every_byte,
     iota,
-    merge_lanes,
+    merge_bytes,
     split_lanes,
     to_lanes,
 )
 from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import WHOLE, Index, code_to_float, float_to_code
-from pallas_kernels.codec.levels import level_bits
-from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
+from pallas_kernels.codec.arithmetic import WHOLE, Index, code_to_float
+from pallas_kernels.codec.levels import level_bits, scale_gaps
+from pallas_kernels.codec.rounding import lane_words, row_words
 
 Pieces = Sequence[Array]  # float32 [rows, 32] each
 
@@ -50,7 +56,7 @@ def add_messages(block: Block, pieces: Pieces, messages_ref, received: int) -> l
 def gather(rows_ref, row: Array) -> list[Array]:
     """Load rows of the local array as float32 pieces; `row` is int32 [rows], original indices."""
     return [
-        rows_ref[row[:, None], (iota(LANES) + LANES * piece)[None, :]].astype(jnp.float32)
+        to_float32(rows_ref[row[:, None], (iota(LANES) + LANES * piece)[None, :]])
         for piece in range(PIECES)
     ]
 
@@ -74,11 +80,12 @@ def decode(block: Block, message_ref, start: Index, onto: Pieces | None = None) 
         return signed * scale if onto is None else ops.multiply_add(signed, scale, onto[piece])
 
     def narrow() -> list[Array]:
-        words = message.load_codes(block, message_ref, start, 0)
+        words = message.load_codes(block, message_ref, start, (*range(1, 8), 0))
         return [add(piece, *_of_bytes(word)) for piece, word in enumerate(words)]
 
     def wide() -> list[Array]:
-        low, high = (message.load_codes(block, message_ref, start, bit) for bit in (0, 8))
+        bytes_ = (range(8), range(8, 16))
+        low, high = (message.load_codes(block, message_ref, start, bits) for bits in bytes_)
         codes = [_two_bytes(*words) for words in zip(low, high, strict=True)]
         return [add(piece, *_of_codes(code)) for piece, code in enumerate(codes)]
 
@@ -91,53 +98,47 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
     layout, ops = block.layout, arithmetic()
     maxima, row_maxima = [], []
     for values in pieces:
-        bits = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
+        bits = magnitude_bits(values)
         row_maxima.append(jnp.max(bits, axis=1))
         maxima.append(_group_maxima(bits, row_maxima[-1], layout.group_size).astype(U32))
     super_bits = scales.quantize_super_scales(functools.reduce(jnp.maximum, row_maxima).astype(U32))
     words = _noise_words(block, noise)
+    levels = scale_gaps(block.levels, np.float32(1) if words is None else offset_unit())
     codes, group_scales = [], []
     for piece, (values, maximum) in enumerate(zip(pieces, maxima, strict=True)):
-        group_scale = scales.quantize_group_scales(maximum, super_bits[:, None], ops)
-        inverse = scales.reciprocal(scales.scale_of_groups(group_scale, super_bits), ops)
+        group_scale, bits = scales.quantize_group_scales(maximum, super_bits[:, None], ops)
+        inverse = scales.inverse_of_groups(group_scale, super_bits, ops)
         t = ops.multiply_to_one(jnp.abs(values), to_lanes(inverse))
         # All bits of a negative value: they mirror an offset, see `codec.encode_rows`.
         signs = (lax.bitcast_convert_type(values, jnp.int32) >> 31).astype(U32)
         offset: Array | np.float32 = np.float32(0.5)
         if words is not None:
-            offset = half_to_offset((words[piece % 4] >> np.uint32(16 * (piece // 4))) ^ signs)
-        magnitude = level_bits(t, offset, block.levels, ops)
+            offset = halves_to_offsets(words[piece % 4] ^ signs, piece // 4, block.place[:, None])
+        magnitude = level_bits(t, offset, levels, ops)
         codes.append((magnitude << np.uint32(1)) - signs)
-        group_scales.append(float_to_code(group_scale))
+        group_scales.append(bits)
     message.store_scales(block, group_scales, super_bits, message_ref)
     whole = np.uint32(2 * int(WHOLE.view(np.uint32)) % 2**32)  # in all codes
 
     @pl.when(block.width <= 8)
     def _() -> None:
-        # Cheaper taken off four codes at once.
-        whole_words = np.uint32(int(whole) * 0x01010101 % 2**32)
-        words = [merge_lanes(code, 4) - whole_words for code in codes]
-        message.store_codes(block, words, 0, message_ref)
+        message.store_codes(block, [merge_bytes(code, 4) for code in codes], 0, message_ref)
 
     @pl.when(block.width > 8)
     def _() -> None:
         for low in (0, 8):
-            parts = [((code - whole) >> np.uint32(low)) & np.uint32(0xFF) for code in codes]
-            message.store_codes(block, [merge_lanes(part, 4) for part in parts], low, message_ref)
-
-    message.pad(block, message_ref)
+            parts = [merge_bytes((code - whole) >> np.uint32(low), 4) for code in codes]
+            message.store_codes(block, parts, low, message_ref)
 
 
 def _of_bytes(words: Array) -> tuple[Array, Array]:
-    """Split codes of a byte, in words [rows, 8], into magnitudes and signs.
+    """Split bytes of sign and magnitude, in words [rows, 8].
 
     Returns:
       Magnitudes in float32 and words whose top bit is the sign, both [rows, 32].
     """
-    magnitudes = (words >> np.uint32(1)) & in_every_byte(0x7F)
-    value = bytes_to_float(magnitudes[:, :, None], iota(4)[None, None, :]).reshape(-1, LANES)
-    lane = (np.uint32(31) - np.uint32(8) * iota(4).astype(U32))[None, None, :]
-    return value, (words[:, :, None] << lane).reshape(-1, LANES)
+    value, sign = bytes_to_float(words[:, :, None], iota(4)[None, None, :])
+    return value.reshape(-1, LANES), sign.reshape(-1, LANES)
 
 
 def _of_codes(codes: Array) -> tuple[Array, Array]:

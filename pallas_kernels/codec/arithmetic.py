@@ -23,10 +23,11 @@ class Arithmetic(NamedTuple):
     """Float32 operations."""
 
     multiply_add: Callable[[Array, Number, Number], Array]  # a b + c
+    multiply_subtract: Callable[[Array, Number, Array], Array]  # a b - c
     multiply_to_one: Callable[[Array, Array], Array]  # min(a b, 1) of a b >= 0; NaN to anything
     sqrt: Callable[[Array], Array]  # of normal numbers
     reciprocal: Callable[[Array], Array]  # of normal numbers up to 2^126
-    ceil: Callable[[Array], Array]  # of values from 0 to 255
+    ceil: Callable[[Array], tuple[Array, Array]]  # of 0 to 255, and the bits of that + WHOLE
     nearest_whole: Callable[[Array], tuple[Array, Array]]  # rounded, and the bits of that + WHOLE
 
 
@@ -43,15 +44,19 @@ def float_to_code(value: Array) -> Array:
 
 
 def _nearest_whole(value: Array) -> tuple[Array, Array]:
-    whole = jnp.round(value)
+    return _with_bits(jnp.round(value))
+
+
+def _with_bits(whole: Array) -> tuple[Array, Array]:
     return whole, lax.bitcast_convert_type(whole + WHOLE, jnp.uint32)
 
 
 PLAIN = Arithmetic(
     multiply_add=lambda a, b, c: a * b + c,
+    multiply_subtract=lambda a, b, c: a * b - c,
     multiply_to_one=lambda a, b: jnp.minimum(a * b, np.float32(1)),
     sqrt=jnp.sqrt,
     reciprocal=lambda value: np.float32(1) / value,
-    ceil=jnp.ceil,
+    ceil=lambda value: _with_bits(jnp.ceil(value)),
     nearest_whole=_nearest_whole,
 )

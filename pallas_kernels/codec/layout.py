@@ -1,8 +1,11 @@
 """Shape of a bucket on the wire: chunks of rows, and the sections of a message."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.codec.allocation import Allocation
@@ -30,6 +33,12 @@ class Quantizer:
     def levels_of_widths(self) -> list[Levels]:
         """Return the levels of all widths from 0 on."""
         return [self.levels(width) for width in range(MAX_WIDTH + 1)]
+
+    def level_table(self) -> tuple[np.ndarray, Any]:
+        """Return the numbers of the levels of all widths, float32 [17, n], and their structure."""
+        levels = self.levels_of_widths()
+        numbers = np.array([jax.tree.leaves(one) for one in levels], np.float32)
+        return numbers, jax.tree.structure(levels[0])
 
     def levels_of_rows(self, widths: Array) -> Levels:
         """Return the levels of rows of some widths, int32 [rows], as columns [rows, 1]."""

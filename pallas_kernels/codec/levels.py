@@ -45,11 +45,16 @@ class UniformLevels(NamedTuple):
 
     top: Number  # L, the largest magnitude code
     step: Number
+    first_gap: Number  # step
     shift: Number  # 1/2 and a margin
 
     def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """Return f(code), float32."""
         return code * self.step
+
+    def above(self, code: Array, t: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code) - t, which may be rounded once."""
+        return ops.multiply_subtract(code, self.step, t)
 
     def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
         """Return f^-1(t) - 1/2.
@@ -59,9 +64,9 @@ class UniformLevels(NamedTuple):
         """
         return ops.multiply_add(t, self.top, -self.shift)
 
-    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
+    def gap(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """Return f(code + 1) - f(code)."""
-        return jnp.asarray(self.step)
+        return jnp.asarray(self.first_gap)
 
 
 class QuadraticLevels(NamedTuple):
@@ -78,15 +83,22 @@ class QuadraticLevels(NamedTuple):
 
     def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """Return f(code), float32."""
-        return code * ops.multiply_add(code, self.quadratic, self.linear)
+        return code * self._slope(code, ops)
+
+    def above(self, code: Array, t: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code) - t, which may be rounded once."""
+        return ops.multiply_subtract(code, self._slope(code, ops), t)
 
     def inverse(self, t: Array, ops: Arithmetic = PLAIN) -> Array:
         """Return f^-1(t) - 1/2; see `UniformLevels`."""
         return ops.sqrt(ops.multiply_add(t, self.span, self.square)) - self.shift
 
-    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
+    def gap(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """Return f(code + 1) - f(code)."""
         return ops.multiply_add(code, self.growth, self.first_gap)
+
+    def _slope(self, code: Array, ops: Arithmetic) -> Array:
+        return ops.multiply_add(code, self.quadratic, self.linear)
 
 
 class GeometricLevels(NamedTuple):
@@ -116,9 +128,13 @@ class GeometricLevels(NamedTuple):
         logarithm = jnp.log(ops.multiply_add(t, self.span, np.float32(1)))
         return ops.multiply_add(logarithm, self.inverse_log_base, -self.shift)
 
-    def gap(self, code: Array, position: Array, ops: Arithmetic = PLAIN) -> Array:
+    def above(self, code: Array, t: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code) - t, which may be rounded once."""
+        return self.position(code, ops) - t
+
+    def gap(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
         """Return f(code + 1) - f(code)."""
-        return ops.multiply_add(position, self.growth, self.first_gap)
+        return ops.multiply_add(self.position(code, ops), self.growth, self.first_gap)
 
 
 Levels = UniformLevels | QuadraticLevels | GeometricLevels
@@ -142,10 +158,15 @@ def level_bits(
     # Where t is a position, r may be one too small. This is harmless: t - f(r) is then about one
     # gap, and rounds to the same level.
     code, bits = ops.nearest_whole(levels.inverse(t, ops))
-    position = levels.position(code, ops)
-    short = ops.multiply_add(levels.gap(code, position, ops), offset, position - t)
+    short = ops.multiply_add(levels.gap(code, ops), offset, levels.above(code, t, ops))
     up = lax.bitcast_convert_type(short, jnp.uint32) >> np.uint32(31)
     return bits + up
+
+
+def scale_gaps(levels: Levels, factor: np.float32) -> Levels:
+    """Multiply the gaps by a power of two, for offsets that are divided by it."""
+    of_gap = ({"first_gap", "growth"} & set(levels._fields)) if factor != 1 else ()
+    return levels._replace(**{name: getattr(levels, name) * factor for name in of_gap})
 
 
 def top_code(levels: Levels) -> Array | np.uint32:
@@ -165,7 +186,7 @@ def make_levels(width: int, spacing: Spacing, gap_ratio: float) -> Levels:
     top = max(num_levels(width), 1)
     levels: Levels
     if gap_ratio == 1:
-        levels = UniformLevels(top=top, step=1 / top, shift=0.5 + top * _INVERSE_ERROR)
+        levels = UniformLevels(top, 1 / top, 1 / top, shift=0.5 + top * _INVERSE_ERROR)
     elif spacing == "quadratic":
         levels = _quadratic(top, gap_ratio)
     else:

@@ -38,7 +38,9 @@ def quantize_super_scales(maxima: Array) -> Array:
     return jnp.where(maxima <= LARGEST_BITS, rounded_up, NAN_BITS)
 
 
-def quantize_group_scales(maxima: Array, super_bits: Array, ops: Arithmetic = PLAIN) -> Array:
+def quantize_group_scales(
+    maxima: Array, super_bits: Array, ops: Arithmetic = PLAIN
+) -> tuple[Array, Array]:
     """Round group maxima up to group scales.
 
     Args:
@@ -47,11 +49,11 @@ def quantize_group_scales(maxima: Array, super_bits: Array, ops: Arithmetic = PL
       ops: elementary operations.
 
     Returns:
-      Whole numbers from 0 to 255, float32.
+      Whole numbers from 0 to 255, float32, and the bits of those + `arithmetic.WHOLE`.
     """
     inverse = reciprocal(bfloat16_value(super_bits), ops)
-    share = lax.bitcast_convert_type(maxima, jnp.float32) * inverse
-    return jnp.minimum(ops.ceil(share * np.float32(255)), np.float32(255))
+    share = ops.multiply_to_one(lax.bitcast_convert_type(maxima, jnp.float32), inverse)
+    return ops.ceil(share * np.float32(255))
 
 
 def quantize_scales(maxima: Array) -> tuple[Array, Array]:
@@ -61,7 +63,7 @@ def quantize_scales(maxima: Array) -> tuple[Array, Array]:
     super-scales bits of bfloat16 in uint16 [rows].
     """
     super_bits = quantize_super_scales(jnp.max(maxima, axis=-1))
-    group_scales = quantize_group_scales(maxima, super_bits[:, None])
+    group_scales, _ = quantize_group_scales(maxima, super_bits[:, None])
     return group_scales.astype(jnp.int32).astype(jnp.uint8), super_bits.astype(jnp.uint16)
 
 
@@ -105,6 +107,18 @@ def scale_step(super_bits: Array) -> Array:
     # Multiplied before the group scale, as XLA would choose anyway: a step below the smallest
     # normal is flushed, so rows whose largest magnitude is below 2^-118 decode to zeros.
     return bfloat16_value(super_bits) * np.float32(1 / 255)
+
+
+def inverse_of_groups(group_scales: Array, super_bits: Array, ops: Arithmetic = PLAIN) -> Array:
+    """Compute factors that normalize a group: float32 [rows, groups].
+
+    They do what `reciprocal` of `scale_of_groups` does, with one check a row instead of one a
+    group. A group scale is 0 where all magnitudes are below 2^-140 of the row's: any factor that
+    keeps them far below a level gives the same codes.
+    """
+    step = scale_step(super_bits)
+    step = jnp.where(step < np.finfo(np.float32).tiny, np.float32(np.inf), step)
+    return ops.reciprocal(jnp.maximum(group_scales, np.float32(1)) * step[:, None])
 
 
 def reciprocal(scale: Array, ops: Arithmetic = PLAIN) -> Array:

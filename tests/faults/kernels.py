@@ -83,15 +83,16 @@ FAULTS = (
     Fault(
         "lanes 128 and up round like those before them",
         "pallas_kernels/_triton/rows.py",
-        "np.uint32(16 * (piece // 4))",
-        "np.uint32(0)",
+        "halves_to_offsets(words[piece % 4], piece // 4, ",
+        "halves_to_offsets(words[piece % 4], 0, ",
         ("tests/test_kernels.py::test_a_hop_writes_the_bytes_of_the_base",),
     ),
     Fault(
         "narrow gradients are added before they are widened",
         "pallas_kernels/_triton/rows.py",
-        "iota(LANES) + LANES * piece)[None, :]].astype(jnp.float32)",
-        "iota(LANES) + LANES * piece)[None, :]].astype(jnp.bfloat16).astype(jnp.float32)",
+        "to_float32(rows_ref[row[:, None], (iota(LANES) + LANES * piece)[None, :]])",
+        "to_float32(rows_ref[row[:, None], (iota(LANES) + LANES * piece)[None, :]]"
+        ".astype(jnp.bfloat16))",
         ("tests/test_kernels.py::test_a_hop_writes_the_bytes_of_the_base",),
     ),
     Fault(
