@@ -71,6 +71,26 @@ def join_low(first: Array, second: Array, bits: int) -> Array:
     return _permute(first, second, np.int32(0x5410 if bits == 16 else 0x0040))
 
 
+def join_top(first: Array, second: Array) -> Array:
+    """Join the top bytes of words: uint32 below 2^16."""
+    if implementation.interpreting():
+        return (first >> np.uint32(24)) | ((second >> np.uint32(24)) << np.uint32(8))
+    return _permute(first, second, np.int32(0x0073))
+
+
+def signs_to_halves(low: Array, high: Array, index: Array) -> Array:
+    """Repeat the top bit of byte `index`, 0 to 3, of two uint32 words. Shapes broadcast.
+
+    Returns:
+      uint32: that of `low` in all of the low half, and that of `high` in all of the high one.
+    """
+    if implementation.interpreting():
+        top = index.astype(jnp.uint32) * np.uint32(8) + np.uint32(7)
+        low, high = ((word >> top) & np.uint32(1) for word in (low, high))
+        return low * np.uint32(0xFFFF) | high * np.uint32(0xFFFF0000)
+    return _permute(low, high, index * 0x1111 + 0xCC88)
+
+
 def to_float32(values: Array) -> Array:
     """Convert to float32."""
     if values.dtype != jnp.bfloat16 or implementation.interpreting():

@@ -11,6 +11,7 @@ allocations.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import implementation
-from pallas_kernels._triton.arithmetic import join_low
+from pallas_kernels._triton.arithmetic import join_low, join_top
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.layout import Layout
@@ -195,11 +196,21 @@ def merge_bytes(values: Array, count: int) -> Array:
     """Merge the low bytes of 2 or 4 neighbors of uint32 [rows, m] into one word."""
     bits = 8
     while count > 1:
-        pairs = values.reshape(values.shape[0], -1, 2)
-        first, second = (part[:, :, 0] for part in jnp.split(pairs, 2, axis=2))
-        values = join_low(first, second, bits)
+        values = merge_pairs(values, functools.partial(join_low, bits=bits))
         bits, count = 2 * bits, count // 2
     return values
+
+
+def merge_tops(values: Array) -> Array:
+    """Merge the top bytes of 4 neighbors of uint32 [rows, m] into one word."""
+    return merge_pairs(merge_pairs(values, join_top), functools.partial(join_low, bits=16))
+
+
+def merge_pairs(values: Array, join: Callable[[Array, Array], Array]) -> Array:
+    """Join neighbors of [rows, m]."""
+    pairs = values.reshape(values.shape[0], -1, 2)
+    first, second = (part[:, :, 0] for part in jnp.split(pairs, 2, axis=2))
+    return join(first, second)
 
 
 def merge_lanes(values: Array, count: int, bits: int | None = None) -> Array:

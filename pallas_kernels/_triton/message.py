@@ -51,9 +51,9 @@ def load_codes(block: Block, message_ref, start: Index, bits: Sequence[int]) -> 
     return _transpose([load(bit) for bit in bits])
 
 
-def store_codes(block: Block, words: list[Array], low: int, message_ref) -> None:
-    """Store words of bytes as eight bits of the codes, from bit `low` on."""
-    for bit, word in enumerate(_transpose(words), start=low):
+def store_codes(block: Block, words: list[Array], bits: Sequence[int], message_ref) -> None:
+    """Store the words that `load_codes` loads."""
+    for bit, word in zip(bits, _transpose(words), strict=True):
 
         @pl.when(block.width > bit)
         def _(bit: int = bit, word: Array = word) -> None:

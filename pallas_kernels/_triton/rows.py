@@ -16,6 +16,8 @@ from pallas_kernels._triton.arithmetic import (
     halves_to_offsets,
     magnitude_bits,
     offset_unit,
+    select_bits,
+    signs_to_halves,
     to_float32,
 )
 from pallas_kernels._triton.blocks import (
@@ -23,8 +25,10 @@ from pallas_kernels._triton.blocks import (
     PIECES,
     U32,
     Block,
+    in_every_byte,
     iota,
     merge_bytes,
+    merge_tops,
     split_lanes,
     to_lanes,
 )
@@ -34,6 +38,8 @@ from pallas_kernels.codec.levels import level_bits, scale_gaps
 from pallas_kernels.codec.rounding import lane_words, row_words
 
 Pieces = Sequence[Array]  # float32 [rows, 32] each
+
+_SIGN_ON_TOP = (*range(1, 8), 0)  # bits of a code, in the order of those of a byte
 
 
 class Noise(NamedTuple):
@@ -80,7 +86,7 @@ def decode(block: Block, message_ref, start: Index, onto: Pieces | None = None) 
         return signed * scale if onto is None else ops.multiply_add(signed, scale, onto[piece])
 
     def narrow() -> list[Array]:
-        words = message.load_codes(block, message_ref, start, (*range(1, 8), 0))
+        words = message.load_codes(block, message_ref, start, _SIGN_ON_TOP)
         return [add(piece, *_of_bytes(word)) for piece, word in enumerate(words)]
 
     def wide() -> list[Array]:
@@ -102,33 +108,34 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
         row_maxima.append(jnp.max(bits, axis=1))
         maxima.append(_group_maxima(bits, row_maxima[-1], layout.group_size).astype(U32))
     super_bits = scales.quantize_super_scales(functools.reduce(jnp.maximum, row_maxima).astype(U32))
-    words = _noise_words(block, noise)
+    # A byte of each lane, whose top bit is the sign.
+    tops = [merge_tops(lax.bitcast_convert_type(values, U32)) for values in pieces]
+    words = _noise_words(block, noise, tops)
     levels = scale_gaps(block.levels, np.float32(1) if words is None else offset_unit())
-    codes, group_scales = [], []
+    magnitudes, group_scales = [], []
     for piece, (values, maximum) in enumerate(zip(pieces, maxima, strict=True)):
         group_scale, bits = scales.quantize_group_scales(maximum, super_bits[:, None], ops)
         inverse = scales.inverse_of_groups(group_scale, super_bits, ops)
         t = ops.multiply_to_one(jnp.abs(values), to_lanes(inverse))
-        # All bits of a negative value: they mirror an offset, see `codec.encode_rows`.
-        signs = (lax.bitcast_convert_type(values, jnp.int32) >> 31).astype(U32)
         offset: Array | np.float32 = np.float32(0.5)
         if words is not None:
-            offset = halves_to_offsets(words[piece % 4] ^ signs, piece // 4, block.place[:, None])
-        magnitude = level_bits(t, offset, levels, ops)
-        codes.append((magnitude << np.uint32(1)) - signs)
+            offset = halves_to_offsets(words[piece % 4], piece // 4, block.place[:, None])
+        magnitudes.append(level_bits(t, offset, levels, ops))
         group_scales.append(bits)
     message.store_scales(block, group_scales, super_bits, message_ref)
-    whole = np.uint32(2 * int(WHOLE.view(np.uint32)) % 2**32)  # in all codes
 
     @pl.when(block.width <= 8)
     def _() -> None:
-        message.store_codes(block, [merge_bytes(code, 4) for code in codes], 0, message_ref)
+        of_bytes = zip(tops, (merge_bytes(magnitude, 4) for magnitude in magnitudes), strict=True)
+        codes = [select_bits(in_every_byte(0x80), *word) for word in of_bytes]
+        message.store_codes(block, codes, _SIGN_ON_TOP, message_ref)
 
     @pl.when(block.width > 8)
     def _() -> None:
+        codes = [_codes(*of_piece) for of_piece in zip(magnitudes, tops, strict=True)]
         for low in (0, 8):
-            parts = [merge_bytes((code - whole) >> np.uint32(low), 4) for code in codes]
-            message.store_codes(block, parts, low, message_ref)
+            parts = [merge_bytes(code >> np.uint32(low), 4) for code in codes]
+            message.store_codes(block, parts, range(low, low + 8), message_ref)
 
 
 def _of_bytes(words: Array) -> tuple[Array, Array]:
@@ -146,6 +153,12 @@ def _of_codes(codes: Array) -> tuple[Array, Array]:
     return code_to_float(codes >> np.uint32(1)), codes << np.uint32(31)
 
 
+def _codes(magnitudes: Array, tops: Array) -> Array:
+    """Join magnitudes with the bits of `WHOLE`, [rows, 32], and signs, words [rows, 8]: codes."""
+    signs = (split_lanes(tops, 4) >> np.uint32(7)) & np.uint32(1)
+    return ((magnitudes - WHOLE.view(np.uint32)) << np.uint32(1)) | signs
+
+
 def _two_bytes(low: Array, high: Array) -> Array:
     """Join the bytes of codes, in words [rows, 8], to codes uint32 [rows, 32]."""
     low, high = (split_lanes(words, 4) & np.uint32(0xFF) for words in (low, high))
@@ -159,10 +172,12 @@ def _group_maxima(bits: Array, row_maxima: Array, group_size: int) -> Array:
     return jnp.max(bits.reshape(-1, LANES // group_size, group_size), axis=2)
 
 
-def _noise_words(block: Block, noise: Noise) -> list[Array] | None:
+def _noise_words(block: Block, noise: Noise, tops: list[Array]) -> list[Array] | None:
     """Compute words of rounding offsets; None if offsets are constant.
 
-    Pieces 0 to 3 are in the low halves and 4 to 7 in the high ones.
+    Pieces 0 to 3 are in the low halves and 4 to 7 in the high ones. All bits of the offset of a
+    negative value are flipped, which mirrors it: see `codec.encode_rows`. Signs are the top bits of
+    the bytes of `tops`, of all pieces.
     """
     rounding = block.layout.quantizer.rounding
     if rounding == "nearest":
@@ -170,4 +185,10 @@ def _noise_words(block: Block, noise: Noise) -> list[Array] | None:
     ids = (block.chunk * block.layout.rows_per_chunk + block.place).astype(U32)
     rows = row_words(ids, noise.turn, noise.seed_ref, rounding)[:, None]
     lanes = [(iota(LANES) + LANES * piece).astype(U32)[None, :] for piece in range(PIECES // 2)]
-    return [lane_words(rows, lane, noise.turn, rounding) for lane in lanes]
+    words = [lane_words(rows, lane, noise.turn, rounding) for lane in lanes]
+    index = iota(4)[None, None, :]
+    signs = [
+        signs_to_halves(low[:, :, None], high[:, :, None], index).reshape(-1, LANES)
+        for low, high in zip(tops[: PIECES // 2], tops[PIECES // 2 :], strict=True)
+    ]
+    return [word ^ of_word for word, of_word in zip(words, signs, strict=True)]
