@@ -14,7 +14,7 @@ from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import Call
 from dynamiq_jax.topologies import Ring
 from pallas_kernels.codec import WIDTHS, Allocation
-from pallas_kernels.codec.allocation import ENERGY_LIMIT
+from pallas_kernels.codec.allocation import ENERGY_LIMIT, count_at_least, search_at_least
 from pallas_kernels.codec.levels import distortion
 from tests.support import oracle
 from tests.support.gradients import vnmse
@@ -65,6 +65,14 @@ def test_widths_are_those_of_the_page(seed, widths, share, exponent):
     units = int(ROWS * (min(widths) + share * (max(widths) - min(widths))))
     expected = oracle.solve_widths(energies, units, widths, exponent)
     np.testing.assert_array_equal(solve(energies, units, widths, exponent), expected)
+
+
+@given(seed=seeds)
+def test_thresholds_are_counted_as_they_are_searched(seed):
+    energies = jnp.asarray(some_energies(seed))
+    thresholds = jnp.append(energies, energies + 1).reshape(2, ROWS)
+    searched = search_at_least(energies, thresholds)
+    np.testing.assert_array_equal(count_at_least(energies, thresholds), searched)
 
 
 @given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))

@@ -48,14 +48,14 @@ def place_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
     """
     if consecutive:
-        ranked = rank(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
-        firsts = np.arange(layout.num_chunks, dtype=np.int32) * layout.rows_per_chunk
-        order = ranked + firsts[:, None]
+        order, norm_bits = _sort(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
+        order += np.arange(layout.num_chunks, dtype=np.int32)[:, None] * layout.rows_per_chunk
     else:  # rank p goes to chunk p mod num_chunks
-        order = rank(norm_bits).reshape(layout.rows_per_chunk, layout.num_chunks).T
+        shape = layout.rows_per_chunk, layout.num_chunks
+        order, norm_bits = (ranked.reshape(shape).T for ranked in _sort(norm_bits))
     # The bits of a float are a logarithm, if linear within each octave: here 128 steps for one of
     # the norm, which is two of the energy.
-    energies = (norm_bits >> np.uint16(1)).astype(jnp.int32)[order]
+    energies = (norm_bits >> np.uint16(1)).astype(jnp.int32)
     return make_places(order, layout.allocation.solve(energies, layout.units))
 
 
@@ -77,14 +77,8 @@ def rank(weights: Array) -> Array:
     Returns:
       Indices, int32 of the same shape.
     """
-    index_bits = (weights.shape[-1] - 1).bit_length()
-    if _BITS + index_bits > 32:
-        return jnp.argsort(_LARGEST - weights, axis=-1, stable=True).astype(jnp.int32)
-    # Both in one word: one array of integers sorts five times faster than keys with values.
-    index = lax.broadcasted_iota(jnp.uint32, weights.shape, weights.ndim - 1)
-    keys = (_LARGEST - weights).astype(jnp.uint32) << np.uint32(index_bits) | index
-    # No two are equal. A stable sort would carry an index, and a TPU compile it for much longer.
-    return (lax.sort(keys, is_stable=False) & np.uint32((1 << index_bits) - 1)).astype(jnp.int32)
+    indices, _ = _sort(weights)
+    return indices
 
 
 def restore_rows(rows: Array, order: Array) -> Array:
@@ -94,3 +88,18 @@ def restore_rows(rows: Array, order: Array) -> Array:
     at = jnp.zeros_like(places).at[places]
     inverse = at.set(index, unique_indices=True, mode="promise_in_bounds")
     return rows.at[inverse].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def _sort(weights: Array) -> tuple[Array, Array]:
+    """Sort as `rank` does, and return the sorted weights too."""
+    index_bits = (weights.shape[-1] - 1).bit_length()
+    if _BITS + index_bits > 32:
+        indices = jnp.argsort(_LARGEST - weights, axis=-1, stable=True).astype(jnp.int32)
+        return indices, jnp.take_along_axis(weights, indices, axis=-1)
+    # Both in one word: one array of integers sorts five times faster than keys with values.
+    index = lax.broadcasted_iota(jnp.uint32, weights.shape, weights.ndim - 1)
+    keys = (_LARGEST - weights).astype(jnp.uint32) << np.uint32(index_bits) | index
+    # No two are equal. A stable sort would carry an index, and a TPU compile it for much longer.
+    keys = lax.sort(keys, is_stable=False)
+    indices = (keys & np.uint32((1 << index_bits) - 1)).astype(jnp.int32)
+    return indices, _LARGEST - (keys >> np.uint32(index_bits)).astype(jnp.uint16)
