@@ -4,7 +4,8 @@ compressed `psum`, beside an exact one.
     python -m benchmarks.aot_tpu
 
 One bucket is summed by a ring of all devices of a slice, by a ring through two slices, and exactly
-inside two slices and compressed between them. Of every program:
+inside two slices and compressed between them. The compressed ring is compiled twice: as a process
+with TPUs does, and as one on a CPU, which takes smaller blocks of rows. Of every program:
 
 - seconds: of the compiler, which uses several threads, and of all of these together;
 - bytes a coordinate: read and written by all instructions of a device, with loops counted as often
@@ -60,10 +61,11 @@ def main(config: Config) -> None:
     for slices in config.slices:
         chips = tpu.mesh(config.topology, slices, {"data": -1}).size // slices
         ring = {"data": slices * chips}
-        for exact in (True, False) if config.exact else (False,):
-            rows.append(examine(config, slices, ring, exact))
+        if config.exact:
+            rows.append(examine(config, slices, ring, exact=True))
+        rows += [examine(config, slices, ring, host=host) for host in ("tpu", "cpu")]
         if slices > 1:
-            rows.append(examine(config, slices, {"slices": slices, "chips": chips}, exact=False))
+            rows.append(examine(config, slices, {"slices": slices, "chips": chips}))
     console.print(table(rows, once))
     if config.save:
         results = {
@@ -93,8 +95,10 @@ def loops_counted_once(topology: str) -> bool:
     return compiled(4) == compiled(16)
 
 
-def examine(config: Config, slices: int, axes: dict[str, int], exact: bool) -> dict[str, Any]:
-    """Compile one sum: a row of the table."""
+def examine(
+    config: Config, slices: int, axes: dict[str, int], *, exact: bool = False, host: str = "tpu"
+) -> dict[str, Any]:
+    """Compile one sum as on some host: a row of the table."""
     names = tuple(axes) if len(axes) > 1 else next(iter(axes))
 
     def total(values, key_data):
@@ -112,6 +116,7 @@ def examine(config: Config, slices: int, axes: dict[str, int], exact: bool) -> d
             (jax.ShapeDtypeStruct((2,), "uint32"), PartitionSpec()),
         ],
         PartitionSpec(),
+        host,
     )
     runs = hlo_costs.Program(program.executable.as_text()).runs()
     memory = program.executable.memory_analysis()
@@ -125,6 +130,7 @@ def examine(config: Config, slices: int, axes: dict[str, int], exact: bool) -> d
         "sum": "exact" if exact else config.method,
         "slices": slices,
         "axes": axes,
+        "host": host,
         "trace_seconds": round(program.trace_seconds, 2),
         "compile_seconds": round(program.compile_seconds, 2),
         "compile_cpu_seconds": round(program.compile_cpu_seconds, 2),
@@ -165,6 +171,7 @@ def table(rows: list[dict[str, Any]], once: bool) -> Table:
     how = "loops once" if once else "loops by trip count"
     for heading, cell in {
         "slices": "{slices}",
+        "compiled as on": "{host}",
         "compile, s": "{compile_seconds:.1f}",
         "compile, s of a core": "{compile_cpu_seconds:.1f}",
         "bytes a coordinate": "{bytes_per_coordinate:.1f}",

@@ -62,6 +62,7 @@ def compile_for(
     function: Callable[..., Any],
     arguments: Sequence[tuple[jax.ShapeDtypeStruct, PartitionSpec]],
     out_specs: PartitionSpec,
+    host: str = "tpu",
 ) -> Compiled:
     """Compile a function that runs on every device of a mesh.
 
@@ -70,6 +71,7 @@ def compile_for(
       function: function of the local parts of the arguments.
       arguments: shapes of the arguments, and how these are split.
       out_specs: how the result is split.
+      host: default backend of the process to compile as, which decides on loops over blocks.
     """
     specs = tuple(spec for _, spec in arguments)
     mapped = jax.shard_map(function, mesh=devices, in_specs=specs, out_specs=out_specs)
@@ -78,7 +80,7 @@ def compile_for(
         for shape, spec in arguments
     ]
     start = time.perf_counter()
-    with _as_on_tpu():
+    with _as_on(host):
         lowered = jax.jit(mapped).lower(*shapes)
     traced, traced_cpu = time.perf_counter(), time.process_time()
     executable = lowered.compile()
@@ -91,7 +93,7 @@ def compile_for(
 
 
 @contextlib.contextmanager
-def _as_on_tpu() -> Iterator[None]:
-    """Trace what a machine with TPUs would trace: loops over blocks are made for CPUs."""
-    with mock.patch.object(jax, "default_backend", lambda: "tpu"):
+def _as_on(host: str) -> Iterator[None]:
+    """Trace what a process with some default backend would trace."""
+    with mock.patch.object(jax, "default_backend", lambda: host):
         yield

@@ -1,5 +1,6 @@
 """Pure JAX backend: available everywhere, and the reference that kernels reproduce."""
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ _USUAL = (2.0**-40, 2.0**120)
 _RowsAt = Callable[[Index, int], Array]  # (first place, count) to float32 [count, 256]
 
 
-_Parts = tuple[Array, Array, Array]  # codes, group scales, super-scales
+_Sections = tuple[Array, Array, Array]  # planes, group scales, super-scales
 
 
 def statistics(rows: Array) -> Array:
@@ -42,7 +43,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     values = _partial_sum(payloads, local.rows, places, layout)
     first_id = jnp.asarray(chunk).astype(jnp.uint32) * jnp.uint32(layout.rows_per_chunk)
 
-    def step(first: Index, count: int, parts: _Parts) -> _Parts:
+    def step(first: Index, count: int, parts: _Sections) -> _Sections:
         planes, *written = parts
         ids = first_id + jnp.asarray(first).astype(jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
         widths = lax.dynamic_slice_in_dim(places.widths, first, count)
@@ -87,10 +88,12 @@ def decompress_accumulate(
 def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     """Decode all chunks; see `pallas_kernels.operations.decompress`."""
     num_chunks, rows_per_chunk = places.order.shape
+    flat = payloads.reshape(-1)  # XLA:TPU pads the axis of a single message
 
     def chunk_step(chunk: Array, decoded: Array) -> Array:
         of_chunk = places.at(chunk)
-        message = _unpack(payloads[chunk][None], of_chunk, layout)
+        start = chunk * layout.payload_bytes
+        message = _sections(lax.dynamic_slice_in_dim(flat, start, layout.payload_bytes), layout)
 
         def step(first: Index, count: int, decoded: Array) -> Array:
             rows = lax.dynamic_slice_in_dim(of_chunk.order, first, count)
@@ -110,11 +113,10 @@ def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -
     The received messages are uint8 [received, bytes]. The places are those of the chunk.
     """
     received = len(payloads)
-    messages = _unpack(payloads, places, layout) if received else None
+    messages = _sections(payloads[0] if received == 1 else payloads, layout)
 
     def total(first: Index, count: int) -> Array:
         def add(message: Index, values: Array) -> Array:
-            assert messages is not None
             return values + _decode(messages, message, places, first, count, layout)
 
         indices = lax.dynamic_slice_in_dim(places.order, first, count)
@@ -128,43 +130,27 @@ def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -
     return total
 
 
-def _unpack(payloads: Array, places: Places, layout: Layout) -> _Parts:
-    """Read messages of a chunk, uint8 [messages, bytes].
-
-    All of a message at once: fused into the decoding of every block, this takes four times as long
-    on XLA:CPU.
-
-    Returns:
-      Codes in eighths, uint16 [messages, R, 8, 32], and scales.
-    """
-    rows = layout.rows_per_chunk
-
-    def codes_of(payload: Array) -> Array:
-        planes = jnp.pad(layout.planes(payload), ((0, block_rows(rows)), (0, 0)))
-
-        def step(first: Index, count: int, codes: Array) -> Array:
-            widths = lax.dynamic_slice_in_dim(places.widths, first, count)
-            block = bit_planes.unpack(planes, widths, places.starts, first)
-            return lax.dynamic_update_slice_in_dim(codes, block, first, axis=0)
-
-        none = jnp.zeros((rows, 8, bit_planes.UNIT), jnp.uint16)
-        return for_each_block(rows, step, match_varying(none, payload))
-
-    one = len(payloads) == 1
-    codes = codes_of(payloads[0])[None] if one else lax.map(codes_of, payloads)
-    return codes, *layout.scales(payloads)
+def _sections(payloads: Array, layout: Layout) -> _Sections:
+    """Read the sections of messages, uint8 [..., bytes]: those of all messages in a row."""
+    room = block_rows(layout.rows_per_chunk)  # a block may read behind the last of the planes
+    planes = layout.planes(payloads).reshape(-1, bit_planes.UNIT)
+    group_bytes, super_bits = layout.scales(payloads)
+    return (
+        jnp.pad(planes, ((0, room), (0, 0))),
+        group_bytes.reshape(-1, layout.groups),
+        super_bits.reshape(-1),
+    )
 
 
 def _decode(
-    messages: _Parts, message: Index, places: Places, first: Index, count: int, layout: Layout
+    messages: _Sections, message: Index, places: Places, first: Index, count: int, layout: Layout
 ) -> Array:
-    """Decode `count` rows of one of several unpacked messages: float32 [count, 256]."""
-    start = message * layout.rows_per_chunk + first
-    codes, group_bytes, super_bits = (
-        lax.dynamic_slice_in_dim(part.reshape(-1, *part.shape[2:]), start, count)
-        for part in messages
-    )
+    """Decode `count` rows of one of several messages of a chunk: float32 [count, 256]."""
+    planes, *scales = messages
     widths = lax.dynamic_slice_in_dim(places.widths, first, count)
+    codes = bit_planes.unpack(planes, widths, places.starts + message * layout.units, first)
+    row = message * layout.rows_per_chunk + first
+    group_bytes, super_bits = (lax.dynamic_slice_in_dim(part, row, count) for part in scales)
     return decode_rows(
         codes.reshape(count, SUPER_GROUP_SIZE),
         group_bytes,
@@ -176,7 +162,12 @@ def _decode(
 
 def _norms(block: Array) -> Array:
     """Compute L2 norms of rows."""
-    # Unscaled squares suffice for usual values and take a third of the time on a CPU.
-    squares = jnp.sum(block * block, axis=1)
-    usual = (squares > _USUAL[0]) & (squares < _USUAL[1])
-    return lax.cond(jnp.all(usual), lambda: jnp.sqrt(squares), lambda: l2_norm(block, axis=1))
+    norms = functools.partial(l2_norm, axis=1)
+
+    def usual_norms(block: Array) -> Array:
+        # Unscaled squares suffice for usual values and take a third of the time on a CPU.
+        squares = jnp.sum(block * block, axis=1)
+        usual = (squares > _USUAL[0]) & (squares < _USUAL[1])
+        return lax.cond(jnp.all(usual), lambda: jnp.sqrt(squares), lambda: norms(block))
+
+    return lax.platform_dependent(block, cpu=usual_norms, default=norms)

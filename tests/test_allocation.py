@@ -20,7 +20,7 @@ from dynamiq_jax.methods import Call, _norms
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import operations
 from pallas_kernels.codec import WIDTHS, Allocation
-from pallas_kernels.codec.allocation import ENERGY_LIMIT
+from pallas_kernels.codec.allocation import ENERGY_LIMIT, count_at_least, search_at_least
 from pallas_kernels.codec.levels import distortion
 from tests.support import oracle
 from tests.support.gradients import heavy_tailed, vnmse
@@ -87,6 +87,14 @@ def test_needs_are_those_of_the_page():
     (listed,) = re.findall(r"For the default widths, `e` is ([\d, ]+)\.", text)
     needs = [step.energy for step in Allocation(ALL, 1.0).steps]
     assert [int(energy) for energy in listed.split(",")] == needs
+
+
+@given(seed=seeds)
+def test_thresholds_are_counted_as_they_are_searched(seed):
+    energies = jnp.asarray(some_energies(seed))
+    thresholds = jnp.append(energies, energies + 1).reshape(2, ROWS)
+    searched = search_at_least(energies, thresholds)
+    np.testing.assert_array_equal(count_at_least(energies, thresholds), searched)
 
 
 @given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))

@@ -230,7 +230,7 @@ def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
         values = operations.decompress(payloads, local.places, layout=layout)
         return sent, values, sums, operations.statistics(local.rows)
 
-    monkeypatch.setattr(row_blocks, "_CPU_BLOCK_ROWS", block)
+    monkeypatch.setitem(row_blocks._BLOCK_ROWS, "cpu", block)
     sent, values, sums, norms = map(np.asarray, blocked(payloads, local))
     np.testing.assert_array_equal(sent, messages[1])
     own = decoded("default")[:NUM_CHUNKS]

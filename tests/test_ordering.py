@@ -135,9 +135,11 @@ def test_a_row_without_a_usual_norm_is_the_last_that_is_not_zero():
 def test_rows_are_ranked_on_either_side_of_what_one_word_holds(rows):
     """2^17 rows are the most whose norm and index share 32 bits."""
     bits = random_norms(0, rows)
-    order = jax.jit(ordering.rank)(bits)
+    order, ranked = jax.jit(ordering.rank)(bits)
     assert order.dtype == np.int32
     np.testing.assert_array_equal(order, np.argsort(-bits.astype(int), kind="stable"))
+    np.testing.assert_array_equal(ranked, bits[order])
+    assert ranked.dtype == np.uint16
 
 
 def test_ties_keep_their_order():

@@ -124,8 +124,7 @@ class ReorderedSums(SumCodec):
 
     def _places(self, group_bytes: Array, super_bits: Array) -> Places:
         """Return the places of the rows of a sum, by its scales."""
-        energies = scales.row_energies(group_bytes, super_bits)
-        order = rank(energies)
-        sorted_ = jnp.take_along_axis(energies, order, axis=-1).astype(jnp.int32)
+        order, energies = rank(scales.row_energies(group_bytes, super_bits))
         layout = self.chunks.layout
-        return make_places(order, layout.allocation.solve(sorted_, layout.units))
+        plane_rows = layout.allocation.solve(energies.astype(jnp.int32), layout.units)
+        return make_places(order, plane_rows)

@@ -100,7 +100,7 @@ class OmniReduce(SparseBlocks):
         largest = jnp.max(lax.bitcast_convert_type(jnp.abs(values), jnp.int32), axis=1)
         requested = largest > 0
         if self.density is not None:
-            best = rank(scales.bfloat16_bits(l2_norm(values, axis=1)))
+            best, _ = rank(scales.bfloat16_bits(l2_norm(values, axis=1)))
             best = best[: _share_of(blocks.shape[0], self.density)]
             requested &= jnp.zeros_like(requested).at[best].set(True, unique_indices=True)
         infinity = np.float32(np.inf).view(np.int32)

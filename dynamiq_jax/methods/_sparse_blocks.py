@@ -82,7 +82,8 @@ class SparseBlocks(Method):
         room = self.num_chosen(call)
         blocks = as_chunks(flat, 1, self.block_size).reshape(-1, self.block_size)
         scores = self.scores(blocks, call.axis)
-        places = rank(scores)[:room]
+        order, _ = rank(scores)
+        places = order[:room]
         best = blocks.at[places].get(unique_indices=True, mode="promise_in_bounds")
         wanted = scores.at[places].get(unique_indices=True, mode="promise_in_bounds") > 0
         values = jnp.where(wanted[:, None], best, jnp.zeros((), best.dtype)).reshape(-1)

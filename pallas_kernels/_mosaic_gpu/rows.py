@@ -21,6 +21,7 @@ from pallas_kernels._mosaic_gpu.blocks import Block
 from pallas_kernels._mosaic_gpu.launch import LANES, PIECES, U32, load_rows, store_rows
 from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float, float_to_code
+from pallas_kernels.codec.bit_planes import transpose
 from pallas_kernels.codec.levels import Levels, round_to_level
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
 
@@ -58,7 +59,7 @@ def scatter(block: Block, pieces: Iterable[Array], rows_ref) -> None:
 def decode(block: Block, received: message.Received) -> Iterator[Array]:
     """Decode the block in a message, one piece after the other."""
     words = [
-        _transpose_bits([block.merge(plane) for plane in received.planes[low : low + 8]])
+        transpose([block.merge(plane) for plane in received.planes[low : low + 8]])
         for low in range(0, block.bits, 8)
     ]
     top = float_to_code(block.levels.top)
@@ -109,7 +110,7 @@ def encode(block: Block, pieces: Pieces, turn: Array, seed_ref, message_ref) -> 
         for first in range(PIECES // 2)
     ]
     words = [*(low for low, _ in pairs), *(high for _, high in pairs)]  # of every piece and byte
-    planes = [plane for of_byte in zip(*words, strict=True) for plane in _transpose_bits(of_byte)]
+    planes = [plane for of_byte in zip(*words, strict=True) for plane in transpose(of_byte)]
     message.store_planes(block, planes, message_ref)
     group_bytes = [float_to_code(scale) for scale in group_scales]
     message.store_scales(block, group_bytes, super_bits, message_ref)
@@ -162,19 +163,6 @@ def _noise_words(
     lanes = functools.reduce(operator.add, counts) + np.uint32(LANES * piece)
     words = lane_words(block.spread(hashes, (0,)), lanes, turn, rounding)
     return words, words >> np.uint32(16)
-
-
-def _transpose_bits(words: Sequence[Array]) -> list[Array]:
-    """Exchange words and bits of bytes: bit i of byte j of word k becomes bit k of word i."""
-    result = list(words)
-    for shift, mask in ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
-        by, low, high = np.uint32(shift), np.uint32(mask), np.uint32(mask << shift)
-        for index in range(8):
-            if not index & shift:
-                a, b = result[index], result[index + shift]
-                result[index] = (a & low) | ((b << by) & high)
-                result[index + shift] = ((a >> by) & low) | (b & high)
-    return result
 
 
 def _arithmetic() -> Arithmetic:

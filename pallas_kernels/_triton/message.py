@@ -17,14 +17,13 @@ from pallas_kernels._triton.blocks import (
     PIECES,
     U32,
     Block,
-    in_every_byte,
     iota,
     merge_bytes,
     merge_lanes,
     split_lanes,
 )
 from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.bit_planes import UNIT
+from pallas_kernels.codec.bit_planes import UNIT, transpose
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import MAX_WIDTH
 
@@ -48,30 +47,16 @@ def load_codes(block: Block, message_ref, start: Index, bits: Sequence[int]) -> 
         has_bit = jnp.broadcast_to(block.width > bit, units.shape)
         return merge_lanes(triton.load(message_ref.at[units], mask=has_bit, other=0).astype(U32), 2)
 
-    return _transpose([load(bit) for bit in bits])
+    return transpose([load(bit) for bit in bits], select_bits)
 
 
 def store_codes(block: Block, words: list[Array], bits: Sequence[int], message_ref) -> None:
     """Store the words that `load_codes` loads."""
-    for bit, word in zip(bits, _transpose(words), strict=True):
+    for bit, word in zip(bits, transpose(words, select_bits), strict=True):
 
         @pl.when(block.width > bit)
         def _(bit: int = bit, word: Array = word) -> None:
             message_ref[block.plane(bit)] = split_lanes(word, 2).astype(jnp.uint16)
-
-
-def _transpose(words: list[Array]) -> list[Array]:
-    """Swap bit i of byte b of word k and bit k of byte b of word i, for eight words."""
-    words = list(words)
-    for shift, mask in ((4, 0x0F), (2, 0x33), (1, 0x55)):
-        for first in range(PIECES):
-            second = first + shift
-            if first & shift:
-                continue
-            low, a, b = in_every_byte(mask), words[first], words[second]
-            words[first] = select_bits(low, a, b << np.uint32(shift))
-            words[second] = select_bits(low, a >> np.uint32(shift), b)
-    return words
 
 
 def load_group_bytes(block: Block, message_ref, start: Index, piece: int) -> Array:

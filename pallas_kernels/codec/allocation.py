@@ -88,7 +88,9 @@ class Allocation:
             thresholds = prices[:, None] + needed
             if 0 not in self.widths:  # only zeros may have no bits
                 thresholds = thresholds.at[:, 0].min(1)
-            return jnp.searchsorted(-energies, -thresholds, side="right").astype(jnp.int32)
+            return lax.platform_dependent(
+                energies, thresholds, cpu=search_at_least, default=count_at_least
+            )
 
         # The largest price at which the rows take too much, some digits of it at a time.
         lowest = -2 * int(needed[-1]) - 1
@@ -119,3 +121,13 @@ class Allocation:
 def _gain(before: int, after: int) -> float:
     """Return how much each bit of a step lowers the error of a row, over its energy."""
     return (distortion(before) - distortion(after)) / (after - before)
+
+
+def search_at_least(values: Array, thresholds: Array) -> Array:
+    """Return how many values, largest first, are at least each threshold: int32."""
+    return jnp.searchsorted(-values, -thresholds, side="right").astype(jnp.int32)
+
+
+def count_at_least(values: Array, thresholds: Array) -> Array:
+    """Compute `search_at_least` without a search, whose gathers are slow on a TPU."""
+    return jnp.sum(values >= thresholds[..., None], axis=-1, dtype=jnp.int32)

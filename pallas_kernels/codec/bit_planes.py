@@ -10,17 +10,26 @@ then shifts of whole contiguous slices, which vectorize on a CPU and stay coales
 
 import functools
 import operator
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
 
 UNIT = SUPER_GROUP_SIZE // 8  # bytes of a row in a plane
 
 _EIGHTHS = np.arange(8, dtype=np.uint8)
+
+
+Select = Callable[[np.unsignedinteger, Array, Array], Array]  # (mask, ones, zeros)
+
+
+def _select(mask: np.unsignedinteger, ones: Array, zeros: Array) -> Array:
+    """Take the bits of `ones` where a mask has ones and those of `zeros` elsewhere."""
+    return zeros ^ ((zeros ^ ones) & mask)
 
 
 def pack(units: Array, codes: Array, widths: Array, starts: Array, first: Index) -> Array:
@@ -36,15 +45,9 @@ def pack(units: Array, codes: Array, widths: Array, starts: Array, first: Index)
     Returns:
       The new planes; nothing but the bits of these places changes.
     """
-
-    def write(bit: Array, units: Array) -> Array:
-        at = starts[bit] + first
-        # The last of the rows may lack this plane: the units belong to others.
-        there = lax.dynamic_slice_in_dim(units, at, len(codes))
-        mine = jnp.where((widths > bit)[:, None], _plane(codes, bit), there)
-        return lax.dynamic_update_slice_in_dim(units, mine, at, axis=0)
-
-    return lax.fori_loop(0, widths[0], write, units)
+    return lax.platform_dependent(
+        units, codes, widths, starts, first, cpu=pack_one_by_one, default=pack_at_once
+    )
 
 
 def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
@@ -60,7 +63,7 @@ def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
       Codes, uint16 [count, 8, 32]: each row in eighths.
     """
 
-    def byte(low: int) -> Array:
+    def byte(units: Array, low: int) -> Array:
         # All eight bits at once: XLA:CPU makes one pass of it, which is faster than a loop over
         # those that the rows have. What a row lacks is masked below.
         slabs = [
@@ -68,13 +71,66 @@ def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
             for bit in range(8)
         ]
         fields = [_spread(slab, bit) for bit, slab in enumerate(slabs)]
-        return functools.reduce(operator.or_, fields)
+        return functools.reduce(operator.or_, fields).astype(jnp.uint16)
 
-    low = byte(0)
-    high = lax.cond(widths[0] > 8, lambda: byte(8), lambda: jnp.zeros_like(low))
-    codes = low.astype(jnp.uint16) | (high.astype(jnp.uint16) << np.uint16(8))
+    def wide(units: Array) -> Array:
+        return byte(units, 0) | (byte(units, 8) << np.uint16(8))
+
+    def branch(units: Array) -> Array:
+        # XLA:CPU would compute the codes again wherever they are used, but not across a branch. On
+        # a TPU, a branch would fix the layout of its arrays.
+        return lax.cond(widths[0] > 8, wide, lambda units: byte(units, 0), units)
+
+    codes = lax.platform_dependent(units, cpu=branch, default=wide)
     masks = (np.uint32(1) << widths.astype(jnp.uint32)) - np.uint32(1)
     return codes & masks.astype(jnp.uint16)[:, None, None]
+
+
+def pack_one_by_one(
+    units: Array, codes: Array, widths: Array, starts: Array, first: Index
+) -> Array:
+    """Pack with a loop over the planes that the rows have, which is faster on a CPU."""
+
+    def write(bit: Array, units: Array) -> Array:
+        return _write(units, _plane(codes, bit), widths, starts, first, bit)
+
+    return lax.fori_loop(0, widths[0], write, units)
+
+
+def pack_at_once(units: Array, codes: Array, widths: Array, starts: Array, first: Index) -> Array:
+    """Pack all planes from one transposition of bits, which is faster on accelerators."""
+    eighths = [codes[:, lane : lane + UNIT] for lane in range(0, SUPER_GROUP_SIZE, UNIT)]
+    # Low bytes are planes 0 to 7, high bytes planes 8 to 15. Without the barrier, every plane would
+    # compute its word again.
+    words = lax.optimization_barrier(transpose(eighths))
+    for bit in range(MAX_WIDTH):
+        plane = (words[bit % 8] >> np.uint16(bit // 8 * 8)).astype(jnp.uint8)
+        units = _write(units, plane, widths, starts, first, bit)
+    return units
+
+
+def transpose(words: Sequence[Array], select: Select = _select) -> list[Array]:
+    """Swap bit i of byte b of word k and bit k of byte b of word i, for eight unsigned words."""
+    words = list(words)
+    number = words[0].dtype.type
+    in_every_byte = np.iinfo(number).max // 0xFF
+    for shift, low in ((4, 0x0F), (2, 0x33), (1, 0x55)):
+        by, mask = number(shift), number(low * in_every_byte)
+        for first, second in ((i, i + shift) for i in range(8) if not i & shift):
+            a, b = words[first], words[second]
+            words[first], words[second] = select(mask, a, b << by), select(mask, a >> by, b)
+    return words
+
+
+def _write(
+    units: Array, plane: Array, widths: Array, starts: Array, first: Index, bit: Index
+) -> Array:
+    """Write a part of a plane, uint8 [rows, 32]."""
+    at = starts[bit] + first
+    # The last of the rows may lack this plane: the units belong to others.
+    there = lax.dynamic_slice_in_dim(units, at, len(plane))
+    mine = jnp.where((widths > bit)[:, None], plane, there)
+    return lax.dynamic_update_slice_in_dim(units, mine, at, axis=0)
 
 
 def _plane(codes: Array, bit: Index) -> Array:

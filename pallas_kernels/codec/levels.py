@@ -196,10 +196,16 @@ def make_levels(width: int, spacing: Spacing, gap_ratio: float) -> Levels:
 
 def levels_of_rows(table: Sequence[Levels], index_of_row: Array) -> Levels:
     """Return the levels of every row, `table[index_of_row]`, as columns [rows, 1]."""
-    numbers = np.array([jax.tree.leaves(levels) for levels in table])
-    columns = jnp.asarray(numbers).at[index_of_row].get(mode="promise_in_bounds")
-    split = jnp.split(columns, numbers.shape[1], axis=1)
-    return jax.tree.unflatten(jax.tree.structure(table[0]), split)
+    index = index_of_row[:, None]
+
+    def column(*numbers: Number) -> Array:
+        # Selections, as a gather from a table is slow on a TPU.
+        column = jnp.full(index.shape, numbers[0])
+        for position, number in enumerate(numbers[1:], start=1):
+            column = jnp.where(index == position, number, column)
+        return column
+
+    return jax.tree.map(column, *table)
 
 
 def distortion(width: int) -> float:

@@ -34,8 +34,8 @@ FAULTS = (
     Fault(
         "planes that rows lack are overwritten",
         "pallas_kernels/codec/bit_planes.py",
-        "jnp.where((widths > bit)[:, None], _plane(codes, bit), there)",
-        "_plane(codes, bit)",
+        "jnp.where((widths > bit)[:, None], plane, there)",
+        "plane",
         ("tests/test_bit_planes.py",),
     ),
     Fault(
@@ -79,15 +79,15 @@ FAULTS = (
     Fault(
         "consecutive chunks all hold the rows of the first",
         "pallas_kernels/codec/ordering.py",
-        "order = ranked + firsts[:, None]",
-        "order = ranked",
+        "order += np.arange(layout.num_chunks, dtype=np.int32)[:, None] * layout.rows_per_chunk",
+        "pass",
         ("tests/test_ordering.py",),
     ),
     Fault(
         "neighboring ranks go to the same chunk",
         "pallas_kernels/codec/ordering.py",
-        "order = rank(norm_bits).reshape(layout.rows_per_chunk, layout.num_chunks).T",
-        "order = rank(norm_bits).reshape(layout.num_chunks, layout.rows_per_chunk)",
+        "(ranked.reshape(shape).T for ranked in _sort(norm_bits))",
+        "(ranked.reshape(shape[::-1]) for ranked in _sort(norm_bits))",
         ("tests/test_ordering.py",),
     ),
     Fault(
