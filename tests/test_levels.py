@@ -205,3 +205,11 @@ def test_rows_of_different_widths_go_through_one_formula(spacing):
         assert np.max(np.abs(codes[row] - expected)) <= 1
         np.testing.assert_allclose(values[row], _position(codes[row], scalars), rtol=2 * PRECISION)
     assert len({codes[row].max() for row in range(len(WIDTHS))}) == len(WIDTHS)
+
+
+def test_levels_are_selected_as_they_are_gathered():
+    classes = [levels.make_levels(width, "quadratic", 2.0) for width in WIDTHS]
+    index = jnp.array([3, 0, len(WIDTHS) - 1, 3])
+    ways = (levels.gather_levels, levels.select_levels)
+    for found in zip(*(jax.tree.leaves(way(classes, index)) for way in ways), strict=True):
+        np.testing.assert_array_equal(*found)
