@@ -208,3 +208,26 @@ def test_energies_of_zeros_and_of_what_is_lost_are_lowest():
     super_bits = np.array([0, oracle.BF16_NAN, 1 << 7], np.uint16)
     zero, lost, tiny = (int(e) for e in jax.jit(scales.row_energies)(group_bytes, super_bits))
     assert (zero, lost) == (0, 0) and tiny > 0
+
+
+@jax.jit
+def inverses(group_scales, super_bits):
+    """Factors of groups of the kernels, and of the base."""
+    scale = scales.scale_of_groups(group_scales, super_bits)
+    return scales.inverse_of_groups(group_scales, super_bits), scales.reciprocal(scale)
+
+
+def test_one_check_a_row_gives_the_inverses_of_its_groups():
+    group_scales = np.tile(np.arange(256, dtype=np.float32), (4, 1))
+    largest = np.array([2.0**126, 1, 2.0**-118, 2.0**-119], np.float32)
+    found, expected = map(np.asarray, inverses(group_scales, largest.view(np.uint32) >> 16))
+    np.testing.assert_array_equal(found[:, 1:], expected[:, 1:])
+    assert (found[:3, 1:] != 0).all() and not found[3].any()
+    # A group scale of 0: below its share of the largest, 2^-140, values stay far below a level.
+    assert (found[:, 0] * largest <= 256).all()
+
+
+def test_rows_of_zeros_and_of_subnormals_are_normalized_to_zero():
+    super_bits = np.array([0, 0x0040], np.uint32)
+    found, expected = map(np.asarray, inverses(np.zeros((2, GROUPS), np.float32), super_bits))
+    assert not found.any() and not expected.any()

@@ -33,7 +33,8 @@ def bytes_to_float(words: Array, index: Array) -> tuple[Array, Array]:
         return code_to_float((magnitudes << above) >> np.uint32(24)), words << above
     # One byte permutation makes the bits of 2^23 + magnitude, with the sign. Its bytes from the
     # top: exponent and sign, twice the sign of the magnitude, which is 0, and the magnitude.
-    exponents = (words ^ magnitudes) | np.uint32(0x4B4B4B4B)
+    # (words ^ magnitudes) | exponents, with one constant: the compiler would move two to registers.
+    exponents = _on_words("lop3.b32 $0, $1, $2, $3, 0xbe;", words, magnitudes, np.int32(0x4B4B4B4B))
     bits = _permute(magnitudes, exponents, index * 0x1111 + 0x4880)
     return jnp.abs(lax.bitcast_convert_type(bits, jnp.float32)) - np.float32(2**23), bits
 
