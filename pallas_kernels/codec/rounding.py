@@ -65,7 +65,7 @@ def lane_words(rows: Array, lanes: Array, turn: Index, rounding: Rounding) -> Ar
       `lanes + 128`.
     """
     # The word of the row is mixed already: `mix` without its first step suffices for the lanes.
-    words = _mix_mixed(rows ^ (lanes * _LANE))
+    words = _mix_mixed(rows + lanes * _LANE)
     return words + _uint32(turn) * _GOLDEN if rounding == "correlated" else words
 
 

@@ -205,8 +205,8 @@ def rounding_words(ids: NDArray, turn: int, seed: tuple[int, int], rounding: str
     shift = np.uint32((turn * 0x9E379E37) & MASK32)
     row = mix(mix(ids ^ np.uint32(seed[0])) + np.uint32(seed[1]))
     if rounding == "independent":
-        return mix_mixed(mix(row + shift)[:, None] ^ lanes)
-    word = mix_mixed(row[:, None] ^ lanes)
+        return mix_mixed(mix(row + shift)[:, None] + lanes)
+    word = mix_mixed(row[:, None] + lanes)
     if rounding == "correlated":
         return word + shift
     raise ValueError(f"no words for rounding {rounding!r}")
