@@ -219,7 +219,7 @@ def inverses(group_scales, super_bits):
 
 def test_one_check_a_row_gives_the_inverses_of_its_groups():
     group_scales = np.tile(np.arange(256, dtype=np.float32), (4, 1))
-    largest = np.array([2.0**126, 1, 2.0**-118, 2.0**-119], np.float32)
+    largest = np.array([2.0**126 - 2.0**118, 1, 2.0**-118, 2.0**-119], np.float32)
     found, expected = map(np.asarray, inverses(group_scales, largest.view(np.uint32) >> 16))
     np.testing.assert_array_equal(found[:, 1:], expected[:, 1:])
     assert (found[:3, 1:] != 0).all() and not found[3].any()
@@ -231,3 +231,11 @@ def test_rows_of_zeros_and_of_subnormals_are_normalized_to_zero():
     super_bits = np.array([0, 0x0040], np.uint32)
     found, expected = map(np.asarray, inverses(np.zeros((2, GROUPS), np.float32), super_bits))
     assert not found.any() and not expected.any()
+
+
+def test_the_reciprocal_of_a_super_scale_is_normal_even_if_it_is_off():
+    """That of 2^126 is the smallest normal number, and one unit less is flushed."""
+    largest = np.float32(2.0**126 - 2.0**118)
+    maxima = np.array([largest, np.nextafter(largest, np.inf), 2.0**126], np.float32)
+    super_bits = scales.quantize_super_scales(maxima.view(np.uint32))
+    np.testing.assert_array_equal(super_bits, [0x7E7F, 0x7FC0, 0x7FC0])

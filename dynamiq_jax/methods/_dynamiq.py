@@ -58,8 +58,8 @@ class DynamiQ(ChunkedMethod):
     `independent` noise has none, and up to 60 % more error. An all-gather rounds to `nearest` by
     default, which is biased and has less error: no errors of other workers average out there.
 
-    A magnitude above 2^126 (8.5e37) counts as not finite. A super-group whose norm is above that
-    gets the fewest bits.
+    A magnitude above 8.47e37, nearly 2^126, counts as not finite. A super-group whose norm is above
+    2^126 gets the fewest bits.
 
     Differences from the paper: every width from 2 to 16 instead of 2, 4 and 8; groups of 32;
     quadratic instead of geometric levels; golden-ratio rounding instead of a permutation. Each

@@ -42,7 +42,7 @@ class THC(ChunkedMethod):
     Clamping is a bias: it takes 2 Q(clamp) of the gradient, Q the tail of the normal distribution,
     and less where the norms of workers differ. The default weighs it against the rounding of a
     wider grid: 2.5 standard deviations and 1.2 % at 4 bits, 3.3 and 0.1 % at 6. A non-finite value,
-    or a norm above 2^126, makes its block NaN.
+    or a norm above 8.47e37, makes its block NaN.
 
     Differs from the paper in:
       - Sums travel between workers; no parameter server or switch expands integers of `code_bits`
@@ -207,7 +207,7 @@ def _round(values: Array, largest: int, worker: Array, seed: Array) -> Array:
 def _norm_words(blocks: Array) -> Array:
     """Compute norms of blocks, rounded up to bits of bfloat16: uint16 [blocks].
 
-    They are NaN where a value is not finite or the norm is above 2^126.
+    They are NaN where a value is not finite or the norm is above 8.47e37.
     """
     norms = lax.bitcast_convert_type(jnp.abs(l2_norm(blocks, axis=1)), jnp.uint32)
     # A norm is at least every magnitude, unless its computation leaves the range of float32.

@@ -13,6 +13,8 @@ from pallas_kernels.codec.arithmetic import PLAIN, Arithmetic
 
 NAN_BITS = np.uint32(0x7FC0)  # bfloat16 NaN
 LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more is subnormal
+# The bfloat16 before. That of 2^126 itself is subnormal where hardware is off by one unit.
+_LARGEST_SUPER_SCALE = np.uint32(0x7E7F0000)
 
 
 def group_maxima(rows: Array, group_size: int) -> Array:
@@ -31,11 +33,11 @@ def group_maxima(rows: Array, group_size: int) -> Array:
 def quantize_super_scales(maxima: Array) -> Array:
     """Round row maxima up to super-scales: bits of float32 to bits of bfloat16, uint32, any shape.
 
-    A row that holds NaN, Inf or a magnitude above 2^126 gets a NaN, which all of its coordinates
+    A row that holds NaN, Inf or a magnitude above 8.47e37 gets a NaN, which all of its coordinates
     decode to: an integer code cannot carry it.
     """
     rounded_up = (maxima + np.uint32(0xFFFF)) >> np.uint32(16)
-    return jnp.where(maxima <= LARGEST_BITS, rounded_up, NAN_BITS)
+    return jnp.where(maxima <= _LARGEST_SUPER_SCALE, rounded_up, NAN_BITS)
 
 
 def quantize_group_scales(

@@ -102,13 +102,6 @@ FAULTS = (
         ("tests/test_codec_oracle.py",),
     ),
     Fault(
-        "sums of eight workers keep their order",
-        "dynamiq_jax/methods/_dynamiq_codec.py",
-        "_MIN_WORKERS_TO_REORDER = 8",
-        "_MIN_WORKERS_TO_REORDER = 9",
-        ("tests/test_dynamiq_codec.py",),
-    ),
-    Fault(
         "sums are decoded with the scales of the table's order",
         "dynamiq_jax/methods/_dynamiq_codec.py",
         "return codec.decompress(layout.with_scales(payloads, *of_rows))",

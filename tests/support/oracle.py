@@ -259,7 +259,7 @@ def row_scales(x: F32, group_size: int) -> tuple[U8, U16]:
     """
     group_max = np.abs(x).reshape(len(x), -1, group_size).max(axis=2)  # max() keeps a NaN
     row_max = group_max.max(axis=1)
-    in_range = row_max <= np.float32(2.0**126)  # False for NaN
+    in_range = row_max <= np.float32(2.0**126 - 2.0**118)  # False for NaN
     super_bits = np.where(in_range, bf16_up(row_max), np.uint16(BF16_NAN))
     super_scale = bf16_to_f32(super_bits)[:, None]
     usable = np.isfinite(super_scale) & (super_scale >= SMALLEST_NORMAL)
