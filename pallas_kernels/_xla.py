@@ -1,4 +1,8 @@
-"""Pure JAX backend: available everywhere, and the reference that kernels reproduce."""
+"""Pure JAX backend: available everywhere, and the reference that kernels reproduce.
+
+Where a CPU and an accelerator compile different programs well, `lax.platform_dependent` chooses one
+of two, here and in the codec. Both give the same bytes.
+"""
 
 import functools
 from collections.abc import Callable

@@ -24,14 +24,6 @@ UNIT = SUPER_GROUP_SIZE // 8  # bytes of a row in a plane
 _EIGHTHS = np.arange(8, dtype=np.uint8)
 
 
-Select = Callable[[np.unsignedinteger, Array, Array], Array]  # (mask, ones, zeros)
-
-
-def _select(mask: np.unsignedinteger, ones: Array, zeros: Array) -> Array:
-    """Take the bits of `ones` where a mask has ones and those of `zeros` elsewhere."""
-    return zeros ^ ((zeros ^ ones) & mask)
-
-
 def pack(units: Array, codes: Array, widths: Array, starts: Array, first: Index) -> Array:
     """Write the codes of consecutive places of a chunk into its planes.
 
@@ -107,6 +99,14 @@ def pack_at_once(units: Array, codes: Array, widths: Array, starts: Array, first
         plane = (words[bit % 8] >> np.uint16(bit // 8 * 8)).astype(jnp.uint8)
         units = _write(units, plane, widths, starts, first, bit)
     return units
+
+
+Select = Callable[[np.unsignedinteger, Array, Array], Array]  # (mask, ones, zeros)
+
+
+def _select(mask: np.unsignedinteger, ones: Array, zeros: Array) -> Array:
+    """Take the bits of `ones` where a mask has ones and those of `zeros` elsewhere."""
+    return zeros ^ ((zeros ^ ones) & mask)
 
 
 def transpose(words: Sequence[Array], select: Select = _select) -> list[Array]:
