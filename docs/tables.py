@@ -216,6 +216,26 @@ def by_workers() -> str:
     )
 
 
+def allocation() -> str:
+    """Write the ranges of the ratios of DynamiQ on each of many tensors: allocation.json."""
+    columns = {
+        "to fitted widths": ("against_fitted", "to fitted"),
+        "to `BlockInt`, both unbiased": ("against_blockint", "unbiased"),
+        "both to nearest": ("against_blockint", "nearest"),
+        "`DynamiQ` unbiased, `BlockInt` to nearest": ("against_blockint", "unbiased / nearest"),
+        "to MXFP4": ("against_mxfp4", "to mxfp4"),
+    }
+    compared = _results("allocation")
+    rows = []
+    for tensor in dict.fromkeys(row["tensor"] for row in compared["against_blockint"]):
+        cells = [tensor]
+        for table, kind in columns.values():
+            ratios = [row["ratios"][kind] for row in compared[table] if row["tensor"] == tensor]
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+        rows.append(cells)
+    return _markdown(["tensor", *columns], rows)
+
+
 def limits() -> str:
     """Write the least errors of any code beside measured ones, on the same gradients:
     rate_distortion.json and compare_ring.json.
@@ -294,6 +314,7 @@ def compile_times() -> str:
 def environments() -> str:
     """Write command, date, hardware and versions of every result file."""
     commands = {
+        "allocation": "python -m benchmarks.allocation",
         "aot_h200": "python -m benchmarks.aot_h200",
         "aot_tpu": "python -m benchmarks.aot_tpu",
         "codec": "python -m benchmarks.codec",
@@ -338,6 +359,7 @@ _ALL = (
     final_losses,
     beside_paper,
     by_workers,
+    allocation,
     limits,
     compile_times,
     environments,
