@@ -27,6 +27,13 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
+# Outputs of the operations of the codec.
+_KINDS = {
+    **dict.fromkeys(("compress", "hop", "hop2"), "messages"),
+    **dict.fromkeys(("decompress", "decompress_accumulate"), "decoded rows"),
+    "statistics": "norms",
+}
+
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -144,6 +151,29 @@ def final_losses() -> str:
     return _markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
 
 
+def on_a_ring() -> str:
+    """Write the error and the time of every method on a ring: compare_ring.json."""
+    measured = {(row["setting"], row["workers"]): row for row in _results("compare_ring")}
+    of_eight = [row for (_, workers), row in measured.items() if workers == 8]
+    rows = []
+    for row in sorted(of_eight, key=lambda row: -row["bits"]):
+        steps = row["steps"].values()
+        rows.append(
+            [
+                f"`{row['method']}`",
+                f"{row['bits']:.2f}",
+                " / ".join(_exponent(step["vnmse"]) for step in steps),
+                _exponent(measured[row["setting"], 16]["vnmse"]),
+                _exponent(_mean([step["relative"] for step in steps])),
+                f"{_mean([step['gain'] for step in steps]):.3f}",
+                f"{row['codec_ns']:.0f}",
+            ]
+        )
+    header = ["method", "bits", "vNMSE, 8 workers, steps 20 / 100 / 200"]
+    header += ["16 workers, geometric mean", "of a super-group", "gain", "codec ns"]
+    return _markdown(header, rows)
+
+
 def equal_bits() -> str:
     """Write the error of DynamiQ and of block integers of as many bits, on 8 workers:
     compare_ring.json and compare_topologies.json.
@@ -223,14 +253,19 @@ def allocation() -> str:
         "to `BlockInt`, both unbiased": ("against_blockint", "unbiased"),
         "both to nearest": ("against_blockint", "nearest"),
         "`DynamiQ` unbiased, `BlockInt` to nearest": ("against_blockint", "unbiased / nearest"),
-        "to MXFP4": ("against_mxfp4", "to mxfp4"),
+        "4.25 bits to MXFP4": ("against_mxfp4", "to mxfp4", 4.25),
+        "5 bits to MXFP4": ("against_mxfp4", "to mxfp4", 5),
     }
     compared = _results("allocation")
     rows = []
     for tensor in dict.fromkeys(row["tensor"] for row in compared["against_blockint"]):
         cells = [tensor]
-        for table, kind in columns.values():
-            ratios = [row["ratios"][kind] for row in compared[table] if row["tensor"] == tensor]
+        for table, kind, *bits in columns.values():
+            ratios = [
+                row["ratios"][kind]
+                for row in compared[table]
+                if row["tensor"] == tensor and (not bits or row["bits"] == bits[0])
+            ]
             cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
         rows.append(cells)
     return _markdown(["tensor", *columns], rows)
@@ -300,6 +335,42 @@ def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], l
     return ["", "bits", *(f"{rate / 1e6:g} Mbit/s" for rate in rates)], rows
 
 
+def executed() -> str:
+    """Write how many bytes of executed kernels differ from the base: executed_ptx.json."""
+    approximations = {"nearest": "nearest", "up:1": "one above", "down:1": "one below"}
+    names = {"triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
+    cells = _results("executed_ptx")
+    rows = []
+    for backend, name in names.items():
+        for data in ("gradient", "hard"):
+            for kind in ("messages", "decoded rows", "norms"):
+                of_kind = [
+                    cell
+                    for cell in cells
+                    if (cell["backend"], cell["data"]) == (backend, data)
+                    and _KINDS[cell["operation"]] == kind
+                ]
+                differ = [
+                    sum(cell["differing_bytes"] for cell in of_kind if cell["approximation"] == key)
+                    for key in approximations
+                ]
+                compared = sum(cell["bytes"] for cell in of_kind) // len(approximations)
+                rows.append([name, data, kind, f"{compared:,}", *(f"{n:,}" for n in differ)])
+    heads = (f"differ, {label}" for label in approximations.values())
+    return _markdown(["kernels", "rows", "outputs", "bytes", *heads], rows)
+
+
+def executed_reasons() -> str:
+    """Write why rows of executed kernels differ from the base: executed_ptx.json."""
+    counts: dict[tuple[str, str], int] = {}
+    for cell in _results("executed_ptx"):
+        for reason, number in cell["rows"].items():
+            key = _KINDS[cell["operation"]], reason
+            counts[key] = counts.get(key, 0) + number
+    rows = [[kind, reason, f"{counts[kind, reason]:,}"] for kind, reason in sorted(counts)]
+    return _markdown(["outputs", "reason", "rows"], rows)
+
+
 def compile_times() -> str:
     """Write compile times: compile_time.json."""
     results = _results("compile_time")
@@ -325,6 +396,7 @@ def environments() -> str:
         "compile_time": "python -m benchmarks.compile_time",
         "cost_model": "python -m benchmarks.cost_model",
         "error": "python -m benchmarks.error",
+        "executed_ptx": "",  # made by an interpreter that is not in this repository
         "error_law": "python -m benchmarks.error_law",
         "final_loss": "python -m benchmarks.final_loss",
         "paper_tables": "python -m benchmarks.paper_tables",
@@ -337,7 +409,7 @@ def environments() -> str:
         rows.append(
             [
                 f"`{name}.json`",
-                f"`{command}`",
+                f"`{command}`" if command else "none",
                 of["date"],
                 f"{of['cpu']}, {of['cores']} cores",
                 f"{of['jax']}, {of['python']}",
@@ -354,6 +426,7 @@ _ALL = (
     emulated,
     accuracy,
     headline,
+    on_a_ring,
     equal_bits,
     other_model,
     final_losses,
@@ -361,6 +434,8 @@ _ALL = (
     by_workers,
     allocation,
     limits,
+    executed,
+    executed_reasons,
     compile_times,
     environments,
 )
