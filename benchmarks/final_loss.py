@@ -3,8 +3,8 @@ all-reduce is worth, and where error feedback makes up for it.
 
     python -m benchmarks.final_loss
 
-Workers are simulated on one device. All runs start from the same weights and see the same batches
-in the same order; a seed changes batches and rounding.
+Workers are virtual devices of this machine. All runs start from the same weights and see the same
+batches in the same order; a seed changes batches and rounding.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -69,27 +71,24 @@ def train_step(
     reduce = dq.all_reduce_gradients(
         "data", method=setting.method, topology=setting.topology, seed=seed
     )
-    optimizer = make_optimizer(config.learning_rate, config.steps)
+    optimizer = optax.chain(reduce, make_optimizer(config.learning_rate, config.steps))
     gradient = jax.grad(loss_of(structure))
+    mesh = jax.make_mesh((config.workers,), ("data",), axis_types=(AxisType.Auto,))
+    specs = (dq.AllReduceState(step=P(), method=P("data"), metrics=P()), P())
 
-    def init(params: Params) -> Any:
-        workers = jnp.arange(config.workers)
-        reducing = jax.vmap(lambda _: reduce.init(params), axis_name="data")(workers)
-        return optimizer.init(params), reducing
+    def local(params: Params, state: Any, batches: jax.Array) -> tuple[Params, Any]:
+        updates, state = optimizer.update(gradient(params, batches[0]), state, params)
+        return optax.apply_updates(params, updates), state
 
-    @jax.jit
-    def step(params: Params, state: Any, batches: jax.Array) -> tuple[Params, Any]:
-        opt_state, reducing = state
+    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.jit(
+            jax.shard_map(
+                function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            )
+        )
 
-        def local(tokens: jax.Array, reducing: Any) -> tuple[Params, Any]:
-            return reduce.update(gradient(params, tokens), reducing)
-
-        means, reducing = jax.vmap(local, axis_name="data")(batches, reducing)
-        mean = jax.tree.map(lambda leaf: leaf[0], means)
-        updates, opt_state = optimizer.update(mean, opt_state, params)
-        return optax.apply_updates(params, updates), (opt_state, reducing)
-
-    return init, step
+    init = mapped(optimizer.init, P(), specs)
+    return init, mapped(local, (P(), specs, P("data")), (P(), specs))
 
 
 def final_loss(
@@ -114,6 +113,7 @@ def final_loss(
 
 def main(config: Config) -> None:
     """Train with every method and print a table."""
+    jax.config.update("jax_num_cpu_devices", config.workers)
     console = Console()
     corpora = load_corpora()
     structure, params = new_model(ModelConfig(corpora.vocabulary))

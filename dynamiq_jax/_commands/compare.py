@@ -106,8 +106,9 @@ class Compare:
             raise CommandError(
                 f"--topologies {self.topologies} do not support any of --workers {self.workers}."
             )
-        # Simulated workers share one device, of which a CPU has the memory.
+        # A CPU has the memory of all workers, each on a virtual device.
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", max(8, *self.workers))
         comparison = Comparison(
             steps=self._load(), seeds=self.seeds, rate=rate, codec_ns=self.codec_ns
         )

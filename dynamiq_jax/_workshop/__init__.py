@@ -29,7 +29,7 @@ Between emulated hosts on slow links:
 
 Without communication:
 
-    simulate          all workers as rows of a batch on one device
+    simulate          all workers on virtual devices of this machine
     comparison        error, bytes and time of one setting on given gradients
     advice            predicted times of a training step, and what follows from them
     error_law         growth of the error with the workers

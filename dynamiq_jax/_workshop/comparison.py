@@ -1,4 +1,4 @@
-"""Error, bytes and time of one setting on given gradients, with simulated workers."""
+"""Error, bytes and time of one setting on given gradients, with workers on virtual devices."""
 
 import dataclasses
 import math

@@ -1,6 +1,6 @@
-"""One all-reduce of given gradients, with all workers simulated on one device.
+"""One all-reduce of given gradients, with all workers on virtual devices of this machine.
 
-The workers are rows of a batch, and run the program that real ones run.
+They run the program that real workers run.
 """
 
 import dataclasses
@@ -8,16 +8,17 @@ import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from dynamiq_jax._workshop.devices import AXIS, make_mesh
 from dynamiq_jax._workshop.gradient_files import Gradients
 from dynamiq_jax._workshop.machine import num_cores
 from dynamiq_jax._workshop.settings import Setting
 
-_AXIS = "workers"
 _GROUP = 256  # coordinates whose relative error is looked at together
 
 
@@ -37,32 +38,42 @@ class Simulation:
 
     Args:
       setting: how to sum.
-      gradients: arrays [workers, *shape].
+      gradients: arrays [workers, *shape], of at most as many workers as there are devices.
     """
 
     def __init__(self, setting: Setting, gradients: Gradients):
-        def reduce(tree: Gradients, seed: Array) -> tuple[Gradients, Array]:
-            key = jax.random.key(seed)
-            sums = jax.vmap(lambda local: setting.all_reduce(local, _AXIS, key), axis_name=_AXIS)(
-                tree
-            )
-            bits = [jax.lax.bitcast_convert_type(leaf, jnp.uint32) for leaf in sums.values()]
-            equal = jnp.stack([jnp.all(leaf == leaf[:1]) for leaf in bits]).all()
-            return {name: leaf[0] for name, leaf in sums.items()}, equal
+        num_workers = len(next(iter(gradients.values())))
+        mesh = make_mesh(jax.devices()[:num_workers])
+        self._split = NamedSharding(mesh, P(AXIS))
 
-        self._function = jax.jit(reduce).lower(gradients, np.uint32(0)).compile()
+        def local(tree: Gradients, seed: Array) -> Gradients:
+            mine = {name: leaf[0] for name, leaf in tree.items()}
+            sums = setting.all_reduce(mine, AXIS, jax.random.key(seed))
+            return {name: leaf[None] for name, leaf in sums.items()}
+
+        # Each worker's own copy comes back, so that copies can be compared.
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False
+        )
+        shapes = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._split)
+            for name, leaf in gradients.items()
+        }
+        self._function = jax.jit(mapped).lower(shapes, np.uint32(0)).compile()
 
     def __call__(self, gradients: Gradients, seeds: Sequence[int]) -> Simulated:
         """Sum gradients with several seeds: mean errors, and the time of the fastest."""
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
-        on_device = jax.device_put(gradients)
+        on_devices = jax.device_put(gradients, self._split)
         times, found, equal = [], [], True
         for seed in seeds:
             start = time.perf_counter()
-            sums, same = jax.block_until_ready(self._function(on_device, np.uint32(seed)))
+            sums = jax.block_until_ready(self._function(on_devices, np.uint32(seed)))
             times.append(time.perf_counter() - start)
-            equal = equal and bool(same)
-            found.append(_errors(_flat(sums), truth))
+            copies = [_copies(leaf) for leaf in sums.values()]
+            equal = equal and all(_equal_bits(each) for each in copies)
+            first = {name: each[0] for name, each in zip(sums, copies, strict=True)}
+            found.append(_errors(_flat(first), truth))
         vnmse, relative, gain = np.mean(found, axis=0)
         return Simulated(float(vnmse), float(relative), float(gain), min(times), equal)
 
@@ -70,6 +81,15 @@ class Simulation:
 def codec_ns(seconds: float, size: int, num_workers: int) -> float:
     """Return nanoseconds of one core for each coordinate and worker, if all cores were busy."""
     return 1e9 * seconds * num_cores() / (size * num_workers)
+
+
+def _copies(stacked: Array) -> list[NDArray]:
+    """Return the copy of every worker, from [workers, *shape]."""
+    return [np.asarray(shard.data)[0] for shard in stacked.addressable_shards]
+
+
+def _equal_bits(copies: Sequence[NDArray]) -> bool:
+    return all(np.array_equal(copies[0].view(np.uint32), each.view(np.uint32)) for each in copies)
 
 
 def _errors(estimate: NDArray, truth: NDArray) -> tuple[float, float, float]:

@@ -81,13 +81,14 @@ class Allocation:
     def _solve_chunk(self, energies: Array, units: int) -> Array:
         sizes = np.array([step.after - step.before for step in self.steps], np.int32)
         needed = np.array([step.energy for step in self.steps], np.int32)
+        most = np.full_like(needed, 2 * ENERGY_LIMIT)
+        if 0 not in self.widths:
+            most[0] = 1  # only zeros may have no bits
         # Zeros come after all others: nobody else can use what they get.
         energies = jnp.where(energies > 0, energies, -needed[-1])
 
         def rows_of_steps(prices: Array) -> Array:
-            thresholds = prices[:, None] + needed
-            if 0 not in self.widths:  # only zeros may have no bits
-                thresholds = thresholds.at[:, 0].min(1)
+            thresholds = jnp.minimum(prices[:, None] + needed, most)
             return lax.platform_dependent(
                 energies, thresholds, cpu=search_at_least, default=count_at_least
             )
