@@ -23,7 +23,7 @@ from benchmarks import common
 from benchmarks.tensors import Recipe, load, make, names_of
 from dynamiq_jax._workshop import tables
 from dynamiq_jax._workshop.settings import parse_setting
-from dynamiq_jax._workshop.simulate import Simulation
+from dynamiq_jax._workshop.simulate import Simulation, make_devices
 
 FITTED = common.RESULTS / "allocation_fitted.json"
 
@@ -58,6 +58,7 @@ def main(config: Config) -> int:
         raise SystemExit(f"--tensors: no {sorted(unknown)}. Give some of {known}.")
     if max((*config.workers, *config.other_workers), default=1) > config.recipe.workers:
         raise SystemExit(f"--recipe.workers is {config.recipe.workers}. Give more.")
+    make_devices(max((*config.workers, *config.other_workers), default=1))
     names = [name for name in known if name in config.tensors or not config.tensors]
     with console.status("Making tensors") as status:
         folder = make(

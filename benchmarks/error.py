@@ -4,8 +4,8 @@ topology, training step and number of workers.
     python -m benchmarks.error
 
 The gradients are those that 64 workers meet while fine-tuning with the exact mean. Workers are
-simulated on one device, which runs the same program as real ones. Beside vNMSE, which large
-super-groups dominate, the table has the mean over super-groups of their relative error.
+virtual devices, which run the same program as real ones. Beside vNMSE, which large super-groups
+dominate, the table has the mean over super-groups of their relative error.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from benchmarks.small_lm.gradients import gradient_snapshots
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import new_model
 from dynamiq_jax._workshop.settings import Setting
-from dynamiq_jax._workshop.simulate import Simulation
+from dynamiq_jax._workshop.simulate import Simulation, make_devices
 from dynamiq_jax.topologies import resolve_topology
 from examples.llm.corpora import load_corpora
 from examples.llm.pretraining import pretrain
@@ -89,6 +89,7 @@ def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> f
 
 def main(config: Config) -> None:
     """Measure every case and print a table."""
+    make_devices(max(config.workers))
     console = Console()
     with console.status("Training the model to get its gradients"):
         gradients = stacked_gradients(config)

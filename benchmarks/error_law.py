@@ -1,5 +1,5 @@
-"""Error of each topology on 2 to 8192 workers: simulated with vmap as far as memory goes, and by
-the law of `dynamiq_jax._workshop.error_law` beyond.
+"""Error of each topology on 2 to 8192 workers: simulated as far as memory goes, and by the law of
+`dynamiq_jax._workshop.error_law` beyond.
 
     python -m benchmarks.error_law
 
@@ -24,7 +24,7 @@ from benchmarks import common
 from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax._workshop.gradients import worker_gradients
 from dynamiq_jax._workshop.settings import Setting
-from dynamiq_jax._workshop.simulate import Simulation
+from dynamiq_jax._workshop.simulate import Simulation, make_devices
 from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 
@@ -39,7 +39,7 @@ TOPOLOGIES: dict[str, FixedTopology] = {
 class Config:
     """Options of the benchmark."""
 
-    simulated: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)  # workers, by vmap
+    simulated: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)  # workers
     beyond: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)  # workers, by the law alone
     agreements: tuple[float, ...] = (0.0, 0.1)  # share of the energy that workers have in common
     rows_per_chunk: int = 64  # of 256 coordinates
@@ -130,6 +130,7 @@ def plot(rows: list[dict[str, Any]], config: Config, path: Path) -> None:
 
 def main(config: Config) -> None:
     """Simulate every case and print a table."""
+    make_devices(max(config.simulated))
     console = Console()
     rows = measure(config)
     print_table(console, rows)

@@ -20,7 +20,7 @@ from benchmarks import common
 from dynamiq_jax._workshop import gradient_files, tables
 from dynamiq_jax._workshop.comparison import geometric_mean
 from dynamiq_jax._workshop.settings import parse_setting
-from dynamiq_jax._workshop.simulate import Simulation
+from dynamiq_jax._workshop.simulate import Simulation, make_devices
 
 # Without a hierarchy a group's scale is a bfloat16: 8 bits more than here for every 16 coordinates.
 # Such rows are run with the scales of this library and half a bit less for everything else.
@@ -93,6 +93,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Simulate every row and print the tables."""
+    make_devices(max(workers for *_, workers, _ in CASES))
     console = tables.console()
     steps = gradient_files.load(config.gradients)
     done: dict[tuple[str, int], list[float]] = {}

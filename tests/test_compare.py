@@ -166,6 +166,12 @@ def test_errors_are_those_of_the_sum():
     assert found.replicas_equal and found.seconds > 0
 
 
+def test_too_few_devices_are_refused():
+    gradients = {"w": np.ones((9, 2048), np.float32)}
+    with pytest.raises(ValueError, match="9 workers, but there are 8 devices"):
+        Simulation(parse_setting("exact:ring"), gradients)
+
+
 def test_no_compression_has_no_error():
     gradients = two_leaves()
     found = Simulation(parse_setting("exact:ring"), gradients)(gradients, (0,))

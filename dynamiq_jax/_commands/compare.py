@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 import tyro
 from rich.table import Table
@@ -16,6 +15,7 @@ from dynamiq_jax._workshop.environment import environment
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.gradient_files import Gradients
 from dynamiq_jax._workshop.settings import PSUM, parse_settings, topologies_in
+from dynamiq_jax._workshop.simulate import make_devices
 from dynamiq_jax._workshop.units import format_rate, format_seconds, parse_rate, parse_size
 from dynamiq_jax.topologies import TOPOLOGIES, FixedTopology
 
@@ -106,9 +106,7 @@ class Compare:
             raise CommandError(
                 f"--topologies {self.topologies} do not support any of --workers {self.workers}."
             )
-        # A CPU has the memory of all workers, each on a virtual device.
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", max(8, *self.workers))
+        make_devices(max(self.workers))
         comparison = Comparison(
             steps=self._load(), seeds=self.seeds, rate=rate, codec_ns=self.codec_ns
         )

@@ -22,6 +22,12 @@ from dynamiq_jax._workshop.settings import Setting
 _GROUP = 256  # coordinates whose relative error is looked at together
 
 
+def make_devices(num_workers: int) -> None:
+    """Make virtual devices of the CPU, which has the memory of all workers: before JAX is used."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(8, num_workers))
+
+
 @dataclasses.dataclass(frozen=True)
 class Simulated:
     """Errors of one setting on the gradients of one step, and its time."""
@@ -38,12 +44,21 @@ class Simulation:
 
     Args:
       setting: how to sum.
-      gradients: arrays [workers, *shape], of at most as many workers as there are devices.
+      gradients: arrays [workers, *shape].
+
+    Raises:
+      ValueError: there are fewer devices than workers; see `make_devices`.
     """
 
     def __init__(self, setting: Setting, gradients: Gradients):
         num_workers = len(next(iter(gradients.values())))
-        mesh = make_mesh(jax.devices()[:num_workers])
+        devices = jax.devices()
+        if len(devices) < num_workers:
+            raise ValueError(
+                f"gradients are of {num_workers} workers, but there are {len(devices)} devices. "
+                "Call make_devices before anything else of JAX."
+            )
+        mesh = make_mesh(devices[:num_workers])
         self._split = NamedSharding(mesh, P(AXIS))
 
         def local(tree: Gradients, seed: Array) -> Gradients:
