@@ -9,7 +9,9 @@ from dynamiq_jax._api.autodiff import value_and_grad
 from dynamiq_jax._api.collectives import all_gather, pmean, psum, psum_scatter
 from dynamiq_jax._api.metrics import vnmse
 from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
+from dynamiq_jax._api.replicas import mean_of_replicas
 from dynamiq_jax._api.report import WireReport, wire_report
+from dynamiq_jax._api.transposed import pcast
 from dynamiq_jax._buckets.options import Options
 from dynamiq_jax.methods import BF16, DynamiQ, Exact
 
@@ -24,7 +26,9 @@ __all__ = [
     "WireReport",
     "all_gather",
     "all_reduce_gradients",
+    "mean_of_replicas",
     "methods",
+    "pcast",
     "pmean",
     "psum",
     "psum_scatter",

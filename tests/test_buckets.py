@@ -18,15 +18,15 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.driver import after
 from dynamiq_jax._buckets.leaves import join, split
+from dynamiq_jax._buckets.loop import after
 from dynamiq_jax._buckets.options import resolve
 from dynamiq_jax._buckets.plan import make_plan
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import ChunkedMethod, RecodedChunks, WireCost
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, simulated
+from tests.support.workers import STOCHASTIC, on_mesh, simulated
 
 KEY = jax.random.key(0)
 # Each gives a whole result or the worker's part.
@@ -53,31 +53,61 @@ def compiled(mesh, tree, fn) -> str:
 
 
 @given(
-    sizes=st.lists(st.integers(1024, 40_000), min_size=1, max_size=12),
+    sizes=st.lists(st.integers(1024, 1_000_000), min_size=1, max_size=12),
+    slices=st.sampled_from((1, 3, 8, 1024)),
     dtypes=st.data(),
-    bucket_bytes=st.integers(1, 200_000),
+    bucket_bytes=st.integers(1, 4_000_000),
 )
-def test_every_leaf_is_in_one_bucket_of_its_dtype(sizes, dtypes, bucket_bytes):
+def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, bucket_bytes):
     kinds = dtypes.draw(st.lists(st.sampled_from((jnp.float32, jnp.bfloat16)), min_size=12))
     leaves = [
-        jax.ShapeDtypeStruct((size,), dtype) for size, dtype in zip(sizes, kinds, strict=False)
+        jax.ShapeDtypeStruct((slices, -(-size // slices)), dtype)
+        for size, dtype in zip(sizes, kinds, strict=False)
     ]
     how = resolve("dynamiq", "ring", dq.Options(bucket_bytes=bucket_bytes))
     plan = make_plan(leaves, Axes(Axis("data", 4)), how)
     assert plan.exact == ()
-    assert sorted(i for bucket in plan.buckets for i in bucket.leaves) == list(range(len(leaves)))
+    covered = {index: [] for index in range(len(leaves))}
     for bucket in plan.buckets:
         assert list(bucket.leaves) == sorted(bucket.leaves)
         assert {leaves[i].dtype for i in bucket.leaves} == {bucket.dtype}
-        assert bucket.size == sum(leaves[i].size for i in bucket.leaves) == bucket.call.size
-        assert bucket.call.shapes == tuple(leaves[i].shape for i in bucket.leaves)
-        assert len(bucket.leaves) == 1 or bucket.size * bucket.dtype.itemsize <= bucket_bytes
+        for index in bucket.leaves:
+            covered[index].append(bucket.part or (0, slices))
+        slice_size = leaves[bucket.leaves[0]].shape[1]
+        size = sum(leaves[i].size for i in bucket.leaves)
+        if bucket.part is not None:
+            size = (bucket.part[1] - bucket.part[0]) * slice_size
+        assert bucket.size == size == bucket.call.size
+        assert bucket.call.shapes is None
+        within = bucket.size * bucket.dtype.itemsize <= bucket_bytes
+        if bucket.part is not None:
+            assert len(bucket.leaves) == 1
+            assert within or bucket.size <= max(2**16, slice_size)
+    for parts in covered.values():
+        ends = [0, *(last for _, last in sorted(parts))]
+        assert sorted(parts) == list(itertools.pairwise(ends))
+        assert ends[-1] == slices
     # Not cut finer than it has to be: two neighbors of one dtype would not fit into one bucket.
     for dtype in (jnp.float32, jnp.bfloat16):
-        same = [bucket for bucket in plan.buckets if bucket.dtype == dtype]
-        for one, next_one in itertools.pairwise(same):
-            first = leaves[next_one.leaves[0]].size
-            assert (one.size + first) * one.dtype.itemsize > bucket_bytes - one.dtype.itemsize
+        whole = [b for b in plan.buckets if b.dtype == dtype and b.part is None]
+        for one, next_one in itertools.pairwise(whole):
+            if one.leaves[-1] + 1 == next_one.leaves[0]:
+                first = leaves[next_one.leaves[0]].size
+                assert (one.size + first) * one.dtype.itemsize > bucket_bytes - one.dtype.itemsize
+
+
+def test_parts_of_a_large_leaf_are_alike():
+    width = 2**14
+    how = resolve("dynamiq", "ring", dq.Options(bucket_bytes=4 * 5 * width))
+
+    def sizes(slices: int) -> list[int]:
+        leaf = jax.ShapeDtypeStruct((slices, width), jnp.float32)
+        return [b.size // width for b in make_plan([leaf], Axes(Axis("data", 4)), how).buckets]
+
+    assert sizes(32) == [4] * 8
+    assert sizes(13) == [5, 5, 3]
+    assert sizes(129) == [3] * 43
+    assert sizes(5) == [5]
 
 
 @settings(max_examples=8)  # each compiles
@@ -152,6 +182,31 @@ def test_buckets_have_rounding_noise_of_their_own(name):
     assert np.mean(np.asarray(result["a"]) != np.asarray(result["b"])) > 0.1
     for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("unrolled", (0, 1))
+@pytest.mark.parametrize("stacked", (False, True), ids=("leaves", "one leaf"))
+def test_equal_buckets_share_a_codec_and_keep_their_bits(data_mesh, stacked, unrolled):
+    """A loop over buckets that are alike: the same bits, and the codec is compiled once."""
+    size, count = 2**16, 4
+    values = of_workers(3, 2, count * size).reshape(2, count, size)
+    tree = {"w": values} if stacked else {str(n): values[:, n] for n in range(count)}
+    results, codecs = [], []
+    for alone in (count, unrolled):
+        options = dq.Options(bucket_bytes=4 * size, unrolled_buckets=alone)
+        reduce = functools.partial(
+            dq.pmean, axis_name="data", key=KEY, method=STOCHASTIC, options=options
+        )
+        run = on_mesh(lambda key, tree, reduce=reduce: reduce(tree), data_mesh(2))
+        results.append(jax.tree.leaves(run(KEY, tree)))
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        gathers = [
+            c for c in collectives(compiled(data_mesh(2), shapes, reduce)) if c.kind == "all-gather"
+        ]
+        codecs.append(len(gathers))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert codecs == [count, unrolled + 1]
 
 
 @every_collective

@@ -443,8 +443,8 @@ def test_options_of_another_type_are_refused(name, options):
         )
 
 
-@every_collective
-def test_a_gradient_through_it_is_refused(name):
+@pytest.mark.parametrize("name", ("psum", "pmean", "psum_scatter"))
+def test_a_gradient_through_a_sum_is_refused(name):
     def total(local):
         mapped = functools.partial(COLLECTIVES[name][0], axis_name="data", key=jax.random.key(0))
         return jax.vmap(mapped, axis_name="data")(local).sum()
@@ -477,35 +477,10 @@ def test_a_row_that_overflows_on_its_way_is_not_finite_in_the_end():
     assert np.isfinite(result[:, :9_984]).all()
 
 
-def test_an_axis_beside_one_that_the_compiler_manages():
-    """Data parallel by hand, parameters sharded over "model" by the compiler."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    spec = P("data", None, "model")
-    gradients = of_workers(0, 4, 128 * 512).reshape(4, 128, 512)
-
-    def local(key, stacked):
-        reduced = local_stochastic(key, {"w": stacked[0]})["w"]
-        assert reduced.shape == (128, 512)  # whole: "model" belongs to the compiler
-        return reduced[None]
-
-    mapped = jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"}
-        ),
-        in_shardings=(None, jax.NamedSharding(mesh, spec)),
-    )
-    result = np.asarray(mapped(KEY, jax.device_put(gradients, jax.NamedSharding(mesh, spec))))
-    assert_replicated(result)
-    truth = gradients.sum(axis=0, dtype=np.float64)
-    simulation = vnmse(stochastic(KEY, gradients)[0], truth)
-    assert vnmse(result[0], truth) == pytest.approx(simulation, rel=0.05)
-    assert simulation > 1e-6
-
-
-def test_the_reduction_of_a_manual_axis_leaves_the_other_manual_axis_alone():
+def test_shards_of_another_manual_axis_are_reduced_alone_with_noise_of_their_own():
     """Two manual axes: each column of a 2 x 4 mesh sums on its own."""
     mesh = jax.make_mesh((2, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
-    shards = of_workers(0, 8, 8192).reshape(2, 4, 8192)
+    shards = np.broadcast_to(of_workers(0, 4, 8192), (2, 4, 8192))
 
     def local(key, stacked):
         return local_stochastic(key, stacked[0, 0])[None]
@@ -513,9 +488,12 @@ def test_the_reduction_of_a_manual_axis_leaves_the_other_manual_axis_alone():
     mapped = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=(P(), P("model", "data")), out_specs=P("model"))
     )
-    result = mapped(KEY, shards)
+    result = np.asarray(mapped(KEY, shards))
+    truth = shards[0].sum(axis=0, dtype=np.float64)
+    simulation = vnmse(stochastic(KEY, shards[0])[0], truth)
     for column in range(2):
-        np.testing.assert_array_equal(result[column], stochastic(KEY, shards[column])[0])
+        assert vnmse(result[column], truth) == pytest.approx(simulation, rel=0.1)
+    assert np.mean(result[0] != result[1]) > 0.5
 
 
 @pytest.mark.parametrize("size", (8192, 40), ids=("compressed", "exact"))
@@ -530,7 +508,8 @@ def test_leaves_that_differ_along_another_axis_keep_to_themselves(name, size):
 
     def local(tree):
         leaves = {"same": tree["same"][0], "other": tree["other"][0, 0]}
-        return reduce(leaves, "data", key=jax.random.key(0), method=STOCHASTIC)
+        how = {"to": "invarying"} if name == "all_gather" else {}
+        return reduce(leaves, "data", key=jax.random.key(0), method=STOCHASTIC, **how)
 
     # Whole results are the same on all workers of "data".
     over = () if name != "psum_scatter" else ("data",)

@@ -92,7 +92,8 @@ def test_every_replica_has_the_same_bits_of_a_mean(method, topology, fsdp, error
         for shard in leaf.addressable_shards:
             copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
         assert [len(bits) for bits in copies.values()] == [1] * len(copies)
-    assert len({str(shard.index) for shard in mean["even"].addressable_shards}) == fsdp
+    if method != "psum":  # of an exact mean, the compiler chooses
+        assert len({str(shard.index) for shard in mean["even"].addressable_shards}) == fsdp
 
 
 def test_what_a_step_leaves_out_is_in_the_next_one():
@@ -117,12 +118,12 @@ def test_the_seed_chooses_the_rounding_noise():
     assert np.mean(means[0] != means[1]) > 0.1
 
 
-@pytest.mark.parametrize(("method", "crosses"), (("bf16", False), ("ef+bf16", True)))
-def test_only_methods_with_state_send_leaves_between_the_devices_of_a_worker(method, crosses):
+@pytest.mark.parametrize("method", ("bf16", "ef+bf16"))
+def test_no_leaf_is_sent_between_the_devices_of_a_worker(method):
     """Devices 0 and 1 are those of the first worker."""
     program = lowered(*init_and_update(Averaging(method=method), 2))
     groups = ("[[0, 1], [2, 3]]", 'axis_ref<name = "fsdp">')  # as JAX spells them, old and new
-    assert any(group in program for group in groups) == crosses
+    assert not any(group in program for group in groups)
     assert "[0, 2]" in program  # Gradients travel between the workers.
 
 

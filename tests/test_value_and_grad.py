@@ -223,11 +223,21 @@ def test_another_axis_is_left_to_the_compiler(method):
         assert params["in"].shape == (IN, HIDDEN)  # whole: "model" belongs to the compiler
         return plain_loss(params, x, y)
 
-    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=method)
-    loss, grads = jax.jit(grad_fn)(params, *batch(), key=KEY)
     expected_loss, expected = jax.value_and_grad(plain_loss)(plain_params(), *batch())
-    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    close(grads, expected, error=0.0 if method == "exact" else 1e-5)
+    for inside_jit in (False, True):  # shardings of arrays are known, those of tracers are not
+        grad_fn = dq.value_and_grad(
+            loss_fn,
+            mesh=mesh,
+            axis_name="data",
+            method=method,
+            specs=specs if inside_jit else None,
+        )
+        call = jax.jit(grad_fn) if inside_jit else grad_fn
+        loss, grads = call(params, *batch(), key=KEY)
+        assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+        close(grads, expected, error=0.0 if method == "exact" else 1e-5)
+        for name, grad in grads.items():
+            assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
 
 
 def test_a_step_of_training_lowers_the_loss(data_mesh):
@@ -276,7 +286,7 @@ def test_under_set_mesh_with_the_default_axis_types(split):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), ours, expected)
 
 
-@pytest.mark.parametrize("positions", (0, 3, (1, -1)))
+@pytest.mark.parametrize("positions", (3, (1, -1)))
 def test_replicated_positions_that_do_not_exist(positions):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     grad_fn = dq.value_and_grad(
@@ -285,5 +295,164 @@ def test_replicated_positions_that_do_not_exist(positions):
         axis_name="data",
         replicated_argnums=positions,
     )
-    with pytest.raises(ValueError, match=r"replicated_argnums=.* Give positions from 1 to 2"):
+    with pytest.raises(ValueError, match=r"replicated_argnums names .* Give positions from 0 to 2"):
         grad_fn(jnp.ones(4), jnp.ones(2), jnp.ones(2), key=jax.random.key(0))
+
+
+# ------------------------------------------------------------------------------ kinds of arguments
+
+
+def exact_grad_fn(data_mesh, loss_fn, *args, **kwargs):
+    mesh = data_mesh(NUM_WORKERS)
+    return dq.value_and_grad(loss_fn, *args, mesh=mesh, axis_name="data", method="exact", **kwargs)
+
+
+@pytest.mark.parametrize("argnums", (1, (1,), (2, 1)))
+def test_any_positions_may_be_differentiated(data_mesh, argnums):
+    def loss_fn(x, params, scale, y):
+        return scale["s"] * plain_loss(params, x, y)
+
+    x, y = batch()
+    args = x, plain_params(), {"s": jnp.float32(2)}, y
+    whole = () if argnums == (2, 1) else (2,)
+    grad_fn = exact_grad_fn(data_mesh, loss_fn, argnums, replicated_argnums=whole)
+    loss, grads = grad_fn(*args, key=KEY)
+    expected_loss, expected = jax.value_and_grad(loss_fn, argnums)(*args)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    close(grads, expected)
+
+
+def test_a_batch_holds_numbers_text_and_keywords(data_mesh):
+    """Scalars and keys are the same on all workers; what is not an array is static."""
+    traced = []
+
+    def loss_fn(params, data, power, *, weight, names, activation):
+        traced.append(names)
+        assert data["kind"] == "train" and names == ("x", "y")
+        assert data["x"].shape == weight.shape == (BATCH // NUM_WORKERS, *data["x"].shape[1:])[:1]
+        hidden = activation(data["x"][:, None] * params["in"][:1])
+        noise = jax.random.normal(data["key"], ())
+        return jnp.mean(weight[:, None] * hidden**power) * data["factor"] + noise
+
+    params, x = plain_params(), batch()[0][:, 0]
+    data = {"x": x, "kind": "train", "factor": 0.5, "key": jax.random.key(1), "none": None}
+    rest = {"weight": x**2, "names": ("x", "y"), "activation": jnp.tanh}
+    grad_fn = exact_grad_fn(data_mesh, loss_fn, static_argnums=2, static_argnames="names")
+    loss, grads = grad_fn(params, data, 2, key=KEY, **rest)
+    grad_fn(params, data | {"factor": 0.25}, 2, key=KEY, **rest)
+    assert len(traced) == 1  # other numbers do not compile again
+
+    def expected_loss(params):
+        hidden = jnp.tanh(x[:, None] * params["in"][:1])
+        noise = jax.random.normal(jax.random.key(1), ())
+        return jnp.mean((x**2)[:, None] * hidden**2) * np.float32(0.5) + noise
+
+    value, expected = jax.value_and_grad(expected_loss)(params)
+    assert float(loss) == pytest.approx(float(value), rel=1e-5)
+    close(grads, expected)
+
+
+def test_workers_are_weighted_by_their_targets(data_mesh):
+    """Padded examples do not count: the mean over all targets, whoever has them."""
+    x, y = batch()
+    mask = (np.arange(BATCH) % 8 < np.arange(BATCH) // 4).astype(np.float32)
+
+    def loss_fn(params, x, y, mask):
+        hidden = jnp.tanh(x @ params["in"] + params["bias"])
+        squared = jnp.mean((hidden @ params["out"] - y) ** 2, axis=1)
+        mean = jnp.sum(squared * mask) / jnp.maximum(jnp.sum(mask), 1)
+        return mean, {"loss": mean}
+
+    args = plain_params(), x, y, mask
+    options = {"has_aux": True, "num_targets": lambda params, x, y, mask: mask.sum()}
+    (loss, aux), grads = exact_grad_fn(data_mesh, loss_fn, **options)(*args, key=KEY)
+    (expected_loss, _), expected = jax.value_and_grad(loss_fn, has_aux=True)(*args)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5) == float(aux["loss"])
+    close(grads, expected)
+    (unweighted, _), _ = exact_grad_fn(data_mesh, loss_fn, has_aux=True)(*args, key=KEY)
+    assert abs(float(unweighted) / float(loss) - 1) > 0.05
+
+
+def test_leaves_that_are_not_floating_have_no_gradient(data_mesh):
+    params = plain_params() | {"count": jnp.int32(3), "key": jax.random.key(0)}
+    _, grads = exact_grad_fn(data_mesh, plain_loss)(params, *batch(), key=KEY)
+    assert grads["count"].dtype == grads["key"].dtype == jax.dtypes.float0
+    close(
+        {name: grads[name] for name in plain_params()},
+        jax.grad(plain_loss)(plain_params(), *batch()),
+    )
+
+
+def test_a_legacy_key_is_a_key(data_mesh):
+    mesh = data_mesh(NUM_WORKERS)
+    grad_fn = dq.value_and_grad(plain_loss, mesh=mesh, axis_name="data", method=STOCHASTIC)
+    found = [
+        grad_fn(plain_params(), *batch(), key=key)[1]
+        for key in (jax.random.PRNGKey(3), jax.random.key(3), jax.random.PRNGKey(4))
+    ]
+    np.testing.assert_array_equal(found[0]["in"], found[1]["in"])
+    assert np.any(np.asarray(found[0]["in"]) != np.asarray(found[2]["in"]))
+
+
+class Noisy(nnx.Module):
+    """Dropout, and statistics of the batch: state beside the parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(IN, HIDDEN, rngs=rngs)
+        self.norm = nnx.BatchNorm(HIDDEN, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Linear(HIDDEN, OUT, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+
+def test_an_nnx_module_is_differentiated_and_gets_its_state_back(data_mesh):
+    """Gradients as of nnx.value_and_grad; random streams go on; every worker has its own dropout,
+    and statistics are those of all.
+    """
+    model = Noisy(nnx.Rngs(0))
+    x = np.tile(batch()[0][: BATCH // NUM_WORKERS], (NUM_WORKERS, 1))  # the same for all workers
+
+    def loss_fn(model, x):
+        out = model(x)
+        return jnp.mean(out**2), jax.lax.all_gather(out[0, 0], "data")
+
+    grad_fn = exact_grad_fn(data_mesh, loss_fn, has_aux=True)
+    with jax.numpy_dtype_promotion("standard"):
+        (first, outputs), grads = grad_fn(model, x, key=KEY)
+        (second, _), _ = grad_fn(model, x, key=KEY)
+        _, expected = nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(
+            Noisy(nnx.Rngs(0)), x
+        )
+    assert len(np.unique(np.asarray(outputs))) == NUM_WORKERS  # other units are dropped
+    assert float(first) != float(second)  # and others at the next step
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    assert int(model.dropout.rngs.count[...]) == 2
+    moved = np.asarray(model.norm.mean[...])
+    assert np.any(moved != 0) and len(model.norm.mean[...].addressable_shards) == NUM_WORKERS
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    (
+        ({"argnums": 4}, "argnums names position 4, but there are 3"),
+        ({"static_argnums": -1}, "static_argnums names position -1"),
+        ({"replicated_argnames": "table"}, "names 'table', but the keyword arguments are"),
+        ({"replicated_argnums": 0}, "Argument 0 is given twice"),
+    ),
+)
+def test_arguments_that_do_not_exist(data_mesh, how, words):
+    with pytest.raises(ValueError, match=words):
+        exact_grad_fn(data_mesh, plain_loss, **how)(plain_params(), *batch(), key=KEY)
+
+
+def test_a_static_value_that_cannot_be_hashed(data_mesh):
+    def loss_fn(params, x, y, *, table):
+        return plain_loss(params, x, y)
+
+    class Table:
+        __hash__ = None
+
+    with pytest.raises(ValueError, match=r"neither an array nor a number"):
+        exact_grad_fn(data_mesh, loss_fn)(plain_params(), *batch(), key=KEY, table=Table())

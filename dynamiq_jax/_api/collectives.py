@@ -1,15 +1,19 @@
 """Compressed collectives of whole pytrees."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes, find_axis
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, ReduceScatter
 from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.shards import leaf_specs
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
+from pallas_kernels import compat
 
 Tree = TypeVar("Tree")
 
@@ -21,6 +25,7 @@ def psum(
     key: Array,
     method: Method | str = DynamiQ(),
     topology: Topology | str = "ring",
+    specs: Any = None,
     options: Options = Options(),
 ) -> Tree:
     """Sum a pytree over a mesh axis, with floating-point leaves compressed on the wire.
@@ -35,10 +40,16 @@ def psum(
         leaf is True where any worker has True.
       axis_name: one axis, or several with the slowest link first: `("hosts", "local")` sums exactly
         over `local`, a part on each worker, compresses over `hosts`, and gathers exactly.
-      key: typed PRNG key, the same on all workers, another one at every step. The same key gives
-        the same bits.
+      key: PRNG key, the same on all workers, another one at every step. The same key gives the same
+        bits.
       method: compression method, or a name such as "dynamiq:5", "paper:4" or "qgz".
       topology: route of the chunks, or a name such as "ring" or "all_to_all".
+      specs: how leaves are split over the axes of the mesh that the compiler manages, so that each
+        device compresses its own shards: a tree of `PartitionSpec` or `NamedSharding` like `tree`,
+        or a prefix of it, such as the shardings of the parameters, or a function from the tree to
+        one. `P()` says that devices hold
+        whole leaves. Axes that are manual already or have one device do not count. Needed only
+        where the compiler manages an axis of several devices; the types of explicit axes say it.
       options: leaves that stay exact, and the size of buckets.
 
     Returns:
@@ -48,8 +59,9 @@ def psum(
 
     Raises:
       ValueError: unknown axis, method or topology; a key that differs between workers; a leaf that
-        is already summed over the axis; a method that carries state.
-      TypeError: a key that is not a typed PRNG key; a leaf that is not an array.
+        is already summed over the axis; a method that carries state; no specs beside an axis that
+        the compiler manages, or specs that do not fit.
+      TypeError: a key that is not a PRNG key; a leaf that is not an array.
 
     >>> import jax, jax.numpy as jnp
     >>> gradients = jax.random.normal(jax.random.key(0), (2, 8192))
@@ -60,7 +72,7 @@ def psum(
     """
     how = resolve(method, topology, options)
     refuse_state(how.method, "psum")
-    return driver.run(AllReduce(find_axes(axis_name)), tree, key, how).tree
+    return driver.run(AllReduce(find_axes(axis_name)), tree, key, how, specs=specs).tree
 
 
 def pmean(
@@ -70,6 +82,7 @@ def pmean(
     key: Array,
     method: Method | str = DynamiQ(),
     topology: Topology | str = "ring",
+    specs: Any = None,
     options: Options = Options(),
 ) -> Tree:
     """Average a pytree over a mesh axis, with floating-point leaves compressed on the wire.
@@ -80,7 +93,7 @@ def pmean(
     """
     how = resolve(method, topology, options)
     refuse_state(how.method, "pmean")
-    return driver.run(AllReduce(find_axes(axis_name), mean=True), tree, key, how).tree
+    return driver.run(AllReduce(find_axes(axis_name), mean=True), tree, key, how, specs=specs).tree
 
 
 def psum_scatter(
@@ -92,6 +105,7 @@ def psum_scatter(
     tiled: bool = False,
     method: Method | str = DynamiQ(),
     topology: Topology | str = "ring",
+    specs: Any = None,
     options: Options = Options(),
 ) -> Tree:
     """Sum a pytree over a mesh axis, each worker its own part, compressed on the wire.
@@ -103,12 +117,14 @@ def psum_scatter(
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are
         compressed.
       axis_name: one axis; not several.
-      key: typed PRNG key, the same on all workers, another one at every call.
+      key: PRNG key, the same on all workers, another one at every call.
       scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
         divided by it if tiled.
       tiled: keep that dimension, divided by the size of the axis; otherwise remove it.
       method: compression method; see `psum`.
       topology: route of the chunks; see `psum`.
+      specs: how leaves are split over other axes; see `psum`. They may not split the dimension that
+        is scattered.
       options: leaves that stay exact, and the size of buckets.
 
     Returns:
@@ -125,7 +141,7 @@ def psum_scatter(
     """
     how = resolve(method, topology, options)
     operation = ReduceScatter(find_axis(axis_name), scatter_dimension, tiled)
-    return driver.run(operation, tree, key, how).tree
+    return driver.run(operation, tree, key, how, specs=specs).tree
 
 
 def all_gather(
@@ -135,7 +151,10 @@ def all_gather(
     key: Array,
     axis: int = 0,
     tiled: bool = False,
+    to: str = "varying",
     method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    specs: Any = None,
     options: Options = Options(),
 ) -> Tree:
     """Gather a pytree over a mesh axis, with floating-point leaves compressed on the wire.
@@ -144,22 +163,31 @@ def all_gather(
     `psum_scatter` is a sum with one more compression. All workers, the owner of a part too, get the
     same bits. DynamiQ rounds to nearest here, unless its field `rounding` is set.
 
+    The transpose is `psum_scatter`, compressed as well. So parameters that live in parts are
+    gathered for a loss, and their gradients leave in the same parts.
+
     Args:
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once
         gathered, are compressed.
       axis_name: one axis; not several.
-      key: typed PRNG key, the same on all workers, another one at every step; the key of the
+      key: PRNG key, the same on all workers, another one at every step; the key of the
         `psum_scatter` before may be used again.
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
       tiled: join the parts along that dimension; otherwise it is a new one.
+      to: "varying" or "invarying", the type of the result under `check_vma=True`. Only a varying
+        result has a compressed transpose: gradients of an invarying one are summed by JAX before
+        they get here. Only an invarying one leaves `shard_map` with `out_specs=P()`.
       method: compression method; see `psum`.
+      topology: route of the chunks in the transpose; see `psum`.
+      specs: how leaves are split over other axes; see `psum`. With `tiled`, they may not split the
+        dimension that is gathered.
       options: leaves that stay exact, and the size of buckets; sizes are those of gathered leaves.
 
     Returns:
       A tree of the same structure and dtypes with all of every leaf.
 
     Raises:
-      ValueError: as `psum`; no such dimension.
+      ValueError: as `psum`; no such dimension; an invarying result that is differentiated.
 
     >>> import jax, jax.numpy as jnp
     >>> parts = jax.random.normal(jax.random.key(0), (2, 256, 64))
@@ -167,8 +195,40 @@ def all_gather(
     >>> jax.jit(jax.vmap(gather, axis_name="data"))(parts).shape
     (2, 512, 64)
     """
-    how = resolve(method, "ring", options)
-    return driver.run(AllGather(find_axis(axis_name), axis, tiled), tree, key, how).tree
+    if to not in ("varying", "invarying"):
+        raise ValueError(f"to={to!r} is not supported. Give 'varying' or 'invarying'.")
+    how = resolve(method, topology, options)
+    operation = AllGather(find_axis(axis_name), axis, tiled)
+    names = operation.axes.names
+    tracked = all(map(compat.tracks_varying, names))
+    whole_specs = None if specs is None else _gathered(operation, tree, specs)
+
+    @jax.custom_vjp
+    def gather(tree: Tree, key: Array) -> Tree:
+        whole = driver.run(operation, tree, key, how, specs=specs).tree
+        return compat.vary_over(whole, names) if to == "varying" else whole
+
+    def forward(tree: Tree, key: Array) -> tuple[Tree, Array]:
+        return gather(tree, key), key
+
+    def backward(key: Array, cotangents: Tree) -> tuple[Tree, None]:
+        if tracked and to == "invarying":
+            raise ValueError(
+                "to='invarying', but the result of dq.all_gather is differentiated: JAX has summed "
+                "its gradient already, exactly and uncompressed. Give to='varying'."
+            )
+        scatter = ReduceScatter(operation.axes, axis, tiled)
+        return driver.run(scatter, cotangents, key, how, specs=whole_specs).tree, None
+
+    gather.defvjp(forward, backward)
+    return gather(tree, key)
+
+
+def _gathered(operation: AllGather, tree: Any, specs: Any) -> Any:
+    """Return how gathered leaves are split: a tree of specs."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    split = map(operation.result_spec, leaves, leaf_specs(tree, specs))
+    return jax.tree.unflatten(jax.tree.structure(tree), split)
 
 
 def refuse_state(method: Method, function: str) -> None:

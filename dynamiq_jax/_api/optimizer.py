@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 
@@ -24,6 +23,9 @@ class AllReduceState(NamedTuple):
     `jax.shard_map`, states of all workers lie side by side along it, for every method:
 
         specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+
+    With `specs` of the gradients, the states of a worker's shards lie side by side too, split over
+    the axes that split the gradients.
     """
 
     step: Array  # int32 scalar: steps taken, which with the seed make the key of a step
@@ -38,6 +40,7 @@ def all_reduce_gradients(
     topology: Topology | str = "ring",
     seed: int = 0,
     start_step: int = 0,
+    specs: Any = None,
     options: Options = Options(),
 ) -> optax.GradientTransformation:
     """Average gradients over a mesh axis, compressed on the wire. Put it first in `optax.chain`.
@@ -54,6 +57,7 @@ def all_reduce_gradients(
       topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
+      specs: how gradients are split over axes that the compiler manages; see `psum`.
       options: leaves that stay exact, and the size of buckets.
 
     Returns:
@@ -67,7 +71,7 @@ def all_reduce_gradients(
         states = ()
         if stateful:
             operation = AllReduce(find_axes(axis_name), mean=True)
-            states = _with_worker_axis(driver.first_states(operation, params, how))
+            states = driver.first_states(operation, params, how, specs=specs)
         metrics = {name: jnp.zeros((), jnp.float32) for name in how.method.metrics}
         return AllReduceState(jnp.asarray(start_step, jnp.int32), states, metrics)
 
@@ -80,24 +84,10 @@ def all_reduce_gradients(
             updates,
             jax.random.fold_in(jax.random.key(seed), state.step),
             how,
-            states=_without_worker_axis(state.method, axis_name) if stateful else None,
+            specs=specs,
+            states=state.method if stateful else None,
         )
-        after = _with_worker_axis(outcome.states) if stateful else ()
+        after = outcome.states if stateful else ()
         return outcome.tree, AllReduceState(state.step + 1, after, outcome.metrics)
 
     return optax.GradientTransformation(init, update)
-
-
-def _with_worker_axis(states: tuple[State, ...]) -> tuple[State, ...]:
-    return jax.tree.map(lambda leaf: leaf[None], states)
-
-
-def _without_worker_axis(states: tuple[State, ...], axis_name: AxisName) -> tuple[State, ...]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(states):
-        if np.shape(leaf)[:1] != (1,):
-            raise ValueError(
-                f"state.method{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose first "
-                "axis is not one worker. Give shard_map the specs of dq.AllReduceState: "
-                f"method=P({axis_name!r})."
-            )
-    return jax.tree.map(lambda leaf: leaf[0], states)

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.leaves import mask_flags
 from dynamiq_jax._buckets.options import Options, resolve
 from dynamiq_jax._buckets.plan import Bucket, make_plan
+from dynamiq_jax._buckets.shards import Shards, leaf_specs, split_over
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -35,10 +37,12 @@ class WireReport:
 
 def wire_report(
     tree: Any,
-    axis_size: int | tuple[int, ...],
+    axis_size: int | str | tuple[int | str, ...],
     *,
     method: Method | str = DynamiQ(),
     topology: Topology | str = "ring",
+    mesh: Any = None,
+    specs: Any = None,
     options: Options = Options(),
 ) -> WireReport:
     """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
@@ -47,9 +51,13 @@ def wire_report(
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.
-      axis_size: number of workers, or the sizes of several axes, slowest link first.
+      axis_size: number of workers, or the sizes of several axes, slowest link first; with a mesh,
+        the name of its axis, or the names of several.
       method: as for `psum`.
       topology: as for `psum`.
+      mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`, for leaves with specs.
+      specs: as for `psum`: how leaves are split over further axes of the mesh. The counts are those
+        of each device then, for its own shards.
       options: as for `psum`.
 
     >>> import jax, jax.numpy as jnp
@@ -57,12 +65,20 @@ def wire_report(
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    axes = _axes(axis_size)
+    axes = _axes(axis_size, mesh)
     how = resolve(method, topology, options)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
-    plan = make_plan(leaves, axes, how, compress=mask_flags(options.mask, tree))
+    shards = _shards(names, leaves, tree, mesh, specs, axes)
+    leaves = [shards.local(index, leaf) for index, leaf in enumerate(leaves)]
+    plan = make_plan(
+        leaves,
+        axes,
+        how,
+        compress=mask_flags(options.mask, tree),
+        split_over=[shards.axes_of(index) for index in range(len(leaves))],
+    )
 
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     compressed_size = sum(bucket.size for bucket in plan.buckets)
@@ -98,15 +114,40 @@ def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _axes(axis_size: int | tuple[int, ...]) -> Axes:
-    sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
-    if not sizes or any(not isinstance(n, numbers.Integral) or n < 1 for n in sizes):
+def _shards(
+    names: list[str], leaves: list[Any], tree: Any, mesh: Any, specs: Any, axes: Axes
+) -> Shards:
+    if (mesh is None) != (specs is None):
+        given, missing = ("mesh", "specs") if specs is None else ("specs", "mesh")
+        raise ValueError(
+            f"{missing}=None, but {given} is given. Give both, or whole leaves and neither."
+        )
+    if mesh is None:
+        return Shards((), (), (PartitionSpec(),) * len(leaves))
+    further = {
+        name: size for name, size in mesh.shape.items() if size > 1 and name not in axes.names
+    }
+    shapes = [leaf.shape for leaf in leaves]
+    return split_over(names, shapes, leaf_specs(tree, specs), mesh, further)
+
+
+def _axes(axis_size: Any, mesh: Any) -> Axes:
+    given = axis_size if isinstance(axis_size, tuple) else (axis_size,)
+    if mesh is not None:
+        if not given or not set(given) <= set(mesh.axis_names):
+            raise ValueError(
+                f"axis_size={axis_size!r} is not an axis of the mesh. Beside a mesh, give one of "
+                f"{mesh.axis_names}, or several with the slowest link first."
+            )
+        slow, *fast = (Axis(name, mesh.shape[name]) for name in given)
+        return Axes(slow, tuple(fast))
+    if not given or any(not isinstance(n, numbers.Integral) or n < 1 for n in given):
         raise ValueError(
             f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
             "or a tuple of them, one for each axis."
         )
-    slow, *fast = (int(n) for n in sizes)
-    return Axes(Axis("0", slow), tuple(Axis(str(i), n) for i, n in enumerate(fast, start=1)))
+    slow, *fast = (Axis(str(number), int(size)) for number, size in enumerate(given))
+    return Axes(slow, tuple(fast))
 
 
 def _fast_bytes(bucket: Bucket, axes: Axes) -> int:

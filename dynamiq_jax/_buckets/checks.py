@@ -35,16 +35,18 @@ def check_axis(name: Any, axis_name: Any) -> int:
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:
-    """Return the key if it is one.
+    """Return a key as a typed one.
 
     Raises:
-      TypeError: not a typed PRNG key.
+      TypeError: not a PRNG key.
       ValueError: not one key, or not the same one on all workers.
     """
+    if getattr(key, "dtype", None) == jnp.uint32 and key.ndim == 1:  # of jax.random.PRNGKey
+        key = jax.random.wrap_key_data(jnp.asarray(key))
     if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
-            f"key={key!r:.80} is not a typed PRNG key. Give one, such as jax.random.key(step), the "
-            "same on all workers."
+            f"key={key!r:.80} is not a PRNG key. Give one, such as jax.random.key(step), the same "
+            "on all workers."
         )
     if key.shape != ():
         raise ValueError(
@@ -80,17 +82,13 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
             )
 
 
-def check_flattens(path: str, leaf: Array) -> None:
-    """Raise ValueError for a leaf that is split over an axis of explicit sharding.
-
-    Its type does not determine how the flat vector would be split.
-    """
-    split = [name for name in jax.typeof(leaf).sharding.spec if name is not None]
-    if split:
+def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None:
+    """Raise ValueError for a dimension that shards split and a half of the all-reduce cuts too."""
+    if dimension < len(spec) and spec[dimension] is not None:
         raise ValueError(
-            f"tree{path} is split over axis {split[0]!r}, which is of type AxisType.Explicit: it "
-            "cannot be made part of a flat vector. Make the mesh with AxisType.Auto for that axis, "
-            "or name it in the axis_names of shard_map too."
+            f"{argument}={dimension} is the dimension of tree{path} that specs={spec} splits over "
+            f"{spec[dimension]!r}. Each device would get rows of another place. Give another "
+            f"{argument}, or specs that split another dimension."
         )
 
 
@@ -127,8 +125,9 @@ def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> None:
 
 def check_scatters(path: str, leaf: Array, dimension: Any, num_workers: int, tiled: bool) -> None:
     """Raise ValueError for a leaf whose dimension cannot be scattered over the workers."""
-    if not (isinstance(dimension, int | np.integer) and 0 <= dimension < leaf.ndim):
-        remedy = f"one from 0 to {leaf.ndim - 1}" if leaf.ndim else "leaves with a dimension"
+    if not (isinstance(dimension, int | np.integer) and -leaf.ndim <= dimension < leaf.ndim):
+        limits = f"one from {-leaf.ndim} to {leaf.ndim - 1}"
+        remedy = limits if leaf.ndim else "leaves with a dimension"
         raise ValueError(
             f"scatter_dimension={dimension!r} is not a dimension of tree{path}, of shape "
             f"{leaf.shape}. Give {remedy}."

@@ -1,25 +1,28 @@
-"""Driver of all collectives: checks, a plan, a loop over buckets, and the leaves of the result."""
+"""Driver of all collectives: from a tree and a user's arguments to leaves on each device, and back.
+
+Shards are found first, then a plan of the buckets of one device. The loop over buckets runs where
+all axes that split leaves are manual.
+"""
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks
-from dynamiq_jax._buckets.leaves import join, mask_flags, named_leaves, split
-from dynamiq_jax._buckets.no_gradient import refuse_gradient
+from dynamiq_jax._buckets.leaves import mask_flags, named_leaves
+from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Plan, make_plan
-from dynamiq_jax.methods import State
+from dynamiq_jax._buckets.shards import Shards, find_shards
 from pallas_kernels import compat
 
-States = tuple[State, ...]  # of a method, for every bucket
+P = PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,105 +35,177 @@ class Outcome:
 
 
 def run(
-    operation: Operation, tree: Any, key: Array, how: Compression, states: States | None = None
+    operation: Operation,
+    tree: Any,
+    key: Array,
+    how: Compression,
+    *,
+    specs: Any = None,
+    states: States | None = None,
 ) -> Outcome:
     """Run a collective on a tree.
 
     Args:
       operation: kind of collective, and its axes.
       tree: pytree of arrays.
-      key: typed PRNG key, the same on all workers.
+      key: PRNG key, the same on all workers.
       how: method, topology and options.
-      states: states of the method for every bucket; None for those of a first step.
+      specs: how the leaves are split over axes that are not manual here; see `find_shards`.
+      states: states of the method for every bucket, as from `first_states`; None for those of a
+        first step.
     """
     operation.check_method(how.method)
     key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
         key = jax.random.fold_in(key, operation.salt)
-    named, structure = named_leaves(tree)
-    for name, leaf in named:
-        operation.check(name, leaf)
-    leaves = [leaf for _, leaf in named]
-    plan = _plan(operation, leaves, tree, how)
-    if states is None:
-        states = _first_states(operation, plan, how)
-    else:
-        _check_states(states, operation, plan, how)
+    layout = _Layout.of(operation, tree, how, specs)
+    plan, shards = layout.plan, layout.shards
+    for name, leaf in zip(layout.names, layout.leaves, strict=True):
+        operation.check_values(name, leaf)
+    if states is not None:
+        layout.check_states(states)
 
-    result = operation.exact({index: leaves[index] for index, _ in plan.exact})
+    def local(
+        leaves: dict[int, Array], key: Array, states: States | None
+    ) -> tuple[dict[int, Array], States, Mapping[str, Array]]:
+        before = layout.local_states() if states is None else _without_worker_axis(states)
+        result, after_step, metrics = send_all(operation, plan, leaves, key, how, before)
+        if shards.axes:
+            metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
+        return result, _with_worker_axis(after_step), metrics
+
+    touched = {
+        index: leaf for index, leaf in enumerate(layout.leaves) if index not in plan.untouched
+    }
+    split = {index: shards.specs[index] for index in touched}
+    whole = {
+        index: operation.result_spec(layout.leaves[index], spec) for index, spec in split.items()
+    }
+    mapped = shards.map(
+        local,
+        in_specs=(split, P(), None if states is None else layout.state_specs),
+        out_specs=(whole, layout.state_specs, P()),
+    )
+    result, after_step, metrics = mapped(touched, key, states)
     for index in plan.untouched:
-        result[index] = np.zeros(operation.shape(leaves[index]), leaves[index].dtype)
-    after_step, totals = list(states), dict.fromkeys(how.method.metrics, jnp.float32(0))
-    token, numbers = None, range(len(plan.buckets))
-    for number in reversed(numbers) if operation.last_first else numbers:
-        bucket = plan.buckets[number]
-        members = [leaves[index] for index in bucket.leaves]
-        multiple = operation.multiple(bucket, how.method.granule)
-        flat = refuse_gradient(join([operation.rows(leaf) for leaf in members], multiple))
-        bucket_key = jax.random.fold_in(key, number)
-        sent = operation.send(how.method, bucket, after(token, flat), bucket_key, states[number])
-        token, after_step[number] = sent.token, sent.state
-        shapes = [operation.shape(leaf) for leaf in members]
-        num_rows = operation.result_rows
-        pieces = split(sent.total, [math.prod(shape) // num_rows for shape in shapes], num_rows)
-        for index, leaf, piece in zip(bucket.leaves, members, pieces, strict=True):
-            result[index] = operation.restore(piece, leaf).astype(leaf.dtype)
-        for name, value in sent.metrics.items():
-            totals[name] = totals[name] + value * np.float32(bucket.size)
-    size = np.float32(max(1, sum(bucket.size for bucket in plan.buckets)))
+        leaf = layout.leaves[index]
+        result[index] = np.zeros(operation.shape(leaf), leaf.dtype)
     return Outcome(
-        tree=jax.tree.unflatten(structure, [result[index] for index in range(len(leaves))]),
-        states=tuple(after_step),
-        metrics={name: total / size for name, total in totals.items()},
+        tree=jax.tree.unflatten(layout.structure, [result[i] for i in range(len(layout.leaves))]),
+        states=after_step,
+        metrics=metrics,
     )
 
 
-def first_states(operation: Operation, tree: Any, how: Compression) -> States:
-    """Return the states of a method for every bucket of a tree, before the first step."""
-    leaves = [leaf for _, leaf in named_leaves(tree)[0]]
-    return _first_states(operation, _plan(operation, leaves, tree, how), how)
+def first_states(operation: Operation, tree: Any, how: Compression, *, specs: Any = None) -> States:
+    """Return the states of a method for every bucket of a tree, before the first step.
 
-
-def after(token: Array | None, flat: Array) -> Array:
-    """Delay `flat` until `token` is available.
-
-    So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
-    or has them all wait for one, and none is left to run under the backward pass. XLA removes
-    `lax.optimization_barrier` before it does so, and does not find that this comparison is always
-    true.
+    Every array has a leading axis: the devices over which leaves of the bucket are split by axes
+    that are not manual here, which is one where there are none.
     """
-    if token is None or not compat.varying_axes(token) <= compat.varying_axes(flat):
-        return flat
-    bits = lax.bitcast_convert_type(token[0].astype(jnp.float32), jnp.uint32)
-    return jnp.where((bits & 255) >> 8 == 0, flat, jnp.zeros_like(flat))
+    return _Layout.of(operation, tree, how, specs).first_states()
 
 
-def _plan(operation: Operation, leaves: Sequence[Array], tree: Any, how: Compression) -> Plan:
-    # A leaf that is replicated over another axis must not share a bucket, and so the order of its
-    # rows, with one that differs along it.
-    own = set(operation.axes.names)
-    kinds = [compat.varying_axes(leaf) - own for leaf in leaves]
-    flags = mask_flags(how.options.mask, tree)
-    planned = [operation.planned(leaf) for leaf in leaves]
-    return make_plan(planned, operation.axes, how, compress=flags, kinds=kinds)
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Leaves of a tree, their shards, and the plan of each device."""
 
+    operation: Operation
+    how: Compression
+    names: list[str]
+    leaves: list[Array]
+    structure: Any
+    shards: Shards
+    plan: Plan
 
-def _first_states(operation: Operation, plan: Plan, how: Compression) -> States:
-    """Return states marked like those after the first step, which differ between workers."""
-    states = tuple(how.method.init_state(bucket.call) for bucket in plan.buckets)
-    return compat.vary_over(states, operation.axes.names)
-
-
-def _check_states(states: States, operation: Operation, plan: Plan, how: Compression) -> None:
-    """Raise ValueError for states that were made for other buckets."""
-    wanted = jax.eval_shape(lambda: _first_states(operation, plan, how))
-    shapes = [
-        [(jax.tree_util.keystr(path), np.shape(leaf)) for path, leaf in found]
-        for found in map(jax.tree_util.tree_leaves_with_path, (states, wanted))
-    ]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"state.method has arrays of shapes {shapes[0]}, but these gradients need {shapes[1]}. "
-            "It belongs to leaves of other shapes or dtypes, or to another method, mask, "
-            "exact_below, bucket_bytes or number of workers. Call init with gradients like these."
+    @staticmethod
+    def of(operation: Operation, tree: Any, how: Compression, specs: Any) -> "_Layout":
+        named, structure = named_leaves(tree)
+        names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
+        shards = find_shards(names, leaves, tree, specs)
+        own = set(operation.axes.names)
+        planned, split_over = [], []
+        for index, (name, leaf) in enumerate(named):
+            operation.check(name, leaf)
+            operation.check_shards(name, leaf, shards.specs[index])
+            planned.append(operation.planned(shards.local(index, leaf)))
+            varying = compat.varying_axes(leaf) - own
+            split_over.append((*sorted(varying), *shards.axes_of(index)))
+        flags = mask_flags(how.options.mask, tree)
+        plan = make_plan(
+            planned,
+            operation.axes,
+            how,
+            compress=flags,
+            split_over=split_over,
+            cut=operation.cuts_leaves,
         )
+        return _Layout(operation, how, names, leaves, structure, shards, plan)
+
+    @property
+    def state_specs(self) -> tuple[PartitionSpec, ...]:
+        """How the leading axis of the arrays of each bucket's state is split."""
+        axes = [
+            tuple(axis for axis in bucket.split_over if axis in self.shards.axes)
+            for bucket in self.plan.buckets
+        ]
+        return tuple(P(names) if names else P() for names in axes)
+
+    def local_states(self) -> States:
+        """Return first states of one device, marked like those after the first step."""
+        return tuple(
+            compat.vary_over(
+                self.how.method.init_state(bucket.call),
+                (*self.operation.axes.names, *bucket.split_over),
+            )
+            for bucket in self.plan.buckets
+        )
+
+    def first_states(self) -> States:
+        """Return first states of all devices; see `first_states`."""
+        mapped = self.shards.map(
+            lambda: _with_worker_axis(self.local_states()),
+            in_specs=(),
+            out_specs=self.state_specs,
+        )
+        return mapped()
+
+    def check_states(self, states: States) -> None:
+        """Raise ValueError for states that were made for other buckets."""
+        found, wanted = _shapes(states), _shapes(jax.eval_shape(self.first_states))
+        if found == wanted:
+            return
+        if [(path, shape[1:]) for path, shape in found] == [
+            (path, shape[1:]) for path, shape in wanted
+        ]:
+            differing = (a for a, b in zip(found, wanted, strict=True) if a != b)
+            path, shape = next(differing)
+            raise ValueError(
+                f"state.method{path} has shape {shape}, whose first axis is not one worker. Give "
+                "shard_map the specs of dq.AllReduceState: "
+                f"method=P({_spelled(self.operation.axes.names)})."
+            )
+        raise ValueError(
+            f"state.method has arrays of shapes {found}, but these gradients need {wanted}. It "
+            "belongs to leaves of other shapes or dtypes, or to another method, mask, exact_below, "
+            "bucket_bytes, specs or number of workers. Call init with gradients like these."
+        )
+
+
+def _with_worker_axis(states: States) -> States:
+    return jax.tree.map(lambda leaf: leaf[None], states)
+
+
+def _without_worker_axis(states: States) -> States:
+    return jax.tree.map(lambda leaf: leaf[0], states)
+
+
+def _shapes(states: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [
+        (jax.tree_util.keystr(path), np.shape(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(states)
+    ]
+
+
+def _spelled(names: tuple[str, ...]) -> str:
+    return repr(names if len(names) > 1 else names[0])

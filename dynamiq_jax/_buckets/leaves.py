@@ -16,7 +16,6 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
 
     Raises:
       TypeError: a leaf is not an array or number.
-      ValueError: a leaf cannot be made part of a flat vector.
     """
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     named = []
@@ -25,8 +24,6 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
             leaf = jnp.asarray(leaf)
         name = jax.tree_util.keystr(path)
         checks.check_leaf(name, leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            checks.check_flattens(name, leaf)
         named.append((name, leaf))
     return named, structure
 

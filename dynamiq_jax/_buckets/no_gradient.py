@@ -22,9 +22,9 @@ def _refusing(flat: Array) -> Array:
 
 def _refuse(*_: Any) -> Any:
     raise ValueError(
-        "Compressed collectives (dq.psum, dq.pmean, dq.psum_scatter, dq.all_gather) cannot be "
-        "differentiated: rounding has no useful gradient. Take the gradient first and reduce it "
-        "afterwards, or differentiate through the collective of jax.lax."
+        "Compressed sums (dq.psum, dq.pmean, dq.psum_scatter) cannot be differentiated: rounding "
+        "has no useful gradient. Take the gradient first and reduce it afterwards, or use dq.pcast "
+        "or dq.all_gather, whose transposes are compressed sums."
     )
 
 

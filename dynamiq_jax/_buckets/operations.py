@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
@@ -26,6 +27,8 @@ class Operation(abc.ABC):
 
     # In a backward pass the gradients of the last leaves are available first.
     last_first: ClassVar[bool] = True
+    # Whether a leaf may be in several buckets, which then hold parts of its first dimension.
+    cuts_leaves: ClassVar[bool] = False
     # Folded into the key, so that different kinds with the same key have different noise.
     salt: ClassVar[int | None] = None
 
@@ -34,11 +37,19 @@ class Operation(abc.ABC):
         return None
 
     def check(self, name: str, leaf: Array) -> None:
+        """Raise ValueError for a leaf of a shape that this collective cannot use."""
+        return None
+
+    def check_values(self, name: str, leaf: Array) -> None:
         """Raise ValueError for a leaf that is summed already."""
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             checks.check_not_reduced(name, leaf, self.axes.names)
 
-    def planned(self, leaf: Array) -> Any:
+    def check_shards(self, name: str, leaf: Array, spec: PartitionSpec) -> None:
+        """Raise ValueError for a leaf whose shards this collective cannot work on alone."""
+        return None
+
+    def planned(self, leaf: Any) -> Any:
         """Return the leaf as the plan counts it: anything with `shape` and `dtype`."""
         return leaf
 
@@ -58,6 +69,10 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def shape(self, leaf: Array) -> tuple[int, ...]:
         """Return the shape of the result of a leaf."""
+
+    def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
+        """Return how the result of a leaf is split over the axes of its shards."""
+        return spec
 
     @abc.abstractmethod
     def restore(self, rows: Array, leaf: Array) -> Array:
@@ -79,6 +94,8 @@ class AllReduce(Operation):
     """Sum or mean, whole on every worker."""
 
     mean: bool = False
+
+    cuts_leaves: ClassVar[bool] = True
 
     @override
     def multiple(self, bucket: Bucket, granule: int) -> int:
@@ -128,12 +145,23 @@ class ReduceScatter(Operation):
 
     @override
     def check(self, name: str, leaf: Array) -> None:
-        super().check(name, leaf)
         checks.check_scatters(name, leaf, self.dimension, self.axes.num_workers, self.tiled)
 
     @override
+    def check_shards(self, name: str, leaf: Array, spec: PartitionSpec) -> None:
+        checks.check_not_split(name, spec, self._dimension(leaf), "scatter_dimension")
+
+    @override
+    def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
+        if self.tiled:
+            return spec
+        split, dimension = list(spec), self._dimension(leaf)
+        return PartitionSpec(*split[:dimension], *split[dimension + 1 :])
+
+    @override
     def rows(self, leaf: Array) -> Array:
-        return jnp.moveaxis(leaf, self.dimension, 0).reshape(self.axes.num_workers, -1)
+        moved = jnp.moveaxis(leaf, self._dimension(leaf), 0)
+        return moved.reshape(self.axes.num_workers, -1)
 
     @override
     def multiple(self, bucket: Bucket, granule: int) -> int:
@@ -141,19 +169,21 @@ class ReduceScatter(Operation):
 
     @override
     def shape(self, leaf: Array) -> tuple[int, ...]:
-        part = [leaf.shape[self.dimension] // self.axes.num_workers] if self.tiled else []
-        return (*leaf.shape[: self.dimension], *part, *leaf.shape[self.dimension + 1 :])
+        dimension = self._dimension(leaf)
+        part = [leaf.shape[dimension] // self.axes.num_workers] if self.tiled else []
+        return (*leaf.shape[:dimension], *part, *leaf.shape[dimension + 1 :])
 
     @override
     def restore(self, rows: Array, leaf: Array) -> Array:
-        others = [size for d, size in enumerate(leaf.shape) if d != self.dimension]
-        moved = jnp.moveaxis(rows.reshape(-1, *others), 0, self.dimension)
+        dimension = self._dimension(leaf)
+        others = [size for d, size in enumerate(leaf.shape) if d != dimension]
+        moved = jnp.moveaxis(rows.reshape(-1, *others), 0, dimension)
         return moved.reshape(self.shape(leaf))
 
     @override
     def exact(self, leaves: Leaves) -> Leaves:
         return {
-            index: exact.reduce_scatter(leaf, self.axes.slow, self.dimension, self.tiled)
+            index: exact.reduce_scatter(leaf, self.axes.slow, self._dimension(leaf), self.tiled)
             for index, leaf in leaves.items()
         }
 
@@ -164,6 +194,9 @@ class ReduceScatter(Operation):
         call = dataclasses.replace(bucket.call.of_size(flat.size), collective="psum_scatter")
         assert isinstance(method, ChunkedMethod)
         return Reduced(*method.reduce_scatter(flat, call, key))
+
+    def _dimension(self, leaf: Array) -> int:
+        return self.dimension % leaf.ndim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +223,24 @@ class AllGather(Operation):
         checks.check_gathers(name, leaf, self.dimension, self.tiled)
 
     @override
-    def planned(self, leaf: Array) -> Any:
+    def check_values(self, name: str, leaf: Array) -> None:
+        return None
+
+    @override
+    def check_shards(self, name: str, leaf: Array, spec: PartitionSpec) -> None:
+        if self.tiled:
+            checks.check_not_split(name, spec, self._dimension(leaf), "axis")
+
+    @override
+    def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
+        if self.tiled:
+            return spec
+        split = [*spec, *[None] * (leaf.ndim - len(spec))]
+        split.insert(self._dimension(leaf), None)
+        return PartitionSpec(*split)
+
+    @override
+    def planned(self, leaf: Any) -> Any:
         return jax.ShapeDtypeStruct((self.axes.num_workers, *leaf.shape), leaf.dtype)
 
     @override

@@ -14,7 +14,7 @@ class Options:
     """Options of every collective, beside the method and the topology.
 
     >>> Options(exact_below=0)
-    Options(mask=None, exact_below=0, bucket_bytes=134217728)
+    Options(mask=None, exact_below=0, bucket_bytes=134217728, unrolled_buckets=8)
     """
 
     # Leaves that are compressed: pytree of bools like the tree (a prefix suffices), or a function
@@ -24,15 +24,20 @@ class Options:
     # and the most sensitive.
     exact_below: int = 1024
     # Leaves of one dtype are compressed together, in buckets of at most this many bytes. A larger
-    # leaf has a bucket of its own. The compiler can send one bucket while a backward pass still
-    # computes another. The default fills the messages of a fast link, and few buckets have to be
-    # compiled, each with its own codec. It is small enough for the first one to leave early in a
-    # backward pass.
+    # leaf is cut along its first dimension, except by methods that use shapes. The compiler can
+    # send one bucket while a backward pass still computes another. The default fills the messages
+    # of a fast link. It is small enough for the first one to leave early in a backward pass.
     bucket_bytes: int = 2**27
+    # Buckets, from the first that is sent on, that have a codec of their own in the compiled
+    # program. The compiler can send them while a backward pass still computes. Further equal ones
+    # share one codec in a loop, which waits for all of their leaves: compile time would grow with
+    # their number otherwise.
+    unrolled_buckets: int = 8
 
     def __post_init__(self):
         check_integer("exact_below", self.exact_below, 0)
         check_integer("bucket_bytes", self.bucket_bytes, 1)
+        check_integer("unrolled_buckets", self.unrolled_buckets, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Static plan of a collective: which leaves are compressed together, which stay exact, and why."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -14,6 +15,10 @@ from dynamiq_jax._core import WireCost
 from dynamiq_jax.methods import Call
 from dynamiq_jax.topologies import FixedTopology
 
+_LEAST_PART = 2**16  # coordinates: smaller ones would send more messages than they save memory
+
+Part = tuple[int, int]  # first slice along the first dimension, and the one after the last
+
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
@@ -22,8 +27,15 @@ class Bucket:
     leaves: tuple[int, ...]  # indices into the flattened tree
     dtype: jnp.dtype
     size: int  # coordinates
+    split_over: tuple[str, ...]  # further axes along which the values of devices differ
+    part: Part | None  # of its only leaf, where that is in several buckets
     call: Call  # the all-reduce of a worker's part, which is less than the bucket beside fast axes
     cost: WireCost
+
+    @property
+    def program(self) -> Hashable:
+        """What the compiled program of the bucket depends on, besides where its values are."""
+        return self.dtype, self.size, self.split_over, self.call
 
     @property
     def bytes_sent(self) -> int:
@@ -46,7 +58,8 @@ def make_plan(
     how: Compression,
     *,
     compress: Sequence[bool] | None = None,
-    kinds: Sequence[Hashable] | None = None,
+    split_over: Sequence[tuple[str, ...]] | None = None,
+    cut: bool = True,
 ) -> Plan:
     """Sort leaves into buckets.
 
@@ -55,11 +68,14 @@ def make_plan(
       axes: axes of the collective.
       how: method, topology and options.
       compress: False for leaves that stay exact by the mask.
-      kinds: leaves of different kinds never share a bucket.
+      split_over: further axes along which the values of each leaf differ. Leaves with different
+        ones never share a bucket: those that are the same along an axis stay the same, since
+        everything that their rounding depends on is.
+      cut: whether a leaf that is too large for one bucket may be cut into several.
     """
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
-    by_kind: dict[tuple[jnp.dtype, Hashable], list[tuple[int, int]]] = {}
+    by_kind: dict[tuple[jnp.dtype, tuple[str, ...]], list[tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
         size = math.prod(leaf.shape)
         if leaf.dtype == jax.dtypes.float0:
@@ -74,26 +90,41 @@ def make_plan(
             limit = how.options.exact_below
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
-            kind = (jnp.dtype(leaf.dtype), kinds[index] if kinds is not None else None)
+            kind = (jnp.dtype(leaf.dtype), split_over[index] if split_over is not None else ())
             by_kind.setdefault(kind, []).append((index, size))
     buckets = []
-    for (dtype, _), members in by_kind.items():
-        for group in _cut(members, how.options.bucket_bytes // dtype.itemsize):
+    cut = cut and not axes.fast and not how.method.uses_shapes
+    for (dtype, axes_of_shards), members in by_kind.items():
+        limit = how.options.bucket_bytes // dtype.itemsize
+        for group in _group(members, limit):
             indices, sizes = zip(*group, strict=True)
-            size = sum(sizes)
+            shapes = tuple(leaves[index].shape for index in indices)
             # A part of a bucket has no shapes.
-            shapes = None if axes.fast else tuple(leaves[index].shape for index in indices)
-            part_size = axes.part_size(size, how.method.granule)
-            call, cost, why_exact = _choose(part_size, axes, shapes, how)
-            if why_exact:
+            known = shapes if how.method.uses_shapes and not axes.fast else None
+            size = sum(sizes)
+            step = _step(shapes[0], max(limit, _LEAST_PART)) if cut and len(group) == 1 else size
+
+            @functools.cache
+            def choose(size: int, known: Any = known) -> tuple[Call, WireCost, str | None]:
+                return _choose(axes.part_size(size, how.method.granule), axes, known, how)
+
+            if any(choose(part)[2] for part in {step, size % step} - {0}):
+                step = size  # parts are too small: rather one bucket
+            if why_exact := choose(step)[2]:
                 exact += [(index, why_exact) for index in indices]
-            else:
-                buckets.append(Bucket(indices, dtype, size, call, cost))
+                continue
+            for start in range(0, size, step):
+                stop = min(start + step, size)
+                call, cost, _ = choose(stop - start)
+                rows = size // shapes[0][0] if step < size else 1
+                part = (start // rows, stop // rows) if step < size else None
+                bucket = Bucket(indices, dtype, stop - start, axes_of_shards, part, call, cost)
+                buckets.append(bucket)
     return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
 
 
-def _cut(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:
-    """Cut consecutive (leaf, size) into lists of at most `limit` coordinates, or of one leaf."""
+def _group(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:
+    """Group consecutive (leaf, size) into lists of at most `limit` coordinates, or of one leaf."""
     lists: list[list[tuple[int, int]]] = []
     room = 0
     for index, size in members:
@@ -103,6 +134,20 @@ def _cut(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int
         lists[-1].append((index, size))
         room -= size
     return lists
+
+
+def _step(shape: tuple[int, ...], limit: int) -> int:
+    """Return the coordinates of each part of a leaf, cut along its first dimension.
+
+    Parts have at most `limit` coordinates, or one slice, and are alike if possible.
+    """
+    size = math.prod(shape)
+    if size <= limit or not shape:
+        return size
+    fewest = -(-shape[0] // max(1, limit * shape[0] // size))
+    numbers = range(fewest, min(2 * fewest, fewest + 64) + 1)
+    even = (number for number in numbers if shape[0] % number == 0)
+    return -(-shape[0] // next(even, fewest)) * (size // shape[0])
 
 
 def _choose(

@@ -24,7 +24,9 @@ class Call:
     axis: Axis
     topology: FixedTopology  # an all-gather does not use it
     collective: Literal["all_reduce", "psum_scatter", "all_gather"] = "all_reduce"
-    shapes: Shapes | None = None  # of the leaves in the bucket; None if it is a part of those
+    shapes: Shapes | None = (
+        None  # of the leaves in the bucket, if the method uses them; None if it is a part of those
+    )
     feedback: bool = False  # whether the method returns `Reduced.applied`
 
     @property
@@ -89,6 +91,11 @@ class Method(abc.ABC):
     def metrics(self) -> tuple[str, ...]:
         """Names of the float32 scalars in `Reduced.metrics`, the same on all workers."""
         return ()
+
+    @property
+    def uses_shapes(self) -> bool:
+        """Whether the leaves of a bucket are more than a vector, as matrices are."""
+        return False
 
     @property
     def granule(self) -> int:

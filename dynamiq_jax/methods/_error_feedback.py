@@ -71,6 +71,11 @@ class ErrorFeedback(Method):
 
     @property
     @override
+    def uses_shapes(self) -> bool:
+        return self.inner.uses_shapes
+
+    @property
+    @override
     def is_stateful(self) -> bool:
         return True
 

@@ -58,6 +58,11 @@ class PowerSGD(Method):
 
     @property
     @override
+    def uses_shapes(self) -> bool:
+        return True
+
+    @property
+    @override
     def is_stateful(self) -> bool:
         return True
 

@@ -1,11 +1,13 @@
 """Names of the ways to average gradients, as --method and --topology take them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 import dynamiq_jax as dq
 
@@ -61,19 +63,22 @@ class Averaging:
         """The name in tables and plots."""
         return "exact (psum)" if self.is_exact else f"{self.method}:{self.topology}"
 
-    def transformation(self, axis_name: str, seed: int) -> optax.GradientTransformation:
+    def transformation(
+        self, axis_name: str, seed: int, specs: Callable[[Any], Any]
+    ) -> optax.GradientTransformation:
         """Build the transformation that averages gradients over a manual mesh axis.
 
         Args:
           axis_name: the axis.
           seed: seed of the rounding noise.
+          specs: function from gradients to how they are cut over other axes.
 
         Returns:
           A transformation whose state is a `dq.AllReduceState`.
         """
         if not self.is_exact:
             return dq.all_reduce_gradients(
-                axis_name, method=self.method, topology=self.topology, seed=seed
+                axis_name, method=self.method, topology=self.topology, seed=seed, specs=specs
             )
 
         def init(params: Any) -> dq.AllReduceState:
@@ -86,12 +91,19 @@ class Averaging:
 
         return optax.GradientTransformation(init, update)
 
-    def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:
-        """Report what each worker sends for one mean of a tree.
+    def wire_report(self, tree: Any, mesh: Mesh, specs: Any) -> dq.WireReport:
+        """Report what each device sends over "data" for one mean of a tree.
+
+        Args:
+          tree: gradients, or their shapes.
+          mesh: mesh with an axis "data".
+          specs: how the gradients are cut over its other axes.
 
         Raises:
           ValueError: the method or the topology does not work with so many workers.
         """
         # `jax.lax.pmean` sends what an exact ring sends.
         method = "exact" if self.is_exact else self.method
-        return dq.wire_report(tree, num_workers, method=method, topology=self.topology)
+        return dq.wire_report(
+            tree, "data", mesh=mesh, specs=specs, method=method, topology=self.topology
+        )

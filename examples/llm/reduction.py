@@ -1,9 +1,8 @@
 """Average gradients over the mesh, and measure the error of the mean now and then.
 
-`dynamiq_jax` averages over the axis "data". Along "fsdp", each device averages its own part of the
-gradients, so that no gradient is ever whole on one device or sent twice. This takes two nested
-maps: the training step is manual over "data" and leaves "fsdp" to the compiler; around the
-reduction, a second map makes "fsdp" manual too.
+The training step is manual over "data" and leaves "fsdp" to the compiler. Along "fsdp", each device
+averages its own part of the gradients, so that no gradient is ever whole on one device or sent
+twice: `specs` tells the library how they are cut.
 """
 
 from typing import Any, NamedTuple
@@ -22,20 +21,14 @@ from examples.llm.mesh import fsdp_specs
 class ReductionState(NamedTuple):
     """State of `reduction`."""
 
-    # The method's state, such as a residual, differs between devices: those of all devices lie
-    # side by side along the first axis of each array.
     all_reduce: dq.AllReduceState
     norm: jax.Array  # float32 scalar: norm of the last mean
     vnmse: jax.Array  # float32 scalar: vNMSE of the last mean; NaN if it was not measured
 
 
-# How each map splits the state over the axes that it makes manual, and how both together do.
-ALL_REDUCE_OVER_FSDP = dq.AllReduceState(step=P(), method=P("fsdp"), metrics=P())
+# How a map over "data" splits the state: that of the method, such as a residual, differs.
 OVER_DATA = ReductionState(
     dq.AllReduceState(step=P(), method=P("data"), metrics=P()), norm=P(), vnmse=P()
-)
-PLACED = ReductionState(
-    dq.AllReduceState(step=P(), method=P(("data", "fsdp")), metrics=P()), norm=P(), vnmse=P()
 )
 
 
@@ -53,33 +46,15 @@ def reduction(averaging: Averaging, mesh: Mesh, seed: int) -> optax.GradientTran
       A transformation whose `update` takes `measure`, a bool scalar: also take the exact mean and
       measure the vNMSE.
     """
-    reduce = averaging.transformation("data", seed)
+    reduce = averaging.transformation("data", seed, lambda tree: fsdp_specs(tree, mesh))
 
     def init(params: Any) -> ReductionState:
-        local = jax.shard_map(
-            reduce.init,
-            in_specs=(fsdp_specs(params, mesh),),
-            out_specs=ALL_REDUCE_OVER_FSDP,
-            axis_names={"fsdp"},
-        )
-        return ReductionState(local(params), norm=jnp.float32(0), vnmse=jnp.float32(jnp.nan))
+        return ReductionState(reduce.init(params), norm=jnp.float32(0), vnmse=jnp.float32(jnp.nan))
 
     def update(
         grads: Any, state: ReductionState, params: Any = None, *, measure: jax.Array, **_: Any
     ) -> tuple[Any, ReductionState]:
-        parts = fsdp_specs(grads, mesh)
-
-        def local(grads: Any, state: dq.AllReduceState) -> tuple[Any, dq.AllReduceState]:
-            mean, after = reduce.update(grads, state)
-            if averaging.is_stateful:
-                mean = jax.tree.map(_as_replicated, mean, parts)
-            # Each device has metrics of its own parts.
-            return mean, after._replace(metrics=jax.lax.pmean(after.metrics, "fsdp"))
-
-        specs = parts, ALL_REDUCE_OVER_FSDP
-        mean, after = jax.shard_map(local, in_specs=specs, out_specs=specs, axis_names={"fsdp"})(
-            grads, state.all_reduce
-        )
+        mean, after = reduce.update(grads, state.all_reduce)
         vnmse = jax.lax.cond(
             measure,
             lambda: dq.vnmse(mean, jax.lax.pmean(grads, "data")),
@@ -88,6 +63,23 @@ def reduction(averaging: Averaging, mesh: Mesh, seed: int) -> optax.GradientTran
         return mean, ReductionState(after, norm=optax.tree.norm(mean), vnmse=vnmse)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def state_specs(state: ReductionState, mesh: Mesh) -> ReductionState:
+    """Return how a state lies on the mesh.
+
+    States of buckets that are cut over "fsdp" lie side by side, those of all devices; of a bucket
+    that is whole on each device there is one for each worker.
+    """
+
+    def spec(leaf: Any) -> P:
+        return P(("data", "fsdp")) if leaf.shape[0] == mesh.size else P("data")
+
+    method = jax.tree.map(spec, state.all_reduce.method)
+    placed = state.all_reduce._replace(
+        step=P(), method=method, metrics=dict.fromkeys(state.all_reduce.metrics, P())
+    )
+    return ReductionState(placed, norm=P(), vnmse=P())
 
 
 def wire_report(averaging: Averaging, params: Any, mesh: Mesh) -> dq.WireReport:
@@ -101,20 +93,5 @@ def wire_report(averaging: Averaging, params: Any, mesh: Mesh) -> dq.WireReport:
     Raises:
       ValueError: the method or the topology does not work with so many workers.
     """
-    parts = jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(
-            jax.NamedSharding(mesh, spec).shard_shape(leaf.shape), jnp.float32
-        ),
-        params,
-        fsdp_specs(params, mesh),
-    )
-    return averaging.wire_report(parts, mesh.shape["data"])
-
-
-def _as_replicated(mean: jax.Array, spec: P) -> jax.Array:
-    """Mark a mean that is whole on each device of "fsdp" as the same on all of them.
-
-    It is the same, but its type says that it varies, since it depends on the method's state, and
-    the states of other leaves differ between these devices.
-    """
-    return mean if "fsdp" in spec else jax.lax.pmax(mean, "fsdp")
+    gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+    return averaging.wire_report(gradients, mesh, fsdp_specs(params, mesh))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from examples.llm.averaging import Averaging
 from examples.llm.mesh import fsdp_specs, on_mesh
 from examples.llm.packing import Rows
-from examples.llm.reduction import OVER_DATA, PLACED, ReductionState, reduction
+from examples.llm.reduction import OVER_DATA, ReductionState, reduction, state_specs
 
 Params = Any  # A pytree of arrays: what `nnx.split` leaves of a model beside its structure.
 
@@ -106,13 +106,8 @@ def state_shardings(state: State, mesh: Mesh) -> State:
     Parameters and moments are cut over "fsdp". A method's state lies on its own device.
     """
     reduction_state, rest = state.optimizer
-    placed = jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda _: spec, part),
-        PLACED,
-        reduction_state,
-        is_leaf=lambda leaf: isinstance(leaf, P),
-    )
-    specs = State(fsdp_specs(state.params, mesh), (placed, fsdp_specs(rest, mesh)))
+    optimizer = state_specs(reduction_state, mesh), fsdp_specs(rest, mesh)
+    specs = State(fsdp_specs(state.params, mesh), optimizer)
     return on_mesh(specs, mesh)
 
 

@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "value_and_grad ignores the options",
         "dynamiq_jax/_api/autodiff.py",
-        "topology=how.topology, options=how.options",
-        "topology=how.topology, options=Options()",
+        "specs=placed,\n        options=how.options,",
+        "specs=placed,\n        options=Options(),",
         (
             "tests/test_value_and_grad.py::test_options_say_which_gradients_are_exact_and_how_large_buckets_are",
         ),
@@ -15,16 +15,71 @@ FAULTS = (
     Fault(
         "the loss is summed over the workers",
         "dynamiq_jax/_api/autodiff.py",
-        "lambda leaf: lax.pmean(leaf, names), value",
-        "lambda leaf: lax.psum(leaf, names), value",
+        "lambda leaf: lax.pmean(leaf, work.names), (loss, aux)",
+        "lambda leaf: lax.psum(leaf, work.names), (loss, aux)",
         ("tests/test_value_and_grad.py::test_with_compression_only_the_gradients_differ",),
     ),
     Fault(
-        "replicated arguments are counted from zero",
-        "dynamiq_jax/_api/autodiff.py",
-        "for position, arg in enumerate(args, start=1):",
-        "for position, arg in enumerate(args, start=0):",
+        "replicated arguments are split",
+        "dynamiq_jax/_api/arguments.py",
+        "return WHOLE if where in self.whole else SPLIT",
+        "return SPLIT",
         ("tests/test_value_and_grad.py::test_replicated_arguments_are_seen_whole",),
+    ),
+    Fault(
+        "gradients come in the order of the arguments",
+        "dynamiq_jax/_api/autodiff.py",
+        "tuple(by_position[position] for position in positions)",
+        "tuple(by_position[position] for position in in_order)",
+        ("tests/test_value_and_grad.py::test_any_positions_may_be_differentiated",),
+    ),
+    Fault(
+        "weights of workers are differentiated without the sum of all targets",
+        "dynamiq_jax/_api/autodiff.py",
+        "targets * np.float32(work.num_workers) / lax.psum(targets, work.names)",
+        "targets / lax.pmax(targets, work.names)",
+        ("tests/test_value_and_grad.py::test_workers_are_weighted_by_their_targets",),
+    ),
+    Fault(
+        "all workers drop the same units",
+        "dynamiq_jax/_api/modules.py",
+        "jax.random.fold_in(variable.get_value(), worker)",
+        "variable.get_value()",
+        (
+            "tests/test_value_and_grad.py::test_an_nnx_module_is_differentiated_and_gets_its_state_back",
+        ),
+    ),
+    Fault(
+        "statistics of a module are those of one worker",
+        "dynamiq_jax/_api/modules.py",
+        "return lax.pmean(after, axis_names)",
+        "return lax.pmax(after, axis_names)",
+        (
+            "tests/test_value_and_grad.py::test_an_nnx_module_is_differentiated_and_gets_its_state_back",
+        ),
+    ),
+    Fault(
+        "a key of parameters sees their sum alone",
+        "dynamiq_jax/_buckets/fingerprint.py",
+        "jnp.sum(mix(bits ^ mix(places + mix(salt))), dtype=jnp.uint32)",
+        "jnp.sum(bits >> 8, dtype=jnp.uint32)",
+        ("tests/test_transposed.py::test_without_a_key_the_noise_follows_the_parameters",),
+    ),
+    Fault(
+        "the transpose of a cast is not a mean",
+        "dynamiq_jax/_api/transposed.py",
+        "AllReduce(find_axes(axis_name), mean=mean)",
+        "AllReduce(find_axes(axis_name))",
+        (
+            "tests/test_transposed.py::test_gradients_of_a_scan_over_layers_are_the_mean_of_the_batch",
+        ),
+    ),
+    Fault(
+        "the gradient of an invarying gather passes unnoticed",
+        "dynamiq_jax/_api/collectives.py",
+        'if tracked and to == "invarying":',
+        "if False:",
+        ("tests/test_transposed.py::test_an_invarying_gather_is_not_differentiated",),
     ),
     Fault(
         "vnmse drops imaginary parts",
@@ -36,8 +91,8 @@ FAULTS = (
     Fault(
         "options are ignored in the first state",
         "dynamiq_jax/_api/optimizer.py",
-        "driver.first_states(operation, params, how)",
-        "driver.first_states(operation, params, resolve(method, topology, Options()))",
+        "driver.first_states(operation, params, how, specs=specs)",
+        "driver.first_states(operation, params, resolve(method, topology, Options()), specs=specs)",
         ("tests/test_optimizer.py::test_a_state_covers_the_buckets_that_the_options_make",),
     ),
     Fault(

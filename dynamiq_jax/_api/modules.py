@@ -1,0 +1,70 @@
+"""Flax nnx modules as arguments: parameters to differentiate, and the rest, which a call changes.
+
+Flax is optional: nothing here imports it unless a caller has.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def is_module(value: Any) -> bool:
+    """Return whether a value is an nnx module."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Module)
+
+
+def split(module: Any) -> tuple[Any, Any, Any]:
+    """Split a module into its structure, its parameters and the rest of its state."""
+    from flax import nnx
+
+    structure, params, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
+    return structure, params, rest
+
+
+def merge(structure: Any, params: Any, rest: Any, worker: Array) -> Any:
+    """Make a module of parts, with random keys of one worker: dropout differs between workers.
+
+    Args:
+      structure: from `split`.
+      params: parameters.
+      rest: other state.
+      worker: index of the worker, int32 scalar.
+    """
+    from flax import nnx
+
+    def own(path: Any, variable: Any) -> Any:
+        del path
+        if not isinstance(variable, nnx.RngKey):
+            return variable
+        return variable.replace(jax.random.fold_in(variable.get_value(), worker))
+
+    rest = nnx.map_state(own, rest)
+    return nnx.merge(structure, params, rest, copy=True)
+
+
+def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
+    """Return the state of a module besides its parameters, the same on all workers.
+
+    Floating numbers, such as statistics of a batch, are averaged. Keys are those from before.
+    """
+    _, _, rest = split(module)
+
+    def same(after: Any, before: Any) -> Any:
+        if jnp.issubdtype(after.dtype, jax.dtypes.prng_key):
+            return before
+        if jnp.issubdtype(after.dtype, jnp.inexact):
+            return lax.pmean(after, axis_names)
+        return lax.pmax(after, axis_names)
+
+    return jax.tree.map(same, rest, before)
+
+
+def update(module: Any, rest: Any) -> None:
+    """Write state back to a module."""
+    from flax import nnx
+
+    nnx.update(module, rest)

@@ -1,0 +1,95 @@
+"""The compressed sum as the transpose of a cast: gradients are reduced where they are taken."""
+
+from typing import Any, TypeVar
+
+import jax
+from jax import Array
+
+from dynamiq_jax._api.collectives import refuse_state
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.fingerprint import key_of
+from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+from pallas_kernels import compat
+
+Tree = TypeVar("Tree")
+
+
+def pcast(
+    tree: Tree,
+    axis_name: AxisName,
+    *,
+    to: str,
+    key: Array | None = None,
+    mean: bool = False,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    specs: Any = None,
+    options: Options = Options(),
+) -> Tree:
+    """Cast replicated parameters to varying ones, whose gradients are summed compressed.
+
+    Like `jax.lax.pcast(tree, axis_name, to="varying")`, an identity whose transpose is a sum over
+    the axis. Here that sum is `dq.psum`. So whoever differentiates a function of the parameters
+    gets gradients that are reduced already, inside a `jax.lax.scan` over layers layer by layer.
+
+        def loss(params, batch):
+            params = dq.pcast(params, "data", to="varying")
+            return jax.lax.pmean(loss_fn(params, batch), "data")
+
+    Use it inside `jax.shard_map`. With `check_vma=True`, the gradient of a mean over the axis, as
+    above, is the mean of the gradients. With `check_vma=False`, JAX transposes `lax.pmean` to a
+    sum: differentiate the local loss, and give `mean=True`.
+
+    Args:
+      tree: pytree of parameters, the same on all workers. Only floating leaves have gradients.
+      axis_name: one axis, or several with the slowest link first; see `psum`.
+      to: "varying".
+      key: PRNG key, the same on all workers, another one at every step. By default it is computed
+        from all bits of the parameters, which are the same on all workers and which every step
+        changes. Give one where gradients are taken several times at the same parameters.
+      mean: divide the sum by the number of workers.
+      method: compression method without state; see `psum`.
+      topology: route of the chunks; see `psum`.
+      specs: how parameters are split over axes that the compiler manages; see `psum`.
+      options: leaves whose gradients stay exact, and the size of buckets.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: another `to`; parameters that vary over the axis; and as `psum`.
+    """
+    if to != "varying":
+        raise ValueError(f"to={to!r} is not supported. Give to='varying', or use jax.lax.pcast.")
+    how = resolve(method, topology, options)
+    refuse_state(how.method, "pcast")
+    operation = AllReduce(find_axes(axis_name), mean=mean)
+    names = operation.axes.names
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        varying = sorted(compat.varying_axes(leaf) & set(names))
+        if varying:
+            raise ValueError(
+                f"tree{jax.tree_util.keystr(path)} varies over axis {varying[0]!r} already. Give "
+                "parameters that are the same on all workers, which shard_map takes with "
+                "in_specs=P()."
+            )
+    if key is None:
+        key = key_of(tree, specs)
+
+    @jax.custom_vjp
+    def cast(tree: Tree, key: Array) -> Tree:
+        del key
+        return compat.vary_over(tree, names)
+
+    def forward(tree: Tree, key: Array) -> tuple[Tree, Array]:
+        return cast(tree, key), key
+
+    def backward(key: Array, cotangents: Tree) -> tuple[Tree, None]:
+        return driver.run(operation, cotangents, key, how, specs=specs).tree, None
+
+    cast.defvjp(forward, backward)
+    return cast(tree, key)

@@ -1,0 +1,175 @@
+"""Loop of all collectives over the buckets of a plan, on the leaves of one device."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax._buckets.leaves import join, split
+from dynamiq_jax._buckets.no_gradient import refuse_gradient
+from dynamiq_jax._buckets.operations import Leaves, Operation
+from dynamiq_jax._buckets.options import Compression
+from dynamiq_jax._buckets.plan import Bucket, Plan
+from dynamiq_jax.methods import Method, Reduced, State
+from pallas_kernels import compat
+
+States = tuple[State, ...]  # of a method, for every bucket
+
+
+def send_all(
+    operation: Operation,
+    plan: Plan,
+    leaves: Leaves,
+    key: Array,
+    how: Compression,
+    states: States,
+) -> tuple[Leaves, States, Mapping[str, Array]]:
+    """Run a collective on the leaves of one device, one bucket after the other.
+
+    Args:
+      operation: kind of collective, and its axes.
+      plan: buckets and exact leaves.
+      leaves: arrays by their index in the flattened tree; untouched ones may be missing.
+      key: typed PRNG key, the same on all workers.
+      how: method, topology and options.
+      states: states of the method for every bucket.
+
+    Returns:
+      Results by index, states for the next step, and metrics of the method: means over buckets,
+      weighted by coordinates.
+    """
+    sender = _Sender(operation, plan, leaves, key, how.method)
+    sent: dict[int, Reduced] = {}
+    token = None
+    for numbers in runs(plan, operation.last_first, how.options.unrolled_buckets):
+        found = sender.send(numbers, states, token)
+        sent |= dict(zip(numbers, found, strict=True))
+        token = found[-1].token
+    totals = dict.fromkeys(how.method.metrics, jnp.float32(0))
+    for number in sent:
+        for name, value in sent[number].metrics.items():
+            totals[name] = totals[name] + value * np.float32(plan.buckets[number].size)
+    size = np.float32(max(1, sum(bucket.size for bucket in plan.buckets)))
+    result = operation.exact({index: leaves[index] for index, _ in plan.exact})
+    result |= _restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
+    return (
+        result,
+        tuple(sent[number].state for number in range(len(sent))),
+        {name: total / size for name, total in totals.items()},
+    )
+
+
+def runs(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[int, ...]]:
+    """Return the numbers of buckets in the order in which they are sent.
+
+    The first `unrolled` ones are alone. Neighbors among the others that are alike come together:
+    they share one compiled codec.
+    """
+    numbers = range(len(plan.buckets))
+    order = list(reversed(numbers) if last_first else numbers)
+    alone = [(number,) for number in order[:unrolled]]
+    alike = itertools.groupby(order[unrolled:], key=lambda number: plan.buckets[number].program)
+    return alone + [tuple(group) for _, group in alike]
+
+
+def after(token: Array | None, flat: Array) -> Array:
+    """Delay `flat` until `token` is available.
+
+    So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
+    or has them all wait for one, and none is left to run under the backward pass. XLA removes
+    `lax.optimization_barrier` before it does so, and does not find that this comparison is always
+    true.
+    """
+    if token is None or not compat.varying_axes(token) <= compat.varying_axes(flat):
+        return flat
+    bits = lax.bitcast_convert_type(token[0].astype(jnp.float32), jnp.uint32)
+    return jnp.where((bits & 255) >> 8 == 0, flat, jnp.zeros_like(flat))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sender:
+    """What all buckets of one collective have in common."""
+
+    operation: Operation
+    plan: Plan
+    leaves: Leaves
+    key: Array
+    method: Method
+
+    def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Reduced]:
+        """Send buckets that are alike, in a loop if there are several."""
+        first = self.plan.buckets[numbers[0]]
+        if len(numbers) == 1:
+            flat = after(token, self._flat(first))
+            return [self._send_one(first, flat, numbers[0], states[numbers[0]])]
+
+        def body(_: None, each: Any) -> tuple[None, Any]:
+            place, number, state = each
+            flat = after(token, self._select(numbers, place))
+            sent = self._send_one(first, flat, number, state)
+            return None, (sent.total, sent.token, sent.state, sent.metrics)
+
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
+        places = np.arange(len(numbers), dtype=np.int32), np.array(numbers, np.int32)
+        _, found = lax.scan(body, None, (*places, stacked))
+        each = [jax.tree.map(lambda leaf, n=n: leaf[n], found) for n in range(len(numbers))]
+        return [
+            Reduced(total=total, token=token, state=state, metrics=metrics)
+            for total, token, state, metrics in each
+        ]
+
+    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
+        key = jax.random.fold_in(self.key, number)
+        for axis in bucket.split_over:  # errors of different shards differ
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+        return self.operation.send(self.method, bucket, flat, key, state)
+
+    def _flat(self, bucket: Bucket) -> Array:
+        members = [self.leaves[index] for index in bucket.leaves]
+        if bucket.part is not None:
+            members = [members[0][slice(*bucket.part)]]
+        return self._join(bucket, members)
+
+    def _select(self, numbers: tuple[int, ...], place: Array) -> Array:
+        """Return the flat vector of the bucket at one place of several."""
+        buckets = [self.plan.buckets[number] for number in numbers]
+        parts = [bucket.part for bucket in buckets if bucket.part is not None]
+        if len(parts) == len(buckets) and len({bucket.leaves for bucket in buckets}) == 1:
+            starts = jnp.asarray([start for start, _ in parts], jnp.int32)
+            leaf, slices = self.leaves[buckets[0].leaves[0]], parts[0][1] - parts[0][0]
+            part = lax.dynamic_slice_in_dim(leaf, starts[place], slices)
+            return self._join(buckets[0], [part])
+        branches = [functools.partial(self._flat, bucket) for bucket in buckets]
+        return lax.switch(place, branches)
+
+    def _join(self, bucket: Bucket, members: Sequence[Array]) -> Array:
+        multiple = self.operation.multiple(bucket, self.method.granule)
+        return refuse_gradient(join([self.operation.rows(leaf) for leaf in members], multiple))
+
+
+def _restored(operation: Operation, plan: Plan, leaves: Leaves, totals: Sequence[Array]) -> Leaves:
+    """Cut the results of buckets into those of leaves, and join the parts of each leaf."""
+    parts: dict[int, list[Array]] = collections.defaultdict(list)
+    for bucket, total in zip(plan.buckets, totals, strict=True):
+        if bucket.part is not None:
+            sizes = [bucket.size]
+        else:
+            shapes = [operation.shape(leaves[index]) for index in bucket.leaves]
+            sizes = [math.prod(shape) // operation.result_rows for shape in shapes]
+        pieces = split(total, sizes, operation.result_rows)
+        for index, piece in zip(bucket.leaves, pieces, strict=True):
+            parts[index].append(piece)
+    return {
+        index: operation.restore(
+            found[0] if len(found) == 1 else jnp.concatenate(found, axis=1), leaves[index]
+        ).astype(leaves[index].dtype)
+        for index, found in parts.items()
+    }

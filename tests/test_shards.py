@@ -1,0 +1,243 @@
+"""Leaves that are sharded over further axes: every device compresses and sends its own shards."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.support.gradients import vnmse
+from tests.support.mesh_bytes import sent_by_axes
+from tests.support.workers import TWO_WIDTHS
+
+KEY = jax.random.key(3)
+WIDTH, HIDDEN, ROWS = 256, 1024, 16
+MESHES = {
+    "data 2 x fsdp 4": ((2, 4), ("data", "fsdp")),
+    "data 4 x fsdp 2": ((4, 2), ("data", "fsdp")),
+    "data 2 x fsdp 2 x tensor 2": ((2, 2, 2), ("data", "fsdp", "tensor")),
+    "data 2 x expert 4": ((2, 4), ("data", "expert")),
+    "data 8 x fsdp 1": ((8, 1), ("data", "fsdp")),
+}
+
+
+@functools.cache
+def mesh_of(name: str, kind: AxisType = AxisType.Auto):
+    shape, names = MESHES[name]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def specs_of(mesh):
+    others = [name for name in mesh.axis_names if name != "data"]
+    first, last = others[0], others[-1]
+    second = last if last != first else None
+    return {
+        "in": P(first, second),
+        "out": P(second, first),
+        "scale": P(),  # whole on every device
+        "shift": P(first),  # exact: too small
+    }
+
+
+def params():
+    rng = np.random.default_rng(0)
+    shapes = {"in": (WIDTH, HIDDEN), "out": (HIDDEN, WIDTH), "scale": (4, 1024), "shift": (512,)}
+    return {
+        name: (rng.normal(size=shape) * 0.1).astype(np.float32) for name, shape in shapes.items()
+    }
+
+
+def batch():
+    return np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)
+
+
+def loss_fn(params, x):
+    scale = params["scale"].reshape(-1, HIDDEN).mean(0)
+    hidden = jnp.tanh(x @ params["in"]) * (1 + scale)
+    shift = jnp.concatenate([params["shift"]] * 2)
+    return jnp.mean(((hidden + shift) @ params["out"]) ** 2)
+
+
+def placed(mesh):
+    return {
+        name: jax.device_put(leaf, NamedSharding(mesh, specs_of(mesh)[name]))
+        for name, leaf in params().items()
+    }
+
+
+def by_pmean(mesh, method):
+    def local(params, x, key):
+        own = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
+        grads = jax.grad(loss_fn)(own, x)
+        return dq.pmean(grads, "data", key=key, method=method, specs=specs_of(mesh))
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+
+
+def by_unchecked_pmean(mesh, method):
+    def local(params, x, key):
+        grads = jax.grad(loss_fn)(params, x)
+        return dq.pmean(grads, "data", key=key, method=method, specs=specs_of(mesh))
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+
+def by_value_and_grad(mesh, method):
+    grad_fn = dq.value_and_grad(
+        loss_fn, mesh=mesh, axis_name="data", method=method, specs=specs_of(mesh)
+    )
+    return lambda params, x, key: grad_fn(params, x, key=key)[1]
+
+
+def by_optimizer(mesh, method):
+    reduce = dq.all_reduce_gradients("data", method=method, specs=specs_of(mesh))
+
+    def local(params, x, key):
+        del key
+        own = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
+        grads = jax.grad(loss_fn)(own, x)
+        return reduce.update(grads, reduce.init(params))[0]
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+
+
+def by_pcast(mesh, method):
+    def local(params, x, key):
+        def mean_loss(params):
+            own = dq.pcast(
+                params, "data", to="varying", key=key, method=method, specs=specs_of(mesh)
+            )
+            return jax.lax.pmean(loss_fn(own, x), "data")
+
+        return jax.grad(mean_loss)(params)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+
+
+def exact(mesh, method):
+    del method
+
+    def local(params, x, key):
+        del key
+        own = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
+        return jax.lax.pmean(jax.grad(loss_fn)(own, x), "data")
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+
+
+FORMS = {
+    "pmean": by_pmean,
+    "unchecked pmean": by_unchecked_pmean,
+    "value_and_grad": by_value_and_grad,
+    "all_reduce_gradients": by_optimizer,
+    "pcast": by_pcast,
+    "exact": exact,
+}
+
+
+@functools.cache
+def compiled(form: str, mesh_name: str, method=TWO_WIDTHS):
+    mesh = mesh_of(mesh_name)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs_of(mesh).items()}
+    split = NamedSharding(mesh, P("data"))
+    step = jax.jit(
+        FORMS[form](mesh, method),
+        in_shardings=(shardings, split, None),
+        out_shardings=shardings,
+    )
+    return step.lower(params(), batch(), KEY).compile()
+
+
+CASES = [
+    *((form, name) for form in ("pmean", "pcast") for name in MESHES),
+    *((form, "data 2 x fsdp 4") for form in FORMS if form not in ("pmean", "pcast", "exact")),
+]
+
+
+@pytest.mark.parametrize(("form", "mesh_name"), CASES)
+def test_every_device_sends_its_own_shards(form, mesh_name):
+    """The bytes of the compiled program are those of the report, and the whole divided by the
+    other axes; these carry no more than in an exact step.
+    """
+    mesh, specs = mesh_of(mesh_name), specs_of(mesh_of(mesh_name))
+    report = dq.wire_report(params(), "data", mesh=mesh, specs=specs, method=TWO_WIDTHS)
+    ours = sent_by_axes(compiled(form, mesh_name).as_text(), mesh)
+    theirs = sent_by_axes(compiled("exact", mesh_name).as_text(), mesh)
+    over_data = sum(size for axes, size in ours.items() if "data" in axes)
+    loss_bytes = 8 if form in ("value_and_grad", "pcast") else 0
+    assert abs(over_data - report.bytes_per_worker) <= loss_bytes + 1
+    sharded = {name: params()[name] for name in ("in", "out")}
+    whole = dq.wire_report(sharded, mesh.shape["data"], method=TWO_WIDTHS)
+    part = dq.wire_report(
+        sharded, "data", mesh=mesh, specs={n: specs[n] for n in sharded}, method=TWO_WIDTHS
+    )
+    others = mesh.size / mesh.shape["data"]
+    assert part.compressed_bytes * others == pytest.approx(whole.compressed_bytes, rel=0.03)
+    beside = [
+        sum(size for axes, size in sent.items() if "data" not in axes) for sent in (ours, theirs)
+    ]
+    assert beside[0] <= 1.05 * beside[1] + 64
+
+
+@pytest.mark.parametrize(("form", "mesh_name"), CASES)
+def test_gradients_are_those_of_the_whole_batch_and_the_same_on_all_workers(form, mesh_name):
+    mesh = mesh_of(mesh_name)
+    grads = compiled(form, mesh_name)(placed(mesh), batch(), KEY)
+    expected = jax.grad(loss_fn)(params(), batch())
+    for name, grad in grads.items():
+        least, most = (0, 1e-10) if name == "shift" else (1e-6, 0.05)
+        assert least <= vnmse(grad, expected[name]) <= most, name
+        copies = {}
+        for shard in grad.addressable_shards:
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert {len(found) for found in copies.values()} == {1}, name
+        assert len(copies) == math.prod(
+            mesh.shape[axis]
+            for dimension in specs_of(mesh)[name]
+            for axis in (dimension if isinstance(dimension, tuple) else (dimension,))
+            if axis is not None
+        )
+
+
+def test_temporary_memory_is_that_of_an_exact_step():
+    ours, theirs = (
+        compiled(form, "data 2 x fsdp 4").memory_analysis().temp_size_in_bytes
+        for form in ("pmean", "exact")
+    )
+    print(ours, theirs)
