@@ -131,7 +131,7 @@ def value_and_grad(
 
 @dataclasses.dataclass(frozen=True, eq=False)  # masks cannot be hashed
 class _Work:
-    """What a user asked for; the same at every call."""
+    """Choices of a user, the same at every call."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool

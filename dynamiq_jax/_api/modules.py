@@ -13,15 +13,13 @@ from jax import Array, lax
 
 def is_module(value: Any) -> bool:
     """Return whether a value is an nnx module."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Module)
+    return "flax.nnx" in sys.modules and isinstance(value, _nnx().Module)
 
 
 def split(module: Any) -> tuple[Any, Any, Any]:
     """Split a module into its structure, its parameters and the rest of its state."""
-    from flax import nnx
-
-    structure, params, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
+    nnx = _nnx()
+    structure, params, rest = nnx.split(module, nnx.Param, ...)
     return structure, params, rest
 
 
@@ -34,8 +32,7 @@ def merge(structure: Any, params: Any, rest: Any, worker: Array) -> Any:
       rest: other state.
       worker: index of the worker, int32 scalar.
     """
-    from flax import nnx
-
+    nnx = _nnx()
     def own(path: Any, variable: Any) -> Any:
         del path
         if not isinstance(variable, nnx.RngKey):
@@ -65,6 +62,10 @@ def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
 
 def update(module: Any, rest: Any) -> None:
     """Write state back to a module."""
-    from flax import nnx
-
+    nnx = _nnx()
     nnx.update(module, rest)
+
+
+def _nnx() -> Any:
+    """Return the package `flax.nnx`, which whoever made a module has imported."""
+    return sys.modules["flax.nnx"]

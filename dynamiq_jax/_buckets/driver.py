@@ -144,7 +144,7 @@ class _Layout:
 
     @property
     def state_specs(self) -> tuple[PartitionSpec, ...]:
-        """How the leading axis of the arrays of each bucket's state is split."""
+        """Specs of the leading axis of the arrays of each bucket's state."""
         axes = [
             tuple(axis for axis in bucket.split_over if axis in self.shards.axes)
             for bucket in self.plan.buckets

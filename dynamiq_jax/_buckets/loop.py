@@ -96,7 +96,7 @@ def after(token: Array | None, flat: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Sender:
-    """What all buckets of one collective have in common."""
+    """Everything that the buckets of one collective have in common."""
 
     operation: Operation
     plan: Plan

@@ -34,7 +34,7 @@ class Bucket:
 
     @property
     def program(self) -> Hashable:
-        """What the compiled program of the bucket depends on, besides where its values are."""
+        """Everything that the compiled program depends on but the place of the values."""
         return self.dtype, self.size, self.split_over, self.call
 
     @property

@@ -19,7 +19,7 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How leaves are split over axes that are not manual yet."""
+    """Parts of leaves that are split over axes which are not manual yet."""
 
     axes: tuple[str, ...]  # those of more than one device, in the order of the mesh
     sizes: tuple[int, ...]  # their devices

@@ -94,7 +94,7 @@ class Method(abc.ABC):
 
     @property
     def uses_shapes(self) -> bool:
-        """Whether the leaves of a bucket are more than a vector, as matrices are."""
+        """True for methods that take the leaves of a bucket as matrices, not as one vector."""
         return False
 
     @property
