@@ -33,6 +33,7 @@ def merge(structure: Any, params: Any, rest: Any, worker: Array) -> Any:
       worker: index of the worker, int32 scalar.
     """
     nnx = _nnx()
+
     def own(path: Any, variable: Any) -> Any:
         del path
         if not isinstance(variable, nnx.RngKey):
