@@ -264,6 +264,11 @@ def test_two_bits_or_none():
     np.testing.assert_array_equal(total(jax.random.key(0), gradient)[0], gradient.sum(axis=0))
 
 
+@functools.cache
+def summed(method: dq.DynamiQ):
+    return simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
+
+
 @pytest.mark.parametrize(
     ("workers", "rows_per_chunk"), ((16, 1), (64, 1), (4, 3)), ids=("one", "many_workers", "few")
 )
@@ -280,7 +285,7 @@ def test_a_tiny_bucket_has_no_more_error_than_one_width_for_all(workers, rows_pe
     truth = gradients.sum(axis=0, dtype=np.float64)
 
     def error(method: dq.DynamiQ) -> float:
-        run = simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
+        run = summed(method)
         keys = jax.random.split(jax.random.key(0), 4)
         return float(np.mean([vnmse(run(key, gradients)[0], truth) for key in keys]))
 

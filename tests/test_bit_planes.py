@@ -55,8 +55,9 @@ def test_planes_are_those_of_the_oracle(widest, pack, seed):
     units = int(widths.sum())
     expected = oracle.pack_message(codes, *scales, widths, units)[: 32 * units].reshape(-1, 32)
 
-    # What lies behind the planes stays, whatever the blocks.
-    empty = rng.integers(0, 256, (units + 8, 32), np.uint8)
+    # What lies behind the planes stays, whatever the blocks. One size of all examples: each would
+    # be compiled.
+    empty = rng.integers(0, 256, (16 * ROWS + 8, 32), np.uint8)
     packed = np.asarray(pack_blocks(empty, codes, widths, starts_of(widths), pack))
     np.testing.assert_array_equal(packed[:units], expected)
     np.testing.assert_array_equal(packed[units:], empty[units:])

@@ -57,7 +57,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
     add("--workers", type=int, default=8, help="of the simulated all-reduce")
     add("--minutes", type=float, default=7.5, help="what does not fit is left out")
     add("--batches", type=int, default=7, help="of calls; the median batch counts")
-    add("--instructions-per-coordinate", type=float, default=53, help="of a hop, to predict with")
+    add("--instructions-per-coordinate", type=float, default=41, help="of a hop, to predict with")
     add("--clock-mhz", type=float, help="of the multiprocessors; else nvidia-smi's largest")
     add("--small", action="store_true", help="tiny sizes, to try the script")
     add("--interpret", action="store_true", help="without a GPU: slowly, and no time means much")
