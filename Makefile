@@ -13,10 +13,10 @@ demo: $(VENV)/installed  ## fine-tune a small language model, exact against Dyna
 	$(RUN) -m examples.finetune_llm $(ARGS)
 
 test: lint  ## run lint, the type checker and all tests
-	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(VENV)/installed  ## run the tests without the slow ones
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff check .
