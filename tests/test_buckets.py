@@ -54,7 +54,7 @@ def compiled(mesh, tree, fn) -> str:
 
 @given(
     sizes=st.lists(st.integers(1024, 1_000_000), min_size=1, max_size=12),
-    slices=st.sampled_from((1, 3, 8, 1024)),
+    slices=st.sampled_from((1, 3, 8, 13, 1024)),
     dtypes=st.data(),
     bucket_bytes=st.integers(1, 4_000_000),
 )

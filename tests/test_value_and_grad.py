@@ -429,8 +429,16 @@ def test_an_nnx_module_is_differentiated_and_gets_its_state_back(data_mesh):
     assert float(first) != float(second)  # and others at the next step
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
     assert int(model.dropout.rngs.count[...]) == 2
-    moved = np.asarray(model.norm.mean[...])
-    assert np.any(moved != 0) and len(model.norm.mean[...].addressable_shards) == NUM_WORKERS
+
+
+def test_statistics_of_an_nnx_module_are_those_of_the_whole_batch(data_mesh):
+    model, (x, _) = Noisy(nnx.Rngs(0)), batch()
+    with jax.numpy_dtype_promotion("standard"):
+        exact_grad_fn(data_mesh, lambda model, x: jnp.mean(model(x) ** 2))(model, x, key=KEY)
+        expected = 0.01 * np.asarray(model.first(x)).mean(axis=0)  # a momentum of 0.99
+    found = model.norm.mean[...]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert len(found.addressable_shards) == NUM_WORKERS
 
 
 @pytest.mark.parametrize(

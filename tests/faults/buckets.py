@@ -95,7 +95,7 @@ FAULTS = (
         "states of other buckets are not refused",
         "dynamiq_jax/_buckets/driver.py",
         "if found == wanted:",
-        "if len(found) == len(wanted):",
+        "if True:",
         ("tests/test_errors.py::test_a_state_of_other_buckets",),
     ),
     Fault(
@@ -268,7 +268,7 @@ FAULTS = (
         "dynamiq_jax/_buckets/plan.py",
         "for start in range(0, size, step):",
         "for start in range(0, size // step * step, step):",
-        ("tests/test_buckets.py::test_every_coordinate_is_in_one_bucket_of_its_dtype",),
+        ("tests/test_buckets.py::test_parts_of_a_large_leaf_are_alike",),
     ),
     Fault(
         "shards have the same noise",
