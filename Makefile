@@ -18,6 +18,9 @@ test: lint  ## run lint, the type checker and all tests
 test-fast: $(VENV)/installed  ## run the tests without the slow ones
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
+test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
+	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)
+
 lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -36,13 +39,18 @@ benchmarks: $(VENV)/installed  ## measure the codec and the error on this machin
 	$(RUN) -m benchmarks.compile_time
 
 clean:  ## remove the virtual environments, caches and what was built
-	rm -rf dist site $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist site $(VENV) .venv-newest .venv-tunix .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+.venv-tunix/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-tunix
+	.venv-tunix/bin/python -m pip install --quiet --editable . google-tunix==0.1.7 pytest hypothesis
 	@touch $@
 
 $(VENV)/docs-installed: $(VENV)/installed

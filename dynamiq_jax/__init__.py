@@ -7,6 +7,7 @@
 from dynamiq_jax import methods, topologies
 from dynamiq_jax._api.autodiff import value_and_grad
 from dynamiq_jax._api.collectives import all_gather, pmean, psum, psum_scatter
+from dynamiq_jax._api.data_parallel import data_parallel
 from dynamiq_jax._api.metrics import vnmse
 from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
 from dynamiq_jax._api.replicas import mean_of_replicas
@@ -26,6 +27,7 @@ __all__ = [
     "WireReport",
     "all_gather",
     "all_reduce_gradients",
+    "data_parallel",
     "mean_of_replicas",
     "methods",
     "pcast",

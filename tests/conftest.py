@@ -1,6 +1,7 @@
 """Eight CPU devices, strict dtypes, and the fixtures that every file shares."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 
 import jax
@@ -10,6 +11,9 @@ from jax.sharding import AxisType, Mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Trainers that others wrote have environments of their own: see `make test-tunix`.
+collect_ignore = [] if importlib.util.find_spec("tunix") else ["trainers"]
 
 # Examples are the same in every run, and none fails for being slow on a busy machine.
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.gradients import of_workers, vnmse
+from tests.support.mesh_bytes import sent_by_axes
 from tests.support.workers import STOCHASTIC
 
 WORKERS, LAYERS, WIDTH = 4, 3, 48
@@ -135,6 +136,30 @@ def test_only_floating_leaves_have_gradients(data_mesh):
     mapped = jax.shard_map(local, mesh=data_mesh(2), in_specs=(P(), P("data")), out_specs=P())
     tree = {"scale": jnp.float32(1), "count": jnp.int32(3)}
     assert float(mapped(tree, np.array([[1.0], [2.0]], np.float32))) == 9
+
+
+def test_nothing_is_sent_for_leaves_that_are_frozen_or_unused(data_mesh):
+    """A large frozen leaf beside a small one that learns, as with low-rank adapters."""
+    mesh, own = data_mesh(WORKERS), of_workers(0, WORKERS, 8192)
+
+    def local(learned, unused, frozen, own):
+        def loss(learned, unused):
+            tree = {"learned": learned, "unused": unused, "frozen": frozen}
+            cast = dq.pcast(tree, "data", to="varying", method=STOCHASTIC)
+            return jnp.vdot(cast["learned"], own[0]) + cast["frozen"].sum()
+
+        return jax.grad(loss, argnums=(0, 1))(learned, unused)
+
+    mapped = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P())
+    )
+    args = np.ones(8192, np.float32), np.ones(65536, np.float32), np.ones(65536, np.float32), own
+    grads, zeros = mapped(*args)
+    assert 1e-7 < vnmse(grads, own.sum(axis=0, dtype=np.float64)) < 1e-4
+    assert not np.any(zeros)
+    report = dq.wire_report(args[0], WORKERS, method=STOCHASTIC)
+    sent = sent_by_axes(mapped.lower(*args).compile().as_text(), mesh)
+    assert sent[("data",)] == pytest.approx(report.bytes_per_worker, rel=0.05)
 
 
 def test_other_casts_and_varying_parameters_are_refused(data_mesh):

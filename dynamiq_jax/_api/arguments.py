@@ -1,8 +1,9 @@
 """Arguments of a loss function: which are differentiated, split over workers, whole, or static."""
 
 import dataclasses
+import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,17 +20,85 @@ Arrays = Mapping[str, list[Any]]  # role to the leaves that have it
 class Roles:
     """Roles of arguments, as a user gives them."""
 
-    argnums: tuple[int, ...]  # positions that are differentiated
+    given: int | tuple[int, ...]  # position or positions that are differentiated
     whole: tuple[int | str, ...]  # positions and names that every worker gets whole
     static: tuple[int | str, ...]  # positions and names that are not arrays
+    parameters: tuple[str, ...]  # names of the positions, as far as known
+
+    @staticmethod
+    def of_arguments(
+        function: Callable[..., Any],
+        argnums: int | Sequence[int],
+        replicated_argnums: int | Sequence[int],
+        replicated_argnames: str | Sequence[str],
+        static_argnums: int | Sequence[int],
+        static_argnames: str | Sequence[str],
+    ) -> "Roles":
+        """Make roles of the arguments of a function, as for `value_and_grad`."""
+        return Roles(
+            given=argnums if isinstance(argnums, int) else tuple(argnums),
+            whole=(*_as_tuple(replicated_argnums), *_as_tuple(replicated_argnames)),
+            static=(*_as_tuple(static_argnums), *_as_tuple(static_argnames)),
+            parameters=_parameters(function),
+        )
+
+    @property
+    def argnums(self) -> tuple[int, ...]:
+        """Positions that are differentiated, in ascending order."""
+        return tuple(sorted(_as_tuple(self.given)))
+
+    def sort(self, values: Any) -> tuple[Any, ...]:
+        """Return values that a user gave for the differentiated arguments by position."""
+        if isinstance(self.given, int):
+            return (values,)
+        by_position = dict(zip(self.given, values, strict=True))
+        return tuple(by_position[position] for position in self.argnums)
+
+    def unsort(self, values: Sequence[Any]) -> Any:
+        """Return values by position as a user wants them."""
+        if isinstance(self.given, int):
+            return values[0]
+        by_position = dict(zip(self.argnums, values, strict=True))
+        return tuple(by_position[position] for position in self.given)
 
     def of(self, where: int | str) -> str:
         """Return the role of an argument's arrays."""
         if where in self.argnums:
             return DIFFERENTIATED
-        if where in self.static:
+        known = {where}
+        if isinstance(where, int):
+            known |= set(self.parameters[where : where + 1])
+        if known & set(self.static):
             return STATIC
-        return WHOLE if where in self.whole else SPLIT
+        return WHOLE if known & set(self.whole) else SPLIT
+
+    def check(self, count: int, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError for roles of arguments that a call does not have, or of two kinds."""
+        given = {
+            "argnums": self.argnums,
+            "replicated_argnums": [where for where in self.whole if isinstance(where, int)],
+            "static_argnums": [where for where in self.static if isinstance(where, int)],
+        }
+        for argument, positions in given.items():
+            for position in positions:
+                if not 0 <= position < count:
+                    raise ValueError(
+                        f"{argument} names position {position}, but there are {count} arguments. "
+                        f"Give positions from 0 to {count - 1}."
+                    )
+        for name in (where for where in (*self.whole, *self.static) if isinstance(where, str)):
+            if name not in kwargs and name not in self.parameters:
+                raise ValueError(
+                    f"replicated_argnames or static_argnames names {name!r}, but the keyword "
+                    f"arguments are {sorted(kwargs)}. Give their names."
+                )
+        used = [*self.argnums, *self.whole, *self.static]
+        for where in used:
+            if used.count(where) > 1:
+                raise ValueError(
+                    f"Argument {where!r} is given twice in argnums, replicated_ and static_ "
+                    "arguments. Give it once."
+                )
 
 
 class ModuleParts(NamedTuple):
@@ -56,8 +125,9 @@ class Signature:
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
         return list(args), kwargs
 
-    def differentiated(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the trees that gradients are like."""
+    def differentiated(self, arrays: Arrays) -> tuple[Any, ...]:
+        """Return the trees that gradients are like, by position."""
+        args, _ = self.rebuild(arrays)
         return tuple(
             args[n].params if isinstance(args[n], ModuleParts) else args[n] for n in self.argnums
         )
@@ -114,6 +184,36 @@ def sort(
         roles.argnums, structure, tuple(found), tuple(names), tuple(static), tuple(graphs)
     )
     return signature, arrays
+
+
+def by_position(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, by position where the function has one for them."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # no signature, or one that the call does not fit
+        return tuple(args), dict(kwargs)
+    return bound.args, bound.kwargs
+
+
+def alone(trees: Sequence[Any]) -> Any:
+    """Return the only tree of several, else all: names in errors and masks are those of a user."""
+    return trees[0] if len(trees) == 1 else tuple(trees)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a function, as far as known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins and C functions
+        return ()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, int | str) else tuple(given)
 
 
 def _role_of_leaf(leaf: Any, role: str, *, is_whole: bool) -> str:

@@ -1,5 +1,6 @@
-"""A key that follows from the bits of parameters, for callers that know no step."""
+"""Keys that follow from the bits of arrays, for callers that know no step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,22 +33,41 @@ def key_of(tree: Any, specs: Any) -> Array:
     }
 
     def local(leaves: dict[int, Array]) -> Array:
-        total = jnp.uint32(0)
-        for number, leaf in leaves.items():
-            word = _word_of(leaf.reshape(-1), jnp.uint32(number))
-            for axis in shards.axes_of(number):
-                place = mix(lax.axis_index(axis).astype(jnp.uint32) + np.uint32(1))
-                word = lax.psum(mix(word ^ place), axis)
-            total = total + mix(word)
-        return total
+        words = [
+            _word_of_parts(leaf, number, shards.axes_of(number)) for number, leaf in leaves.items()
+        ]
+        return sum(map(mix, words), start=jnp.uint32(0))
 
     split = {number: shards.specs[number] for number in floating}
     word = shards.map(local, in_specs=(split,), out_specs=P())(floating)
     return jax.random.fold_in(jax.random.key(0), word)
 
 
-def _word_of(flat: Array, salt: Array) -> Array:
-    """Return a hash of a vector, uint32: the sum of its words, each mixed with its place."""
-    bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
-    places = lax.iota(jnp.uint32, flat.size) * np.uint32(0x9E3779B9)
+def word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:
+    """Return a hash of arrays of which the workers of some axes hold parts: uint32, of all bits."""
+    words = [_word_of_parts(leaf, number, axis_names) for number, leaf in enumerate(leaves)]
+    return sum(map(mix, words), start=jnp.uint32(0))
+
+
+def _word_of_parts(leaf: Array, number: int, axis_names: Sequence[str]) -> Array:
+    """Return a hash of a leaf and its number, of which devices of some axes hold parts."""
+    word = _word(leaf, jnp.uint32(number))
+    for axis in axis_names:
+        place = mix(lax.axis_index(axis).astype(jnp.uint32) + np.uint32(1))
+        word = lax.psum(mix(word ^ place), axis)
+    return word
+
+
+def _word(leaf: Array, salt: Array) -> Array:
+    """Return a hash of an array, uint32: the sum of its words, each mixed with its place."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        bits = lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+    else:
+        bits = leaf.astype(jnp.uint32)
+    places = jnp.zeros(leaf.shape, jnp.uint32)
+    for dimension in range(leaf.ndim):  # not of a flat array, which the compiler would gather
+        places = places * np.uint32(leaf.shape[dimension] % 2**32) + lax.broadcasted_iota(
+            jnp.uint32, leaf.shape, dimension
+        )
+    places = places * np.uint32(0x9E3779B9)
     return jnp.sum(mix(bits ^ mix(places + mix(salt))), dtype=jnp.uint32)

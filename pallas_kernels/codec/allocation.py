@@ -125,8 +125,18 @@ def _gain(before: int, after: int) -> float:
 
 
 def search_at_least(values: Array, thresholds: Array) -> Array:
-    """Return how many values, largest first, are at least each threshold: int32."""
-    return jnp.searchsorted(-values, -thresholds, side="right").astype(jnp.int32)
+    """Return how many values, largest first, are at least each threshold: int32.
+
+    A binary search. That of `jnp` loses the types of values that vary in a map (JAX 0.12).
+    """
+    rounds = values.size.bit_length()
+
+    def narrow(number: Array, found: Array) -> Array:
+        further = found + (jnp.int32(1 << (rounds - 1)) >> number)
+        last = values[jnp.minimum(further, values.size) - 1]
+        return jnp.where((further <= values.size) & (last >= thresholds), further, found)
+
+    return lax.fori_loop(0, rounds, narrow, jnp.zeros_like(thresholds, jnp.int32))
 
 
 def count_at_least(values: Array, thresholds: Array) -> Array:

@@ -1,0 +1,129 @@
+"""A loss whose gradients are averaged compressed, for trainers that take a loss function."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, alone, by_position
+from dynamiq_jax._api.collectives import refuse_state
+from dynamiq_jax._api.transposed import cast_to_sum
+from dynamiq_jax._api.worker_loss import Specs, WorkerLoss
+from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.fingerprint import word_of
+from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+
+P = PartitionSpec
+
+
+def data_parallel(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    mesh: Mesh,
+    axis_name: AxisName,
+    method: Method | str = DynamiQ(),
+    topology: Topology | str = "ring",
+    has_aux: bool = False,
+    num_targets: Callable[..., Array] | None = None,
+    replicated_argnums: int | Sequence[int] = (),
+    replicated_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    specs: Any = None,
+    options: Options = Options(),
+) -> Callable[..., Any]:
+    """Return a loss function whose gradients are averaged compressed over workers.
+
+    For trainers that differentiate a loss function that a user gives them, inside one `jax.jit`.
+    Whoever differentiates the result, with `jax.grad` or `nnx.grad`, gets gradients that are
+    reduced already. Nothing else of the trainer changes.
+
+        trainer = trainer.with_loss_fn(dq.data_parallel(loss_fn, mesh=mesh, axis_name="data"))
+
+    Each worker computes `loss_fn` on its part of the batch, as in `value_and_grad`. Other axes of
+    the mesh are left to the compiler. Nothing is sent for parameters that are not differentiated,
+    such as those that adapters leave frozen, nor where the loss alone is computed.
+
+    No key is needed. The noise of a step follows from all bits of the parameters that are
+    differentiated and of the batch, which are read once more for it. So every step has its own,
+    and so has each part of a step that accumulates gradients.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
+      argnums: position or positions of the parameters.
+      mesh: mesh with the axis.
+      axis_name: axis of the mesh to split over, or several with the slowest link first; see `psum`.
+      method: compression method without state; see `psum`.
+      topology: route of the chunks; see `psum`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`; see `value_and_grad`.
+      num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
+        number of targets that its mean is over, a scalar. With it, the loss is the mean over the
+        targets of all workers.
+      replicated_argnums: positions of further arguments that every worker gets whole.
+      replicated_argnames: names of keyword arguments that every worker gets whole.
+      static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
+      static_argnames: names of such keyword arguments.
+      specs: how the parameters are split over other axes of the mesh; see `psum`. For several
+        positions, a tuple of such. It may be a function of the parameters to their specs, such as
+        `nnx.get_partition_spec`.
+      options: gradients that stay exact, and the size of buckets.
+
+    Returns:
+      A function of the arguments of `loss_fn` to the mean of the workers' losses, or to
+      `(loss, aux)`, the same on all workers.
+
+    Raises:
+      ValueError: the mesh has no such axis; the method carries state; or when called, a leading
+        axis does not divide by the axis size, or an argument is missing.
+    """
+    how = resolve(method, topology, options)
+    refuse_state(how.method, "data_parallel")
+    roles = Roles.of_arguments(
+        loss_fn, argnums, replicated_argnums, replicated_argnames, static_argnums, static_argnames
+    )
+    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, how)
+
+    @functools.wraps(loss_fn)  # its signature gives names to positions
+    def mean_loss(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = by_position(loss_fn, args, kwargs)
+        signature, placed, arrays = work.bind(args, kwargs)
+        value, rests = _run(work, signature, placed, arrays)
+        work.give_back(signature, args, kwargs, rests)
+        return value
+
+    return mean_loss
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(
+    work: WorkerLoss, signature: Signature, specs: Specs, arrays: dict[str, list[Any]]
+) -> tuple[Any, list[Any]]:
+    """Compute the value, and the rest of modules."""
+
+    def local(arrays: dict[str, list[Any]], _: tuple[()]) -> tuple[Any, list[Any]]:
+        operation = AllReduce(find_axes(work.axis_name))
+        trees = signature.differentiated(arrays)
+        split = None if specs is None else jax.tree.unflatten(jax.tree.structure(trees), specs)
+        own = cast_to_sum(
+            operation,
+            alone(trees),
+            key=None,
+            salt=word_of(arrays[SPLIT], work.names),
+            how=work.how,
+            specs=split and alone(split),
+        )
+        floating = [
+            leaf for leaf in jax.tree.leaves(own) if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        loss, (aux, rests) = work.loss(signature, arrays, floating)
+        return work.value(loss, aux), rests
+
+    return work.over_workers(local, arrays, P())(arrays, ())

@@ -1,0 +1,182 @@
+"""A loss function on the part of a batch that one worker has."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dynamiq_jax._api import modules
+from dynamiq_jax._api.arguments import DIFFERENTIATED, SPLIT, Roles, Signature, sort
+from dynamiq_jax._buckets.axes import AxisName, axis_names
+from dynamiq_jax._buckets.options import Compression
+from dynamiq_jax._buckets.shards import context_or_automatic, is_explicit, leaf_specs
+
+P = PartitionSpec
+Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # masks cannot be hashed
+class WorkerLoss:
+    """A loss function, how workers share its arguments, and how gradients are sent.
+
+    `loss` and `value` are called inside the map that `over_workers` makes.
+    """
+
+    loss_fn: Callable[..., Any]
+    roles: Roles
+    has_aux: bool
+    num_targets: Callable[..., Array] | None
+    mesh: Mesh
+    axis_name: AxisName
+    specs: Any  # as a user gives them
+    how: Compression
+
+    def __post_init__(self) -> None:
+        if not self.names or not set(self.names) <= set(self.mesh.axis_names):
+            raise ValueError(
+                f"axis_name={self.axis_name!r} is not an axis of the mesh. Give one of "
+                f"{self.mesh.axis_names}."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes of workers."""
+        return axis_names(self.axis_name)
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Signature, Specs, dict[str, list[Any]]]:
+        """Sort the arguments of a call, and find how differentiated leaves are split.
+
+        Returns:
+          What is static, specs of differentiated leaves (None if nothing shows them), and the
+          leaves by role.
+        """
+        self.roles.check(len(args), kwargs)
+        signature, arrays = sort(args, kwargs, self.roles)
+        trees = signature.differentiated(arrays)
+        found: Specs
+        if self.specs is None:
+            found = _placed(trees, self.mesh)
+        elif callable(self.specs):
+            found = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
+        else:
+            found = tuple(leaf_specs(trees, self.roles.sort(self.specs)))
+        self._check_divides(signature, arrays[SPLIT])
+        return signature, found, arrays
+
+    def over_workers(
+        self, function: Callable[..., Any], arrays: Mapping[str, Any], out_sharding: Any
+    ) -> Callable[..., Any]:
+        """Map a function of `arrays`, and of another argument that is whole, over the workers.
+
+        Results are the same on all of them. Under explicit axes, `out_sharding` places them.
+        """
+        split = {role: P(self.names) if role == SPLIT else P() for role in arrays}
+        mapped = jax.shard_map(
+            function,
+            mesh=context_or_automatic(self.mesh),
+            in_specs=(split, P()),
+            out_specs=P(),
+            axis_names=set(self.names),
+        )
+        return (
+            jax.sharding.auto_axes(mapped, out_sharding=out_sharding) if is_explicit() else mapped
+        )
+
+    def loss(
+        self, signature: Signature, arrays: Mapping[str, list[Any]], differentiated: list[Array]
+    ) -> tuple[Array, tuple[Any, list[Any]]]:
+        """Return the loss of one worker, and `(aux, rest of every module)`.
+
+        Losses and aux are weighted by targets. Their mean over workers is that of all targets.
+        """
+        before, before_named = signature.rebuild(arrays)
+        args, kwargs = signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
+        worker = lax.axis_index(self.names)
+        for where, graph in signature.graphs:
+            container: Any = args if isinstance(where, int) else kwargs
+            parts = container[where]
+            container[where] = modules.merge(graph, parts.params, parts.rest, worker)
+        result = self.loss_fn(*args, **kwargs)
+        loss, aux = result if self.has_aux else (result, None)
+        if self.num_targets is not None:
+            share = self._share(jnp.asarray(self.num_targets(*args, **kwargs)))
+            loss, aux = jax.tree.map(share, (loss, aux))
+        rests = [
+            modules.rest_of(
+                _at(where, args, kwargs), _at(where, before, before_named).rest, self.names
+            )
+            for where, _ in signature.graphs
+        ]
+        return loss, (aux, rests)
+
+    def value(self, loss: Array, aux: Any) -> Any:
+        """Return what a user gets besides gradients: means over the workers."""
+        loss, aux = jax.tree.map(lambda leaf: lax.pmean(leaf, self.names), (loss, aux))
+        return (loss, aux) if self.has_aux else loss
+
+    def give_back(
+        self,
+        signature: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rests: Sequence[Any],
+    ) -> None:
+        """Write the state after a call to the modules among its arguments."""
+        for (where, _), rest in zip(signature.graphs, rests, strict=True):
+            modules.update(_at(where, args, kwargs), rest)
+
+    @property
+    def _num_workers(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    def _share(self, targets: Array) -> Callable[[Array], Array]:
+        """Return a function that weights what a mean over workers is taken of."""
+        targets = lax.stop_gradient(targets.astype(jnp.float32))
+        weight = targets * np.float32(self._num_workers) / lax.psum(targets, self.names)
+        return lambda value: value * weight.astype(value.dtype)
+
+    def _check_divides(self, signature: Signature, split: Sequence[Any]) -> None:
+        names = (
+            name
+            for name, role in zip(signature.names, signature.roles, strict=True)
+            if role == SPLIT
+        )
+        for name, leaf in zip(names, split, strict=True):
+            shape = np.shape(leaf)
+            if shape[0] % self._num_workers:
+                raise ValueError(
+                    f"{name[0].upper()}{name[1:]} has shape {shape}, whose leading axis does not "
+                    f"split over the {self._num_workers} workers of axis {self.axis_name!r}. Pad "
+                    "or trim the batch, or list the argument in replicated_argnums or "
+                    "replicated_argnames."
+                )
+
+
+def _at(where: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[where] if isinstance(where, int) else kwargs[where]
+
+
+def _placed(trees: tuple[Any, ...], mesh: Mesh) -> Specs:
+    """Return how leaves are placed on the mesh; None where a tracer does not show it."""
+    explicit = is_explicit()
+    found = []
+    for leaf in jax.tree.leaves(trees):
+        if explicit:
+            found.append(jax.typeof(leaf).sharding.spec)
+        elif isinstance(leaf, jax.core.Tracer):
+            return None
+        else:
+            sharding = getattr(leaf, "sharding", None)
+            if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
+                found.append(sharding.spec)
+            else:
+                found.append(P())
+    return tuple(found)
