@@ -31,6 +31,11 @@ def varying_axes(value: Array) -> frozenset[str]:
     )
 
 
+def unreduced_axes(value: Array) -> frozenset[str]:
+    """Return the manual axes over which a value is a sum that has not been done: since JAX 0.11."""
+    return getattr(getattr(jax.typeof(value), "manual_axis_type", None), "unreduced", frozenset())
+
+
 def tracks_varying(axis_name: str) -> bool:
     """Return whether types record the axes over which values vary, as under `check_vma=True`."""
     return axis_name in varying_axes(lax.axis_index(axis_name))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dynamiq_jax._api.unreduced import is_unreduced, reduce_unreduced
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes, find_axis
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, ReduceScatter
@@ -32,7 +33,9 @@ def psum(
 
     Like `jax.lax.psum`. Use it inside `jax.shard_map`, with `check_vma` True or False, or inside
     `jax.vmap(..., axis_name=...)`, which simulates workers on one device. All workers get the same
-    bits.
+    bits. On explicit axes, outside of both, it takes arrays whose types call them unreduced over
+    the axis, such as gradients of parameters that are `P(reduced={axis_name})`, as `jax.reshard`
+    does.
 
     Args:
       tree: pytree of arrays. Floating leaves (f16, bf16, f32; f64 through f32) of at least
@@ -72,7 +75,11 @@ def psum(
     """
     how = resolve(method, topology, options)
     refuse_state(how.method, "psum")
-    return driver.run(AllReduce(find_axes(axis_name)), tree, key, how, specs=specs).tree
+
+    def reduce(tree: Tree) -> Tree:
+        return driver.run(AllReduce(find_axes(axis_name)), tree, key, how, specs=specs).tree
+
+    return reduce_unreduced(reduce, tree, axis_name) if is_unreduced(tree) else reduce(tree)
 
 
 def pmean(
@@ -93,6 +100,11 @@ def pmean(
     """
     how = resolve(method, topology, options)
     refuse_state(how.method, "pmean")
+    if is_unreduced(tree):
+        raise ValueError(
+            f"The leaves are unreduced over axis_name={axis_name!r}: each device holds its term of "
+            "a sum. Use dq.psum. The sum is the gradient of a loss that is a mean over the batch."
+        )
     return driver.run(AllReduce(find_axes(axis_name), mean=True), tree, key, how, specs=specs).tree
 
 

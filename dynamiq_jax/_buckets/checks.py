@@ -68,9 +68,15 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
     """Check that a leaf is not reduced already, which types show under `check_vma=True`.
 
     Raises:
-      ValueError: the leaf is already the same on all workers.
+      ValueError: the leaf is already the same on all workers, or unreduced in a checked map.
     """
     for axis_name in axis_names:
+        if axis_name in compat.unreduced_axes(leaf):
+            raise ValueError(
+                f"tree{path} is unreduced over axis {axis_name!r} inside shard_map, whose types do "
+                "not become varying. Give it to dq.psum outside of shard_map, or make the map with "
+                "check_vma=False."
+            )
         if compat.tracks_varying(axis_name) and axis_name not in compat.varying_axes(leaf):
             raise ValueError(
                 f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
