@@ -5,7 +5,8 @@ kernel, and the overlap of transfers and kernels in programs for several GPUs.
 
 Compiles the Triton and Mosaic GPU kernels for one H200, and a compressed `pmean` for several, on a
 machine that needs no GPU; and a training step whose gradients are reduced in one bucket, or in
-several under the backward pass. Exits with 1 where a figure is off, and says which:
+several under the backward pass, also by casts of parameters and inside a scan over layers. Exits
+with 1 where a figure is off, and says which:
 
 - a kernel spills registers, or an operation takes more than one kernel;
 - it touches over 10 % more memory than it must: gradient, message received, message sent;
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     problems += [f"{row['topology']}: {problem}" for row in means for problem in row["problems"]]
     problems += [
-        f"training step, {row['topology']}, {row['buckets']} buckets: {problem}"
+        f"training step, {row['topology']}, {row['form']}: {problem}"
         for row in steps
         for problem in row["problems"]
     ]

@@ -17,7 +17,6 @@ from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC
 
 NUM_WORKERS, BATCH, IN, OUT = 4, 32, 64, 96
-EXACT = {"method": dq.Exact()}
 
 
 def params():
@@ -113,7 +112,7 @@ def test_workers_are_weighted_by_their_targets(data_mesh, by_name):
     def loss(params, x, y, mask):
         errors = ((jnp.tanh(x @ params["w"]) - y) ** 2).mean(axis=1)
         loss = jnp.sum(errors * mask) / jnp.maximum(1, mask.sum())
-        return loss, {"errors": loss * 2}
+        return loss, {"errors": loss * 2, "rows": jnp.int32(8), "zero": 0.0}
 
     how = {"num_targets": lambda params, x, y, mask: mask.sum(), "has_aux": True}
     mean_loss = wrapped(data_mesh, loss, **how)
@@ -123,6 +122,7 @@ def test_workers_are_weighted_by_their_targets(data_mesh, by_name):
     expected, _ = loss(params(), **kwargs)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(aux["errors"], 2 * expected, rtol=1e-6)
+    assert float(aux["rows"]) == 8 and float(aux["zero"]) == 0
 
 
 class Noisy(nnx.Module):
@@ -149,6 +149,36 @@ def test_an_nnx_trainer_takes_it_as_its_loss(data_mesh):
     losses = [float(step(model, optimizer, *batch())) for _ in range(6)]
     assert losses[-1] < 0.8 * losses[0]
     assert int(model.dropout.rngs.count[...]) == 6
+
+
+class Stacked(nnx.Module):
+    """Layers that share one variable, keys for each, and metadata that cannot be hashed."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(params()["w"], tags=["a", "list"])
+        self.rngs = rngs.split(2)
+
+    def __call__(self, x):
+        keys = self.rngs.default.key.get_value()
+        assert keys.shape == (2,)
+        return x @ self.w[...] * jax.random.bernoulli(keys[1], shape=(OUT,)).astype(x.dtype)
+
+
+@pytest.mark.parametrize("form", ("data_parallel", "value_and_grad"))
+def test_modules_may_have_stacked_keys_and_metadata_of_any_kind(data_mesh, form):
+    model, (x, y) = Stacked(nnx.Rngs(0)), batch()
+
+    def loss(model, x, y):
+        return jnp.mean(model(x) ** 2)
+
+    how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": dq.Exact()}
+    if form == "data_parallel":
+        value, grads = nnx.value_and_grad(dq.data_parallel(loss, **how))(model, x, y)
+    else:
+        value, grads = dq.value_and_grad(loss, **how)(model, x, y, key=jax.random.key(0))
+    columns = np.any(np.asarray(grads.w.get_value()) != 0, axis=0)
+    assert 0.6 < columns.mean() < 1  # every worker drops others: a half alone would be 0.5
+    assert value > 0
 
 
 class Logical(linen.Module):

@@ -110,7 +110,10 @@ class ModuleParts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Everything about the arguments of one call that is not an array. It is hashable."""
+    """Everything about the arguments of one call that is not an array.
+
+    It is hashable, unless the structure of a module has metadata that is not.
+    """
 
     argnums: tuple[int, ...]
     structure: Any  # of (args, kwargs), with parts in place of modules
@@ -194,6 +197,7 @@ def by_position(
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no signature, or one that the call does not fit
         return tuple(args), dict(kwargs)
+    bound.apply_defaults()  # behind a gap, arguments would stay named
     return bound.args, bound.kwargs
 
 
@@ -217,7 +221,8 @@ def _as_tuple(given: Any) -> tuple[Any, ...]:
 
 
 def _role_of_leaf(leaf: Any, role: str, *, is_whole: bool) -> str:
-    if role == STATIC or not (hasattr(leaf, "dtype") or isinstance(leaf, numbers.Number)):
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")  # a configuration may have one
+    if role == STATIC or not (is_array or isinstance(leaf, numbers.Number)):
         return STATIC
     if role == DIFFERENTIATED:
         dtype = jnp.result_type(leaf)

@@ -1,6 +1,5 @@
 """Data-parallel gradients without a `shard_map` of one's own."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dynamiq_jax._api.arguments import DIFFERENTIATED, Roles, Signature, alone, by_position
 from dynamiq_jax._api.collectives import pmean, refuse_state
-from dynamiq_jax._api.worker_loss import Specs, WorkerLoss
+from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over
 from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._buckets.options import Options, resolve
 from dynamiq_jax.methods import DynamiQ, Method
@@ -100,7 +99,7 @@ def value_and_grad(
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
-        value, floating, rests = _run(work, signature, placed, arrays, key)
+        value, floating, rests = jit_over(_run, (work, signature, placed))(arrays, key)
         work.give_back(signature, args, kwargs, rests)
         trees = signature.differentiated(arrays)
         return value, roles.unsort(_like(trees, floating))
@@ -108,7 +107,6 @@ def value_and_grad(
     return value_and_grad_fn
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     work: WorkerLoss,
     signature: Signature,

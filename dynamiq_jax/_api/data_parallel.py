@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, alone, by_position
 from dynamiq_jax._api.collectives import refuse_state
 from dynamiq_jax._api.transposed import cast_to_sum
-from dynamiq_jax._api.worker_loss import Specs, WorkerLoss
+from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.fingerprint import word_of
 from dynamiq_jax._buckets.operations import AllReduce
@@ -95,14 +95,13 @@ def data_parallel(
     def mean_loss(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
-        value, rests = _run(work, signature, placed, arrays)
+        value, rests = jit_over(_run, (work, signature, placed))(arrays)
         work.give_back(signature, args, kwargs, rests)
         return value
 
     return mean_loss
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     work: WorkerLoss, signature: Signature, specs: Specs, arrays: dict[str, list[Any]]
 ) -> tuple[Any, list[Any]]:

@@ -38,7 +38,9 @@ def merge(structure: Any, params: Any, rest: Any, worker: Array) -> Any:
         del path
         if not isinstance(variable, nnx.RngKey):
             return variable
-        return variable.replace(jax.random.fold_in(variable.get_value(), worker))
+        keys = variable.get_value()  # of every layer, where layers are stacked
+        folded = jax.vmap(lambda key: jax.random.fold_in(key, worker))(keys.reshape(-1))
+        return variable.replace(folded.reshape(keys.shape))
 
     rest = nnx.map_state(own, rest)
     return nnx.merge(structure, params, rest, copy=True)

@@ -1,6 +1,7 @@
 """A loss function on the part of a batch that one worker has."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -141,7 +142,14 @@ class WorkerLoss:
         """Return a function that weights what a mean over workers is taken of."""
         targets = lax.stop_gradient(targets.astype(jnp.float32))
         weight = targets * np.float32(self._num_workers) / lax.psum(targets, self.names)
-        return lambda value: value * weight.astype(value.dtype)
+
+        def weighted(value: Any) -> Array:
+            value = jnp.asarray(value)
+            if not jnp.issubdtype(value.dtype, jnp.inexact):  # counts have means of their own
+                value = value.astype(jnp.float32)
+            return value * weight.astype(value.dtype)
+
+        return weighted
 
     def _check_divides(self, signature: Signature, split: Sequence[Any]) -> None:
         names = (
@@ -158,6 +166,24 @@ class WorkerLoss:
                     "or trim the batch, or list the argument in replicated_argnums or "
                     "replicated_argnames."
                 )
+
+
+def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a jitted function of the arguments of `function` behind static ones.
+
+    It is traced once for static arguments that are equal. The structure of a module may hold
+    metadata that cannot be hashed. Then it is traced at every call outside of a `jax.jit`.
+    """
+    try:
+        hash(static)
+    except TypeError:
+        return jax.jit(functools.partial(function, *static))
+    return _jitted(function, static)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(function, *static))
 
 
 def _at(where: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,1 @@
+"""Training with trainers that others wrote, exact and through the library."""

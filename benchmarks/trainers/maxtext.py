@@ -1,0 +1,413 @@
+"""MaxText 0.2.5, trained exact and with compressed gradients: losses, bytes between workers, time.
+
+    python -m benchmarks.trainers.maxtext
+
+Runs in an environment of its own, see `maxtext-requirements.txt` beside this file. Workers are
+virtual devices of this machine. Every run is a process of its own, which calls the training loop of
+MaxText; compressed runs call `maxtext_hook` before. Bytes are those of the compiled training step.
+"""
+
+import argparse
+import ast
+import collections
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import dynamiq_jax as dq
+from benchmarks import common
+from benchmarks.hlo_costs import Instruction, Program
+
+NUM_DEVICES, NUM_WORKERS, FRAGMENTS = 8, 2, 3
+MODEL: dict[str, Any] = {
+    "base_emb_dim": 128,
+    "base_mlp_dim": 256,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_target_length": 64,
+    "per_device_batch_size": 2,
+    "learning_rate": 3e-4,
+}
+MACHINE: dict[str, Any] = {
+    "hardware": "cpu",
+    "attention": "dot_product",
+    "dataset_type": "synthetic",
+    "enable_checkpointing": "false",
+    "jax_cache_dir": "",
+    "skip_jax_distributed_system": "true",
+}
+_MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A way to train."""
+
+    title: str
+    axis: str  # of the workers
+    options: dict[str, Any]  # of MaxText
+    hook: str  # function of `maxtext_hook`
+
+
+RUNS = {
+    "data": Run("data, fsdp", "data", _MESH, "compress_gradients"),
+    "tensor": Run(
+        "data, fsdp, tensor",
+        "data",
+        _MESH
+        | {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+        | {"use_iota_embed": "true"},  # XLA's partitioner aborts on a gather in this mesh
+        "compress_gradients",
+    ),
+    "accumulation": Run(
+        "micro-batches",
+        "data",
+        _MESH | {"gradient_accumulation_steps": 2, "per_device_batch_size": 1},
+        "compress_gradients",
+    ),
+    "diloco": Run(
+        "DiLoCo",
+        "diloco",
+        {
+            "ici_diloco_parallelism": 2,
+            "ici_fsdp_parallelism": 4,
+            "enable_diloco": "true",
+            "enable_streaming_diloco": "true",
+            "num_diloco_fragments": FRAGMENTS,
+            "diloco_sync_period": 2 * FRAGMENTS,
+        },
+        "compress_diloco",
+    ),
+}
+
+
+def main() -> None:
+    """Train in every way, write the result and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run (default: 20)")
+    parser.add_argument("--method", default="dynamiq", help="compression (default: dynamiq)")
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="what to train (default: all)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=common.RESULTS / "maxtext.json",
+        help="result file (default: benchmarks/results/maxtext.json)",
+    )
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # a run of this process alone
+    args = parser.parse_args()
+    if args.one:
+        name, method = args.one.split(",")
+        args.out.write_text(json.dumps(train_here(RUNS[name], method, args.steps)))
+        return
+    console = Console()
+    results = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Training", total=2 * len(args.runs))
+        for name in args.runs:
+            row: dict[str, Any] = {"run": name, "title": RUNS[name].title, "axis": RUNS[name].axis}
+            for kind, method in (("exact", ""), ("compressed", args.method)):
+                progress.update(task, description=f"{RUNS[name].title}, {kind}")
+                row[kind] = train(name, method, args.steps)
+                progress.advance(task)
+            results.append(row | compare(row))
+    config = {"steps": args.steps, "method": args.method, "model": MODEL, "maxtext": MACHINE}
+    config["runs"] = {name: RUNS[name].options for name in args.runs}
+    versions = results[0]["exact"].pop("versions")
+    for row in results:
+        for kind in ("exact", "compressed"):
+            row[kind].pop("versions", None)
+    hook = Path(__file__).with_name("maxtext_hook.py")
+    config |= {"versions": versions, "lines_of_hook": code_lines(hook.read_text())}
+    path = common.write(args.out, config, results)
+    console.print(as_table(results))
+    console.print(f"Lines of the hook: {config['lines_of_hook']}. Wrote {path}")
+
+
+def train(name: str, method: str, steps: int) -> dict[str, Any]:
+    """Train in a process of its own, and return what it measured."""
+    environment = os.environ | {
+        "DECOUPLE_GCLOUD": "TRUE",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, "-m", __spec__.name, "--one", f"{name},{method}"]
+        command += ["--steps", str(steps), "--out", str(out)]
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            raise RuntimeError(
+                f"The run {name} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
+            )
+        return json.loads(out.read_text()) | {"seconds": seconds}
+
+
+def train_here(run: Run, method: str, steps: int) -> dict[str, Any]:
+    """Train with MaxText in this process.
+
+    Args:
+      run: what to train.
+      method: compression method; empty for MaxText as it is.
+      steps: training steps.
+    """
+    import maxtext
+    from maxtext.trainers.pre_train import train as trainer
+
+    from benchmarks.trainers import maxtext_hook
+
+    if method:
+        getattr(maxtext_hook, run.hook)(method=method)
+    programs = _record_programs()
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.json"
+        options = MACHINE | MODEL | run.options
+        options |= {"steps": steps, "run_name": "benchmark", "base_output_directory": folder}
+        options |= {"metrics_file": metrics}
+        base = Path(inspect.getfile(maxtext)).parent / "configs" / "base.yml"
+        arguments = [f"{key}={value}" for key, value in options.items()]
+        config, recorder = trainer.initialize(["", str(base), *arguments])
+        trainer.run(config, recorder)
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (lowered, compiled, compile_seconds), *others = programs
+    assert not others, "MaxText compiles the training step once"
+    return {
+        "losses": [mean_loss(line) for line in lines],
+        "step_seconds": float(np.median([line["perf/step_time_seconds"] for line in lines[2:]])),
+        "compile_seconds": compile_seconds,
+        "bytes_between_workers": dict(sent(compiled.as_text())),
+        "wire_reports": reports(run, config, lowered, compiled, method or "exact"),
+        "versions": _versions(),
+    }
+
+
+def mean_loss(metrics: dict[str, float]) -> float:
+    """Return the loss of one step, with DiLoCo the mean over the replicas."""
+    islands = [value for name, value in metrics.items() if "loss_island" in name]
+    return float(np.mean(islands)) if islands else metrics["learning/loss"]
+
+
+def _record_programs() -> list[tuple[Any, Any, float]]:
+    """Return a list that gets all programs that are compiled ahead of their call from now on."""
+    programs: list[tuple[Any, Any, float]] = []
+    compile_lowered = jax.stages.Lowered.compile
+
+    def recorded(lowered: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        compiled = compile_lowered(lowered, *args, **kwargs)
+        programs.append((lowered, compiled, time.perf_counter() - start))
+        return compiled
+
+    jax.stages.Lowered.compile = recorded  # type: ignore[method-assign, assignment]
+    return programs
+
+
+def reports(run: Run, config: Any, lowered: Any, compiled: Any, method: str) -> dict[str, Any]:
+    """Count the bytes of the gradients by `dq.wire_report`, and of an all-reduce in BF16.
+
+    MaxText sums gradients once for each micro-batch, and DiLoCo once for each fragment.
+    """
+    from flax import nnx
+    from maxtext.trainers.diloco import utils as diloco
+
+    state, shardings = lowered.args_info[0][0], compiled.input_shardings[0][0]
+    if run.axis == "diloco":
+        state, shardings = state.params, shardings.params
+    else:
+        state, shardings = (
+            nnx.filter_state(tree["model"], nnx.Param).to_pure_dict() for tree in (state, shardings)
+        )
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        shardings,
+    )
+    parts = [placed]
+    if run.axis == "diloco":
+        manipulator = diloco.FragmentedTreeManipulator.create(placed, config)
+        parts = [manipulator.get_flat_fragment(placed, number) for number in range(FRAGMENTS)]
+    found = [
+        dq.wire_report(
+            part,
+            run.axis,
+            mesh=jax.tree.leaves(shardings)[0].mesh,
+            method=method,
+            specs=jax.tree.map(lambda leaf: leaf.sharding, part),
+        )
+        for part in parts
+    ]
+    found *= config.gradient_accumulation_steps
+    return {
+        "bytes": sum(report.bytes_per_worker for report in found),
+        "exact_bytes": sum(report.exact_bytes for report in found),
+        "bf16_bytes": sum(report.bytes_per_worker * report.ratio_bf16 for report in found),
+        "coordinates": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(placed)),
+    }
+
+
+def sent(hlo: str) -> collections.Counter[str]:
+    """Count the bytes that each device sends to other workers in an optimized program.
+
+    Workers are halves of the devices. All branches of a conditional count: the fragments of
+    streaming DiLoCo are such branches.
+
+    Returns:
+      Bytes by dtype of collectives of one device of each worker, and under "joint" those of
+      collectives over more devices.
+    """
+    program = Program(hlo)
+
+    def count(name: str) -> collections.Counter[str]:
+        total: collections.Counter[str] = collections.Counter()
+        for line in program.computations[name].values():
+            total.update(_sent_by(line))
+            if line.opcode == "while":
+                inside = count(line.called("body"))
+                trips = int(line.attribute(r'known_trip_count":\{"n":"(\d+)"') or 0)
+                assert trips or not inside, line.name
+                total.update({key: trips * size for key, size in inside.items()})
+            for called in _called(line):
+                total.update(count(called))
+        return total
+
+    return count(program.entry)
+
+
+def _called(line: Instruction) -> Iterator[str]:
+    if line.opcode == "call":
+        yield line.called("to_apply")
+    if line.opcode == "conditional":
+        branches = line.attribute(r"branch_computations=\{([^}]*)\}")
+        yield from re.findall(r"[\w.\-]+", branches)
+        for role in ("true_computation", "false_computation"):
+            yield from filter(None, [line.called(role)])
+
+
+def _sent_by(line: Instruction) -> dict[str, int]:
+    """Return what one collective sends to other workers, by dtype."""
+    kind = line.opcode.removesuffix("-start")
+    share = {
+        "collective-permute": lambda size: 1,
+        "all-reduce": lambda size: 2 * (size - 1) / size,
+        "all-gather": lambda size: (size - 1) / size,
+        "all-to-all": lambda size: (size - 1) / size,
+        "reduce-scatter": lambda size: size - 1,  # of the result, which is a part
+    }.get(kind)
+    if share is None:
+        return {}
+    groups = np.array(_groups(line.attributes))
+    workers = groups // (NUM_DEVICES // NUM_WORKERS)
+    if (workers == workers[:, :1]).all():
+        return {}
+    dtype = line.type.lstrip("(").split("[")[0]  # of the first array
+    key = dtype if groups.shape[1] == NUM_WORKERS else "joint"
+    return {key: round(share(groups.shape[1]) * line.bytes)}
+
+
+def _groups(attributes: str) -> list[list[int]]:
+    """Return the devices of every group of a collective; those of a permutation are pairs."""
+    if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{.*?\})\}", attributes):
+        groups = re.findall(r"\{([\d,]*)\}", listed[1])
+        return [[int(device) for device in group.split(",")] for group in groups]
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        devices = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
+        last = [list(axes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
+        size = math.prod(devices.shape[axis] for axis in last)
+        return np.moveaxis(devices, last, range(-len(last), 0)).reshape(-1, size).tolist()
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    assert iota is not None, attributes
+    groups, shape, order = (
+        [int(n) for n in (part or "").split(",") if n] for part in iota.groups()
+    )
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    devices = devices.transpose(order) if order else devices
+    return devices.reshape(groups).tolist()
+
+
+def compare(row: dict[str, Any]) -> dict[str, Any]:
+    """Compare the two runs of a row, by all that workers send."""
+    exact, compressed = (row[kind] for kind in ("exact", "compressed"))
+    total = {
+        kind: sum(row[kind]["bytes_between_workers"].values()) for kind in ("exact", "compressed")
+    }
+    return {
+        "loss_difference": compressed["losses"][-1] - exact["losses"][-1],
+        "ratio_measured": total["exact"] / total["compressed"],
+        "ratio_bf16": exact["wire_reports"]["bf16_bytes"] / total["compressed"],
+    }
+
+
+def code_lines(source: str) -> dict[str, int]:
+    """Count the lines of a module that are code: of its functions, and of the rest."""
+    tree = ast.parse(source)
+    texts = set()  # lines of docstrings
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            assert node.end_lineno is not None
+            texts |= set(range(node.lineno, node.end_lineno + 1))
+    spaces = {tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT}
+    lines = {
+        token.start[0]
+        for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
+        if token.type not in spaces | {tokenize.ENDMARKER}
+    } - texts
+    counts = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            counts[node.name] = len(lines & set(range(node.lineno, node.end_lineno + 1)))
+    return counts | {"imports": len(lines) - sum(counts.values())}
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what trains, besides those of every result."""
+    return {name: metadata.version(name) for name in ("maxtext", "flax", "optax", "drjax")}
+
+
+def as_table(results: list[dict[str, Any]]) -> Table:
+    """Make a table with one line for each way to train."""
+    table = Table(title="MaxText, exact and through the library (here)")
+    table.add_column("run")
+    for heading in ("loss", "here", "bytes", "here", "of exact", "of BF16"):
+        table.add_column(heading, justify="right")
+    for row in results:
+        kinds = (row["exact"], row["compressed"])
+        table.add_row(
+            row["title"],
+            *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
+            *(f"{sum(kind['bytes_between_workers'].values()):,}" for kind in kinds),
+            f"1/{row['ratio_measured']:.2f}",
+            f"1/{row['ratio_bf16']:.2f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
