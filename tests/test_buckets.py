@@ -232,6 +232,21 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
 # ------------------------------------------------------------------------------ order of buckets
 
 
+def test_memory_beside_the_result_is_that_of_two_buckets(data_mesh):
+    """Of sixteen buckets, the first eight of which have codecs of their own."""
+    count, size = 16, 1 << 18
+    tree = {str(number): jax.ShapeDtypeStruct((size,), jnp.float32) for number in range(count)}
+    options = dq.Options(bucket_bytes=4 * size)
+
+    def mean(tree):
+        return dq.pmean(tree, "data", key=KEY, method=STOCHASTIC, options=options)
+
+    mapped = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
+    memory = jax.jit(mapped).lower(tree).compile().memory_analysis()
+    assert memory.output_size_in_bytes >= 4 * size * count
+    assert memory.temp_size_in_bytes <= memory.output_size_in_bytes + 2.5 * 4 * size
+
+
 @every_collective
 def test_a_bucket_waits_for_those_before_it(data_mesh, name):
     """One leaf needs the transfers of the buckets before its own, and of none behind: the last

@@ -151,6 +151,39 @@ def test_an_nnx_trainer_takes_it_as_its_loss(data_mesh):
     assert int(model.dropout.rngs.count[...]) == 6
 
 
+def test_nnx_maps_are_told_what_to_do(data_mesh):
+    """`nnx.value_and_grad` inside `nnx.shard_map` returns sums; after a split it does not."""
+    model, (x, y) = nnx.Linear(IN, OUT, rngs=nnx.Rngs(0)), batch()
+
+    def loss(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
+
+    def summed(model, x, y):
+        grads = nnx.grad(loss)(model, x, y)
+        return dq.pmean(grads, "data", key=jax.random.key(0))
+
+    def own(model, x, y):
+        graph, params = nnx.split(model)
+        varying = jax.lax.pcast(params, "data", to="varying")
+        grads = jax.grad(lambda params: loss(nnx.merge(graph, params), x, y))(varying)
+        return dq.pmean(grads, "data", key=jax.random.key(0), method=STOCHASTIC)
+
+    def over_workers(function):
+        whole = nnx.StateSharding({...: P()})
+        return nnx.shard_map(
+            function,
+            mesh=data_mesh(NUM_WORKERS),
+            in_specs=(whole, P("data"), P("data")),
+            out_specs=P(),
+        )
+
+    with pytest.raises(ValueError, match=r"already summed.*dq\.value_and_grad takes it as it is"):
+        over_workers(summed)(model, x, y)
+    grads = nnx.jit(over_workers(own))(model, x, y)["kernel"].get_value()
+    expected = nnx.grad(loss)(model, x, y)["kernel"].get_value()
+    assert 1e-7 < vnmse(grads, expected) < 1e-3
+
+
 class Stacked(nnx.Module):
     """Layers that share one variable, keys for each, and metadata that cannot be hashed."""
 

@@ -399,3 +399,18 @@ def test_a_state_of_several_workers():
     both = state._replace(step=state.step[0], method=jax.tree.map(lambda x: x[:, 0], state.method))
     with raises(ValueError, "state.method[0].residual has shape (2, 2048)", "method=P('data')"):
         jax.vmap(lambda g: reduce.update(g, both), axis_name="data")(GRADIENT)
+
+
+def test_an_axis_of_vmap_that_the_mesh_has_too():
+    """`spmd_axis_name` leaves the sum to the compiler, which knows nothing of codecs."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    replicas = jnp.ones((4, 4096))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"give the .* to dq\.mean_of_replicas"),
+    ):
+        jax.vmap(
+            lambda own: dq.pmean(own, "data", key=jax.random.key(0)),
+            axis_name="data",
+            spmd_axis_name="data",
+        )(replicas)

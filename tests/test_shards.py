@@ -272,6 +272,34 @@ def test_states_are_split_as_the_gradients_are():
         np.testing.assert_array_equal(second[name], again[name])
 
 
+def test_a_run_goes_on_alike_on_another_mesh_with_the_same_shards():
+    """Saved on data 2 x fsdp 4 and resumed where two axes make the same parts: the same bits."""
+    own, steps = of_workers(0, 2, 512 * 256).reshape(2, 512, 256), []
+    for mesh_name, spec in (
+        ("data 2 x fsdp 4", P("fsdp")),
+        ("data 2 x fsdp 2 x tensor 2", P(("fsdp", "tensor"))),
+    ):
+        reduce = dq.all_reduce_gradients(
+            "data", method=dq.methods.ErrorFeedback(inner=STOCHASTIC), specs=spec
+        )
+        over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+        how = {"mesh": mesh_of(mesh_name), "axis_names": {"data"}}
+
+        def local(own, state, reduce=reduce):
+            return reduce.update(own[0], state)
+
+        update = jax.jit(
+            jax.shard_map(local, in_specs=(P("data"), over_data), out_specs=(P(), over_data), **how)
+        )
+        if not steps:
+            init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **how))
+            _, state = update(own, init(jnp.zeros((512, 256))))
+            saved = jax.tree.map(np.asarray, state)
+        steps.append(update(own, saved))
+    for there, here in zip(*map(jax.tree.leaves, steps), strict=True):
+        np.testing.assert_array_equal(there, here)
+
+
 def test_types_say_how_leaves_are_split_over_explicit_axes():
     """Under JAX's default axis types no specs are needed, and results are split alike."""
     mesh = mesh_of("data 2 x fsdp 4", AxisType.Explicit)

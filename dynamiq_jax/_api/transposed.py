@@ -136,7 +136,7 @@ def cast_to_sum(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Differentiated:
-    """Which leaves of a tree are differentiated."""
+    """Flags of the leaves of a tree that are differentiated."""
 
     flags: tuple[bool, ...]
 

@@ -56,5 +56,7 @@ def reduce_unreduced(reduce: Callable[[Tree], Tree], tree: Tree, axis_name: Axis
 
 
 def _unreduced_axes(leaf: Any) -> set[str]:
+    if not isinstance(leaf, jax.Array):  # what is not one has an error of its own
+        return set()
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     return set(sharding.spec.unreduced) if sharding is not None else set()

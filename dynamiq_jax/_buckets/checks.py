@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax._buckets.shards import managed_axes
 from dynamiq_jax.methods import ChunkedMethod, Method
 from pallas_kernels import compat
 
@@ -24,7 +25,7 @@ def check_axis(name: Any, axis_name: Any) -> int:
             "or a tuple of names with the slowest link first, such as ('hosts', 'local')."
         )
     try:
-        return lax.axis_size(name)
+        size = lax.axis_size(name)
     except NameError:
         raise ValueError(
             f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
@@ -32,6 +33,13 @@ def check_axis(name: Any, axis_name: Any) -> int:
             f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
             "methods that carry no state."
         ) from None
+    if name in managed_axes(jax.sharding.get_abstract_mesh()):
+        raise ValueError(
+            f"axis_name={axis_name!r}: {name!r} is an axis of jax.vmap here, and one of the mesh "
+            "that the compiler manages. It would sum exactly, and save nothing. Take the vmap away "
+            "and give the stacked replicas to dq.mean_of_replicas, or use jax.shard_map."
+        )
+    return size
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:
@@ -84,7 +92,8 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
                 "parameters returns gradients that are summed over the axis, exactly and "
                 "uncompressed; summing again would make them n times too "
                 "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
-                f"{axis_name!r}, to='varying')."
+                f"{axis_name!r}, to='varying'). An nnx module is split into parameters first; "
+                "dq.value_and_grad takes it as it is."
             )
 
 

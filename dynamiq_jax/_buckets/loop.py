@@ -128,8 +128,8 @@ class _Sender:
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
         key = jax.random.fold_in(self.key, number)
-        for axis in bucket.split_over:  # errors of different shards differ
-            key = jax.random.fold_in(key, lax.axis_index(axis))
+        if bucket.split_over:  # errors of different shards differ, whatever axes number them
+            key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
         return self.operation.send(self.method, bucket, flat, key, state)
 
     def _flat(self, bucket: Bucket) -> Array:
