@@ -382,12 +382,26 @@ def compile_times() -> str:
     return _markdown(["workers", "`lax.pmean`", *(f"`dq.pmean`, {name}" for name in buckets)], rows)
 
 
+def big_models() -> str:
+    """Write compile times and memory of large programs: big_models.json."""
+    rows = []
+    for row in _results("big_models"):
+        if row["name"].startswith("dense"):
+            continue
+        compiled = "seconds" in row
+        gigabytes = f"{row['temporary_bytes'] / 1e9:.1f} GB" if compiled else ""
+        seconds = f"{row['seconds']:.0f} s" if compiled else f"{row['lower_seconds']:.0f} s"
+        rows.append([row["name"], seconds, gigabytes])
+    return _markdown(["program", "time of one core", "temporary memory"], rows)
+
+
 def environments() -> str:
     """Write command, date, hardware and versions of every result file."""
     commands = {
         "allocation": "python -m benchmarks.allocation",
         "aot_h200": "python -m benchmarks.aot_h200",
         "aot_tpu": "python -m benchmarks.aot_tpu",
+        "big_models": "python -m benchmarks.big_models",
         "codec": "python -m benchmarks.codec",
         "checkpoint_loading": "python -m benchmarks.checkpoint_loading",
         "compare_decoder": "dynamiq-jax compare",
@@ -399,6 +413,7 @@ def environments() -> str:
         "executed_ptx": "",  # made by an interpreter that is not in this repository
         "error_law": "python -m benchmarks.error_law",
         "final_loss": "python -m benchmarks.final_loss",
+        "maxtext": "python -m benchmarks.trainers.maxtext",
         "paper_tables": "python -m benchmarks.paper_tables",
         "rate_distortion": "python -m benchmarks.rate_distortion",
         "time_to_accuracy": "python -m benchmarks.time_to_accuracy",
@@ -437,6 +452,7 @@ _ALL = (
     executed,
     executed_reasons,
     compile_times,
+    big_models,
     environments,
 )
 TABLES = {function.__name__: function for function in _ALL}
