@@ -17,8 +17,8 @@ from pallas_kernels.codec.ordering import LocalRows, Places
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import decode_rows, encode_rows, l2_norm
-from pallas_kernels.compat import match_varying
 from pallas_kernels.row_blocks import block_rows, for_each_block
+from pallas_kernels.schedule import zeros_after
 
 # Sums of 256 squares in this range are as precise as those of scaled values: nothing overflows, and
 # what underflows is too small to count.
@@ -37,8 +37,7 @@ def statistics(rows: Array) -> Array:
         block = lax.dynamic_slice_in_dim(rows, first, count).astype(jnp.float32)
         return lax.dynamic_update_slice_in_dim(norms, _norms(block), first, axis=0)
 
-    empty = match_varying(jnp.zeros(rows.shape[0], jnp.float32), rows)
-    return for_each_block(rows.shape[0], step, empty)
+    return for_each_block(rows.shape[0], step, zeros_after(rows, rows.shape[:1], jnp.float32))
 
 
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
@@ -65,13 +64,13 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
         return planes, group_bytes, super_bits
 
     rows = layout.rows_per_chunk
+    given = payloads if len(payloads) else local.rows
     empty = (
-        jnp.zeros((layout.units + block_rows(rows), bit_planes.UNIT), jnp.uint8),
-        jnp.zeros((rows, layout.groups), jnp.uint8),
-        jnp.zeros((rows,), jnp.uint16),
+        zeros_after(given, (layout.units + block_rows(rows), bit_planes.UNIT), jnp.uint8),
+        zeros_after(given, (rows, layout.groups), jnp.uint8),
+        zeros_after(given, (rows,), jnp.uint16),
     )
-    like = payloads if len(payloads) else local.rows
-    planes, *scales = for_each_block(rows, step, match_varying(empty, like))
+    planes, *scales = for_each_block(rows, step, empty)
     return layout.message(planes[: layout.units], *scales)
 
 
@@ -85,8 +84,8 @@ def decompress_accumulate(
     def step(first: Index, count: int, sums: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(sums, values(first, count), first, axis=0)
 
-    empty = jnp.zeros((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32)
-    return for_each_block(layout.rows_per_chunk, step, match_varying(empty, payloads))
+    empty = zeros_after(payloads, (layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32)
+    return for_each_block(layout.rows_per_chunk, step, empty)
 
 
 def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
@@ -107,8 +106,8 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
 
         return for_each_block(rows_per_chunk, step, decoded)
 
-    empty = jnp.zeros((num_chunks * rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32)
-    return lax.fori_loop(0, num_chunks, chunk_step, match_varying(empty, payloads))
+    empty = zeros_after(payloads, (num_chunks * rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32)
+    return lax.fori_loop(0, num_chunks, chunk_step, empty)
 
 
 def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -> _RowsAt:

@@ -219,6 +219,21 @@ def test_every_device_sends_its_own_shards(form, mesh_name):
     assert beside[0] <= 1.05 * beside[1] + 64
 
 
+@pytest.mark.parametrize(
+    ("form", "mesh_name"), [case for case in CASES if method_of(case[1]) is STOCHASTIC]
+)
+def test_a_step_needs_hardly_more_memory_than_an_exact_one(form, mesh_name):
+    """Without activations, so that gradients are all that counts. `benchmarks.big_models` has the
+    default, and activations.
+    """
+    exact_form = "exact without map" if form == "data_parallel" else "exact"
+    ours, theirs = (
+        compiled(name, mesh_name).memory_analysis().temp_size_in_bytes
+        for name in (form, exact_form)
+    )
+    assert ours <= 1.15 * theirs
+
+
 @pytest.mark.parametrize(("form", "mesh_name"), CASES)
 def test_gradients_are_those_of_the_whole_batch_and_the_same_on_all_workers(form, mesh_name):
     mesh = mesh_of(mesh_name)

@@ -20,6 +20,7 @@ from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan
 from dynamiq_jax.methods import Method, Reduced, State
 from pallas_kernels import compat
+from pallas_kernels.schedule import never
 
 States = tuple[State, ...]  # of a method, for every bucket
 
@@ -84,14 +85,11 @@ def after(token: Array | None, flat: Array) -> Array:
     """Delay `flat` until `token` is available.
 
     So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
-    or has them all wait for one, and none is left to run under the backward pass. XLA removes
-    `lax.optimization_barrier` before it does so, and does not find that this comparison is always
-    true.
+    or has them all wait for one, and none is left to run under the backward pass.
     """
     if token is None or not compat.varying_axes(token) <= compat.varying_axes(flat):
         return flat
-    bits = lax.bitcast_convert_type(token[0].astype(jnp.float32), jnp.uint32)
-    return jnp.where((bits & 255) >> 8 == 0, flat, jnp.zeros_like(flat))
+    return jnp.where(never(token), jnp.zeros_like(flat), flat)
 
 
 @dataclasses.dataclass(frozen=True)

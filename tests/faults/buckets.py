@@ -62,10 +62,10 @@ FAULTS = (
         ("tests/test_buckets.py",),
     ),
     Fault(
-        "the compiler sees that the wait is a comparison which is always true",
-        "dynamiq_jax/_buckets/loop.py",
-        "(bits & 255) >> 8 == 0",
-        "bits >= 0",
+        "the compiler sees that the wait is a comparison which is always false",
+        "pallas_kernels/schedule.py",
+        "(bits.astype(jnp.uint32) & 255) >> 8 != 0",
+        "bits.astype(jnp.uint32) < 0",
         ("tests/test_buckets.py",),
     ),
     Fault(
