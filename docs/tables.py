@@ -395,6 +395,23 @@ def big_models() -> str:
     return _markdown(["program", "time of one core", "temporary memory"], rows)
 
 
+def maxtext() -> str:
+    """Write losses and bytes of MaxText: maxtext.json."""
+    rows = []
+    for row in _results("maxtext"):
+        kinds = row["exact"], row["compressed"]
+        rows.append(
+            [
+                row["title"],
+                *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
+                *(f"{sum(kind['bytes_between_workers'].values()):,}" for kind in kinds),
+                f"{row['ratio_bf16']:.2f}",
+            ]
+        )
+    headings = "run", "loss, exact", "compressed", "bytes, exact", "compressed", "fewer than BF16"
+    return _markdown(list(headings), rows)
+
+
 def environments() -> str:
     """Write command, date, hardware and versions of every result file."""
     commands = {
@@ -453,6 +470,7 @@ _ALL = (
     executed_reasons,
     compile_times,
     big_models,
+    maxtext,
     environments,
 )
 TABLES = {function.__name__: function for function in _ALL}
