@@ -404,7 +404,7 @@ def maxtext() -> str:
             [
                 row["title"],
                 *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
-                *(f"{sum(kind['bytes_between_workers'].values()):,}" for kind in kinds),
+                *(f"{sum(kind['bytes_between_workers'].values()):,.0f}" for kind in kinds),
                 f"{row['ratio_bf16']:.2f}",
             ]
         )

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from benchmarks.mesh_bytes import sent_by_axes
 from tests.support.gradients import of_workers, vnmse
-from tests.support.mesh_bytes import sent_by_axes
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
 KEY = jax.random.key(3)

@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from benchmarks.mesh_bytes import sent_by_axes
 from tests.support.gradients import vnmse
-from tests.support.mesh_bytes import sent_by_axes
 from tests.support.workers import STOCHASTIC
 
 KEY = jax.random.key(0)

@@ -9,19 +9,16 @@ MaxText; compressed runs call `maxtext_hook` before. Bytes are those of the comp
 
 import argparse
 import ast
-import collections
 import dataclasses
 import inspect
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import tokenize
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,9 +31,9 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
-from benchmarks.hlo_costs import Instruction, Program
+from benchmarks.mesh_bytes import sent_by_axes
 
-NUM_DEVICES, NUM_WORKERS, FRAGMENTS = 8, 2, 3
+NUM_DEVICES, FRAGMENTS = 8, 3
 MODEL: dict[str, Any] = {
     "base_emb_dim": 128,
     "base_mlp_dim": 256,
@@ -201,10 +198,17 @@ def train_here(run: Run, method: str, steps: int) -> dict[str, Any]:
         "losses": [mean_loss(line) for line in lines],
         "step_seconds": float(np.median([line["perf/step_time_seconds"] for line in lines[2:]])),
         "compile_seconds": compile_seconds,
-        "bytes_between_workers": dict(sent(compiled.as_text())),
+        "bytes_between_workers": between_workers(run, compiled),
         "wire_reports": reports(run, config, lowered, compiled, method or "exact"),
         "versions": _versions(),
     }
+
+
+def between_workers(run: Run, compiled: Any) -> dict[str, float]:
+    """Count the bytes that each device sends over the axis of the workers, alone or with others."""
+    mesh = jax.tree.leaves(compiled.input_shardings[0][0])[0].mesh
+    sent = sent_by_axes(compiled.as_text(), mesh)
+    return {", ".join(axes): size for axes, size in sent.items() if run.axis in axes}
 
 
 def mean_loss(metrics: dict[str, float]) -> float:
@@ -271,86 +275,6 @@ def reports(run: Run, config: Any, lowered: Any, compiled: Any, method: str) -> 
     }
 
 
-def sent(hlo: str) -> collections.Counter[str]:
-    """Count the bytes that each device sends to other workers in an optimized program.
-
-    Workers are halves of the devices. All branches of a conditional count: the fragments of
-    streaming DiLoCo are such branches.
-
-    Returns:
-      Bytes by dtype of collectives of one device of each worker, and under "joint" those of
-      collectives over more devices.
-    """
-    program = Program(hlo)
-
-    def count(name: str) -> collections.Counter[str]:
-        total: collections.Counter[str] = collections.Counter()
-        for line in program.computations[name].values():
-            total.update(_sent_by(line))
-            if line.opcode == "while":
-                inside = count(line.called("body"))
-                trips = int(line.attribute(r'known_trip_count":\{"n":"(\d+)"') or 0)
-                assert trips or not inside, line.name
-                total.update({key: trips * size for key, size in inside.items()})
-            for called in _called(line):
-                total.update(count(called))
-        return total
-
-    return count(program.entry)
-
-
-def _called(line: Instruction) -> Iterator[str]:
-    if line.opcode == "call":
-        yield line.called("to_apply")
-    if line.opcode == "conditional":
-        branches = line.attribute(r"branch_computations=\{([^}]*)\}")
-        yield from re.findall(r"[\w.\-]+", branches)
-        for role in ("true_computation", "false_computation"):
-            yield from filter(None, [line.called(role)])
-
-
-def _sent_by(line: Instruction) -> dict[str, int]:
-    """Return what one collective sends to other workers, by dtype."""
-    kind = line.opcode.removesuffix("-start")
-    share = {
-        "collective-permute": lambda size: 1,
-        "all-reduce": lambda size: 2 * (size - 1) / size,
-        "all-gather": lambda size: (size - 1) / size,
-        "all-to-all": lambda size: (size - 1) / size,
-        "reduce-scatter": lambda size: size - 1,  # of the result, which is a part
-    }.get(kind)
-    if share is None:
-        return {}
-    groups = np.array(_groups(line.attributes))
-    workers = groups // (NUM_DEVICES // NUM_WORKERS)
-    if (workers == workers[:, :1]).all():
-        return {}
-    dtype = line.type.lstrip("(").split("[")[0]  # of the first array
-    key = dtype if groups.shape[1] == NUM_WORKERS else "joint"
-    return {key: round(share(groups.shape[1]) * line.bytes)}
-
-
-def _groups(attributes: str) -> list[list[int]]:
-    """Return the devices of every group of a collective; those of a permutation are pairs."""
-    if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{.*?\})\}", attributes):
-        groups = re.findall(r"\{([\d,]*)\}", listed[1])
-        return [[int(device) for device in group.split(",")] for group in groups]
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
-        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        devices = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
-        last = [list(axes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
-        size = math.prod(devices.shape[axis] for axis in last)
-        return np.moveaxis(devices, last, range(-len(last), 0)).reshape(-1, size).tolist()
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    assert iota is not None, attributes
-    groups, shape, order = (
-        [int(n) for n in (part or "").split(",") if n] for part in iota.groups()
-    )
-    devices = np.arange(math.prod(shape)).reshape(shape)
-    devices = devices.transpose(order) if order else devices
-    return devices.reshape(groups).tolist()
-
-
 def compare(row: dict[str, Any]) -> dict[str, Any]:
     """Compare the two runs of a row, by all that workers send."""
     exact, compressed = (row[kind] for kind in ("exact", "compressed"))
@@ -402,7 +326,7 @@ def as_table(results: list[dict[str, Any]]) -> Table:
         table.add_row(
             row["title"],
             *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
-            *(f"{sum(kind['bytes_between_workers'].values()):,}" for kind in kinds),
+            *(f"{sum(kind['bytes_between_workers'].values()):,.0f}" for kind in kinds),
             f"1/{row['ratio_measured']:.2f}",
             f"1/{row['ratio_bf16']:.2f}",
         )
