@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dynamiq_jax._api.arguments import DIFFERENTIATED, Roles, Signature, alone, by_position
 from dynamiq_jax._api.collectives import pmean, refuse_state
-from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over
+from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
 from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._buckets.options import Options, resolve
 from dynamiq_jax.methods import DynamiQ, Method
@@ -130,9 +130,7 @@ def _run(
             key=key,
             method=work.how.method,
             topology=work.how.topology,
-            specs=None
-            if specs is None
-            else alone(jax.tree.unflatten(jax.tree.structure(trees), specs)),
+            specs=specs_like(trees, specs),
             options=work.how.options,
         )
         means = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.dtypes.float0]

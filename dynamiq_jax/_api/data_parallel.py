@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, alone, by_position
 from dynamiq_jax._api.collectives import refuse_state
 from dynamiq_jax._api.transposed import cast_to_sum
-from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over
+from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.fingerprint import word_of
 from dynamiq_jax._buckets.operations import AllReduce
@@ -110,14 +110,13 @@ def _run(
     def local(arrays: dict[str, list[Any]], _: tuple[()]) -> tuple[Any, list[Any]]:
         operation = AllReduce(find_axes(work.axis_name))
         trees = signature.differentiated(arrays)
-        split = None if specs is None else jax.tree.unflatten(jax.tree.structure(trees), specs)
         own = cast_to_sum(
             operation,
             alone(trees),
             key=None,
             salt=word_of(arrays[SPLIT], work.names),
             how=work.how,
-            specs=split and alone(split),
+            specs=specs_like(trees, specs),
         )
         floating = [
             leaf for leaf in jax.tree.leaves(own) if jnp.issubdtype(leaf.dtype, jnp.floating)

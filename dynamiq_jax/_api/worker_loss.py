@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._api import modules
-from dynamiq_jax._api.arguments import DIFFERENTIATED, SPLIT, Roles, Signature, sort
+from dynamiq_jax._api.arguments import DIFFERENTIATED, SPLIT, Roles, Signature, alone, sort
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.shards import context_or_automatic, is_explicit, leaf_specs
@@ -166,6 +166,11 @@ class WorkerLoss:
                     "or trim the batch, or list the argument in replicated_argnums or "
                     "replicated_argnames."
                 )
+
+
+def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
+    """Return specs with the structure of the differentiated trees, or of the only one."""
+    return None if specs is None else alone(jax.tree.unflatten(jax.tree.structure(trees), specs))
 
 
 def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
