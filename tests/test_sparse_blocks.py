@@ -189,7 +189,7 @@ def test_a_sum_needs_no_state():
 @pytest.mark.parametrize("many", (254, 255, 256, 300))
 def test_counts_of_very_many_workers_are_no_sign_of_nan(many):
     """Votes are bytes, of which one value means not finite: without room, such blocks are NaN."""
-    run = simulated(lambda _, blocks: OMNI.scores(blocks, Axis("data", many)))
+    run = simulated(lambda _, blocks: OMNI.scores(blocks, Axis("data", many), KEY))
     blocks = np.ones((many, 2, BLOCK), np.float32)
     blocks[1:, 1] = 0
     np.testing.assert_array_equal(run(KEY, blocks), np.tile((min(many, 254), 1), (many, 1)))

@@ -69,8 +69,10 @@ PRESETS: dict[str, Callable[[], Method]] = {
     "qgz": BlockInt.qgz,
     "equarx": BlockInt.equarx,
 }
-# Methods around another one, WRAPPER+METHOD.
-WRAPPERS: dict[str, type[ErrorFeedback]] = {"ef": ErrorFeedback}
+# Methods around another one, their field `inner`: WRAPPER+METHOD.
+WRAPPERS: dict[str, Callable[..., Method]] = {
+    "ef": ErrorFeedback,
+}
 
 
 def resolve_method(method: Method | str) -> Method:
@@ -93,5 +95,6 @@ def resolve_method(method: Method | str) -> Method:
         return WRAPPERS[wrapper](inner=made) if plus else made
     raise ValueError(
         f"method={method!r} is not known. Give a method such as dq.DynamiQ(bits=5.0), or one of "
-        f"{sorted(known)}, such as 'dynamiq:5', or 'ef+' and one of these for error feedback."
+        f"{sorted(known)}, such as 'dynamiq:5'. One of {sorted(WRAPPERS)} and '+' before it "
+        "wraps it: 'ef+' and a method is error feedback."
     )

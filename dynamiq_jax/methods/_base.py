@@ -98,6 +98,14 @@ class Method(abc.ABC):
         return False
 
     @property
+    def sums_applied(self) -> bool:
+        """True if the sum loses nothing of what the workers applied: hops do not round.
+
+        `Reduced.applied` of all workers then adds up to `Reduced.total`, but for float32.
+        """
+        return False
+
+    @property
     def granule(self) -> int:
         """Coordinates that belong together: a bucket is split between workers in multiples."""
         return SUPER_GROUP_SIZE

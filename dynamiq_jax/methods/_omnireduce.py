@@ -67,7 +67,7 @@ class OmniReduce(SparseBlocks):
         return axis.owners_bytes(_packed_rows(share) * packing.row_bytes(_REQUEST_BITS), share)
 
     @override
-    def scores(self, blocks: Array, axis: Axis) -> Array:
+    def scores(self, blocks: Array, axis: Axis, key: Array) -> Array:
         """Count the workers that request each block."""
         requests = self._requests(blocks)
         share = -(-requests.size // axis.size)

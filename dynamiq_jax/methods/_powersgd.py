@@ -66,6 +66,11 @@ class PowerSGD(Method):
     def is_stateful(self) -> bool:
         return True
 
+    @property
+    @override
+    def sums_applied(self) -> bool:
+        return self.inner.sums_applied
+
     @override
     def wire_cost(self, call: Call) -> WireCost:
         # A payload is one chunk of each of the two messages.
@@ -73,10 +78,7 @@ class PowerSGD(Method):
         first = sum(piece.rows * self.rank if piece.columns else piece.size for piece in pieces)
         second = sum(piece.columns * self.rank for piece in pieces)
         costs = [self.inner.wire_cost(call.of_size(size)) for size in (first, second) if size]
-        return WireCost(
-            payload_bytes=sum(cost.payload_bytes for cost in costs),
-            statistics_bytes=sum(cost.statistics_bytes for cost in costs),
-        )
+        return sum(costs, WireCost(0))
 
     @override
     def init_state(self, call: Call) -> tuple[Array, ...]:

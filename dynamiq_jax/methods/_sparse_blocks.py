@@ -8,6 +8,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,6 +20,27 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE, rank
 from pallas_kernels.compat import override
 
 NOT_FINITE = np.uint16(0x7F80)  # scores from here on: blocks that hold NaN or Inf
+_SCORES = 0x73636F72  # folded into the key of scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Some of the blocks of a bucket."""
+
+    places: Array  # int32 [room]
+
+    @staticmethod
+    def best(scores: Array, room: int) -> "Chosen":
+        """Choose the blocks with the highest scores, uint16 [blocks] below 2^15."""
+        return Chosen(rank(scores)[0][:room])
+
+    def take(self, blocks: Array) -> Array:
+        """Return the chosen ones of [blocks, ...]: [room, ...]."""
+        return blocks.at[self.places].get(unique_indices=True, mode="promise_in_bounds")
+
+    def put(self, chosen: Array, blocks: Array) -> Array:
+        """Replace the chosen ones of [blocks, ...] by [room, ...]."""
+        return blocks.at[self.places].set(chosen, unique_indices=True, mode="promise_in_bounds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +73,10 @@ class SparseBlocks(Method):
         """Return the bytes that each worker sends for the scores."""
 
     @abc.abstractmethod
-    def scores(self, blocks: Array, axis: Axis) -> Array:
+    def scores(self, blocks: Array, axis: Axis, key: Array) -> Array:
         """Score blocks, float [num_blocks, block_size].
+
+        The key is the same on all workers, and not the one of the rounding noise.
 
         Returns:
           uint16 [num_blocks] below 2^15, the same on all workers; NOT_FINITE or more for blocks in
@@ -69,9 +93,13 @@ class SparseBlocks(Method):
 
     def cost_of(self, room: int, call: Call) -> WireCost:
         """Return the bytes of a bucket of which `room` blocks are summed."""
-        cost = self.inner.wire_cost(call.of_size(room * self.block_size))
-        scores_bytes = self.scores_bytes(self.num_blocks(call.size), call.axis)
-        return WireCost(cost.payload_bytes, cost.statistics_bytes + scores_bytes)
+        scores = WireCost(0, self.scores_bytes(self.num_blocks(call.size), call.axis))
+        return self.inner.wire_cost(call.of_size(room * self.block_size)) + scores
+
+    @property
+    @override
+    def sums_applied(self) -> bool:
+        return self.inner.sums_applied
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
@@ -81,19 +109,16 @@ class SparseBlocks(Method):
     def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
         room = self.num_chosen(call)
         blocks = as_chunks(flat, 1, self.block_size).reshape(-1, self.block_size)
-        scores = self.scores(blocks, call.axis)
-        order, _ = rank(scores)
-        places = order[:room]
-        best = blocks.at[places].get(unique_indices=True, mode="promise_in_bounds")
-        wanted = scores.at[places].get(unique_indices=True, mode="promise_in_bounds") > 0
+        scores = self.scores(blocks, call.axis, jax.random.fold_in(key, _SCORES))
+        chosen = Chosen.best(scores, room)
+        wanted = chosen.take(scores) > 0
+        best = chosen.take(blocks)
         values = jnp.where(wanted[:, None], best, jnp.zeros((), best.dtype)).reshape(-1)
 
         def put_back(values: Array, others: Array) -> Array:
-            """Place the values of the chosen blocks, and fill the others with `others`."""
-            filled = jnp.broadcast_to(others[:, None], (others.size, self.block_size))
-            rows = values.reshape(room, -1)
-            filled = filled.at[places].set(rows, unique_indices=True, mode="promise_in_bounds")
-            return filled.reshape(-1)[: call.size]
+            """Place the values of the chosen blocks; all of another block is its `others`."""
+            others = jnp.broadcast_to(others[:, None], blocks.shape)
+            return chosen.put(values.reshape(room, -1), others).reshape(-1)[: call.size]
 
         reduced = self.inner.all_reduce(values, call.of_size(values.size), key, ())
         not_finite = jnp.where(scores >= NOT_FINITE, np.float32(np.nan), np.float32(0))

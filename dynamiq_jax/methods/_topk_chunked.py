@@ -61,7 +61,7 @@ class TopKChunked(SparseBlocks):
         return norms.combined_bytes(num_blocks + -num_blocks % axis.size, axis)
 
     @override
-    def scores(self, blocks: Array, axis: Axis) -> Array:
+    def scores(self, blocks: Array, axis: Axis, key: Array) -> Array:
         """Compute norms over all workers, as bits of bfloat16.
 
         A norm that leaves the range of float32 counts as not finite.

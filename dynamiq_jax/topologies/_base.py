@@ -91,6 +91,14 @@ class FixedTopology(Topology):
         return 1
 
     @property
+    def has_static_turns(self) -> bool:
+        """True if the turn of each hop is an integer, one less than the workers in its sum.
+
+        Payloads of different turns may then have different shapes.
+        """
+        return False
+
+    @property
     def is_far(self) -> bool:
         """True if workers send to others than their neighbors, across the whole network."""
         return True
@@ -133,7 +141,12 @@ class FixedTopology(Topology):
         They are the statistics, the payloads of `payloads_scattered`, and as many to gather the
         sums.
         """
-        return cost.statistics_bytes + 2 * self.payloads_scattered(num_workers) * cost.payload_bytes
+        gathered = self.payloads_scattered(num_workers) * cost.payload_bytes
+        return cost.statistics_bytes + self.bytes_scattered(cost, num_workers) + gathered
+
+    def bytes_scattered(self, cost: WireCost, num_workers: int) -> int:
+        """Return the bytes of the payloads that each worker sends up to the arrivals."""
+        return self.payloads_scattered(num_workers) * cost.payload_bytes - cost.saved_bytes
 
     def all_reduce(self, codec: ChunkCodec, axis: Axis) -> Gathered:
         """Run everything up to the payloads of all sums, on all workers."""

@@ -97,8 +97,8 @@ def predict(
       network: links between the workers.
       codec: the method's speed.
     """
-    scattered = topology.payloads_scattered(num_workers) * cost.payload_bytes
-    gathered = scattered + cost.statistics_bytes
+    scattered = topology.bytes_scattered(cost, num_workers)
+    gathered = topology.bytes_sent(cost, num_workers) - scattered
     far = network.oversubscription if topology.is_far else 1.0
     steps = topology.steps(num_workers)
     statistics_steps = 1 + _library_steps(num_workers) if cost.statistics_bytes else 0

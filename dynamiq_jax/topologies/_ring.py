@@ -1,6 +1,7 @@
 """Ring: n - 1 exchanges between neighbors, each of which adds a worker to the partial sum."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from jax import Array, lax
@@ -57,6 +58,11 @@ class Ring(FixedTopology):
 
     @property
     @override
+    def has_static_turns(self) -> bool:
+        return self.unroll
+
+    @property
+    @override
     def is_far(self) -> bool:
         return False
 
@@ -73,12 +79,8 @@ class _Direction:
 
     def walk(self, turns: int) -> Payload:
         """Return the payload after `turns` compressions, of the values of as many workers."""
-        return lax.fori_loop(
-            1,
-            turns,
-            lambda turn, sent: self.hop(self.send(sent), turn),
-            self.start(),
-            unroll=self.unroll,
+        return _repeat(
+            turns, lambda turn, sent: self.hop(self.send(sent), turn), self.start(), self.unroll
         )
 
     def start(self) -> Payload:
@@ -109,12 +111,23 @@ def _walk_both(forward: _Direction, backward: _Direction) -> tuple[Payload, Payl
     While a payload of one direction is sent, the last one of the other is added to.
     """
 
-    def step(turn: Array, carry: tuple[Payload, Payload]) -> tuple[Payload, Payload]:
+    def step(turn: Index, carry: tuple[Payload, Payload]) -> tuple[Payload, Payload]:
         sent, received = carry
         arriving = forward.send(sent)
         returning = backward.send(backward.hop(received, turn))
         return forward.hop(arriving, turn), returning
 
     carry = forward.start(), backward.send(backward.start())
-    sent, received = lax.fori_loop(1, forward.axis.size - 1, step, carry, unroll=forward.unroll)
+    sent, received = _repeat(forward.axis.size - 1, step, carry, forward.unroll)
     return forward.send(sent), received
+
+
+def _repeat(
+    turns: int, step: Callable[[Index, Payload], Payload], carry: Payload, unroll: bool
+) -> Payload:
+    """Run `step` for the turns from 1 on; without a loop, each may change the shapes."""
+    if not unroll:
+        return lax.fori_loop(1, turns, step, carry)
+    for turn in range(1, turns):
+        carry = step(turn, carry)
+    return carry

@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "a report counts one pass",
         "dynamiq_jax/topologies/_base.py",
-        "cost.statistics_bytes + 2 * self.payloads_scattered(num_workers)",
-        "cost.statistics_bytes + self.payloads_scattered(num_workers)",
+        "return cost.statistics_bytes + self.bytes_scattered(cost, num_workers) + gathered",
+        "return cost.statistics_bytes + gathered",
         ("tests/test_wire_report.py::test_the_bits_are_those_asked_for",),
     ),
     Fault(
@@ -124,8 +124,8 @@ FAULTS = (
     Fault(
         "the second direction of a ring walks a step less",
         "dynamiq_jax/topologies/_ring.py",
-        "lax.fori_loop(1, forward.axis.size - 1, step, carry",
-        "lax.fori_loop(2, forward.axis.size - 1, step, carry",
+        "_repeat(forward.axis.size - 1, step, carry",
+        "_repeat(forward.axis.size - 2, step, carry",
         (
             "tests/test_topologies.py::test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once",
         ),
