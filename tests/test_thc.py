@@ -122,9 +122,8 @@ def sum_of_integers():
     def local(key, flat):
         # The key of the only bucket.
         codec = SMALL.bind(flat, call_on(SIZE, N), jax.random.fold_in(key, 0))
-        integers = lax.bitcast_convert_type(codec.encoded, jnp.int16)
-        total = lax.psum(integers.astype(jnp.int32), "data").astype(jnp.int16)
-        return codec.decode(lax.bitcast_convert_type(total, jnp.uint16), None), integers
+        total = lax.psum(codec.encoded.astype(jnp.int32), "data").astype(jnp.int16)
+        return codec.decode(total, None), codec.encoded
 
     return simulated(local)
 
@@ -223,9 +222,9 @@ def chain_of_hops(num_workers: int, bits: int):
     layout, signs = _Layout(chunk_size=256, num_chunks=1, block=256, width=width), jnp.ones(256)
 
     def run(integers):
-        words = lax.bitcast_convert_type(integers.astype(jnp.int16), jnp.uint16)
+        numbers = integers.astype(jnp.int16)
         codec = SummedChunks(
-            encoded=words[:1].reshape(1, 1, 256),
+            encoded=numbers[:1].reshape(1, 1, 256),
             decode=lambda sums, chunk: layout.as_values(sums, jnp.ones((1, 1)), signs),
             size=256,
             pack=layout.pack,
@@ -233,7 +232,7 @@ def chain_of_hops(num_workers: int, bits: int):
         )
         payload = codec.compress(0, 0)
         assert payload.size == layout.payload_bytes
-        for turn, mine in enumerate(words[1:], start=1):
+        for turn, mine in enumerate(numbers[1:], start=1):
             codec = dataclasses.replace(codec, encoded=mine.reshape(1, 1, 256))
             payload = codec.hop(payload[None], 0, turn)
         total = jnp.sum(integers.astype(jnp.int32), axis=0).astype(jnp.float32)
@@ -260,6 +259,87 @@ def test_workers_that_all_send_their_largest_integers_are_summed():
     spike[:, 5] = -2.0
     result = np.asarray(psum_with(THC(clamp=1.0))(KEY, spike))
     np.testing.assert_allclose(result, spike * np.float32(3), atol=1e-4)
+
+
+# --------------------------------------------------------------------------------- saturating sums
+
+
+def saturating(bits: int) -> THC:
+    return THC(block=BLOCK, sum_bits=bits)
+
+
+@functools.cache
+def decoded_integers(method: THC):
+    """Return a function of (key, values) to the integers of each worker, [n, SIZE], and to the
+    decoded sum of other integers, [SIZE].
+    """
+
+    def local(key, flat, sums):
+        codec = method.bind(flat, call_on(SIZE, N), jax.random.fold_in(key, 0))
+        return codec.encoded.reshape(-1), codec.decode(sums.reshape(codec.encoded.shape), None)
+
+    return simulated(local)
+
+
+def clipped(sums: np.ndarray, bits: int) -> np.ndarray:
+    return np.clip(sums, 1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
+
+
+@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
+@pytest.mark.parametrize("bits", (4, 5))
+def test_sums_saturate_once_a_hop_after_all_that_arrived(topology, bits):
+    """Bit for bit: partial sums on a ring, and the final one only, all to all."""
+    g = of_workers(0, N, SIZE)
+    zeros = np.zeros((N, SIZE), np.int16)
+    integers, _ = decoded_integers(saturating(bits))(KEY, g, zeros)
+    integers = np.asarray(integers, np.int32).reshape(N, N, -1)  # [worker, chunk, coordinate]
+    expected = []
+    for chunk in range(N):  # starts at the worker after it
+        mine = np.roll(integers[:, chunk], -(chunk + 1), axis=0)
+        total = mine[0]
+        for one in mine[1:]:
+            total = clipped(total + one, bits) if topology == "ring" else total + one
+        expected.append(clipped(total, bits))
+    assert np.abs(expected).max() == 2 ** (bits - 1) - 1
+    sums = np.tile(np.concatenate(expected).astype(np.int16), (N, 1))
+    _, decoded = decoded_integers(saturating(bits))(KEY, g, sums)
+    result = np.asarray(psum_with(saturating(bits), topology)(KEY, g))
+    np.testing.assert_array_equal(result.view(np.uint32), np.asarray(decoded).view(np.uint32))
+    assert not np.array_equal(result, psum_with(SMALL, topology)(KEY, g))
+
+
+@pytest.mark.parametrize("topology", ("ring", "butterfly", "all_to_all"))
+def test_sums_that_fit_are_those_of_enough_bits(topology):
+    """Norms are those of the first worker: the integers of the others are small."""
+    g = of_workers(1, N, SIZE) * np.float32([[1], [0.01], [0.02], [0.01]])
+    few, enough = (np.asarray(psum_with(m, topology)(KEY, g)) for m in (saturating(5), SMALL))
+    np.testing.assert_array_equal(few.view(np.uint32), enough.view(np.uint32))
+    assert (THC(sum_bits=5).wire_bits(N), SMALL.wire_bits(N)) == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "agreement", "errors"),
+    (
+        (8, 0.0, {7: 0.0235, 6: 0.0235, 5: 0.040, 4: 0.28}),
+        (8, 0.5, {7: 0.0055, 6: 0.023, 5: 0.195, 4: 0.50}),
+        (64, 0.0, {10: 0.0238, 8: 0.0238, 7: 0.0248, 6: 0.12}),
+        (64, 0.5, {10: 0.0012, 9: 0.0117, 8: 0.151, 7: 0.42}),
+    ),
+)
+def test_the_error_of_sums_that_saturate(num_workers, agreement, errors):
+    """Normal coordinates, against integers that were added in NumPy. There, the grid was that of one
+    worker's norm. Here it is that of the largest norm, wider by 2 % of 8 workers and 3 % of 64.
+    """
+    size, widening = 256 * 1024, {8: 1.02, 64: 1.03}[num_workers]
+    rng = np.random.default_rng(0)
+    common = rng.standard_normal(size, np.float32) * math.sqrt(agreement)
+    g = rng.standard_normal((num_workers, size), np.float32) * math.sqrt(1 - agreement) + common
+    truth = g.sum(axis=0, dtype=np.float64)
+    for bits, error in errors.items():
+        sum_bits = None if bits == max(errors) else bits
+        method = THC(sum_bits=sum_bits, block=4096, clamp=2.5 / widening)
+        assert method.wire_bits(num_workers) == bits
+        assert vnmse(psum_with(method)(KEY, g)[0], truth) == pytest.approx(error, rel=0.1)
 
 
 # -------------------------------------------------------------------------------------- the error
@@ -415,6 +495,13 @@ def test_impossible_bits(bits):
 def test_impossible_block(block):
     with pytest.raises(ValueError, match=r"block=.* is not possible. Give one of \(256, .*1048576"):
         THC(block=block)
+
+
+@pytest.mark.parametrize("bits", (3, 17, 5.0, "7"))
+def test_impossible_bits_of_a_sum(bits):
+    """Fewer than those of one worker's integers would saturate what nothing was added to."""
+    with pytest.raises(ValueError, match=r"sum_bits=.* is not possible. Give .* from 4 to 16\."):
+        THC(sum_bits=bits)
 
 
 @pytest.mark.parametrize("clamp", (0, 0.5, 17, float("nan"), "2"))

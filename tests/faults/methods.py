@@ -295,6 +295,20 @@ FAULTS = (
         ("tests/test_thc.py",),
     ),
     Fault(
+        "sums saturate on one side more",
+        "dynamiq_jax/methods/_thc.py",
+        "jnp.clip(sums, -largest, largest)",
+        "jnp.clip(sums, -largest - 1, largest)",
+        ("tests/test_thc.py::test_sums_saturate_once_a_hop_after_all_that_arrived",),
+    ),
+    Fault(
+        "sums that saturate count as those of what workers applied",
+        "dynamiq_jax/methods/_thc.py",
+        "return self.sum_bits is None",
+        "return True",
+        ("tests/test_ef21m.py",),
+    ),
+    Fault(
         "workers scale with their own norms",
         "dynamiq_jax/methods/_thc.py",
         "lambda words: jnp.max(words, axis=0)",
