@@ -19,7 +19,7 @@ from jax import lax
 import dynamiq_jax as dq
 from dynamiq_jax.methods import THC, SummedChunks
 from dynamiq_jax.methods import _hadamard as hadamard
-from dynamiq_jax.methods._thc import _Layout, _norm_words
+from dynamiq_jax.methods._thc import Layout, _norm_words
 from dynamiq_jax.topologies import Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import sum_on_mesh
@@ -219,7 +219,7 @@ def chain_of_hops(num_workers: int, bits: int):
     sum that it should be.
     """
     width = THC(code_bits=bits).wire_bits(num_workers)
-    layout, signs = _Layout(chunk_size=256, num_chunks=1, block=256, width=width), jnp.ones(256)
+    layout, signs = Layout(chunk_size=256, num_chunks=1, block=256, width=width), jnp.ones(256)
 
     def run(integers):
         numbers = integers.astype(jnp.int16)
@@ -327,8 +327,8 @@ def test_sums_that_fit_are_those_of_enough_bits(topology):
     ),
 )
 def test_the_error_of_sums_that_saturate(num_workers, agreement, errors):
-    """Normal coordinates, against integers that were added in NumPy. There, the grid was that of one
-    worker's norm. Here it is that of the largest norm, wider by 2 % of 8 workers and 3 % of 64.
+    """Normal coordinates, against integers that were added in NumPy on the grid of one worker's
+    norm. That of the largest norm is wider: by 2 % for 8 workers and 3 % for 64.
     """
     size, widening = 256 * 1024, {8: 1.02, 64: 1.03}[num_workers]
     rng = np.random.default_rng(0)
@@ -474,7 +474,7 @@ def test_a_block_that_one_worker_leaves_empty_is_that_of_the_others():
 @pytest.mark.parametrize("size", (2048, 20_001, 100_000, 1_000_003))
 @pytest.mark.parametrize("topology", (Ring(), Ring(bidirectional=True)), ids=("ring", "two_way"))
 def test_padding_stays_small_and_blocks_large(size, topology):
-    layout = THC()._layout(call_on(size, 8, topology))
+    layout = THC().layout(call_on(size, 8, topology))
     assert layout.chunk_size == -(-size // topology.num_chunks(8))
     padded = layout.rows_per_chunk * 256
     assert 0 <= padded - layout.chunk_size <= max(layout.chunk_size / 16, 255)

@@ -82,9 +82,9 @@ class THC(ChunkedMethod):
         Raises:
           ValueError: sums need more than 16.
         """
-        bits = (2 * self._largest * num_workers).bit_length()
+        bits = (2 * self.largest * num_workers).bit_length()
         if bits > _MAX_WIRE_BITS:
-            most = (2**_MAX_WIRE_BITS - 1) // (2 * self._largest)
+            most = (2**_MAX_WIRE_BITS - 1) // (2 * self.largest)
             raise ValueError(
                 f"code_bits={self.code_bits} over {num_workers} workers need {bits} bits for a "
                 f"sum, and the wire has at most {_MAX_WIRE_BITS}. Use at most {most} workers, "
@@ -95,7 +95,7 @@ class THC(ChunkedMethod):
     @property
     def standard_deviations(self) -> float:
         """The clamp in use."""
-        return _clamp_of_least_error(self._largest) if self.clamp is None else self.clamp
+        return _clamp_of_least_error(self.largest) if self.clamp is None else self.clamp
 
     @property
     @override
@@ -104,7 +104,7 @@ class THC(ChunkedMethod):
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
-        layout = self._layout(call)
+        layout = self.layout(call)
         norms = 2 * call.num_chunks // call.num_workers * layout.blocks_per_chunk
         if call.collective == "all_gather":
             return WireCost(layout.payload_bytes, (call.num_workers - 1) * norms)
@@ -112,7 +112,7 @@ class THC(ChunkedMethod):
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> SummedChunks:
-        layout, local = self._layout(call), call.local_chunks(values.astype(jnp.float32))
+        layout, local = self.layout(call), call.local_chunks(values.astype(jnp.float32))
         blocks = layout.as_blocks(local.values)
         norms = _norm_words(blocks)
         if call.collective == "all_gather":
@@ -120,14 +120,14 @@ class THC(ChunkedMethod):
         else:  # as integers, whose order has NaN on top
             shares = norms.reshape(call.num_workers, -1)
             norms = call.axis.reduce_by_owners(shares, lambda words: jnp.max(words, axis=0))
-        step = np.float32(self.standard_deviations / self._largest / math.sqrt(layout.block))
+        step = np.float32(self.standard_deviations / self.largest / math.sqrt(layout.block))
         steps = scales.bfloat16_value(norms).reshape(layout.num_chunks, -1) * step
         mine = lax.dynamic_slice_in_dim(steps, local.first, len(local.values)).reshape(-1, 1)
         sign_key, noise_key = jax.random.split(key)
         signs = hadamard.random_signs(sign_key, layout.block)
         integers = _round(
             hadamard.rotate(blocks, signs) * scales.reciprocal(mine),
-            self._largest,
+            self.largest,
             call.axis.index,
             jax.random.bits(noise_key, (2,), jnp.uint32),
         )
@@ -146,22 +146,23 @@ class THC(ChunkedMethod):
         )
 
     @property
-    def _largest(self) -> int:
+    def largest(self) -> int:
         """Largest integer of one worker."""
         return 2 ** (self.code_bits - 1) - 1
 
-    def _layout(self, call: Call) -> "_Layout":
+    def layout(self, call: Call) -> "Layout":
+        """Return the static layout of a bucket."""
         chunk_size = -(-call.size // call.num_chunks)
         block = self.block
         while block > SUPER_GROUP_SIZE and -chunk_size % block > _MAX_PADDING * chunk_size:
             block //= 2
         # A gathered part is not a sum: its integers have the bits of one worker's.
         summands = 1 if call.collective == "all_gather" else call.num_workers
-        return _Layout(chunk_size, call.num_chunks, block, self.wire_bits(summands))
+        return Layout(chunk_size, call.num_chunks, block, self.wire_bits(summands))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
+class Layout:
     """All that is static about a bucket: chunks of whole blocks, blocks of whole rows of 256."""
 
     chunk_size: int  # coordinates of a chunk, before padding to blocks
