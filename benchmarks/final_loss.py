@@ -9,6 +9,7 @@ batches in the same order; a seed changes batches and rounding.
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,16 @@ class Config:
         "powersgd",
         "ef+powersgd",
         "omnireduce",
+        "ef+topk_chunked:2",
+        "ef+arc_top_k:2",
+        "ef+arc_top_k:4",
+        "ef21m+arc_top_k:4:inner=exact",
+        "ef+split_sketch:2",
+        "ef+split_sketch:4",
+        "ef+marsit",
+        "gc+marsit",
+        "entropy_coded:agreement=0.1",
+        "thc:sum_bits=5",
     )
     topology: str = "ring"
     workers: int = 4
@@ -62,6 +73,7 @@ class Config:
     seeds: tuple[int, ...] = (0, 1, 2)
     pretrain_steps: int = 240
     save: bool = True  # write the result to benchmarks/results/final_loss.json
+    resume: bool = True  # take the losses of methods from there, if those of the first are the same
 
 
 def train_step(
@@ -122,28 +134,41 @@ def main(config: Config) -> None:
     shapes = jax.eval_shape(lambda: params)
     settings = [parse_setting(f"{name}:{config.topology}", "--methods") for name in config.methods]
     runs = functools.partial(final_loss, structure, params, corpora, config=config)
-    losses: dict[str, list[float]] = {name: [] for name in config.methods}
+    known = earlier_losses(config) if config.resume else {}
     results: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Fine-tuning", total=len(settings) * len(config.seeds))
-        for seed in config.seeds:
-            for name, setting in zip(config.methods, settings, strict=True):
-                losses[name].append(runs(setting=setting, seed=seed))
-                progress.advance(task)
-            exact = np.array(losses[config.methods[0]])
-            results = [
-                {
-                    "method": name,
-                    "bits": wire_bits(setting, shapes, config.workers),
-                    "losses": losses[name],
-                    "off": (np.array(losses[name]) / exact - 1).tolist(),
-                }
-                for name, setting in zip(config.methods, settings, strict=True)
-            ]
-            if config.save:  # after every seed: a run takes long
-                options = dataclasses.asdict(config) | {"seeds": config.seeds[: len(exact)]}
+        for name, setting in zip(config.methods, settings, strict=True):
+            losses = known.get(name, []) if results else []  # the first one is always run
+            for seed in config.seeds[len(losses) :]:
+                losses.append(runs(setting=setting, seed=seed))
+                progress.update(task, completed=len(config.seeds) * len(results) + len(losses))
+            if not results and losses != known.get(name):
+                known = {}  # another machine, or other versions
+            exact = np.array(results[0]["losses"] if results else losses)
+            bits = wire_bits(setting, shapes, config.workers)
+            off = (np.array(losses) / exact - 1).tolist()
+            results.append({"method": name, "bits": bits, "losses": losses, "off": off})
+            if config.save:  # after every method: a run takes long
+                done = config.methods[: len(results)]
+                options = dataclasses.asdict(config) | {"methods": done}
                 common.save("final_loss", options, results)
     console.print(as_table(results))
+
+
+def earlier_losses(config: Config) -> dict[str, list[float]]:
+    """Return method to losses of the result file, if its other options are the same."""
+    path = common.RESULTS / "final_loss.json"
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    ours = dataclasses.asdict(config) | {"seeds": list(config.seeds)}
+    for name in ("methods", "save", "resume"):
+        ours.pop(name)
+        found["config"].pop(name, None)
+    if found["config"] != ours:
+        return {}
+    return {row["method"]: row["losses"] for row in found["results"]}
 
 
 def wire_bits(setting: Setting, shapes: Any, workers: int) -> float:

@@ -78,7 +78,7 @@ def test_defaults_are_possible_and_compare_with_both_baselines():
         ("exact:5", ": '5' is not an option of exact"),
         ("dynamiq:bit=5", ": neither dynamiq nor ring has 'bit'.*'bits'"),
         ("psum:5", ": psum takes no options"),
-        ("ef+psum", ": psum takes no error feedback.*'psum'"),
+        ("ef+psum", ": psum takes no wrapper.*'psum'"),
         ("dynamiq:4:5", " gives 'bits' a second time"),
         ("dynamiq:bits=4:bits=5", " gives 'bits' a second time"),
         ("dynamiq:ring:butterfly", ": .'ring', 'butterfly'. are several topologies"),

@@ -9,12 +9,16 @@ import pytest
 import dynamiq_jax as dq
 from dynamiq_jax._core import naming
 from dynamiq_jax.methods import (
+    EF21M,
     METHODS,
     PRESETS,
     THC,
+    ARCTopK,
     BlockInt,
     ErrorFeedback,
     FlashCommunication,
+    GlobalCompensation,
+    Marsit,
     TopKChunked,
     resolve_method,
 )
@@ -73,6 +77,9 @@ def test_names_of_presets_are_those_of_their_constructors(name):
         ("ef+topk_chunked:2", ErrorFeedback(inner=TopKChunked(bits=2.0))),
         ("ef+paper:4", ErrorFeedback(inner=dq.DynamiQ.paper(bits=4.0))),
         ("ef+bf16", ErrorFeedback(inner=dq.BF16())),
+        ("ef+arc_top_k:1:inner=exact", ErrorFeedback(inner=ARCTopK(bits=1.0, inner=dq.Exact()))),
+        ("ef21m+thc", EF21M(inner=THC())),
+        ("gc+marsit", GlobalCompensation(inner=Marsit())),
     ),
 )
 def test_options_after_a_name_change_its_fields(text, method):
@@ -152,7 +159,9 @@ def test_something_that_is_neither_a_name_nor_a_method(other):
             r"rounding='up' is not possible\. Give one of \(None, 'correlated'",
         ),
         ("dynamiq:widths=[{[]}]", r"widths=.* is not a tuple"),
-        ("omnireduce:inner=bf16", r"inner='bf16' cannot sum blocks"),
+        ("omnireduce:inner=3", r"inner=3 cannot sum blocks"),
+        ("omnireduce:inner=bf17", r"method='bf17' is not known"),
+        ("ef21m+bf16", r"inner=BF16\(\) rounds"),
     ),
 )
 def test_errors_quote_the_text_and_say_what_to_give(text, says):

@@ -36,10 +36,14 @@ DEFAULTS = (
     "mxfp8",
     "mxint8",
     "thc",
+    "entropy_coded:agreement=0.1",
     "flash_communication:5",
     "omnireduce",
     "topk_chunked:5",
+    "arc_top_k:5",
+    "split_sketch:5",
     "powersgd",
+    "marsit",
 )
 
 

@@ -23,7 +23,13 @@ def field_names(factory: Callable[[], Any]) -> set[str]:
     return {field.name for field in dataclasses.fields(factory()) if field.init}
 
 
-def make(argument: str, text: str, known: Mapping[str, Callable[[], Any]], hint: str = "") -> Any:
+def make(
+    argument: str,
+    text: str,
+    known: Mapping[str, Callable[[], Any]],
+    hint: str = "",
+    named: Mapping[str, Callable[[str], Any]] | None = None,
+) -> Any:
     """Make an object with changed fields.
 
     Args:
@@ -31,6 +37,7 @@ def make(argument: str, text: str, known: Mapping[str, Callable[[], Any]], hint:
       text: a name that is known, then options.
       known: name to a function that makes the object with its default fields.
       hint: what to add to the error about a word that is not an option.
+      named: fields whose values are names, to functions of a name to its object.
 
     Raises:
       ValueError: an option is not possible.
@@ -55,6 +62,9 @@ def make(argument: str, text: str, known: Mapping[str, Callable[[], Any]], hint:
             raise ValueError(f"{argument}={text!r} gives {field!r} a second time. Give it once.")
         given[field] = _literal(value) if number is None else number
     try:
+        for field, resolve in (named or {}).items():
+            if isinstance(given.get(field), str):
+                given[field] = resolve(given[field])
         return dataclasses.replace(known[name](), **given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{argument}={text!r}: {error}") from None

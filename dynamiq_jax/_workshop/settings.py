@@ -6,7 +6,7 @@ bf16:ring                   a method and a topology
 dynamiq:5:ring              a bare number is the method's budget
 dynamiq:5:rounding=nearest  any other field of the method or of the topology
 paper:5                     a method with other defaults
-ef+topk_chunked:4           a method inside dq.methods.ErrorFeedback
+ef+topk_chunked:4           a method inside dq.methods.ErrorFeedback, or another wrapper
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options
 from dynamiq_jax._core.naming import field_names
 from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax.methods import METHODS, PRESETS, Method, resolve_method
+from dynamiq_jax.methods import METHODS, PRESETS, WRAPPERS, Method, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES, Auto, Topology, resolve_topology
 
 Tree = TypeVar("Tree")
@@ -31,7 +31,6 @@ Tree = TypeVar("Tree")
 PSUM, BF16_RING = "psum", "bf16:ring"  # the settings that every other one is compared with
 DEFAULTS = (PSUM, BF16_RING, "dynamiq:5:ring")
 _DEFAULT_TOPOLOGY = "ring"
-_FEEDBACK = "ef+"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +84,8 @@ def grammar() -> str:
     """Describe settings, for help and errors."""
     return (
         f"{PSUM}, or METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE] with a method of {sorted(METHODS)}, a "
-        f"preset of {sorted(PRESETS)} or {_FEEDBACK}METHOD for error feedback, and a topology of "
-        f"{sorted(TOPOLOGIES)}, such as dynamiq:5:{_DEFAULT_TOPOLOGY}"
+        f"preset of {sorted(PRESETS)}, or WRAPPER+METHOD with a wrapper of {sorted(WRAPPERS)}, and "
+        f"a topology of {sorted(TOPOLOGIES)}, such as dynamiq:5:{_DEFAULT_TOPOLOGY}"
     )
 
 
@@ -119,10 +118,11 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     >>> parse_setting("dynamiq:4").method.bits
     4
     """
-    name, *parts = text.removeprefix(_FEEDBACK).split(":")
+    wrapper = next((f"{name}+" for name in WRAPPERS if text.startswith(f"{name}+")), "")
+    name, *parts = text.removeprefix(wrapper).split(":")
     if name == PSUM:
         if parts or text != PSUM:
-            takes = "no options" if parts else "no error feedback: it loses nothing"
+            takes = "no options" if parts else "no wrapper: it loses nothing"
             raise CommandError(f"{option}: {text!r}: {PSUM} takes {takes}. Give {PSUM!r}.")
         return Setting(text)
     known = METHODS | PRESETS
@@ -148,15 +148,14 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     ours = of_both[1] - of_both[0]
     of_topology = [part for part in parts if part.partition("=")[0] in ours]
     of_method = [part for part in parts if part not in (topology, *of_topology)]
-    written = ":".join([name, *of_method]), ":".join([topology, *of_topology])
+    inner, route = ":".join([name, *of_method]), ":".join([topology, *of_topology])
     try:
-        method = resolve_method((_FEEDBACK if text.startswith(_FEEDBACK) else "") + written[0])
-        return Setting(text, method, resolve_topology(written[1]))
+        return Setting(text, resolve_method(wrapper + inner), resolve_topology(route))
     except ValueError as error:
         # The library names the part that it was given, which the whole setting has in it.
         what = str(error)
-        for argument, part in zip(("method", "topology"), written, strict=True):
-            what = what.removeprefix(f"{argument}={part!r}")
+        for said in (f"method={wrapper + inner!r}", f"method={inner!r}", f"topology={route!r}"):
+            what = what.removeprefix(said)
         raise CommandError(f"{option}: {text!r}{what}") from None
 
 

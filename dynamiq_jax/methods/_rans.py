@@ -29,7 +29,7 @@ _LANE_BYTES = 4  # of the state that a lane ends with
 _INTEGERS_OF_A_LANE = 512  # at least: the states of the lanes cost 1/16 bit then
 _MAX_LANES = 2**12
 # Standard deviations of the tables, in symbols: quarters of an octave from 1/4 on.
-_DEVIATIONS = 2.0 ** (np.arange(30) / 4 - 2)
+_DEVIATIONS = 2.0 ** (np.arange(26) / 4 - 2)
 _NARROW = 4.0  # most standard deviations, in symbols, of the integers that a coder is made for
 _SLACK, _SPREAD = 1.01, 4.0  # of the budget over the mean: a share, and standard deviations
 
@@ -192,9 +192,7 @@ def _encoding_table(shift: int) -> NDArray[np.uint32]:
 def _decoding_table(shift: int) -> NDArray[np.uint32]:
     """Return frequency, slot less start and symbol of every slot: uint32 [tables, 4096]."""
     rows = []
-    for frequencies, starts in zip(
-        _frequencies(shift), _starts(_frequencies(shift)), strict=True
-    ):
+    for frequencies, starts in zip(_frequencies(shift), _starts(_frequencies(shift)), strict=True):
         symbols = np.repeat(np.arange(SYMBOLS, dtype=np.uint32), frequencies)
         offsets = np.arange(_TOTAL, dtype=np.uint32) - starts[symbols]
         entry = frequencies[symbols] << np.uint32(_PROBABILITY_BITS) | offsets
@@ -205,21 +203,20 @@ def _decoding_table(shift: int) -> NDArray[np.uint32]:
 @functools.cache
 def _limits(shift: int) -> NDArray[np.float32]:
     """Return the mean squares, in symbols, up to which each table but the last is the best."""
-    integers = np.arange(SYMBOLS * 2**shift) - _CENTER * 2**shift
-    edges = (integers[:, None] + np.array([-0.5, 0.5])) / 2**shift
-    squares = []
+    integers = np.arange(-4 * SYMBOLS * 2**shift, 4 * SYMBOLS * 2**shift + 1) / 2**shift
+    edges = np.append(integers - 0.5 / 2**shift, np.inf)
+    means = []
     for deviation in _DEVIATIONS:
-        tails = np.vectorize(math.erfc)(-edges / deviation / math.sqrt(2)) / 2
-        squares.append(np.sum(np.diff(tails, axis=1)[:, 0] * (integers / 2**shift) ** 2))
-    means = np.array(squares)
-    return np.sqrt(means[:-1] * means[1:]).astype(np.float32)
+        below = np.array([math.erfc(-edge / deviation / math.sqrt(2)) for edge in edges]) / 2
+        means.append(np.diff(below) @ integers**2)
+    return np.sqrt(np.multiply(means[:-1], means[1:])).astype(np.float32)
 
 
 def _bits(shift: int, deviation: float) -> tuple[float, float]:
     """Return mean and standard deviation of the bits of a symbol; `deviation` is in symbols."""
     shift = min(shift, 3)
-    nearest = int(np.abs(np.log(_DEVIATIONS / deviation)).argmin())
-    bits = _PROBABILITY_BITS - np.log2(_frequencies(shift)[nearest])
     probabilities = _probabilities(shift, deviation)
-    mean = float(probabilities @ bits)
-    return mean, math.sqrt(float(probabilities @ (bits - mean) ** 2))
+    bits = _PROBABILITY_BITS - np.log2(_frequencies(shift))
+    bits = bits[(bits @ probabilities).argmin()]
+    mean = float(bits @ probabilities)
+    return mean, math.sqrt(float((bits - mean) ** 2 @ probabilities))

@@ -172,14 +172,17 @@ class Layout:
 
     @property
     def blocks_per_chunk(self) -> int:
+        """Blocks of a chunk, padding included."""
         return -(-self.chunk_size // self.block)
 
     @property
     def rows_per_chunk(self) -> int:
+        """Rows of 256 of a chunk."""
         return self.blocks_per_chunk * self.block // SUPER_GROUP_SIZE
 
     @property
     def payload_bytes(self) -> int:
+        """Bytes of a message."""
         return self.rows_per_chunk * row_bytes(self.width)
 
     def as_blocks(self, chunks: Array) -> Array:

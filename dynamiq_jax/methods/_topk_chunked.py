@@ -1,25 +1,19 @@
 """Chunk-wise top-k: the blocks whose norms over all workers are the largest (arXiv 2407.01378)."""
 
-import bisect
 import dataclasses
-import numbers
 
 import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import _norms as norms
-from dynamiq_jax.methods._base import Call
-from dynamiq_jax.methods._sparse_blocks import SparseBlocks
+from dynamiq_jax.methods._budgeted_blocks import BudgetedBlocks
 from pallas_kernels.codec import l2_norm
 from pallas_kernels.compat import override
 
-_STATISTICS_BITS = 16  # of a block
-_MAX_BITS = 32.0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopKChunked(SparseBlocks):
+class TopKChunked(BudgetedBlocks):
     """Top-k of blocks that can be all-reduced, TopKC (arXiv 2407.01378).
 
     Paper: "Beyond Throughput and Compression Ratios: Towards High End-to-end Utility of Gradient
@@ -32,29 +26,10 @@ class TopKChunked(SparseBlocks):
     choose the same blocks; `bits` counts them.
     """
 
-    bits: float = 2.0  # per coordinate of the bucket, norms included: with BF16, 1/8 of the blocks
-
+    @property
     @override
-    def __post_init__(self):
-        super().__post_init__()
-        low = _STATISTICS_BITS / self.block_size
-        is_number = isinstance(self.bits, numbers.Real) and type(self.bits) is not bool
-        if not (is_number and low < self.bits <= _MAX_BITS):
-            raise ValueError(
-                f"bits={self.bits!r} is out of range. Give more than {low:g}, which the norms of "
-                f"blocks of {self.block_size} take, and at most {_MAX_BITS:g}."
-            )
-
-    @override
-    def num_chosen(self, call: Call) -> int:
-        """Return the most blocks that keep the wire within `bits`."""
-
-        def sent(room: int) -> int:
-            return call.topology.bytes_sent(self.cost_of(room, call), call.num_workers)
-
-        allowed = self.bits / 8 * call.size * 2 * (call.num_workers - 1) / call.num_workers
-        rooms = range(1, self.num_blocks(call.size) + 1)
-        return max(1, bisect.bisect_right(rooms, allowed, key=sent))
+    def score_bits(self) -> int:
+        return 16
 
     @override
     def scores_bytes(self, num_blocks: int, axis: Axis) -> int:

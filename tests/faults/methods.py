@@ -331,7 +331,7 @@ FAULTS = (
     ),
     Fault(
         "one block more than the bits allow",
-        "dynamiq_jax/methods/_topk_chunked.py",
+        "dynamiq_jax/methods/_budgeted_blocks.py",
         "max(1, bisect.bisect_right(rooms, allowed, key=sent))",
         "max(1, bisect.bisect_right(rooms, allowed, key=sent) + 1)",
         ("tests/test_sparse_blocks.py",),
