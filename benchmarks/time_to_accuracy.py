@@ -119,12 +119,6 @@ def check(config: Config) -> tuple[list[Setting], list[float]]:
     settings = parse_settings(config.settings)
     if all(setting.method is not None for setting in settings):
         raise CommandError(f"--settings: add {PSUM}, whose loss is the target of all others.")
-    for setting in settings:
-        if setting.method is not None and setting.method.is_stateful:
-            raise CommandError(
-                f"--settings: {setting.name!r} carries state from step to step, which this "
-                "benchmark does not keep; benchmarks.final_loss does."
-            )
     least = {"steps": 1, "eval_every": 1, "batch": 1, "context": 1, "pretrain_steps": 1}
     for name, low in (least | {"layers": 1, "timeout": 1}).items():
         options.check_least(f"--{name.replace('_', '-')}", getattr(config, name), low)

@@ -80,7 +80,6 @@ def test_a_link_that_changes_bits_is_an_error():
     ("options", "message"),
     [
         ({"settings": ("bf16",)}, "--settings: add psum"),
-        ({"settings": ("psum", "ef+mxfp4")}, "--settings: 'ef[+]mxfp4' carries state"),
         ({"steps": 0}, "--steps is 0: give at least 1"),
         ({"eval_every": 0}, "--eval-every is 0: give at least 1"),
         ({"hosts": 1}, "--hosts is 1: give 2 to"),
@@ -107,7 +106,8 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(time_to_accuracy, "load_corpora", lambda: corpora)
     output = tmp_path / "result.json"
     options = "--hosts 2 --steps 2 --eval-every 1 --rates 500mbit 1gbit --seeds 0 1"
-    options += " --settings psum bf16:ring --width 16 --layers 1 --context 16 --pretrain-steps 1"
+    options += " --settings psum bf16:ring ef+bf16:ring"
+    options += " --width 16 --layers 1 --context 16 --pretrain-steps 1"
     config = tyro.cli(time_to_accuracy.Config, args=[*options.split(), "--output", str(output)])
     # The suite is stricter than JAX is for its users.
     with jax.numpy_dtype_promotion("standard"):
@@ -115,14 +115,14 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert "500 Mbit/s: time until the exact run's target" in capsys.readouterr().out
     results = json.loads(output.read_text())["results"]
     assert [(row["rate"], row["setting"]) for row in results["links"]] == [
-        (rate, name) for rate in (5e8, 1e9) for name in ("psum", "bf16:ring")
+        (rate, name) for rate in (5e8, 1e9) for name in ("psum", "bf16:ring", "ef+bf16:ring")
     ]
     for row in results["links"]:
         clock = list(row["seconds"].values())
         assert clock[0] == 0 < clock[1] < clock[2]
     sent = [row["bytes_per_worker"] for row in results["links"][:2]]
     assert sent[0] > 1.7 * sent[1]  # not twice: small leaves stay exact
-    psum, bf16 = results["curves"]
+    psum, bf16, _ = results["curves"]
     assert list(psum["losses"]) == ["0", "1", "2"]
     assert psum["losses"]["0"] == bf16["losses"]["0"] > psum["losses"]["2"]
     for row in results["final_losses"]:

@@ -19,10 +19,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.small_lm.model import ModelConfig
-from benchmarks.small_lm.training import abstract_model, data_parallel_step
+from benchmarks.small_lm.training import DataParallel, abstract_model, data_parallel
 from dynamiq_jax._workshop.host import Host, serve
 from dynamiq_jax._workshop.joining import barrier
-from dynamiq_jax._workshop.settings import parse_setting
+from dynamiq_jax._workshop.settings import PSUM, parse_setting
 from examples.llm.corpora import random_windows
 from examples.llm.pretraining import make_optimizer
 
@@ -33,7 +33,7 @@ class TrainingHost(Host):
     def join(self) -> dict[str, Any]:
         """Join the other hosts and read the text."""
         answer, config = super().join(), self.config
-        self._steps: dict[str | None, Any] = {}  # compiled, by setting
+        self._compiled: dict[str | None, DataParallel] = {}  # by setting
         self._trainings: dict[str | None, _Training] = {}  # of these, by setting
         self._everyone, self._alone = _mesh(jax.devices()), _mesh(jax.local_devices())
         with np.load(Path(config["folder"]) / "text.npz") as text:
@@ -52,15 +52,12 @@ class TrainingHost(Host):
           seed: chooses weights, batches and rounding.
         """
         mesh = self._alone if setting is None else self._everyone
-        if setting not in self._steps:
-            how: dict[str, Any] = {"method": None}
-            if setting is not None:
-                parsed = parse_setting(setting)
-                how = {"method": parsed.method, "topology": parsed.topology}
-            self._steps[setting] = data_parallel_step(self._structure, self._optimizer, mesh, **how)
-        step, batches = self._steps[setting], self._batches(mesh, seed)
-        _Training(step, self._start(mesh, seed), batches).advance(1)
-        self._trainings[setting] = _Training(step, self._start(mesh, seed), batches)
+        if setting not in self._compiled:
+            parsed = parse_setting(PSUM if setting is None else setting)
+            self._compiled[setting] = data_parallel(self._structure, self._optimizer, mesh, parsed)
+        compiled, batches = self._compiled[setting], self._batches(mesh, seed)
+        _Training(compiled, self._params_of(mesh, seed), batches).advance(1)
+        self._trainings[setting] = _Training(compiled, self._params_of(mesh, seed), batches)
         return {}
 
     def advance(self, setting: str | None, steps: int) -> dict[str, Any]:
@@ -80,16 +77,15 @@ class TrainingHost(Host):
         loss, accuracy = self._evaluate(self._trainings[setting].own_params(), self._held_out)
         return {"loss": float(loss), "accuracy": float(accuracy)}
 
-    def _start(self, mesh: Mesh, seed: int) -> tuple[Any, Any]:
-        """Read pre-trained parameters and make the optimizer's state, a copy on every device."""
+    def _params_of(self, mesh: Mesh, seed: int) -> Any:
+        """Read pre-trained parameters, a copy on every device."""
         everywhere = NamedSharding(mesh, P())
         with np.load(Path(self.config["folder"]) / f"weights{seed}.npz") as file:
             leaves = [
                 jax.make_array_from_process_local_data(everywhere, file[name])
                 for name in file.files
             ]
-        params = jax.tree.unflatten(jax.tree.structure(self._params), leaves)
-        return params, jax.jit(self._optimizer.init, out_shardings=everywhere)(params)
+        return jax.tree.unflatten(jax.tree.structure(self._params), leaves)
 
     def _batches(self, mesh: Mesh, seed: int) -> list[tuple[jax.Array, jax.Array]]:
         """Return tokens, int32 [hosts * batch, context + 1], and key of each step: the same windows
@@ -114,8 +110,11 @@ class TrainingHost(Host):
 class _Training:
     """One run: its state, and the batches that are left."""
 
-    def __init__(self, step: Any, state: Any, batches: Iterable[tuple[jax.Array, jax.Array]]):
-        self._step, self._state, self._batches = step, state, iter(batches)
+    def __init__(
+        self, compiled: DataParallel, params: Any, batches: Iterable[tuple[jax.Array, jax.Array]]
+    ):
+        self._step, self._batches = compiled.step, iter(batches)
+        self._state = params, compiled.init(params)
 
     def advance(self, steps: int) -> list[float]:
         """Take some steps and return the seconds of each."""

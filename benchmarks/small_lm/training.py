@@ -1,6 +1,8 @@
 """Data-parallel training of the small language model."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
@@ -10,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.small_lm.model import ModelConfig, Transformer
-from dynamiq_jax.methods import Method
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax._workshop.settings import Setting
 from examples.llm.pretraining import Params, loss_of
 
-Step = Callable[..., tuple[Params, optax.OptState, jax.Array]]
+State = tuple[dq.AllReduceState | tuple[()], optax.OptState]
 
 
 def new_model(config: ModelConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
@@ -27,44 +28,61 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
 
 
-def data_parallel_step(
+@dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """Training on a mesh, compiled."""
+
+    init: Callable[[Params], State]
+    # (params, state, tokens, key) to (params, state, loss). The batch of all workers is int32
+    # [workers * batch, context + 1]. The typed PRNG key is a new one in every step. Parameters and
+    # state are donated.
+    step: Callable[[Params, State, jax.Array, jax.Array], tuple[Params, State, jax.Array]]
+
+
+def data_parallel(
     structure: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    *,
-    method: Method | str | None,
-    topology: Topology | str = "ring",
-) -> Step:
-    """Build the training step that a mesh runs.
+    setting: Setting,
+) -> DataParallel:
+    """Build the training that a mesh runs.
 
     Args:
       structure: structure of the model.
       optimizer: optimizer that takes the mean gradient.
       mesh: mesh with one axis, "data".
-      method: how to compress gradients; None for `jax.lax.pmean`.
-      topology: how compressed gradients travel.
-
-    Returns:
-      A compiled function `(params, opt_state, tokens, key) -> (params, opt_state, loss)`. `tokens`
-      is the batch of all workers, int32 [workers * batch, context + 1]; `key` is a typed PRNG key,
-      new in every step. The first two arguments are donated.
+      setting: how to average gradients.
     """
     loss_fn = loss_of(structure)
+    how: dict[str, Any] = {"method": setting.method, "topology": setting.topology}
+    keeps_state = setting.method is not None and setting.method.is_stateful
+    reduce = dq.all_reduce_gradients("data", **how) if keeps_state else None
 
-    def step(params, opt_state, tokens, key):
+    def init(params):
+        compression = reduce.init(params) if reduce else ()
+        return compression, optimizer.init(params)
+
+    def step(params, state, tokens, key):
+        compression, opt_state = state
         # The type of the parameters says that all workers hold the same: their gradients would
         # already be summed over the workers, exactly. Marked as varying, they yield the gradient of
         # this worker's own batch, which can be compressed.
         own = jax.lax.pcast(params, "data", to="varying")
         loss, grads = jax.value_and_grad(loss_fn)(own, tokens)
-        if method is None:
+        if setting.method is None:
             grads = jax.lax.pmean(grads, "data")
+        elif reduce:
+            grads, compression = reduce.update(grads, compression)
         else:
-            grads = dq.pmean(grads, "data", key=key, method=method, topology=topology)
+            grads = dq.pmean(grads, "data", key=key, **how)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, jax.lax.pmean(loss, "data")
+        params = optax.apply_updates(params, updates)
+        return params, (compression, opt_state), jax.lax.pmean(loss, "data")
 
-    sharded = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), P(), P("data"), P()), out_specs=(P(), P(), P())
+    kept = dq.AllReduceState(step=P(), method=P("data"), metrics=P()) if reduce else ()
+    specs = (kept, P())
+    first = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)
+    each = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, P("data"), P()), out_specs=(P(), specs, P())
     )
-    return jax.jit(sharded, donate_argnums=(0, 1))
+    return DataParallel(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))
