@@ -218,14 +218,11 @@ def test_hops_that_round_make_the_total_drift(steps=200):
     assert 1e-3 < drift(steps_of(EF21M(inner=inner), steps)(0)[0]) < 0.1
 
 
-def test_without_compression_and_momentum_it_is_the_exact_sum():
-    _, totals, sums = steps_of(EF21M(inner=Exact(), momentum=1.0), 20)(1)
-    np.testing.assert_allclose(totals[0], sums[0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("momentum", (0.1, 0.3))
+@pytest.mark.parametrize("momentum", (0.1, 1.0))
 def test_the_result_is_a_mean_of_gradients(momentum):
-    """First the plain mean of all so far, then one with weights that fall by 1 - momentum."""
+    """First the plain mean of all so far, then one with weights that fall by 1 - momentum: with a
+    momentum of 1, the exact sum of each step.
+    """
     steps = 25
     _, totals, sums = steps_of(EF21M(inner=Exact(), momentum=momentum), steps)(2)
     expected = np.zeros(SIZE)

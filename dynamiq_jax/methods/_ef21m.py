@@ -45,7 +45,7 @@ class EF21M(Method):
 
     The sum of the estimates of all workers has to stay `total`. Where hops round partial sums, it
     would not: the losses would add up for good. In a simulation of 400 steps, `total` was off by
-    1.4 % with hops like those of bfloat16, and by 45 % with hops of 5 bits. So `inner` has to be a
+    1.4% with hops like those of bfloat16, and by 45% with hops of 5 bits. So `inner` has to be a
     method that sums what workers applied: `Exact`, `THC`, or `ARCTopK`, `TopKChunked`, `OmniReduce`
     and `PowerSGD` around one of these. A method with `inner=BF16()` is refused.
 
@@ -58,8 +58,9 @@ class EF21M(Method):
     `check_vma=False`, as docs/methods/ef21m.md does.
 
     Differences from the papers: the first step is compressed too, where the papers send the first
-    gradient in full; the momentum of at least 1 / t is ours. A first step in full is one with
-    `EF21M(inner=Exact())`, which has the same state as other methods without state.
+    gradient in full, and the momentum of at least 1 / t is ours. For a first step in full, compile
+    a second one with `EF21M(inner=Exact())`, and call it first. Around methods without state of
+    their own, both have the same state.
 
     >>> import jax, jax.numpy as jnp
     >>> import dynamiq_jax as dq
@@ -143,9 +144,9 @@ class EF21M(Method):
             )
         total = state.total + reduced.total
         after = EF21MState(tracker, state.estimate + reduced.applied, total, step, reduced.state)
-        # By the sum, which all workers have: by its own values, only one of them would keep the
-        # state before. Where any of them is not finite, the sum is not either. A state of its own
-        # for each coordinate would need a step of its own.
+        # Decided by the sum, which all workers have and which is not finite where any tracker is
+        # not. By its own tracker, only one worker would keep the state before. Of the whole bucket,
+        # as it has one step.
         finite = jnp.all(jnp.isfinite(total))
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
         return dataclasses.replace(reduced, total=total, state=kept, applied=None)
