@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 if sys.version_info >= (3, 12):
     from typing import override as override
@@ -58,6 +60,38 @@ def vary_over(values: Tree, axis_names: tuple[str, ...]) -> Tree:
     if not axes:
         return values
     return jax.tree.map(lambda value: lax.pcast(value, axes, to="varying"), values)
+
+
+def same_over(values: Tree, axis_name: str) -> Tree:
+    """Mark values as the same over an axis, for which the caller vouches.
+
+    JAX infers this of sums and gathers, but not of a state that a program got back: its type says
+    that every worker has its own, and so would that of all results.
+    """
+
+    def mark(value: Array) -> Array:
+        if axis_name not in varying_axes(value):
+            return value
+        return _same_over.bind(value, axis_name=axis_name)
+
+    return jax.tree.map(mark, values)
+
+
+_same_over = Primitive("same_over")
+_same_over.def_impl(lambda value, axis_name: value)
+
+
+@_same_over.def_abstract_eval
+def _(aval: Any, axis_name: str) -> Any:
+    before = aval.manual_axis_type
+    return aval.update_manual_axis_type(before.update(varying=before.varying - {axis_name}))
+
+
+mlir.register_lowering(_same_over, lambda context, value, axis_name: [value])
+batching.primitive_batchers[_same_over] = lambda values, dimensions, axis_name: (
+    _same_over.bind(*values, axis_name=axis_name),
+    dimensions[0],
+)
 
 
 def all_gather(value: Array, axis_name: str) -> Array:

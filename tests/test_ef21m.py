@@ -262,7 +262,7 @@ def trainers(mesh, method: EF21M):
     """Return `init` and `update` under shard_map, as the page of the method has them."""
     reduce = dq.all_reduce_gradients("data", method=method)
     specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    options = {"mesh": mesh, "check_vma": False}
+    options = {"mesh": mesh}
     init = jax.shard_map(
         lambda g: reduce.init(g[0]), in_specs=P("data"), out_specs=specs, **options
     )
@@ -305,32 +305,6 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     assert not np.array_equal(run(start, 0, 1)[0][0], run(half, 0, 1)[0][0])  # it does matter
 
 
-def test_types_record_a_total_that_is_carried_as_replicated(data_mesh):
-    """Under `check_vma=True`, with specs of each array: the page of the method says so."""
-    reduce = dq.all_reduce_gradients("data", method=EF21M(inner=ARC))
-    own = EF21MState(P("data"), P("data"), P(), P(), P())
-    specs = dq.AllReduceState(step=P(), method=(own,), metrics=P())
-    mesh = data_mesh(NUM_WORKERS)
-    init = jax.shard_map(
-        lambda g: reduce.init(g[0]),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=specs,
-        check_vma=False,
-    )
-    update = jax.shard_map(
-        lambda g, state: reduce.update(g[0], state),
-        mesh=mesh,
-        in_specs=(P("data"), specs),
-        out_specs=(P(), specs),
-    )
-    mean, state = jax.jit(update)(gradient_of(0), jax.jit(init)(gradient_of(0)))
-    own, whole = trainers(mesh, EF21M(inner=ARC))
-    expected, carried = whole(gradient_of(0), own(gradient_of(0)))
-    np.testing.assert_array_equal(mean, expected)
-    np.testing.assert_array_equal(state.method[0].total[0], carried.method[0].total[0])
-
-
 def test_a_mesh_does_what_the_simulation_does(data_mesh):
     """With a method inside that makes no choice: near a tie, that of two programs may differ."""
     reduce = dq.all_reduce_gradients("data", method=EF21M(inner=Exact()))
@@ -343,7 +317,7 @@ def test_a_mesh_does_what_the_simulation_does(data_mesh):
         return jax.lax.scan(step, reduce.init(gradients[0]), gradients)
 
     gradients = np.stack([gradient_of(step) for step in range(3)], axis=1)
-    run = on_mesh(local, data_mesh(NUM_WORKERS), check_vma=False)
+    run = on_mesh(local, data_mesh(NUM_WORKERS))
     for ours, expected in zip(
         jax.tree.leaves(run(KEY, gradients)),
         jax.tree.leaves(simulated(local)(KEY, gradients)),

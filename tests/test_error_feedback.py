@@ -283,7 +283,7 @@ def test_statistics_travel_once(data_mesh):
 
 
 def test_feedback_is_given_once():
-    with pytest.raises(ValueError, match=r"inner=ErrorFeedback.*second residual.*Give PowerSGD"):
+    with pytest.raises(ValueError, match=r"inner=ErrorFeedback.*second time.*Give PowerSGD"):
         ErrorFeedback(inner=FEEDBACK)
 
 

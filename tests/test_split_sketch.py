@@ -346,7 +346,7 @@ def test_the_program_sends_what_is_reported(data_mesh, topology="all_to_all"):
         return updates, state.method
 
     mesh, data = data_mesh(NUM_WORKERS), P("data")
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=data, out_specs=(P(), data), check_vma=False)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=data, out_specs=(P(), data))
     stacked = jax.ShapeDtypeStruct((NUM_WORKERS * 100, 200), jnp.float32)
     found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
     assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
@@ -391,7 +391,7 @@ def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
         return jax.lax.scan(step, reduce.init(gradients[0]), gradients)
 
     gradients = of_workers(6, NUM_WORKERS, 4 * SIZE).reshape(NUM_WORKERS, 4, SIZE)
-    state, outputs = on_mesh(local, data_mesh(NUM_WORKERS), check_vma=False)(KEY, gradients)
+    state, outputs = on_mesh(local, data_mesh(NUM_WORKERS))(KEY, gradients)
     expected_state, expected = simulated(local)(KEY, gradients)
     for leaf in jax.tree.leaves((state.method, outputs)):
         np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
@@ -403,7 +403,7 @@ def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=METHOD))
     specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    options = {"mesh": data_mesh(NUM_WORKERS), "check_vma": False}
+    options = {"mesh": data_mesh(NUM_WORKERS)}
     gradients = of_workers(7, NUM_WORKERS, 4 * SIZE).reshape(NUM_WORKERS, 4, SIZE)
     init = jax.shard_map(
         lambda g: reduce.init(g[0, 0]), in_specs=P("data"), out_specs=specs, **options

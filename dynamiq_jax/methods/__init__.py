@@ -15,8 +15,8 @@ _budgeted_blocks          base of those with a number of bits: _topk_chunked, _a
 _split_sketch             with `_count_sketch`, a summary that is linear
 _powersgd
 _marsit                   signs
+_feedback                 base of wrappers that keep what a method leaves out
 _error_feedback, _global_compensation, _ef21m
-                          wrappers around any method
 """
 
 from collections.abc import Callable

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._core import WireCost, check_number
+from dynamiq_jax._core import check_number
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
-from dynamiq_jax.methods._error_feedback import ErrorFeedback
-from dynamiq_jax.methods._global_compensation import GlobalCompensation
-from pallas_kernels.compat import override
+from dynamiq_jax.methods._feedback import Feedback
+from pallas_kernels.compat import override, same_over
 
 
 class EF21MState(NamedTuple):
@@ -26,7 +25,7 @@ class EF21MState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EF21M(Method):
+class EF21M(Feedback):
     """EF21 with Polyak momentum, around a method whose hops do not round.
 
     Fatkhullin, Tyurin, Richtarik, NeurIPS 2023, arXiv 2305.15155; around ARC-Top-K in arXiv
@@ -53,9 +52,7 @@ class EF21M(Method):
     leaves the state of the bucket as it was.
 
     The state has three float32 for each coordinate. Trackers and estimates differ between workers:
-    carry the state along the axis, as that of `ErrorFeedback`. The result comes from the state, so
-    under `check_vma=True` types do not record that it is the same on all workers. Use
-    `check_vma=False`, as docs/methods/ef21m.md does.
+    carry the state along the axis, as that of `ErrorFeedback`.
 
     Differences from the papers: the first step is compressed too, where the papers send the first
     gradient in full, and the momentum of at least 1 / t is ours. For a first step in full, compile
@@ -78,18 +75,11 @@ class EF21M(Method):
     inner: Method  # sums the differences, without a loss at hops
     momentum: float = 0.1  # weight of a new gradient; 1 for none of those before
 
+    @override
     def __post_init__(self):
         is_positive = "more than 0, up to 1"
         check_number("momentum", self.momentum, float(np.finfo(np.float32).tiny), 1.0, is_positive)
-        if not isinstance(self.inner, Method):
-            raise ValueError(
-                f"inner={self.inner!r} is not a method. Give one, such as dq.methods.THC()."
-            )
-        if isinstance(self.inner, ErrorFeedback | GlobalCompensation | EF21M):
-            raise ValueError(
-                f"inner={self.inner!r} already keeps what it leaves out, and dq.methods.EF21M does "
-                f"so itself. Give {self.inner.inner!r} if its hops do not round."
-            )
+        super().__post_init__()
         if not self.inner.sums_applied:
             raise ValueError(
                 f"inner={self.inner!r} rounds partial sums, or does not return what it applied. "
@@ -98,30 +88,6 @@ class EF21M(Method):
                 "dq.methods.ARCTopK(inner=dq.Exact()); or use dq.methods.ErrorFeedback, which "
                 "takes any method."
             )
-
-    @property
-    @override
-    def uses_shapes(self) -> bool:
-        return self.inner.uses_shapes
-
-    @property
-    @override
-    def is_stateful(self) -> bool:
-        return True
-
-    @property
-    @override
-    def metrics(self) -> tuple[str, ...]:
-        return self.inner.metrics
-
-    @property
-    @override
-    def granule(self) -> int:
-        return self.inner.granule
-
-    @override
-    def wire_cost(self, call: Call) -> WireCost:
-        return self.inner.wire_cost(call)
 
     @override
     def init_state(self, call: Call) -> EF21MState:
@@ -142,7 +108,7 @@ class EF21M(Method):
                 f"inner={self.inner!r} does not return the values that it applied, which "
                 "dq.methods.EF21M needs. Give one that does, such as dq.methods.THC()."
             )
-        total = state.total + reduced.total
+        total = same_over(state.total, call.axis.name) + reduced.total
         after = EF21MState(tracker, state.estimate + reduced.applied, total, step, reduced.state)
         # Decided by the sum, which all workers have and which is not finite where any tracker is
         # not. By its own tracker, only one worker would keep the state before. Of the whole bucket,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._core import WireCost
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
+from dynamiq_jax.methods._feedback import Feedback
 from pallas_kernels.compat import override
 
 
@@ -20,7 +20,7 @@ class FeedbackState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ErrorFeedback(Method):
+class ErrorFeedback(Feedback):
     """Error feedback around a biased or coarse method.
 
     Each worker adds its residual, which the steps before left out, to its gradient, and keeps what
@@ -59,39 +59,6 @@ class ErrorFeedback(Method):
     """
 
     inner: Method  # the method that leaves something out: biased and coarse methods gain most
-
-    def __post_init__(self):
-        if not isinstance(self.inner, Method):
-            raise ValueError(f"inner={self.inner!r} is not a method. Give one, such as dq.BF16().")
-        if isinstance(self.inner, ErrorFeedback):
-            raise ValueError(
-                f"inner={self.inner!r} already keeps what it leaves out: nothing would be left "
-                f"for a second residual. Give {self.inner.inner!r}."
-            )
-
-    @property
-    @override
-    def uses_shapes(self) -> bool:
-        return self.inner.uses_shapes
-
-    @property
-    @override
-    def is_stateful(self) -> bool:
-        return True
-
-    @property
-    @override
-    def metrics(self) -> tuple[str, ...]:
-        return self.inner.metrics
-
-    @property
-    @override
-    def granule(self) -> int:
-        return self.inner.granule
-
-    @override
-    def wire_cost(self, call: Call) -> WireCost:
-        return self.inner.wire_cost(call)
 
     @override
     def init_state(self, call: Call) -> FeedbackState:

@@ -10,7 +10,7 @@ from jax import Array
 from dynamiq_jax._core import WireCost, check_flag
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
 from dynamiq_jax.methods._baselines import Exact
-from dynamiq_jax.methods._error_feedback import ErrorFeedback
+from dynamiq_jax.methods._feedback import Feedback
 from pallas_kernels.compat import match_varying, override
 
 
@@ -22,7 +22,7 @@ class CompensationState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GlobalCompensation(Method):
+class GlobalCompensation(Feedback):
     """Compensation by what all workers applied, as Marsit has it (arXiv 2204.06787).
 
     Each worker adds its compensation to its gradient. It keeps the difference between that and the
@@ -73,35 +73,10 @@ class GlobalCompensation(Method):
     inner: Method  # sums gradients and compensations: any method but one that keeps residuals
     exact: bool = False  # full synchronization: sums in float32, compensations become zero
 
+    @override
     def __post_init__(self):
         check_flag("exact", self.exact)
-        if not isinstance(self.inner, Method):
-            raise ValueError(f"inner={self.inner!r} is not a method. Give one, such as dq.BF16().")
-        if isinstance(self.inner, ErrorFeedback | GlobalCompensation):
-            raise ValueError(
-                f"inner={self.inner!r} already keeps what it leaves out, and two of them would "
-                f"send it twice. Give {self.inner.inner!r}."
-            )
-
-    @property
-    @override
-    def uses_shapes(self) -> bool:
-        return self.inner.uses_shapes
-
-    @property
-    @override
-    def is_stateful(self) -> bool:
-        return True
-
-    @property
-    @override
-    def metrics(self) -> tuple[str, ...]:
-        return self.inner.metrics
-
-    @property
-    @override
-    def granule(self) -> int:
-        return self.inner.granule
+        super().__post_init__()
 
     @override
     def wire_cost(self, call: Call) -> WireCost:

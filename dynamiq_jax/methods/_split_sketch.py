@@ -20,7 +20,7 @@ from dynamiq_jax.methods._sparse_blocks import Chosen
 from pallas_kernels.codec import l2_norm
 from pallas_kernels.codec.rounding import mix
 from pallas_kernels.codec.scales import bfloat16_bits
-from pallas_kernels.compat import override
+from pallas_kernels.compat import match_varying, override, same_over
 
 _ROWS = (1, 3, 5, 7)  # odd: the median is one of the estimates
 _MAX_BITS = 32.0
@@ -67,9 +67,8 @@ class SplitSketch(Method):
     block of `inner`. A cold one also spoils its cells, so that a few other cold coordinates are
     zero in that step. None enters the memory.
 
-    Carry the state as that of `ErrorFeedback`. The memory chooses the places of the result, so
-    under `check_vma=True` types do not record that the result is the same on all workers. Use
-    `check_vma=False`. Inside error feedback, `decay=0.5` follows the residual more closely.
+    Carry the state as that of `ErrorFeedback`. Inside error feedback, `decay=0.5` follows the
+    residual more closely.
     """
 
     bits: float = 2.0  # per coordinate of the bucket, the sketch included
@@ -126,7 +125,7 @@ class SplitSketch(Method):
         A worker applies its own values of hot groups, and an equal part of each kept estimate. So
         error feedback corrects the noise of the sketch too.
         """
-        split = self.split(call)
+        split, state = self.split(call), same_over(state, call.axis.name)
         blocks = as_chunks(flat.astype(jnp.float32), 1, self.group).reshape(-1, self.group)
         chosen = Chosen.best(bfloat16_bits(state.memory), split.room)
         message, sketch = chosen.take(blocks).reshape(-1), None
@@ -157,7 +156,7 @@ class SplitSketch(Method):
             reduced,
             total=total.reshape(-1)[: call.size],
             applied=applied,
-            state=self._remember(state, chosen, total),
+            state=match_varying(self._remember(state, chosen, total), flat),
             metrics={"kept": jnp.mean((found != 0).astype(jnp.float32))},
         )
 
