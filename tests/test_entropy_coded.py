@@ -63,8 +63,8 @@ def bits(array) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("method", "topology"),
-    [(PATCHED, name) for name in TOPOLOGIES]
-    + [(RANS, name) for name in ("ring", "unrolled", "all_to_all")],
+    [(PATCHED, name) for name in ("unrolled", "two_way", "butterfly", "all_to_all")]
+    + [(RANS, name) for name in ("ring", "unrolled")],
     ids=lambda value: value if isinstance(value, str) else value.coder,
 )
 def test_sums_are_those_of_thc_bit_for_bit(method, topology):
@@ -98,10 +98,10 @@ def test_a_mesh_computes_what_simulated_workers_do(data_mesh):
 
 def test_error_feedback_keeps_what_thc_leaves_out():
     g = of_workers(4, N, SIZE)
-    _, applied, _ = summed(RANS, "unrolled", True)(KEY, g)
-    _, expected, _ = summed(SMALL, "unrolled", True)(KEY, g)
+    _, applied, _ = summed(PATCHED, "all_to_all", True)(KEY, g)
+    _, expected, _ = summed(SMALL, "all_to_all", True)(KEY, g)
     np.testing.assert_array_equal(applied, expected)
-    reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=RANS))
+    reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=PATCHED))
     _, state = simulated(lambda _, x: reduce.update(x, reduce.init(x)))(KEY, g)
     assert set(state.metrics) == {"coarse", "filled"}
 
@@ -109,8 +109,11 @@ def test_error_feedback_keeps_what_thc_leaves_out():
 # -------------------------------------------------------------------------------------- the bytes
 
 
-@both
-@pytest.mark.parametrize("topology", ("unrolled", "two_way", "all_to_all"))
+@pytest.mark.parametrize(
+    ("method", "topology"),
+    ((RANS, "all_to_all"), (PATCHED, "unrolled"), (PATCHED, "two_way")),
+    ids=("all_to_all", "unrolled", "two_way"),
+)
 def test_the_report_is_the_compiled_program(data_mesh, method, topology):
     """Messages of each turn have a size of their own."""
     tree = {"w": jax.ShapeDtypeStruct((SIZE,), np.float32)}
@@ -151,7 +154,7 @@ def test_sums_of_64_workers_fit(coder, agreement):
     noise = np.random.default_rng(0).random(g.shape)
     integers = np.floor(np.clip(g * largest / clamp, -largest, largest) + noise).astype(int)
     method = EntropyCoded(agreement=agreement, coder=coder)
-    for workers in (1, 2, 8, 32, 64):
+    for workers in (1, 8, 64):
         sums = integers[:workers].sum(axis=0).reshape(rows, 256).astype(np.int16)
         deviation = method._deviation(workers)
         assert sums.std() == pytest.approx(deviation, rel=0.02)
@@ -179,8 +182,7 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
-@pytest.mark.parametrize("coder", TIGHT)
+@pytest.mark.parametrize(("coder", "topology"), (("rans", "all_to_all"), ("patched", "ring")))
 def test_sums_that_do_not_fit_are_coarser_and_counted(coder, topology):
     """Workers that agree, where the budget is that of independent ones."""
     g = normal(7, N, SIZE, 0.98)

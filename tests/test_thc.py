@@ -322,22 +322,22 @@ def test_sums_that_fit_are_those_of_enough_bits(topology):
     (
         (8, 0.0, {7: 0.0235, 6: 0.0235, 5: 0.040, 4: 0.28}),
         (8, 0.5, {7: 0.0055, 6: 0.023, 5: 0.195, 4: 0.50}),
-        (64, 0.0, {10: 0.0238, 8: 0.0238, 7: 0.0248, 6: 0.12}),
-        (64, 0.5, {10: 0.0012, 9: 0.0117, 8: 0.151, 7: 0.42}),
+        (64, 0.0, {10: 0.0238, 7: 0.0248, 6: 0.12}),
+        (64, 0.5, {10: 0.0012, 9: 0.0117, 8: 0.151}),
     ),
 )
 def test_the_error_of_sums_that_saturate(num_workers, agreement, errors):
     """Normal coordinates, against integers that were added in NumPy on the grid of one worker's
     norm. That of the largest norm is wider: by 2 % for 8 workers and 3 % for 64.
     """
-    size, widening = 256 * 1024, {8: 1.02, 64: 1.03}[num_workers]
+    size, widening = 128 * 1024, {8: 1.02, 64: 1.03}[num_workers]
     rng = np.random.default_rng(0)
     common = rng.standard_normal(size, np.float32) * math.sqrt(agreement)
     g = rng.standard_normal((num_workers, size), np.float32) * math.sqrt(1 - agreement) + common
     truth = g.sum(axis=0, dtype=np.float64)
     for bits, error in errors.items():
         sum_bits = None if bits == max(errors) else bits
-        method = THC(sum_bits=sum_bits, block=4096, clamp=2.5 / widening)
+        method = THC(sum_bits=sum_bits, block=2048, clamp=2.5 / widening)
         assert method.wire_bits(num_workers) == bits
         assert vnmse(psum_with(method)(KEY, g)[0], truth) == pytest.approx(error, rel=0.1)
 
