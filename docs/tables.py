@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 
 import dynamiq_jax as dq
+from docs import method_tables
+from docs.result_files import RESULTS, exponent, markdown, mean, results_of
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._workshop.advice import Option, predictions
 from dynamiq_jax._workshop.error_law import error_growth
@@ -25,7 +26,6 @@ from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-RESULTS = ROOT / "benchmarks" / "results"
 
 # Outputs of the operations of the codec.
 _KINDS = {
@@ -39,7 +39,7 @@ _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTA
 
 def methods() -> str:
     """Write the bits of every method with its defaults, and its error and time by `compare`."""
-    measured = {row["setting"]: row for row in _results("compare_ring") if row["workers"] == 8}
+    measured = {row["setting"]: row for row in results_of("compare_ring") if row["workers"] == 8}
     # How the settings of the result file spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
     settings["flash_communication"] = "flash_communication:5"
@@ -51,11 +51,11 @@ def methods() -> str:
         found = measured.get(f"{settings.get(name, name)}:ring")
         error, time = ("", "")
         if found:
-            error = _exponent(_mean([step["vnmse"] for step in found["steps"].values()]))
+            error = exponent(mean([step["vnmse"] for step in found["steps"].values()]))
             time = f"{found['codec_ns']:.0f}"
         rows.append([f'`"{name}"`', *bits, error, time])
     header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE", "codec ns a coordinate"]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def break_even() -> str:
@@ -71,7 +71,7 @@ def break_even() -> str:
             ns = f"{CODEC_SPEEDS[device].ns_per_coordinate:g} ns"
             rows.append([device.upper(), ns, what, f"{float(f'{gbit_per_s:.2g}'):g} Gbit/s"])
     header = ["codec on a", "for a coordinate", "`psum` of", "compress below"]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def steps() -> str:
@@ -91,13 +91,13 @@ def steps() -> str:
             ]
         )
     header = ["link of each worker", "`psum`, bfloat16", "5 bits", "all-reduce", "step"]
-    return _markdown([*header, "step, half of it hides transfers"], rows)
+    return markdown([*header, "step, half of it hides transfers"], rows)
 
 
 def topologies() -> str:
     """Write steps and error of every topology over 16 workers: error.json."""
     measured: dict[str, list[float]] = {}
-    for row in _results("error"):
+    for row in results_of("error"):
         # The same order of training steps for each.
         if row["preset"] == "default" and row["workers"] == 16 and abs(row["bits"] - 5) < 0.1:
             measured.setdefault(row["topology"], []).append(row["vnmse"])
@@ -109,17 +109,17 @@ def topologies() -> str:
             [
                 f'`"{name}"`',
                 str(topology.steps(16)),
-                f"{_mean(ratios):.2f}",
+                f"{mean(ratios):.2f}",
                 *(f"{error_growth(topology, n, agreement=0.1):.1f}" for n in (4, 16, 64)),
             ]
         )
     header = ["topology", "steps, 16 workers", "vNMSE, 16 workers, ring = 1"]
-    return _markdown([*header, *(f"law, {n} workers" for n in (4, 16, 64))], rows)
+    return markdown([*header, *(f"law, {n} workers" for n in (4, 16, 64))], rows)
 
 
 def emulated() -> str:
     """Write the times that `dynamiq-jax network` measured: cost_model.json."""
-    points = _results("cost_model")["points"]
+    points = results_of("cost_model")["points"]
     seconds = {(p["rate"], p["hosts"], p["setting"]): p["seconds"] for p in points}
     rows = []
     for rate, hosts in sorted({(rate, hosts) for rate, hosts, _ in seconds}):
@@ -130,30 +130,30 @@ def emulated() -> str:
         faster = [f"{s:.2f} s: {psum / s:.1f}x, {bf16 / s:.1f}x" for s in ours]
         link = f"{rate / 1e6:g} Mbit/s"
         rows.append([link, str(hosts), f"{psum:.2f} s", f"{bf16:.2f} s", *faster])
-    return _markdown(
+    return markdown(
         ["link", "hosts", "`lax.psum`", "BF16 ring", "5 bits, ring", "4 bits, ring"], rows
     )
 
 
 def final_losses() -> str:
     """Write the evaluation loss after training with every method: final_loss.json."""
-    results = _results("final_loss")
+    results = results_of("final_loss")
     rows = [
         [
             f"`{row['method']}`",
             f"{row['bits']:.2f}",
-            f"{_mean(row['losses']):.4f}",
-            f"{_mean(row['off']):+.2%}",
+            f"{mean(row['losses']):.4f}",
+            f"{mean(row['off']):+.2%}",
             ", ".join(f"{off:+.2%}" for off in row["off"]),
         ]
         for row in results
     ]
-    return _markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
+    return markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
 
 
 def on_a_ring() -> str:
     """Write the error and the time of every method on a ring: compare_ring.json."""
-    measured = {(row["setting"], row["workers"]): row for row in _results("compare_ring")}
+    measured = {(row["setting"], row["workers"]): row for row in results_of("compare_ring")}
     of_eight = [row for (_, workers), row in measured.items() if workers == 8]
     rows = []
     for row in sorted(of_eight, key=lambda row: -row["bits"]):
@@ -162,16 +162,16 @@ def on_a_ring() -> str:
             [
                 f"`{row['method']}`",
                 f"{row['bits']:.2f}",
-                " / ".join(_exponent(step["vnmse"]) for step in steps),
-                _exponent(measured[row["setting"], 16]["vnmse"]),
-                _exponent(_mean([step["relative"] for step in steps])),
-                f"{_mean([step['gain'] for step in steps]):.3f}",
+                " / ".join(exponent(step["vnmse"]) for step in steps),
+                exponent(measured[row["setting"], 16]["vnmse"]),
+                exponent(mean([step["relative"] for step in steps])),
+                f"{mean([step['gain'] for step in steps]):.3f}",
                 f"{row['codec_ns']:.0f}",
             ]
         )
     header = ["method", "bits", "vNMSE, 8 workers, steps 20 / 100 / 200"]
     header += ["16 workers, geometric mean", "of a super-group", "gain", "codec ns"]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def equal_bits() -> str:
@@ -181,7 +181,7 @@ def equal_bits() -> str:
     vnmse = {
         row["setting"]: row["vnmse"]
         for name in ("compare_ring", "compare_topologies")
-        for row in _results(name)
+        for row in results_of(name)
         if row["workers"] == 8
     }
     carriers = ("ring", "butterfly", "all_to_all")
@@ -189,25 +189,25 @@ def equal_bits() -> str:
     for bits in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5):
         settings = (f"dynamiq:{bits:g}", f"blockint:{bits - 0.5:g}")
         errors = [vnmse[f"{setting}:{carrier}"] for setting in settings for carrier in carriers]
-        rows.append([f"{bits:g}", *map(_exponent, errors)])
+        rows.append([f"{bits:g}", *map(exponent, errors)])
     header = ["bits", "`DynamiQ`: ring", "butterfly", "all_to_all"]
-    return _markdown([*header, "`BlockInt(block=32)`: ring", "butterfly", "all_to_all"], rows)
+    return markdown([*header, "`BlockInt(block=32)`: ring", "butterfly", "all_to_all"], rows)
 
 
 def other_model() -> str:
     """Write errors on gradients of another model: compare_decoder.json."""
     rows: dict[str, list[str]] = {}
-    for row in _results("compare_decoder"):
-        errors = " / ".join(_exponent(step["vnmse"]) for step in row["steps"].values())
+    for row in results_of("compare_decoder"):
+        errors = " / ".join(exponent(step["vnmse"]) for step in row["steps"].values())
         rows.setdefault(row["method"], [f"`{row['method']}`", f"{row['bits']:.2f}"]).append(errors)
     header = ["setting", "bits", "8 workers, steps 20 / 100 / 200", "16 workers"]
-    return _markdown(header, list(rows.values()))
+    return markdown(header, list(rows.values()))
 
 
 def beside_paper() -> str:
     """Write tables 3 to 6 of the paper: paper_tables.json."""
     rows, base = [], {}
-    for row in _results("paper_tables"):
+    for row in results_of("paper_tables"):
         table, paper = row["table"].split(":")[0], row["paper"]
         if not table.startswith("Table"):
             continue
@@ -218,7 +218,7 @@ def beside_paper() -> str:
         [
             table,
             row["row"],
-            " / ".join(map(_exponent, row["vnmse"].values())),
+            " / ".join(map(exponent, row["vnmse"].values())),
             f"{row['mean'] / base[table]['mean']:.2g}",
             f"{row['paper']:.2g}" if row["paper"] else "",
             f"{row['paper'] / base[table]['paper']:.2g}" if row["paper"] else "",
@@ -226,7 +226,7 @@ def beside_paper() -> str:
         for table, row in rows
     ]
     header = ["", "row", "vNMSE, steps 20 / 100 / 200", "ratio", "the paper's", "its ratio"]
-    return _markdown(header, cells)
+    return markdown(header, cells)
 
 
 def by_workers() -> str:
@@ -237,12 +237,12 @@ def by_workers() -> str:
         "MXFP8": "MXFP8",
     }
     errors: dict[str, dict[int, float]] = {name: {} for name in names}
-    for row in _results("paper_tables"):
+    for row in results_of("paper_tables"):
         if row["table"].startswith("Workers"):
             errors[row["row"].partition(", n")[0]][row["workers"]] = row["mean"]
     header = ["vNMSE on a ring, mean of the steps", *(f"n = {n}" for n in errors["default"])]
-    return _markdown(
-        header, [[names[name], *map(_exponent, of.values())] for name, of in errors.items()]
+    return markdown(
+        header, [[names[name], *map(exponent, of.values())] for name, of in errors.items()]
     )
 
 
@@ -256,7 +256,7 @@ def allocation() -> str:
         "4.25 bits to MXFP4": ("against_mxfp4", "to mxfp4", 4.25),
         "5 bits to MXFP4": ("against_mxfp4", "to mxfp4", 5),
     }
-    compared = _results("allocation")
+    compared = results_of("allocation")
     rows = []
     for tensor in dict.fromkeys(row["tensor"] for row in compared["against_blockint"]):
         cells = [tensor]
@@ -268,57 +268,59 @@ def allocation() -> str:
             ]
             cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
         rows.append(cells)
-    return _markdown(["tensor", *columns], rows)
+    return markdown(["tensor", *columns], rows)
 
 
 def limits() -> str:
     """Write the least errors of any code beside measured ones, on the same gradients:
     rate_distortion.json and compare_ring.json.
     """
-    measured = {(row["setting"], row["workers"]): row["steps"] for row in _results("compare_ring")}
+    measured = {
+        (row["setting"], row["workers"]): row["steps"] for row in results_of("compare_ring")
+    }
     rows = []
-    for bound in _results("rate_distortion"):
+    for bound in results_of("rate_distortion"):
         step, workers, bits = bound["step"], bound["workers"], bound["bits"]
         if bits in (4, 5):
             ours, mxfp8 = (
                 measured[setting, workers][step]["vnmse"]
                 for setting in (f"dynamiq:{bits:g}:ring", "mxfp8:ring")
             )
-            errors = map(_exponent, (bound["message"], bound["ring"], ours, mxfp8))
+            errors = map(exponent, (bound["message"], bound["ring"], ours, mxfp8))
             rows.append([f"{bits:g}", str(workers), step.removeprefix("step "), *errors])
     rows.sort(key=lambda row: (row[0], int(row[1])))
     header = ["bits", "workers", "step", "least, gathered message alone", "least, ring"]
-    return _markdown([*header, "`DynamiQ`", "`MXFP8`, 8.25 bits"], rows)
+    return markdown([*header, "`DynamiQ`", "`MXFP8`, 8.25 bits"], rows)
 
 
 def accuracy() -> str:
     """Write times to the exact run's 99% target, and final losses: time_to_accuracy.json."""
-    results = _results("time_to_accuracy")
+    results = results_of("time_to_accuracy")
     offs = {row["setting"]: row["off"].values() for row in results["final_losses"]}
     ranges = {
-        setting: f"{_mean([*off]):+.2%} ({min(off):+.2%} to {max(off):+.2%})"
+        setting: f"{mean([*off]):+.2%} ({min(off):+.2%} to {max(off):+.2%})"
         for setting, off in offs.items()
     }
     settings = dict.fromkeys(row["setting"] for row in results["links"])
     header, rows = _times(settings, ("bf16:ring", "mxfp8:ring"))
     rows = [[*row, ranges[setting]] for setting, row in zip(settings, rows, strict=True)]
-    return _markdown([*header, "final loss (range of the seeds)"], rows)
+    return markdown([*header, "final loss (range of the seeds)"], rows)
 
 
 def headline() -> str:
     """Write the rows of `accuracy` that a first look needs, with one ratio."""
     final = {
-        row["setting"]: row["mean_off"] for row in _results("time_to_accuracy")["final_losses"]
+        row["setting"]: row["mean_off"] for row in results_of("time_to_accuracy")["final_losses"]
     }
     settings = ("psum", "bf16:ring", "mxfp8:ring", "dynamiq:5:ring", "dynamiq:4:ring")
     header, rows = _times(settings, ("bf16:ring",))
     rows = [[*row, f"{final[setting]:+.2%}"] for setting, row in zip(settings, rows, strict=True)]
-    return _markdown([*header, "final loss"], rows)
+    return markdown([*header, "final loss"], rows)
 
 
 def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of seconds to the 99 % target, with speed-ups over other settings."""
-    links = _results("time_to_accuracy")["links"]
+    links = results_of("time_to_accuracy")["links"]
     bits = {row["setting"]: row["bits"] for row in links}
     reached = {(row["setting"], row["rate"]): row["to_target"]["0.99"]["seconds"] for row in links}
     rates = list(dict.fromkeys(row["rate"] for row in links))
@@ -339,7 +341,7 @@ def executed() -> str:
     """Write how many bytes of executed kernels differ from the base: executed_ptx.json."""
     approximations = {"nearest": "nearest", "up:1": "one above", "down:1": "one below"}
     names = {"triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
-    cells = _results("executed_ptx")
+    cells = results_of("executed_ptx")
     rows = []
     for backend, name in names.items():
         for data in ("gradient", "hard"):
@@ -357,48 +359,48 @@ def executed() -> str:
                 compared = sum(cell["bytes"] for cell in of_kind) // len(approximations)
                 rows.append([name, data, kind, f"{compared:,}", *(f"{n:,}" for n in differ)])
     heads = (f"differ, {label}" for label in approximations.values())
-    return _markdown(["kernels", "rows", "outputs", "bytes", *heads], rows)
+    return markdown(["kernels", "rows", "outputs", "bytes", *heads], rows)
 
 
 def executed_reasons() -> str:
     """Write why rows of executed kernels differ from the base: executed_ptx.json."""
     counts: dict[tuple[str, str], int] = {}
-    for cell in _results("executed_ptx"):
+    for cell in results_of("executed_ptx"):
         for reason, number in cell["rows"].items():
             key = _KINDS[cell["operation"]], reason
             counts[key] = counts.get(key, 0) + number
     rows = [[kind, reason, f"{counts[kind, reason]:,}"] for kind, reason in sorted(counts)]
-    return _markdown(["outputs", "reason", "rows"], rows)
+    return markdown(["outputs", "reason", "rows"], rows)
 
 
 def compile_times() -> str:
     """Write compile times: compile_time.json."""
-    results = _results("compile_time")
+    results = results_of("compile_time")
     rows = [
         [str(row["workers"]), *(f"{s:.1f} s" for s in (row["exact"], *row["compressed"].values()))]
         for row in results
     ]
     buckets = (f"{number} bucket" + "s" * (number != "1") for number in results[0]["compressed"])
-    return _markdown(["workers", "`lax.pmean`", *(f"`dq.pmean`, {name}" for name in buckets)], rows)
+    return markdown(["workers", "`lax.pmean`", *(f"`dq.pmean`, {name}" for name in buckets)], rows)
 
 
 def big_models() -> str:
     """Write compile times and memory of large programs: big_models.json."""
     rows = []
-    for row in _results("big_models"):
+    for row in results_of("big_models"):
         if row["name"].startswith("dense"):
             continue
         compiled = "seconds" in row
         gigabytes = f"{row['temporary_bytes'] / 1e9:.1f} GB" if compiled else ""
         seconds = f"{row['seconds']:.0f} s" if compiled else f"{row['lower_seconds']:.0f} s"
         rows.append([row["name"], seconds, gigabytes])
-    return _markdown(["program", "time of one core", "temporary memory"], rows)
+    return markdown(["program", "time of one core", "temporary memory"], rows)
 
 
 def maxtext() -> str:
     """Write losses and bytes of MaxText: maxtext.json."""
     rows = []
-    for row in _results("maxtext"):
+    for row in results_of("maxtext"):
         kinds = row["exact"], row["compressed"]
         rows.append(
             [
@@ -409,31 +411,37 @@ def maxtext() -> str:
             ]
         )
     headings = "run", "loss, exact", "compressed", "bytes, exact", "compressed", "fewer than BF16"
-    return _markdown(list(headings), rows)
+    return markdown(list(headings), rows)
 
 
 def environments() -> str:
     """Write command, date, hardware and versions of every result file."""
     commands = {
         "allocation": "python -m benchmarks.allocation",
+        "arc_synthetic": "python -m benchmarks.arc_synthetic",
         "aot_h200": "python -m benchmarks.aot_h200",
         "aot_tpu": "python -m benchmarks.aot_tpu",
         "big_models": "python -m benchmarks.big_models",
         "codec": "python -m benchmarks.codec",
         "checkpoint_loading": "python -m benchmarks.checkpoint_loading",
         "compare_decoder": "dynamiq-jax compare",
+        "compare_low_bits": "dynamiq-jax compare",
         "compare_ring": "dynamiq-jax compare",
         "compare_topologies": "dynamiq-jax compare",
         "compile_time": "python -m benchmarks.compile_time",
         "cost_model": "python -m benchmarks.cost_model",
+        "entropy": "python -m benchmarks.entropy",
         "error": "python -m benchmarks.error",
         "executed_ptx": "",  # made by an interpreter that is not in this repository
         "error_law": "python -m benchmarks.error_law",
         "final_loss": "python -m benchmarks.final_loss",
+        "locality": "python -m benchmarks.locality",
         "maxtext": "python -m benchmarks.trainers.maxtext",
         "paper_tables": "python -m benchmarks.paper_tables",
         "rate_distortion": "python -m benchmarks.rate_distortion",
+        "split_sketch": "python -m benchmarks.split_sketch",
         "time_to_accuracy": "python -m benchmarks.time_to_accuracy",
+        "time_to_accuracy_low_bits": "python -m benchmarks.time_to_accuracy",
     }
     rows = []
     for name, command in commands.items():
@@ -447,7 +455,7 @@ def environments() -> str:
                 f"{of['jax']}, {of['python']}",
             ]
         )
-    return _markdown(["file", "command", "date", "hardware", "JAX, Python"], rows)
+    return markdown(["file", "command", "date", "hardware", "JAX, Python"], rows)
 
 
 _ALL = (
@@ -472,6 +480,7 @@ _ALL = (
     big_models,
     maxtext,
     environments,
+    *method_tables.ALL,
 )
 TABLES = {function.__name__: function for function in _ALL}
 
@@ -486,24 +495,6 @@ def _best(question: Advise) -> tuple[Option, Option]:
     plain, *compressed = predictions(question.question())
     at_five_bits = [option for option in compressed if option.bits == 5]
     return plain, min(at_five_bits, key=lambda option: (option.step, option.error_growth))
-
-
-def _results(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _exponent(value: float) -> str:
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> None:
