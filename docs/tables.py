@@ -39,7 +39,8 @@ _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTA
 
 def methods() -> str:
     """Write the bits of every method with its defaults, and its error and time by `compare`."""
-    measured = {row["setting"]: row for row in results_of("compare_ring") if row["workers"] == 8}
+    compared = [*results_of("compare_ring"), *results_of("compare_low_bits")]
+    measured = {row["setting"]: row for row in compared if row["workers"] == 8}
     # How the settings of the result file spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
     settings["flash_communication"] = "flash_communication:5"
