@@ -44,7 +44,7 @@ class Config:
 
     gradients: Path  # that benchmarks.dump_gradients wrote
     workers: tuple[int, ...] = (8, 16, 64)
-    agreements: tuple[float, ...] = (0.0, 0.1, 0.5)  # budgets of `EntropyCoded`
+    agreements: tuple[float, ...] = (0.0, 0.5)  # budgets of `EntropyCoded`
     size: int = 2**19  # coordinates of a gradient, from its first on
     save: bool = True  # write the result to benchmarks/results/entropy.json
 
@@ -150,14 +150,15 @@ def code_entropy(values: NDArray[np.float32]) -> dict[str, float]:
 def main(config: Config) -> None:
     """Measure every case, and print tables."""
     rows, codes = [], []
-    for name, flat in track(inputs(config), "Coding", total=5, transient=True):
-        for workers in config.workers:
+    coders = [("rans", agreement) for agreement in config.agreements]
+    coders.append(("patched", config.agreements[0]))
+    for name, flat in inputs(config):
+        for workers in track(config.workers, f"Coding {name}", transient=True):
             row = {"gradients": name, "workers": workers} | partial_sums(flat[:workers])
             row["coded"] = [
                 {"coder": coder, "agreement": agreement, "topology": topology}
                 | coded(flat[:workers], EntropyCoded(agreement=agreement, coder=coder), route)
-                for coder in ("rans", "patched")
-                for agreement in config.agreements
+                for coder, agreement in coders
                 for topology, route in TOPOLOGIES.items()
             ]
             rows.append(row)

@@ -287,6 +287,47 @@ def test_states_are_split_as_the_gradients_are():
         np.testing.assert_array_equal(second[name], again[name])
 
 
+@pytest.mark.parametrize(
+    "method",
+    (
+        "ef+marsit",
+        "gc+marsit",
+        "ef+split_sketch:4",
+        "ef+entropy_coded:coder=patched",
+        "ef21m+thc:block=256",
+        "ef21m+arc_top_k:8:inner=exact",
+    ),
+)
+def test_states_of_every_kind_resume_on_shards(method):
+    """Saved after a step and read again: the same bits, on all workers, in every shard."""
+    mesh, spec = mesh_of("data 2 x fsdp 4"), P("fsdp")
+    reduce = dq.all_reduce_gradients("data", method=method, specs=spec)
+    over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+    how = {"mesh": mesh, "axis_names": {"data"}}
+    own = [of_workers(step, 2, 128 * 256).reshape(2, 128, 256) for step in range(2)]
+    init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **how))
+    update = jax.jit(
+        jax.shard_map(
+            lambda own, state: reduce.update(own[0], state),
+            in_specs=(P("data"), over_data),
+            out_specs=(P(), over_data),
+            **how,
+        )
+    )
+    first, state = update(own[0], init(jnp.zeros((128, 256))))
+    saved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
+    steps = update(own[1], state), update(own[1], saved)
+    for there, here in zip(*map(jax.tree.leaves, steps), strict=True):
+        np.testing.assert_array_equal(there, here)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(state.method)} == {8}
+    second = steps[0][0]
+    for shard in second.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.asarray(second)[shard.index])
+    for mean, each in zip((first, second), own, strict=True):
+        truth = each.mean(axis=0)
+        assert np.vdot(mean, truth) > 0.2 * np.vdot(truth, truth)
+
+
 def test_a_run_goes_on_alike_on_another_mesh_with_the_same_shards():
     """Saved on data 2 x fsdp 4 and resumed where two axes make the same parts: the same bits."""
     own, steps = of_workers(0, 2, 512 * 256).reshape(2, 512, 256), []
