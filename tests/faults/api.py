@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "value_and_grad ignores the options",
         "dynamiq_jax/_api/autodiff.py",
-        "specs=placed,\n        options=how.options,",
-        "specs=placed,\n        options=Options(),",
+        "options=work.how.options,",
+        "options=Options(),",
         (
             "tests/test_value_and_grad.py::test_options_say_which_gradients_are_exact_and_how_large_buckets_are",
         ),

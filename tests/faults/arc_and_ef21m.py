@@ -72,7 +72,7 @@ FAULTS = (
     Fault(
         "the result is the sum of one step",
         EF21M,
-        "total = state.total + reduced.total",
+        "total = same_over(state.total, call.axis.name) + reduced.total",
         "total = reduced.total",
         EF21M_TESTS,
     ),
