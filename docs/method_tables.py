@@ -1,7 +1,7 @@
 """Tables of the pages of single methods; see `docs.tables`."""
 
 from docs.result_files import exponent, markdown, mean, results_of
-from dynamiq_jax._workshop.units import format_seconds
+from dynamiq_jax._workshop.units import format_rate, format_seconds
 
 
 def entropy_coded() -> str:
@@ -22,7 +22,7 @@ def entropy_coded() -> str:
             [
                 row["gradients"],
                 str(row["workers"]),
-                f"{row['agreement']:.2f}",
+                f"{abs(round(row['agreement'], 2)):.2f}",
                 str(row["wire_bits"]),
                 f"{(gathered + scattered) / 2:.2f}",
                 f"{(row['entropy'][0] + gathered) / 2:.2f}",
@@ -31,6 +31,21 @@ def entropy_coded() -> str:
         )
     header = ["gradients", "workers", "in common", "THC", "entropy: ring", "all to all"]
     return markdown([*header, "`EntropyCoded`: ring", "all to all"], rows)
+
+
+def entropy_network() -> str:
+    """Write times of all-reduces of emulated hosts: entropy_network.json."""
+    found = results_of("entropy_network")
+    rates = sorted({row["rate"] for row in found})
+    rows = []
+    for setting in dict.fromkeys(row["setting"] for row in found):
+        of_rates = {row["rate"]: row for row in found if row["setting"] == setting}
+        first = of_rates[rates[0]]
+        times = (format_seconds(of_rates[rate]["seconds"]) for rate in rates)
+        sent = f"{first['bytes_per_worker'] / 1e6:.2f} MB"
+        rows.append([f"`{setting}`", sent, format_seconds(first["local_seconds"]), *times])
+    header = ["setting", "sent by each host", "unlimited link", *map(format_rate, rates)]
+    return markdown(header, rows)
 
 
 def entropy_of_codes() -> str:
@@ -119,8 +134,8 @@ def slow_link() -> str:
     for row in found["links"]:
         targets = []
         for fraction in ("0.99", "0.995"):
-            reached = row["to_target"][fraction]
-            targets.append(format_seconds(reached["seconds"]) if reached else "not reached")
+            seconds = row["to_target"][fraction]["seconds"]
+            targets.append("not reached" if seconds is None else format_seconds(seconds))
         rows.append(
             [
                 f"`{row['setting']}`",
@@ -136,6 +151,7 @@ def slow_link() -> str:
 
 ALL = (
     entropy_coded,
+    entropy_network,
     entropy_of_codes,
     split_sketch,
     arc_synthetic,

@@ -432,6 +432,7 @@ def environments() -> str:
         "compile_time": "python -m benchmarks.compile_time",
         "cost_model": "python -m benchmarks.cost_model",
         "entropy": "python -m benchmarks.entropy",
+        "entropy_network": "dynamiq-jax network",
         "error": "python -m benchmarks.error",
         "executed_ptx": "",  # made by an interpreter that is not in this repository
         "error_law": "python -m benchmarks.error_law",
