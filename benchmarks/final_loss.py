@@ -56,6 +56,7 @@ class Config:
         "ef+topk_chunked:2",
         "ef+arc_top_k:2",
         "ef+arc_top_k:4",
+        "ef21m+exact",
         "ef21m+arc_top_k:4:inner=exact",
         "ef+split_sketch:2",
         "ef+split_sketch:4",

@@ -8,11 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import (
@@ -29,6 +27,7 @@ from dynamiq_jax.methods import (
     resolve_method,
 )
 from dynamiq_jax.methods._ef21m import EF21MState
+from tests.support.checkpoints import Run
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import call_on, on_mesh, simulated
 
@@ -257,52 +256,16 @@ def test_a_gradient_that_stays_arrives_in_every_single_step():
 # ---------------------------------------------------------------------------------- on a mesh
 
 
-@functools.cache
-def trainers(mesh, method: EF21M):
-    """Return `init` and `update` under shard_map, as the page of the method has them."""
-    reduce = dq.all_reduce_gradients("data", method=method)
-    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    options = {"mesh": mesh}
-    init = jax.shard_map(
-        lambda g: reduce.init(g[0]), in_specs=P("data"), out_specs=specs, **options
-    )
-    update = jax.shard_map(
-        lambda g, state: reduce.update(g[0], state),
-        in_specs=(P("data"), specs),
-        out_specs=(P(), specs),
-        **options,
-    )
-    return jax.jit(init), jax.jit(update)
-
-
 def gradient_of(step: int) -> np.ndarray:
     return of_workers(step, NUM_WORKERS, SIZE).reshape(NUM_WORKERS, *SHAPE)
 
 
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
-    init, update = trainers(data_mesh(NUM_WORKERS), EF21M(inner=ARC))
-
-    def run(state, first, last):
-        outputs = []
-        for step in range(first, last):
-            output, state = update(gradient_of(step), state)
-            outputs.append(np.asarray(output))
-        return outputs, state
-
-    start = init(gradient_of(0))
-    assert start.method[0].tracker.shape == (NUM_WORKERS, SIZE)
-    uninterrupted, last = run(start, 0, 4)
-    before, half = run(start, 0, 2)
+    gradients = np.stack([gradient_of(step) for step in range(4)], axis=1)
+    run = Run([EF21M(inner=ARC)] * 4, data_mesh(NUM_WORKERS), gradients)
+    assert run.start.method[0].tracker.shape == (NUM_WORKERS, SIZE)
+    _, half = run.check_resumes(tmp_path)
     assert drift(jax.tree.map(np.asarray, half.method[0])) < 1e-5
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "2", half)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "2", half)
-    jax.tree.map(np.testing.assert_array_equal, restored, half)
-    after, resumed = run(restored, 2, 4)
-    np.testing.assert_array_equal(before + after, uninterrupted)
-    jax.tree.map(np.testing.assert_array_equal, resumed, last)
-    assert not np.array_equal(run(start, 0, 1)[0][0], run(half, 0, 1)[0][0])  # it does matter
 
 
 def test_a_mesh_does_what_the_simulation_does(data_mesh):

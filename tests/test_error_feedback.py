@@ -8,15 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import THC, BlockInt, ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
+from tests.support.checkpoints import Run
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
 from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
@@ -223,41 +222,9 @@ def test_state_has_the_size_of_its_bucket():
 
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     """As the docstring of ErrorFeedback says to carry it: each worker's residual is in there."""
-    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
-    specs = dq.AllReduceState(step=P(), method=P("data"))
-    options = {"mesh": data_mesh(NUM_WORKERS)}
-    init = jax.shard_map(
-        lambda g: reduce.init(g[0, 0]), in_specs=P("data"), out_specs=specs, **options
-    )
-    update = jax.jit(
-        jax.shard_map(
-            lambda g, state: reduce.update(g[0], state),
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-            **options,
-        )
-    )
-
-    def run(state, first, last):
-        outputs = []
-        for step in range(first, last):
-            output, state = update(gradients()[:, step], state)
-            outputs.append(np.asarray(output))
-        return outputs, state
-
-    start = jax.jit(init)(gradients())
-    assert start.method[0].residual.shape == (NUM_WORKERS, SIZE)
-    uninterrupted, last = run(start, 0, 4)
-    before, half = run(start, 0, 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "2", half)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "2", half)
-    jax.tree.map(np.testing.assert_array_equal, restored, half)
-    after, resumed = run(restored, 2, 4)
-    np.testing.assert_array_equal(before + after, uninterrupted)
-    jax.tree.map(np.testing.assert_array_equal, resumed, last)
-    assert not np.array_equal(run(start, 0, 1)[0][0], run(half, 0, 1)[0][0])  # it does matter
+    run = Run([FEEDBACK] * 4, data_mesh(NUM_WORKERS), gradients()[:, :4])
+    assert run.start.method[0].residual.shape == (NUM_WORKERS, SIZE)
+    run.check_resumes(tmp_path)
 
 
 def test_it_costs_no_bytes():

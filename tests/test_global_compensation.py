@@ -6,9 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import (
@@ -22,6 +20,7 @@ from dynamiq_jax.methods import (
     PowerSGD,
     resolve_method,
 )
+from tests.support.checkpoints import Run
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import call_on, simulated
 
@@ -179,50 +178,14 @@ def test_what_is_not_finite_surfaces_and_is_not_kept(value, exact):
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path, inner):
     """With an exact step in between, of a second program with the same state."""
     method = GlobalCompensation(inner=inner)
-    both = [
-        dq.all_reduce_gradients("data", method=dataclasses.replace(method, exact=exact))
-        for exact in (False, True)
-    ]
-    specs = dq.AllReduceState(step=P(), method=P("data"))
-    options = {"mesh": data_mesh(NUM_WORKERS)}
-    gradients = [of_workers(step, NUM_WORKERS, SIZE) for step in range(5)]
-    init = jax.shard_map(
-        lambda g: both[0].init(g[0]), in_specs=P("data"), out_specs=specs, **options
-    )
-    updates = [
-        jax.jit(
-            jax.shard_map(
-                lambda g, state, reduce=reduce: reduce.update(g[0], state),
-                in_specs=(P("data"), specs),
-                out_specs=(P(), specs),
-                **options,
-            )
-        )
-        for reduce in both
-    ]
-
-    def run(state, first, last):
-        outputs = []
-        for step in range(first, last):
-            output, state = updates[step == 3](gradients[step], state)
-            outputs.append(np.asarray(output))
-        return outputs, state
-
-    start = jax.jit(init)(gradients[0])
-    assert start.method[0].compensation.shape == (NUM_WORKERS, SIZE)
-    uninterrupted, last = run(start, 0, 5)
-    before, half = run(start, 0, 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "2", half)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "2", half)
-    jax.tree.map(np.testing.assert_array_equal, restored, half)
-    after, resumed = run(restored, 2, 5)
-    np.testing.assert_array_equal(before + after, uninterrupted)
-    jax.tree.map(np.testing.assert_array_equal, resumed, last)
+    exact = dataclasses.replace(method, exact=True)
+    gradients = of_workers(0, NUM_WORKERS, 5 * SIZE).reshape(NUM_WORKERS, 5, SIZE)
+    run = Run([method, method, method, exact, method], data_mesh(NUM_WORKERS), gradients)
+    assert run.start.method[0].compensation.shape == (NUM_WORKERS, SIZE)
+    outputs, _ = run.check_resumes(tmp_path)
     # The mean of compensations is part of the exact mean.
-    kept = np.asarray(run(start, 0, 3)[1].method[0].compensation)
-    np.testing.assert_allclose(uninterrupted[3], (gradients[3] + kept).mean(axis=0), atol=1e-6)
+    kept = np.asarray(run.steps(run.start, 0, 3)[1].method[0].compensation)
+    np.testing.assert_allclose(outputs[3], (gradients[:, 3] + kept).mean(axis=0), atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------- errors

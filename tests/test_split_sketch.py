@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Call, ErrorFeedback, SplitSketch
 from dynamiq_jax.methods._split_sketch import threshold
+from tests.support import checkpoints
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
@@ -401,41 +401,9 @@ def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
 
 
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
-    reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=METHOD))
-    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    options = {"mesh": data_mesh(NUM_WORKERS)}
     gradients = of_workers(7, NUM_WORKERS, 4 * SIZE).reshape(NUM_WORKERS, 4, SIZE)
-    init = jax.shard_map(
-        lambda g: reduce.init(g[0, 0]), in_specs=P("data"), out_specs=specs, **options
-    )
-    update = jax.jit(
-        jax.shard_map(
-            lambda g, state: reduce.update(g[0], state),
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-            **options,
-        )
-    )
-
-    def run_steps(state, first, last):
-        outputs = []
-        for step in range(first, last):
-            output, state = update(gradients[:, step], state)
-            outputs.append(np.asarray(output))
-        return outputs, state
-
-    start = jax.jit(init)(gradients)
-    uninterrupted, last = run_steps(start, 0, 4)
-    before, half = run_steps(start, 0, 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "2", half)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "2", half)
-    jax.tree.map(np.testing.assert_array_equal, restored, half)
-    after, resumed = run_steps(restored, 2, 4)
-    np.testing.assert_array_equal(before + after, uninterrupted)
-    jax.tree.map(np.testing.assert_array_equal, resumed, last)
-    assert not np.array_equal(run_steps(start, 0, 1)[0][0], run_steps(half, 0, 1)[0][0])
+    methods = [ErrorFeedback(inner=METHOD)] * 4
+    checkpoints.Run(methods, data_mesh(NUM_WORKERS), gradients).check_resumes(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ errors
