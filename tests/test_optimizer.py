@@ -11,11 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import (
+    EF21M,
     METHODS,
     ErrorFeedback,
+    GlobalCompensation,
+    Marsit,
     Method,
     OmniReduce,
     PowerSGD,
+    SplitSketch,
     resolve_method,
 )
 from tests.support.gradients import of_workers, vnmse
@@ -172,6 +176,9 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(momentum, tmp_path):
     ("method", "check_vma"),
     (
         (PowerSGD(), True),
+        (SplitSketch(), True),
+        (EF21M(inner=dq.Exact()), True),
+        (GlobalCompensation(inner=Marsit()), True),
         (ErrorFeedback(inner=dq.BF16()), True),
         (ErrorFeedback(inner=dq.BF16()), False),
         (ErrorFeedback(inner=OmniReduce()), True),
@@ -200,7 +207,8 @@ def test_states_of_all_workers_lie_side_by_side(data_mesh, method, check_vma):
 
 
 def test_every_method_with_a_state_is_among_those():
-    assert [name for name in METHODS if resolve_method(name).is_stateful] == ["powersgd"]
+    stateful = {name for name in METHODS if resolve_method(name).is_stateful}
+    assert stateful == {"powersgd", "split_sketch"}
 
 
 # ----------------------------------------------------------------------------------------- metrics
