@@ -2,11 +2,12 @@
 needs, as some benchmarks run on machines that have no more.
 """
 
+import json
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,28 @@ def write(path: Path, config: dict[str, Any], results: Any) -> Path:
     """Write a result to any file, as `save` does."""
     records.write(path, environment(), config, results)
     return path
+
+
+def earlier_results(name: str, config: dict[str, Any], *, but: Collection[str]) -> Any:
+    """Return the results of a file of benchmarks/results, to go on from there.
+
+    Args:
+      name: name of the benchmark.
+      config: its options.
+      but: options that may differ.
+
+    Returns:
+      The results; None if there is no file, or one of other options.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    ours = json.loads(json.dumps(config))
+    for options in (ours, found["config"]):
+        for option in but:
+            options.pop(option, None)
+    return found["results"] if found["config"] == ours else None
 
 
 def _commit() -> str:

@@ -9,7 +9,6 @@ batches in the same order; a seed changes batches and rounding.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -159,17 +158,9 @@ def main(config: Config) -> None:
 
 def earlier_losses(config: Config) -> dict[str, list[float]]:
     """Return method to losses of the result file, if its other options are the same."""
-    path = common.RESULTS / "final_loss.json"
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text())
-    ours = dataclasses.asdict(config) | {"seeds": list(config.seeds)}
-    for name in ("methods", "save", "resume"):
-        ours.pop(name)
-        found["config"].pop(name, None)
-    if found["config"] != ours:
-        return {}
-    return {row["method"]: row["losses"] for row in found["results"]}
+    options = dataclasses.asdict(config)
+    rows = common.earlier_results("final_loss", options, but=("methods", "save", "resume"))
+    return {row["method"]: row["losses"] for row in rows or ()}
 
 
 def wire_bits(setting: Setting, shapes: Any, workers: int) -> float:

@@ -129,9 +129,14 @@ class Instruction:
     operands: tuple[str, ...]
     pallas: bool
     matmul: bool = False
-    backward: bool = False  # of a gradient, by the name that JAX gave it
+    scope: str = ""  # the name that JAX gave it
     body: str | None = None  # of a loop: the computation that it repeats
     turns: int = 1  # of a loop, where they are known
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is of a gradient."""
+        return "transpose(jvp(" in self.scope
 
     @property
     def runs(self) -> bool:
@@ -189,7 +194,7 @@ def compile_for(
     where: Mesh,
     function: Callable[..., Any],
     args: Sequence[Any],
-    specs: Sequence[PartitionSpec] | None = None,
+    specs: Sequence[Any] | None = None,
     *,
     dump: Path,
     options: dict[str, Any] | None = None,
@@ -200,13 +205,18 @@ def compile_for(
       where: the mesh.
       function: function of `args`.
       args: trees of `jax.ShapeDtypeStruct`.
-      specs: partition of each argument; None for whole arguments on all devices.
+      specs: partition of each argument, or of each of its leaves; None for whole arguments on all
+        devices.
       dump: folder that `prepare` was given.
       options: options of XLA.
     """
     specs = specs or [PartitionSpec()] * len(args)
     placed = [
-        jax.tree.map(lambda leaf, at=NamedSharding(where, spec): leaf.update(sharding=at), arg)
+        jax.tree.map(
+            lambda leaf, of_leaf: leaf.update(sharding=NamedSharding(where, of_leaf)),
+            arg,
+            jax.tree.broadcast(spec, arg),
+        )
         for arg, spec in zip(args, specs, strict=True)
     ]
     of_mosaic = dump / _MOSAIC
@@ -324,6 +334,7 @@ def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
             )
             pallas = found[3] == "custom-call" and target is not None
             body = re.search(r"body=%?([\w.\-]+)", found[5])
+            scope = re.search(r'op_name="([^"]*)"', found[5])
             turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', found[5])
             computations[name].append(
                 Instruction(
@@ -331,7 +342,7 @@ def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
                     operands,
                     pallas,
                     matmul=bool(re.search(r'"__triton_(?:nested_)?gemm|"__cublas', found[5])),
-                    backward="transpose(jvp(" in found[5],
+                    scope=scope[1] if scope else "",
                     body=body and body[1],
                     turns=int(turns[1]) if turns else 1,
                 )

@@ -35,11 +35,12 @@ import dynamiq_jax as dq
 from benchmarks import common
 from benchmarks.emulated_training import report
 from benchmarks.emulated_training.run import Run, check_identical, trainers
+from benchmarks.emulated_training.schedule import Schedule, parse_schedules
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import abstract_model, new_model
 from dynamiq_jax._workshop import namespaces, options, tables
 from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.settings import PSUM, Setting, parse_settings
+from dynamiq_jax._workshop.settings import PSUM
 from dynamiq_jax._workshop.signals import Stopped, stopping_cleanly
 from dynamiq_jax._workshop.units import parse_rate
 from examples.llm.corpora import Corpora, all_windows, load_corpora
@@ -71,7 +72,8 @@ class Config:
         "dynamiq:5:all_to_all",
         "dynamiq:6:all_to_all",
     )
-    """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]. psum, the exact run, sets the target: keep it."""
+    """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]. psum, the exact run, sets the target: keep it. With
+    @STEPS behind it, local SGD: an outer step after so many local ones, such as dynamiq:4@20."""
 
     steps: int = 100
     """Training steps of a run."""
@@ -114,10 +116,10 @@ class Config:
         return [*range(0, self.steps, self.eval_every), self.steps]
 
 
-def check(config: Config) -> tuple[list[Setting], list[float]]:
+def check(config: Config) -> tuple[dict[str, Schedule], list[float]]:
     """Return settings and rates; raise CommandError if an option makes no sense."""
-    settings = parse_settings(config.settings)
-    if all(setting.method is not None for setting in settings):
+    settings = parse_schedules(config.settings)
+    if all(schedule.setting.method is not None for schedule in settings.values()):
         raise CommandError(f"--settings: add {PSUM}, whose loss is the target of all others.")
     least = {"steps": 1, "eval_every": 1, "batch": 1, "context": 1, "pretrain_steps": 1}
     for name, low in (least | {"layers": 1, "timeout": 1}).items():
@@ -169,16 +171,22 @@ def write_weights(
         np.savez(folder / f"weights{seed}.npz", *map(np.asarray, jax.tree.leaves(params)))
 
 
-def costs(settings: list[Setting], shapes: Any, hosts: int) -> dict[str, dict[str, float]]:
-    """Return the bytes that each host sends in a step, and bits of a coordinate, by setting."""
+def costs(settings: dict[str, Schedule], shapes: Any, hosts: int) -> dict[str, dict[str, float]]:
+    """Return the bytes of a host in an all-reduce, their mean over steps, and bits, by setting."""
     found = {}
-    for setting in settings:
+    for name, schedule in settings.items():
+        setting = schedule.setting
         cost = setting.wire_report(shapes, hosts)  # refuses what so many hosts cannot do
         bits = 32.0
         if setting.method is not None:
             cost = dq.wire_report(shapes, hosts, method=setting.method, topology=setting.topology)
             bits = cost.bits
-        found[setting.name] = {"bytes_per_worker": cost.bytes_per_worker, "bits": bits}
+        every = schedule.every or 1
+        found[name] = {
+            "bytes_per_worker": cost.bytes_per_worker,
+            "bytes_a_step": cost.bytes_per_worker / every,
+            "bits": bits / every,
+        }
     return found
 
 

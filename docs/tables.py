@@ -1,9 +1,10 @@
-"""Tables of the pages that come from result files or from the library itself.
+"""Tables of the pages that come from result files or from the library itself, and scripts.
 
     python -m docs.tables
 
-A page has `<!-- table: NAME -->` and `<!-- end -->` around each; this script writes the lines
-between them. tests/test_docs.py fails where a page and this script disagree.
+A page has `<!-- table: NAME -->` and `<!-- end -->` around each table, and `<!-- script: NAME -->`
+around the text of examples/NAME.py. This script writes the lines between them. tests/test_docs.py
+fails where a page and this script disagree.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 import jax
 
 import dynamiq_jax as dq
-from docs import method_tables
+from docs import method_tables, training_tables
 from docs.result_files import RESULTS, exponent, markdown, mean, results_of
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._workshop.advice import Option, predictions
@@ -26,6 +27,7 @@ from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+EXAMPLES = ROOT / "examples"
 
 # Outputs of the operations of the codec.
 _KINDS = {
@@ -35,6 +37,7 @@ _KINDS = {
 }
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+_SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def methods() -> str:
@@ -431,6 +434,7 @@ def environments() -> str:
         "compare_topologies": "dynamiq-jax compare",
         "compile_time": "python -m benchmarks.compile_time",
         "cost_model": "python -m benchmarks.cost_model",
+        "drop_compute": "python -m benchmarks.drop_compute",
         "entropy": "python -m benchmarks.entropy",
         "entropy_network": "dynamiq-jax network",
         "error": "python -m benchmarks.error",
@@ -439,6 +443,7 @@ def environments() -> str:
         "final_loss": "python -m benchmarks.final_loss",
         "locality": "python -m benchmarks.locality",
         "maxtext": "python -m benchmarks.trainers.maxtext",
+        "packet_loss": "python -m benchmarks.packet_loss",
         "paper_tables": "python -m benchmarks.paper_tables",
         "rate_distortion": "python -m benchmarks.rate_distortion",
         "split_sketch": "python -m benchmarks.split_sketch",
@@ -483,13 +488,19 @@ _ALL = (
     maxtext,
     environments,
     *method_tables.ALL,
+    *training_tables.ALL,
 )
 TABLES = {function.__name__: function for function in _ALL}
 
 
 def rewritten(page: str) -> str:
-    """Return the text of a page with its tables as they should be."""
+    """Return the text of a page with its tables and scripts as they should be."""
+    page = _SCRIPT.sub(lambda found: found[1] + _script(found[2]) + found[3], page)
     return _TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
+
+
+def _script(name: str) -> str:
+    return f"```python\n{(EXAMPLES / f'{name}.py').read_text()}```\n"
 
 
 def _best(question: Advise) -> tuple[Option, Option]:
@@ -500,7 +511,7 @@ def _best(question: Advise) -> tuple[Option, Option]:
 
 
 def main() -> None:
-    """Write all tables of all pages."""
+    """Write all tables and scripts of all pages."""
     for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = page.read_text()
         if (new := rewritten(text)) != text:

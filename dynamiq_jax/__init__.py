@@ -4,7 +4,7 @@
 + grads = dq.pmean(grads, "data", key=key)
 """
 
-from dynamiq_jax import methods, topologies
+from dynamiq_jax import methods, topologies, training
 from dynamiq_jax._api.autodiff import value_and_grad
 from dynamiq_jax._api.collectives import all_gather, pmean, psum, psum_scatter
 from dynamiq_jax._api.data_parallel import data_parallel
@@ -35,6 +35,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "topologies",
+    "training",
     "value_and_grad",
     "vnmse",
     "wire_report",

@@ -28,7 +28,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
-COMMANDS = ("bench", "network", "advise", "compare")
+COMMANDS = ("bench", "network", "advise", "compare", "drop-compute", "tune-buckets")
 slow = pytest.mark.slow
 
 
@@ -48,6 +48,11 @@ def shell_lines() -> list[tuple[str, list[str]]]:
                 if words:
                     lines.append((page, words))
     return lines
+
+
+def class_name(command: str) -> str:
+    """The class of `bench` is Bench, that of `drop-compute` is DropCompute."""
+    return command.title().replace("-", "")
 
 
 def file_of(module: str) -> Path:
@@ -113,13 +118,14 @@ def test_pages_show_commands_of_every_kind():
 def test_options_of_the_command_line_exist(words, monkeypatch):
     started = []
     for name in COMMANDS:
-        command = getattr(importlib.import_module(f"{_commands.__name__}.{name}"), name.title())
+        module = importlib.import_module(f"{_commands.__name__}.{name.replace('-', '_')}")
+        command = getattr(module, class_name(name))
         monkeypatch.setattr(command, "run", lambda self: started.append(self) or 0)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         _commands.main()
     assert ended.value.code == 0
-    assert [type(command).__name__.lower() for command in started] == [words[1]]
+    assert [type(command).__name__ for command in started] == [class_name(words[1])]
 
 
 def test_targets_and_extras_of_commands_exist():
@@ -199,6 +205,16 @@ def test_tables_are_those_of_the_result_files_and_the_library():
     assert shown == tables.TABLES.keys()
 
 
+def test_every_script_is_short_and_on_a_page():
+    tables = importlib.import_module("docs.tables")
+    shown = {
+        name for text in PAGES.values() for name in re.findall(r"<!-- script: (\w+) -->", text)
+    }
+    assert shown == {path.stem for path in tables.EXAMPLES.glob("[a-z]*.py")} - {"finetune_llm"}
+    for name in shown:
+        assert len((tables.EXAMPLES / f"{name}.py").read_text().splitlines()) < 60, name
+
+
 def test_the_ring_in_the_figure_is_that_of_the_library():
     """Chunk c starts at worker c + 1 and ends at worker c, as on its page."""
     paths = importlib.import_module("docs.figures").ring_paths(5)
@@ -216,7 +232,7 @@ def reference() -> set[str]:
 
 
 def test_the_reference_has_every_public_name_and_no_private_one():
-    facades = (dq, dq.methods, dq.topologies)
+    facades = (dq, dq.methods, dq.topologies, dq.training)
     shown = reference()
     assert [name for name in shown if re.search(r"\b_", name)] == []
     public = set()

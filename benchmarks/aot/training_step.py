@@ -6,7 +6,7 @@ or by casts of parameters, whose transposes are the sums: of all layers, or insi
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 import dynamiq_jax as dq
 from benchmarks import h200
+from benchmarks.aot.transfers import transfers_of
 from benchmarks.plain_tables import print_table
 from dynamiq_jax.topologies import resolve_topology
 
@@ -33,7 +34,6 @@ TOPOLOGIES = (
 _LAYERS, _MATRICES, _WIDTH, _ROWS = 4, 4, 2048, 8192
 _SCANNED_LAYERS = 8
 _MATRIX_BYTES = 4 * _WIDTH**2
-_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Of the bytes. Where buckets did not wait for each other it was 27 %.
 _LEAST_SHARE, _LEAST_SHARE_OF_LOOP, _LEAST_SHARE_OF_SCAN = 0.6, 0.35, 0.35
 
@@ -97,9 +97,11 @@ def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
         dump=dump,
         options=dict(case.options),
     )
-    transfers = list(_transfers(program))
+    transfers = list(
+        transfers_of(program, lambda instruction: instruction.matmul and instruction.backward)
+    )
     total = sum(transfer.bytes for transfer in transfers)
-    under = [transfer for transfer in transfers if transfer.matmuls]
+    under = [transfer for transfer in transfers if transfer.covered]
     share = sum(transfer.bytes for transfer in under) / total
     return {
         "topology": case.topology,
@@ -230,37 +232,6 @@ def _step(case: Case) -> Any:
         return jax.tree.map(lambda param, gradient: param - 0.1 * gradient, params, mean)
 
     return step
-
-
-@dataclasses.dataclass(frozen=True)
-class _Transfer:
-    bytes: int  # of the results, all times
-    times: int
-    in_loop: bool
-    matmuls: int  # of the backward pass, between start and end
-
-
-def _transfers(program: h200.Program) -> Iterator[_Transfer]:
-    turns = {i.body: i.turns for rows in program.computations.values() for i in rows if i.body}
-    for name, rows in program.computations.items():
-        times = turns.get(name, 1)
-        for first, start in enumerate(rows):
-            kind = start.opcode.removesuffix("-start")
-            if kind not in _COLLECTIVES:
-                continue
-            end = first
-            if start.opcode != kind:  # else nothing runs meanwhile
-                end = next(
-                    index
-                    for index, row in enumerate(rows)
-                    if row.opcode == f"{kind}-done" and start.name in row.operands
-                )
-            yield _Transfer(
-                bytes=times * h200.size_of(rows[end].shape),
-                times=times,
-                in_loop=name in turns,
-                matmuls=sum(row.matmul and row.backward for row in rows[first + 1 : end]),
-            )
 
 
 def _options(row: dict[str, Any]) -> str:

@@ -18,11 +18,12 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.emulated_training.schedule import parse_schedule
 from benchmarks.small_lm.model import ModelConfig
-from benchmarks.small_lm.training import DataParallel, abstract_model, data_parallel
+from benchmarks.small_lm.training import Training, abstract_model, data_parallel, local_sgd
 from dynamiq_jax._workshop.host import Host, serve
 from dynamiq_jax._workshop.joining import barrier
-from dynamiq_jax._workshop.settings import PSUM, parse_setting
+from dynamiq_jax._workshop.settings import PSUM
 from examples.llm.corpora import random_windows
 from examples.llm.pretraining import make_optimizer
 
@@ -33,7 +34,7 @@ class TrainingHost(Host):
     def join(self) -> dict[str, Any]:
         """Join the other hosts and read the text."""
         answer, config = super().join(), self.config
-        self._compiled: dict[str | None, DataParallel] = {}  # by setting
+        self._compiled: dict[str | None, Training] = {}  # by setting
         self._trainings: dict[str | None, _Training] = {}  # of these, by setting
         self._everyone, self._alone = _mesh(jax.devices()), _mesh(jax.local_devices())
         with np.load(Path(config["folder"]) / "text.npz") as text:
@@ -53,8 +54,7 @@ class TrainingHost(Host):
         """
         mesh = self._alone if setting is None else self._everyone
         if setting not in self._compiled:
-            parsed = parse_setting(PSUM if setting is None else setting)
-            self._compiled[setting] = data_parallel(self._structure, self._optimizer, mesh, parsed)
+            self._compiled[setting] = self._build(mesh, PSUM if setting is None else setting)
         compiled, batches = self._compiled[setting], self._batches(mesh, seed)
         _Training(compiled, self._params_of(mesh, seed), batches).advance(1)
         self._trainings[setting] = _Training(compiled, self._params_of(mesh, seed), batches)
@@ -76,6 +76,13 @@ class TrainingHost(Host):
         """Return loss and accuracy on this host's share of the held-out text."""
         loss, accuracy = self._evaluate(self._trainings[setting].own_params(), self._held_out)
         return {"loss": float(loss), "accuracy": float(accuracy)}
+
+    def _build(self, mesh: Mesh, text: str) -> Training:
+        schedule = parse_schedule(text)
+        args = self._structure, self._optimizer, mesh, schedule.setting
+        if schedule.every is None:
+            return data_parallel(*args)
+        return local_sgd(*args, schedule.every)
 
     def _params_of(self, mesh: Mesh, seed: int) -> Any:
         """Read pre-trained parameters, a copy on every device."""
@@ -111,7 +118,7 @@ class _Training:
     """One run: its state, and the batches that are left."""
 
     def __init__(
-        self, compiled: DataParallel, params: Any, batches: Iterable[tuple[jax.Array, jax.Array]]
+        self, compiled: Training, params: Any, batches: Iterable[tuple[jax.Array, jax.Array]]
     ):
         self._step, self._batches = compiled.step, iter(batches)
         self._state = params, compiled.init(params)

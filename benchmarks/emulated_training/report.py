@@ -9,9 +9,10 @@ from matplotlib import pyplot as plt
 from rich.table import Table
 
 from benchmarks.emulated_training.run import Run
+from benchmarks.emulated_training.schedule import parse_schedule
 from benchmarks.emulated_training.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._workshop import tables
-from dynamiq_jax._workshop.settings import BF16_RING, PSUM, is_same, parse_setting
+from dynamiq_jax._workshop.settings import BF16_RING, PSUM, parse_setting
 from dynamiq_jax._workshop.units import format_rate, format_seconds
 
 TARGET = (
@@ -78,7 +79,7 @@ def _on_link(
     """Return the times of one setting on one link."""
     steps, losses = list(evaluated.losses), list(evaluated.losses.values())
     at = [run.clock(step) for step in steps]
-    wire = 8 * costs[run.setting]["bytes_per_worker"] / (run.rate or np.inf)
+    wire = 8 * costs[run.setting]["bytes_a_step"] / (run.rate or np.inf)
     return {
         "rate": run.rate,
         "setting": run.setting,
@@ -104,7 +105,7 @@ def _times_sooner(
     """
     for other in links:
         same_link = other["rate"] == row["rate"]
-        if same_link and is_same(other["setting"], reference) and other is not row:
+        if same_link and _is(other["setting"], reference) and other is not row:
             return {
                 fraction: other["to_target"][fraction]["seconds"] / mine["seconds"]
                 for fraction, mine in row["to_target"].items()
@@ -229,7 +230,15 @@ def _color(setting: str) -> str:
 
 
 def _is_dashed(setting: str) -> bool:
-    return parse_setting(setting).topology not in (None, parse_setting(BF16_RING).topology)
+    schedule = parse_schedule(setting)
+    routes = (None, parse_setting(BF16_RING).topology)
+    return schedule.every is not None or schedule.setting.topology not in routes
+
+
+def _is(setting: str, reference: str) -> bool:
+    """Return whether a setting is an all-reduce in every step that does the same as another."""
+    schedule = parse_schedule(setting)
+    return schedule.every is None and schedule.setting.same_as(parse_setting(reference))
 
 
 def _when(seconds: float | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.emulated_training.schedule import parse_schedule
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.hosts import Hosts, joined_hosts, link_patience
 from dynamiq_jax._workshop.joining import START_TIMEOUT
@@ -30,8 +31,9 @@ class Run:
 
     @property
     def step_seconds(self) -> float:
-        """Median over steps, of the slowest host."""
-        return float(np.median(np.max(self.host_seconds, axis=1)))
+        """Median over steps, of the slowest host. With local SGD, whose steps differ, the mean."""
+        average = np.mean if parse_schedule(self.setting).every else np.median
+        return float(average(np.max(self.host_seconds, axis=1)))
 
     def clock(self, steps: int) -> float:
         """Return the seconds of the first steps, on the slowest host and without evaluation."""

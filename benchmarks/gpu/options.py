@@ -68,8 +68,8 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
     small = given.small
     row = SUPER_GROUP_SIZE
     return Options(
-        sizes=(64 * row, 48 * row) if small else tuple(int(s * 2**20) for s in given.sizes),
-        bits=(5.0, 6.0) if small else tuple(given.bits),
+        sizes=(64 * row,) if small else tuple(int(s * 2**20) for s in given.sizes),
+        bits=(5.0,) if small else tuple(given.bits),
         bits_of_sizes=(5.0,) if small else tuple(given.bits),
         dtypes=tuple(given.dtypes),
         sweep_rows=(8,) if small else tuple(given.rows),

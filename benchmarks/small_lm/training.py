@@ -1,4 +1,4 @@
-"""Data-parallel training of the small language model."""
+"""Training of the small language model: data-parallel, and by local SGD."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from benchmarks.small_lm.model import ModelConfig, Transformer
 from dynamiq_jax._workshop.settings import Setting
+from dynamiq_jax.training import LocalSGD
 from examples.llm.pretraining import Params, loss_of
 
-State = tuple[dq.AllReduceState | tuple[()], optax.OptState]
+State = Any  # of the all-reduce and the optimizer
 
 
 def new_model(config: ModelConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
@@ -29,7 +30,7 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataParallel:
+class Training:
     """Training on a mesh, compiled."""
 
     init: Callable[[Params], State]
@@ -44,7 +45,7 @@ def data_parallel(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     setting: Setting,
-) -> DataParallel:
+) -> Training:
     """Build the training that a mesh runs.
 
     Args:
@@ -85,4 +86,50 @@ def data_parallel(
     each = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), specs, P("data"), P()), out_specs=(P(), specs, P())
     )
-    return DataParallel(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))
+    return Training(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))
+
+
+def local_sgd(
+    structure: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    setting: Setting,
+    every: int,
+) -> Training:
+    """Build a training by local SGD, whose parameters are the reference of all workers.
+
+    Args:
+      structure: structure of the model.
+      optimizer: optimizer of each worker.
+      mesh: mesh with one axis, "data".
+      setting: how to average changes of the parameters.
+      every: local steps between two averages.
+    """
+    assert setting.method is not None and setting.topology is not None
+    outer = LocalSGD(
+        axis_name="data", every=every, method=setting.method, topology=setting.topology
+    )
+    loss_fn = loss_of(structure)
+
+    def init(params):
+        own = jax.lax.pcast((params, optimizer.init(params)), "data", to="varying")
+        state = outer.init(params)._replace(reference=())  # the parameters of the training
+        return jax.tree.map(lambda leaf: leaf[None], own), state
+
+    def step(reference, state, tokens, key):
+        del key  # that of the outer step is of its number
+        params, opt_state = jax.tree.map(lambda leaf: leaf[0], state[0])
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        params, kept = outer.update(params, state[1]._replace(reference=reference))
+        workers = jax.tree.map(lambda leaf: leaf[None], (params, opt_state))
+        # A mean of the loss in every step would be traffic.
+        return kept.reference, (workers, kept._replace(reference=())), loss[None]
+
+    specs = (P("data"), outer.state_specs._replace(reference=()))
+    first = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)
+    each = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, P("data"), P()), out_specs=(P(), specs, P("data"))
+    )
+    return Training(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import numbers
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +14,8 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._buckets import checks
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.leaves import mask_flags
-from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax._buckets.plan import Bucket, make_plan
+from dynamiq_jax._buckets.options import Compression, Options, resolve
+from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
 from dynamiq_jax._buckets.shards import Shards, leaf_specs, split_over
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import DynamiQ, Method
@@ -65,28 +67,14 @@ def wire_report(
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    axes = _axes(axis_size, mesh)
-    how = resolve(method, topology, options)
-    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
-    leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
-    shards = _shards(names, leaves, tree, mesh, specs, axes)
-    leaves = [shards.local(index, leaf) for index, leaf in enumerate(leaves)]
-    plan = make_plan(
-        leaves,
-        axes,
-        how,
-        compress=mask_flags(options.mask, tree),
-        split_over=[shards.axes_of(index) for index in range(len(leaves))],
+    axes, plan, named = plan_without_arrays(
+        tree, axis_size, resolve(method, topology, options), mesh=mesh, specs=specs
     )
-
+    names, leaves = zip(*named, strict=True) if named else ((), ())
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
-    # Booleans are sent as bytes, numbers of less than 32 bits as 32.
-    item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
-    passes = 2 * (axes.num_workers - 1) / axes.num_workers
-    exact = round(passes * sum(sizes[index] * item_bytes[index] for index, _ in plan.exact))
+    exact = exact_bytes(axes, [leaves[index] for index, _ in plan.exact])
     total = compressed + exact
     # Without compression the slow axis would carry this: beside fast axes, a part of each leaf.
     passes = 2 * (axes.slow.size - 1) / axes.slow.size / axes.num_fast
@@ -102,6 +90,39 @@ def wire_report(
         ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
         exact_leaves=tuple((names[index], why) for index, why in plan.exact),
     )
+
+
+def plan_without_arrays(
+    tree: Any, axis_size: Any, how: Compression, *, mesh: Any = None, specs: Any = None
+) -> tuple[Axes, Plan, list[tuple[str, jax.ShapeDtypeStruct]]]:
+    """Plan a collective outside of a program; see `wire_report`.
+
+    Returns:
+      Axes, the plan of each device, and the names of leaves with a device's shard of each.
+    """
+    axes = _axes(axis_size, mesh)
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
+    leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
+    shards = _shards(names, leaves, tree, mesh, specs, axes)
+    leaves = [shards.local(index, leaf) for index, leaf in enumerate(leaves)]
+    plan = make_plan(
+        leaves,
+        axes,
+        how,
+        compress=mask_flags(how.options.mask, tree),
+        split_over=[shards.axes_of(index) for index in range(len(leaves))],
+    )
+    return axes, plan, list(zip(names, leaves, strict=True))
+
+
+def exact_bytes(axes: Axes, leaves: Sequence[Any]) -> int:
+    """Count the bytes that each worker sends to sum leaves exactly."""
+    # Booleans are sent as bytes, numbers of less than 32 bits as 32.
+    item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    passes = 2 * (axes.num_workers - 1) / axes.num_workers
+    return round(passes * sum(map(operator.mul, sizes, item_bytes)))
 
 
 def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -58,7 +58,7 @@ def run(
     key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
         key = jax.random.fold_in(key, operation.salt)
-    layout = _Layout.of(operation, tree, how, specs)
+    layout = Layout.of(operation, tree, how, specs)
     plan, shards = layout.plan, layout.shards
     for name, leaf in zip(layout.names, layout.leaves, strict=True):
         operation.check_values(name, leaf)
@@ -103,11 +103,11 @@ def first_states(operation: Operation, tree: Any, how: Compression, *, specs: An
     Every array has a leading axis: the devices over which leaves of the bucket are split by axes
     that are not manual here, which is one where there are none.
     """
-    return _Layout.of(operation, tree, how, specs).first_states()
+    return Layout.of(operation, tree, how, specs).first_states()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
+class Layout:
     """Leaves of a tree, their shards, and the plan of each device."""
 
     operation: Operation
@@ -116,10 +116,12 @@ class _Layout:
     leaves: list[Array]
     structure: Any
     shards: Shards
+    split_over: list[tuple[str, ...]]  # further axes along which the values of each leaf differ
     plan: Plan
 
     @staticmethod
-    def of(operation: Operation, tree: Any, how: Compression, specs: Any) -> "_Layout":
+    def of(operation: Operation, tree: Any, how: Compression, specs: Any) -> "Layout":
+        """Find the shards of a tree, and plan the buckets of each device."""
         named, structure = named_leaves(tree)
         names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
         shards = find_shards(names, leaves, tree, specs)
@@ -140,7 +142,7 @@ class _Layout:
             split_over=split_over,
             cut=operation.cuts_leaves,
         )
-        return _Layout(operation, how, names, leaves, structure, shards, plan)
+        return Layout(operation, how, names, leaves, structure, shards, split_over, plan)
 
     @property
     def state_specs(self) -> tuple[PartitionSpec, ...]:

@@ -47,25 +47,42 @@ def send_all(
       Results by index, states for the next step, and metrics of the method: means over buckets,
       weighted by coordinates.
     """
-    sender = _Sender(operation, plan, leaves, key, how.method)
-    sent: dict[int, Reduced] = {}
-    token = None
-    for numbers in runs(plan, operation.last_first, how.options.unrolled_buckets):
-        found = sender.send(numbers, states, token)
-        sent |= dict(zip(numbers, found, strict=True))
-        token = found[-1].token
+    sent = send_buckets(operation, plan, leaves, key, how, states)
     totals = dict.fromkeys(how.method.metrics, jnp.float32(0))
     for number in sent:
         for name, value in sent[number].metrics.items():
             totals[name] = totals[name] + value * np.float32(plan.buckets[number].size)
     size = np.float32(max(1, sum(bucket.size for bucket in plan.buckets)))
     result = operation.exact({index: leaves[index] for index, _ in plan.exact})
-    result |= _restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
+    result |= restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
     return (
         result,
         tuple(sent[number].state for number in range(len(sent))),
         {name: total / size for name, total in totals.items()},
     )
+
+
+def send_buckets(
+    operation: Operation,
+    plan: Plan,
+    leaves: Leaves,
+    key: Array,
+    how: Compression,
+    states: States,
+) -> dict[int, Reduced]:
+    """Send the buckets of a plan, one after the other; see `send_all`.
+
+    Returns:
+      Results by the number of a bucket, in the order in which they are sent.
+    """
+    sender = Sender(operation, plan, leaves, key, how.method)
+    sent: dict[int, Reduced] = {}
+    token = None
+    for numbers in runs(plan, operation.last_first, how.options.unrolled_buckets):
+        found = sender.send(numbers, states, token)
+        sent |= dict(zip(numbers, found, strict=True))
+        token = found[-1].token
+    return sent
 
 
 def runs(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[int, ...]]:
@@ -93,7 +110,7 @@ def after(token: Array | None, flat: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sender:
+class Sender:
     """Everything that the buckets of one collective have in common."""
 
     operation: Operation
@@ -124,10 +141,15 @@ class _Sender:
             for total, token, state, metrics in each
         ]
 
-    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
+    def key_of(self, bucket: Bucket, number: Any) -> Array:
+        """Return the key of a bucket."""
         key = jax.random.fold_in(self.key, number)
         if bucket.split_over:  # errors of different shards differ, whatever axes number them
             key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
+        return key
+
+    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
+        key = self.key_of(bucket, number)
         return self.operation.send(self.method, bucket, flat, key, state)
 
     def _flat(self, bucket: Bucket) -> Array:
@@ -153,7 +175,7 @@ class _Sender:
         return refuse_gradient(join([self.operation.rows(leaf) for leaf in members], multiple))
 
 
-def _restored(operation: Operation, plan: Plan, leaves: Leaves, totals: Sequence[Array]) -> Leaves:
+def restored(operation: Operation, plan: Plan, leaves: Leaves, totals: Sequence[Array]) -> Leaves:
     """Cut the results of buckets into those of leaves, and join the parts of each leaf."""
     parts: dict[int, list[Array]] = collections.defaultdict(list)
     for bucket, total in zip(plan.buckets, totals, strict=True):

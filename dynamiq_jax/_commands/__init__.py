@@ -22,6 +22,8 @@ examples:
   dynamiq-jax network --hosts 4 --rate 200mbit       over emulated links (root)
   dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
   dynamiq-jax compare --workers 8 16                 every method on the same gradients
+  dynamiq-jax drop-compute --workers 200             should uneven workers stop early? (simulated)
+  dynamiq-jax tune-buckets my_training:make_step     which buckets make my step fastest?
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
 A setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum. `dynamiq-jax COMMAND --help` explains
@@ -44,7 +46,9 @@ def main() -> None:
     from dynamiq_jax._commands.advise import Advise
     from dynamiq_jax._commands.bench import Bench
     from dynamiq_jax._commands.compare import Compare
+    from dynamiq_jax._commands.drop_compute import DropCompute
     from dynamiq_jax._commands.network import Network
+    from dynamiq_jax._commands.tune_buckets import TuneBuckets
     from dynamiq_jax._workshop.errors import CommandError
     from dynamiq_jax._workshop.signals import Stopped, stopping_cleanly
 
@@ -54,6 +58,8 @@ def main() -> None:
         "network": Network,
         "advise": Advise,
         "compare": Compare,
+        "drop-compute": DropCompute,
+        "tune-buckets": TuneBuckets,
     }
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="dynamiq-jax", description=_DESCRIPTION

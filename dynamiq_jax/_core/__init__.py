@@ -8,6 +8,7 @@ validation  errors for fields that are not possible
 
 from dynamiq_jax._core.axis import Axis
 from dynamiq_jax._core.codec import (
+    ByteSpans,
     ChunkCodec,
     LocalChunks,
     Payload,

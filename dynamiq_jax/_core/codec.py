@@ -11,11 +11,12 @@ adds what is encoded.
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.codec import Index
@@ -39,6 +40,30 @@ class WireCost:
             self.statistics_bytes + other.statistics_bytes,
             self.saved_bytes + other.saved_bytes,
         )
+
+
+class ByteSpans(NamedTuple):
+    """Bytes of a message that each group of its terms is decoded from.
+
+    Groups have equally many consecutive terms. Bytes count through the arrays of a payload,
+    in the order of the flattened tree. A span that stops where it starts holds no byte.
+    """
+
+    starts: Array  # int32 [groups, spans]
+    stops: Array  # int32 [groups, spans]: the byte after the last one
+
+    @staticmethod
+    def of_sections(groups: int, sizes: Sequence[int]) -> "ByteSpans":
+        """Return the spans of a message of sections, each of which holds group after group.
+
+        Args:
+          groups: number of groups.
+          sizes: bytes of a group in each section, in the order of the sections.
+        """
+        before = jnp.asarray(groups * np.cumsum([0, *sizes])[:-1], jnp.int32)
+        index = lax.broadcasted_iota(jnp.int32, (groups, len(sizes)), 0)
+        starts = before + index * np.array(sizes, np.int32)
+        return ByteSpans(starts, starts + np.array(sizes, np.int32))
 
 
 class SumCodec(abc.ABC):
@@ -83,6 +108,29 @@ class ChunkCodec(SumCodec):
           keeps the difference from the original values.
         """
 
+    # The next four are only needed where parts of messages may be lost, in a reduce-scatter.
+    # Together they are `accumulate` of messages of one worker each: the values of the local terms
+    # plus the terms of all messages. A lost term is left out of this sum.
+
+    def local_terms(self, chunk: Array) -> Array:
+        """Return the terms of the local values of a chunk, float32 [terms]."""
+        raise _needed_under_loss(self, "local_terms")
+
+    def terms(self, payload: Payload, chunk: Array) -> Array:
+        """Decode a message of one worker's values to its terms, float32 [terms]."""
+        raise _needed_under_loss(self, "terms")
+
+    def values_of_terms(self, terms: Array, chunk: Array) -> Array:
+        """Return the values of a weighted sum of terms: float32 [chunk size], linear in them."""
+        return terms
+
+    def byte_spans(self, chunk: Array) -> ByteSpans | None:
+        """Return the bytes of a message that each group of terms depends on.
+
+        None says that every term depends on every byte.
+        """
+        return None
+
     def of_sums(self, num_workers: int) -> SumCodec:
         """Return a codec that encodes the sum of all workers with less error.
 
@@ -112,6 +160,8 @@ class RecodedChunks(ChunkCodec):
     local: LocalChunks
     encode: Callable[[Array, Array, Index], Payload]  # (float32 [chunk size], chunk, turn)
     decode: Callable[[Payload, Array], Array]  # (payload, chunk) to float32 [chunk size]
+    sections: tuple[int, tuple[int, ...]] | None = None  # (groups in a chunk, bytes of a group in
+    # each section of a message); None: every term depends on every byte
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Payload:
@@ -128,6 +178,18 @@ class RecodedChunks(ChunkCodec):
             one = jax.tree.map(lambda leaf, m=message: leaf[m], payloads)
             total = total + self.decode(one, chunk)
         return total
+
+    @override
+    def local_terms(self, chunk: Array) -> Array:
+        return self.local.at(chunk)
+
+    @override
+    def terms(self, payload: Payload, chunk: Array) -> Array:
+        return self.decode(payload, chunk)
+
+    @override
+    def byte_spans(self, chunk: Array) -> ByteSpans | None:
+        return None if self.sections is None else ByteSpans.of_sections(*self.sections)
 
     @override
     def decompress(self, payloads: Payload) -> Array:
@@ -148,11 +210,12 @@ class SummedChunks(ChunkCodec):
 
     encoded: Array  # numbers that are added, [chunks, ...], of the chunks from `first` on
     decode: Callable[[Array, Array | None], Array]  # (sums [chunks, ...], their index or None for
-    # all chunks) to float32 values, flat
+    # all chunks) to float32 values, flat: linear, and defined for float32 sums too
     size: int  # coordinates of the bucket, before padding
     first: Index = 0
     pack: Callable[[Array], Payload] = lambda numbers: numbers  # of one chunk
     unpack: Callable[[Payload], Array] = lambda payloads: payloads  # of stacked payloads
+    sections: tuple[int, tuple[int, ...]] | None = None  # as for `RecodedChunks`
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Payload:
@@ -165,6 +228,23 @@ class SummedChunks(ChunkCodec):
     @override
     def accumulate(self, payloads: Payload, chunk: Array) -> Array:
         return self.decode(self._sum(payloads, chunk)[None], chunk)
+
+    @override
+    def local_terms(self, chunk: Array) -> Array:
+        return self._local(chunk).reshape(-1).astype(jnp.float32)
+
+    @override
+    def terms(self, payload: Payload, chunk: Array) -> Array:
+        stacked = jax.tree.map(lambda leaf: leaf[None], payload)
+        return self.unpack(stacked).reshape(-1).astype(jnp.float32)
+
+    @override
+    def values_of_terms(self, terms: Array, chunk: Array) -> Array:
+        return self.decode(terms.reshape(1, *self.encoded.shape[1:]), chunk)
+
+    @override
+    def byte_spans(self, chunk: Array) -> ByteSpans | None:
+        return None if self.sections is None else ByteSpans.of_sections(*self.sections)
 
     @override
     def decompress(self, payloads: Payload) -> Array:
@@ -194,6 +274,13 @@ def as_chunks(flat: Array, num_chunks: int, multiple_of: int = 1) -> Array:
     The chunk size is a multiple of `multiple_of`.
     """
     return jnp.pad(flat, (0, -flat.size % (num_chunks * multiple_of))).reshape(num_chunks, -1)
+
+
+def _needed_under_loss(codec: ChunkCodec, method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(codec).__name__} has no {method}, which is needed where messages may be lost. Add "
+        "it, or give another method, such as dq.DynamiQ() or dq.BF16()."
+    )
 
 
 def _length(stacked: Payload) -> int:

@@ -34,6 +34,10 @@ Without communication:
     advice            predicted times of a training step, and what follows from them
     error_law         growth of the error with the workers
 
+Of a training step that a user gives:
+
+    bucket_sizes      steps with buckets of some size
+
 Around a measurement:
 
     options           checks of options that several commands have

@@ -18,7 +18,7 @@ def save_bars(path: Path | None, title: str, groups: Mapping[str, Mapping[str, f
     """
     if path is None:
         return
-    with _figure_of(path, len(groups), 1) as (figure, axes):
+    with figure_of(path, len(groups), 1) as (figure, axes):
         figure.set_size_inches(8, sum(0.9 + 0.3 * len(bars) for bars in groups.values()))
         figure.set_layout_engine("constrained")
         for axis, (label, bars) in zip(axes[:, 0], groups.items(), strict=True):
@@ -49,7 +49,7 @@ def save_errors(path: Path | None, rows: Sequence[dict[str, Any]], link: str) ->
     ]
     if len({row["workers"] for row in rows}) > 1:
         panels.append((list(rows), "workers", "workers", "all budgets"))
-    with _figure_of(path, 1, len(panels)) as (figure, axes):
+    with figure_of(path, 1, len(panels)) as (figure, axes):
         figure.set_size_inches(5.5 * len(panels), 5)
         styles = _styles(rows)
         for axis, (drawn, key, label, title) in zip(axes[0], panels, strict=True):
@@ -68,7 +68,7 @@ def save_errors(path: Path | None, rows: Sequence[dict[str, Any]], link: str) ->
 
 
 @contextlib.contextmanager
-def _figure_of(path: Path, rows: int, columns: int) -> Iterator[tuple[Any, Any]]:
+def figure_of(path: Path, rows: int, columns: int) -> Iterator[tuple[Any, Any]]:
     """Make a figure with its axes [rows, columns], and save it after the `with` block."""
     import matplotlib
 

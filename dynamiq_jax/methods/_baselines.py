@@ -31,6 +31,7 @@ class Exact(ChunkedMethod):
             decode=lambda sums, chunk: sums.reshape(-1),
             size=local.size,
             first=local.first,
+            sections=(local.values.shape[1], (4,)),
         )
 
 
@@ -48,10 +49,12 @@ class BF16(ChunkedMethod):
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> RecodedChunks:
+        local = call.local_chunks(values)
         return RecodedChunks(
-            local=call.local_chunks(values),
+            local=local,
             encode=lambda values, chunk, turn: lax.bitcast_convert_type(
                 values.astype(jnp.bfloat16), jnp.uint16
             ),
             decode=lambda bits, _: lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32),
+            sections=(local.values.shape[1], (2,)),
         )

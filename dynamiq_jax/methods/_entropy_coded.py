@@ -194,6 +194,19 @@ class CodedChunks(ChunkCodec):
         return self.summed.decode(total[None], chunk)
 
     @override
+    def local_terms(self, chunk: Array) -> Array:
+        return self.summed.local_terms(chunk)
+
+    @override
+    def terms(self, payload: Payload, chunk: Array) -> Array:
+        integers, _ = self._decode(payload[None], self._workers_of(0))
+        return integers.reshape(-1).astype(jnp.float32)
+
+    @override
+    def values_of_terms(self, terms: Array, chunk: Array) -> Array:
+        return self.summed.values_of_terms(terms, chunk)
+
+    @override
     def decompress(self, payloads: Payload) -> Array:
         sums, _ = self._decode(payloads, self.num_workers)
         return self.summed.decode(sums, None)[: self.summed.size]

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._core import ChunkCodec, Payload, WireCost, check_number, take_chunk
+from dynamiq_jax._core import (
+    ByteSpans,
+    ChunkCodec,
+    Payload,
+    WireCost,
+    check_number,
+    take_chunk,
+)
 from dynamiq_jax.methods import _norms as norms
 from dynamiq_jax.methods._base import Call, ChunkedMethod
 from dynamiq_jax.methods._blockwise import rows_per_chunk
@@ -160,6 +167,24 @@ class _SignChunks(ChunkCodec):
         # Sums of weights are whole numbers: exact, in any order.
         votes = jnp.sum(jax.vmap(_votes)(payloads), axis=0) + _votes(self.compress(chunk, 0))
         return (votes * take_chunk(self.scales, chunk)[:, None]).reshape(-1)
+
+    @override
+    def local_terms(self, chunk: Array) -> Array:
+        return self.terms(self.compress(chunk, 0), chunk)
+
+    @override
+    def terms(self, payload: Payload, chunk: Array) -> Array:
+        return (_votes(payload) * take_chunk(self.scales, chunk)[:, None]).reshape(-1)
+
+    @override
+    def byte_spans(self, chunk: Array) -> ByteSpans:
+        rows = self.scales.shape[1]
+        signs = ByteSpans.of_sections(rows, (row_bytes(1),))
+        weight = jnp.full((rows, 1), rows * row_bytes(1), jnp.int32)  # the same for all rows
+        return ByteSpans(
+            jnp.concatenate([signs.starts, weight], axis=1),
+            jnp.concatenate([signs.stops, weight + _WEIGHT_BYTES], axis=1),
+        )
 
     @override
     def decompress(self, payloads: Payload) -> Array:

@@ -91,7 +91,8 @@ class _MX(BlockwiseMethod):
         def decode(payload: Array, chunk: Array) -> Array:
             return self.decode_rows(*form.unpack(payload), take_chunk(scales, chunk)).reshape(-1)
 
-        return RecodedChunks(local=local, encode=encode, decode=decode)
+        sections = form.sections(local.values.shape[1] // SUPER_GROUP_SIZE)
+        return RecodedChunks(local=local, encode=encode, decode=decode, sections=sections)
 
     @property
     def _codes_alone(self) -> BlockFormat:

@@ -143,6 +143,7 @@ class THC(ChunkedMethod):
             first=local.first,
             pack=layout.pack,
             unpack=layout.unpack,
+            sections=layout.sections,
         )
 
     @property
@@ -185,12 +186,17 @@ class Layout:
         """Bytes of a message."""
         return self.rows_per_chunk * row_bytes(self.width)
 
+    @property
+    def sections(self) -> tuple[int, tuple[int, ...]]:
+        """Rows of a message, and the bytes of a row in each plane, as `ByteSpans` has."""
+        return self.rows_per_chunk, tuple(row_bytes(bits) for bits in packing.planes(self.width))
+
     def as_blocks(self, chunks: Array) -> Array:
         """Reshape [chunks, chunk_size] to [blocks, block], each chunk padded with zeros."""
         return jnp.pad(chunks, ((0, 0), (0, -self.chunk_size % self.block))).reshape(-1, self.block)
 
     def as_values(self, sums: Array, steps: Array, signs: Array) -> Array:
-        """Decode sums, int16 [chunks, rows_per_chunk, 256], to float32 values, flat."""
+        """Decode sums, int16 or float32 [chunks, rows_per_chunk, 256], to float32 values, flat."""
         blocks = sums.astype(jnp.float32).reshape(-1, self.block) * steps.reshape(-1, 1)
         padded = hadamard.unrotate(blocks, signs).reshape(-1, self.blocks_per_chunk * self.block)
         return padded[:, : self.chunk_size].reshape(-1)

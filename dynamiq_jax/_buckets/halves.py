@@ -1,0 +1,187 @@
+"""The two halves of a mean over workers: shards of buckets, and back.
+
+A shard is the part of a bucket's mean that one worker holds, whatever leaves lie in it. Between the
+halves, shards can be kept: each bucket of the plan has the same call in both.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dynamiq_jax import topologies
+from dynamiq_jax._buckets import checks
+from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
+from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
+from dynamiq_jax._buckets.options import Compression
+from dynamiq_jax._buckets.plan import Bucket, Plan
+from dynamiq_jax._core import ChunkCodec, Payload
+from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
+from pallas_kernels.compat import override
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatterMean(AllReduce):
+    """First half: a mean, of which every worker gets its shard of each bucket."""
+
+    mean: bool = True
+
+    @override
+    def check_method(self, method: Method) -> None:
+        checks.check_chunked(method, "training.Pipelined")
+
+    def bytes_sent(self, method: Method, bucket: Bucket) -> int:
+        """Count the bytes that each worker sends over the slow axis for a bucket."""
+        cost = method.wire_cost(_call(bucket, method, "psum_scatter"))
+        scattered = bucket.call.topology.bytes_scattered(cost, self.axes.slow.size)
+        return cost.statistics_bytes + scattered
+
+    @override
+    def send(
+        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
+    ) -> Reduced:
+        axes, size = self.axes, shard_size(bucket, method)
+        call = _call(bucket, method, "psum_scatter")
+        part = axes.scatter(flat, bucket.call.size)
+        part = jnp.pad(part, (0, call.size - part.size))
+        assert isinstance(method, ChunkedMethod)
+        scattered = method.reduce_scatter(part, call, axes.fold_in(key))
+        place = axes.slow.index * size + jnp.arange(size)
+        # A method may make something of padding, which is no part of a gradient's norm.
+        is_padding = (place >= bucket.call.size) | (
+            axes.part_index * bucket.call.size + place >= bucket.size
+        )
+        mean = scattered.values * np.float32(1 / self._divisor)
+        return Reduced(jnp.where(is_padding, 0, mean), scattered.token)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherMean(AllReduce):
+    """Second half: the mean on every worker, from the shards of all of them."""
+
+    mean: bool = True
+
+    # A forward pass uses the first leaves first.
+    last_first: ClassVar[bool] = False
+    salt: ClassVar[int | None] = AllGather.salt
+
+    def bytes_sent(self, method: Method, bucket: Bucket) -> int:
+        """Count the bytes that each worker sends over the slow axis for a bucket."""
+        cost = method.wire_cost(_call(bucket, method, "all_gather"))
+        return cost.statistics_bytes + (self.axes.slow.size - 1) * cost.payload_bytes
+
+    @override
+    def send(
+        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
+    ) -> Reduced:
+        return self.deliver(bucket, *self.encode(method, bucket, flat, key))
+
+    def encode(
+        self, method: Method, bucket: Bucket, shard: Array, key: Array
+    ) -> tuple[ChunkCodec, Payload]:
+        """Return the payload of a shard, and the codec that decodes those of all workers."""
+        assert isinstance(method, ChunkedMethod)
+        call = _call(bucket, method, "all_gather")
+        codec = method.bind(shard, call, self.axes.fold_in(key))
+        return codec, codec.compress(self.axes.slow.index, 0)
+
+    def deliver(self, bucket: Bucket, codec: ChunkCodec, payload: Payload) -> Reduced:
+        """Gather payloads and decode them."""
+        gathered = topologies.gather(codec, (payload,), self.axes.slow)
+        part = gathered.decode()[: bucket.call.size].astype(bucket.dtype)
+        total = self.axes.gather(part, bucket.size)
+        return Reduced(total, total if self.axes.fast else gathered.token)
+
+
+def shard_size(bucket: Bucket, method: Method) -> int:
+    """Return the coordinates of a worker's shard of a bucket, padding included."""
+    each = bucket.call.topology.chunks_per_worker * method.granule
+    return -(-bucket.call.size // (bucket.call.num_workers * each)) * each
+
+
+def scatter(
+    operation: ScatterMean, plan: Plan, leaves: Leaves, key: Array, how: Compression
+) -> tuple[Array, ...]:
+    """Run the first half on the leaves of one device.
+
+    Args:
+      operation: axes of the collective.
+      plan: buckets.
+      leaves: local values by their index in the flattened tree.
+      key: typed PRNG key, the same on all workers.
+      how: method, topology and options.
+
+    Returns:
+      The worker's shard of each bucket's mean, float32 [shard size].
+    """
+    sent = send_buckets(operation, plan, leaves, key, how, ((),) * len(plan.buckets))
+    return tuple(sent[number].total for number in range(len(sent)))
+
+
+def gather(
+    operation: GatherMean,
+    plan: Plan,
+    leaves: Leaves,
+    shards: tuple[Array, ...],
+    key: Array,
+    how: Compression,
+) -> Leaves:
+    """Run the second half on the shards of one device.
+
+    Args:
+      operation: axes of the collective.
+      plan: buckets of the first half.
+      leaves: anything with the shapes and dtypes of the leaves, by index.
+      shards: those of the first half.
+      key: typed PRNG key, the same on all workers; that of the first half may be used again.
+      how: method, topology and options.
+
+    Returns:
+      Means of the leaves in buckets, by index, the same bits on all workers.
+    """
+    of_shards = tuple(
+        dataclasses.replace(bucket, leaves=(number,), part=None)
+        for number, bucket in enumerate(plan.buckets)
+    )
+    assert operation.salt is not None
+    key = jax.random.fold_in(key, operation.salt)
+    all_shards = Plan(of_shards, (), ())
+    sender = Sender(operation, all_shards, dict(enumerate(shards)), key, how.method)
+    groups = runs(all_shards, operation.last_first, how.options.unrolled_buckets)
+    # All shards are here. If one was encoded after the gather of another, the chain of transfers
+    # would be as much longer as that takes, and what workers exchange before they encode would
+    # wait for it too.
+    encoded = {
+        number: operation.encode(
+            how.method, of_shards[number], shards[number], sender.key_of(of_shards[number], number)
+        )
+        for (number,) in (group for group in groups if len(group) == 1)
+    }
+    token = _all_of([payload for _, payload in encoded.values()]) if encoded else None
+    means: dict[int, Array] = {}
+    for group in groups:
+        if len(group) == 1:
+            codec, payload = encoded[group[0]]
+            payload = jax.tree.map(functools.partial(after, token), payload)
+            sent = [operation.deliver(of_shards[group[0]], codec, payload)]
+        else:
+            sent = sender.send(group, ((),) * len(shards), token)
+        means |= {number: one.total for number, one in zip(group, sent, strict=True)}
+        token = sent[-1].token
+    return restored(operation, plan, leaves, [means[number] for number in range(len(means))])
+
+
+def _all_of(payloads: Sequence[Payload]) -> Array:
+    """Return a token, float32 [1], that is available when all payloads are."""
+    ends = [leaf.reshape(-1)[:1].astype(jnp.float32) for leaf in jax.tree.leaves(payloads)]
+    return jnp.concatenate(ends).sum(keepdims=True)
+
+
+def _call(bucket: Bucket, method: Method, half: Literal["psum_scatter", "all_gather"]) -> Call:
+    size = bucket.call.num_workers * shard_size(bucket, method)
+    return dataclasses.replace(bucket.call.of_size(size), collective=half)

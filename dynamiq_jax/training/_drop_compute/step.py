@@ -1,0 +1,286 @@
+"""Train step whose gradient accumulation stops at a compute threshold (DropCompute)."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
+from dynamiq_jax._buckets.axes import AxisName, axis_names
+from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.shards import context_or_automatic
+from dynamiq_jax._core.validation import check_integer, check_number
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.training._drop_compute.accumulation import (
+    Accumulated,
+    Accumulation,
+    Clock,
+    Sums,
+    wall_clock,
+)
+from dynamiq_jax.training._drop_compute.calibration import Calibration, Recorder
+from dynamiq_jax.training._drop_compute.model import Latencies, ThresholdEffect
+from dynamiq_jax.training._drop_compute.workers import Workers
+
+P = PartitionSpec
+_UNKNOWN = -1.0  # a threshold that is not chosen yet; NaN would differ from that of other processes
+
+
+class DropComputeState(NamedTuple):
+    """State of a run with `DropCompute`: a plain pytree that can be saved and restored."""
+
+    params: Any  # replicated over the mesh
+    optimizer: optax.OptState
+    all_reduce: AllReduceState  # its step counts all steps
+    threshold: Array  # float32 scalar, seconds; -1 until it is chosen, inf for no threshold
+
+
+class DropComputeMetrics(NamedTuple):
+    """Metrics of one step, the same on all workers."""
+
+    loss: Array  # float32 scalar: weighted mean over the micro-batches that were done
+    done: Array  # int32 scalar: micro-batches that all workers did
+    drop_rate: Array  # float32 scalar: share of micro-batches that were not done
+    weight: Array  # float32 scalar: sum of weights; 0 if the step was skipped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # holds compiled programs
+class DropCompute:
+    """Train step in which a worker stops its gradient accumulation at a compute threshold.
+
+        step = dq.training.DropCompute(
+            loss_fn=loss_fn, optimizer=optax.adamw(1e-3), mesh=mesh, axis_name="data"
+        )
+        state = step.init(params)
+        for micro_batches in batches:
+            state, metrics = step(state, micro_batches)
+
+    Each worker accumulates gradients of its micro-batches in programs that do not communicate, and
+    goes to the all-reduce after the last one, or when the threshold has passed. The sums of all
+    workers are divided by the number of all micro-batches that were done (or by the sum of their
+    weights): the result is the mean over these, with the error of the compression method.
+
+    A worker checks its clock before it starts a micro-batch, and finishes those that it has
+    started. So a step lasts longer than the threshold, and a micro-batch that hangs holds up all
+    workers.
+
+    A worker is all devices of a process, which do the same number of micro-batches, or
+    `devices_per_worker` of them. Every device holds whole parameters: axes that split them are not
+    supported.
+
+    In the first steps there is no threshold. Workers record latencies, share them once, and choose
+    the threshold with the highest throughput, the same for all. It is part of the state.
+
+    The method is DropCompute (arXiv 2306.10598).
+    """
+
+    loss_fn: Callable[[Any, Any], Array]  # (params, micro_batch) to a mean over its rows, a scalar
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    axis_name: AxisName  # all axes of the mesh, the slowest link first
+    method: Method | str = DynamiQ()  # of the all-reduce; also one with state
+    topology: Topology | str = "ring"
+    options: Options = Options()
+    seed: int = 0  # of the rounding noise, the same in all processes
+    # (params, micro_batch) to the number of targets that the loss is a mean over, a scalar: the
+    # weight of a gradient. Without it, all have weight 1.
+    num_targets: Callable[[Any, Any], Array] | None = None
+    threshold: float | Calibration = Calibration()  # seconds, or how to choose them
+    min_done: int = 1  # micro-batches that every worker does in every step
+    # Micro-batches that are queued on the device behind the one that the clock waits for. They hide
+    # the time between two programs, but are done after the threshold has passed.
+    in_flight: int = 0
+    devices_per_worker: int | None = None  # None for all devices of a process
+    clock: Clock = wall_clock
+    _recorder: Recorder = dataclasses.field(init=False, repr=False)
+    _chosen: list[tuple[Latencies, ThresholdEffect]] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        resolve(self.method, self.topology, self.options)
+        check_integer("min_done", self.min_done, 1)
+        check_integer("in_flight", self.in_flight, 0)
+        if not isinstance(self.threshold, Calibration):
+            check_number("threshold", self.threshold, 0, math.inf, "seconds, or a Calibration")
+        calibration = self.threshold if isinstance(self.threshold, Calibration) else Calibration()
+        object.__setattr__(self, "_recorder", Recorder(calibration))
+        object.__setattr__(self, "_chosen", [])
+        _ = self._workers  # checks mesh, axis_name and devices_per_worker
+
+    @property
+    def latencies(self) -> Latencies | None:
+        """Latencies of all workers that the threshold was chosen from, if it was in this run."""
+        return self._chosen[-1][0] if self._chosen else None
+
+    @property
+    def effect(self) -> ThresholdEffect | None:
+        """Threshold that was chosen in this run, and its effect on the recorded latencies."""
+        return self._chosen[-1][1] if self._chosen else None
+
+    def init(self, params: Any) -> DropComputeState:
+        """Return the state before the first step, replicated over the mesh; it owns its arrays.
+
+        Args:
+          params: pytree of floating arrays, the same in all processes.
+
+        Raises:
+          ValueError: a leaf is not floating.
+        """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which "
+                    "has no gradient. Give floating parameters, and others inside loss_fn."
+                )
+        starting = _UNKNOWN if isinstance(self.threshold, Calibration) else self.threshold
+        return self._init(*self._replicated((params, np.float32(starting))))
+
+    def __call__(
+        self, state: DropComputeState, micro_batches: Sequence[Any]
+    ) -> tuple[DropComputeState, DropComputeMetrics]:
+        """Take one step. Waits until `state` is ready, so that the clock starts with the step.
+
+        Args:
+          state: of `init` or of the step before; its buffers are donated.
+          micro_batches: pytrees of arrays [rows, ...] with the rows of this process, as many for
+            each of its devices. Scalars go whole to each device. The sequence may load lazily: a
+            worker indexes a micro-batch just before it starts it, and its time counts.
+
+        Returns:
+          The next state, and the metrics of the step. If all weights are 0, parameters and the
+          state of the optimizer stay as they are.
+
+        Raises:
+          ValueError: no micro-batches; rows that cannot be shared out; or, until a threshold is
+            chosen, another number of micro-batches than before or in another process.
+        """
+        if not len(micro_batches):
+            raise ValueError("micro_batches is empty. Give at least one.")
+        jax.block_until_ready(state)
+        number, threshold = int(state.all_reduce.step), float(state.threshold)
+        calibrating = threshold == _UNKNOWN
+        limit = math.inf if calibrating else threshold
+        found = self._accumulation.run(state.params, micro_batches, limit, number)
+        state, metrics = self._apply(state, found.sums, np.int32(len(micro_batches)))
+        if calibrating and self._record(jax.block_until_ready(state), found, number):
+            chosen = np.float32(self._choose().threshold)
+            state = state._replace(threshold=self._replicated(chosen))
+        return state, metrics
+
+    def _record(self, state: DropComputeState, found: Accumulated, number: int) -> bool:
+        """Record a step that has ended; return whether a threshold can be chosen."""
+        del state
+        end = found.elapsed.shape[1] + 1
+        ends = [
+            self.clock(number, self._workers.first + worker, end) - start
+            for worker, start in enumerate(found.starts)
+        ]
+        times = np.diff(found.elapsed, axis=1, prepend=0)
+        return self._recorder.add(times, np.asarray(ends) - found.elapsed[:, -1])
+
+    def _choose(self) -> ThresholdEffect:
+        latencies = self._recorder.share()
+        effect = self._recorder.choose(latencies, self.min_done, self.in_flight)
+        self._chosen.append((latencies, effect))
+        return effect
+
+    def _replicated(self, tree: Any) -> Any:
+        return jax.device_put(tree, NamedSharding(self.mesh, P()))
+
+    @functools.cached_property
+    def _workers(self) -> Workers:
+        return Workers(self.mesh, axis_names(self.axis_name), self.devices_per_worker)
+
+    @functools.cached_property
+    def _accumulation(self) -> Accumulation:
+        return Accumulation(
+            loss_fn=self.loss_fn,
+            num_targets=self.num_targets,
+            workers=self._workers,
+            min_done=self.min_done,
+            in_flight=self.in_flight,
+            clock=self.clock,
+        )
+
+    @functools.cached_property
+    def _all_reduce(self) -> optax.GradientTransformation:
+        return all_reduce_gradients(
+            self.axis_name,
+            method=self.method,
+            topology=self.topology,
+            seed=self.seed,
+            options=self.options,
+        )
+
+    @property
+    def _specs(self) -> Any:
+        same: Any = P()
+        method: Any = self._workers.rows_spec
+        all_reduce = AllReduceState(step=same, method=method, metrics=same)
+        return DropComputeState(same, same, all_reduce=all_reduce, threshold=same)
+
+    @functools.cached_property
+    def _init(self) -> Callable[..., DropComputeState]:
+        def local(params: Any, threshold: Array) -> DropComputeState:
+            own = jax.tree.map(jnp.copy, params)  # the user's are not donated
+            return DropComputeState(
+                own, self.optimizer.init(own), self._all_reduce.init(own), threshold
+            )
+
+        return self._mapped(local, (P(), P()), self._specs)
+
+    @functools.cached_property
+    def _apply(self) -> Callable[..., tuple[DropComputeState, DropComputeMetrics]]:
+        """The only program of all devices: the all-reduce and the optimizer."""
+        names, devices = self._workers.names, self.mesh.size
+
+        def local(
+            state: DropComputeState, sums: Sums, given: Array
+        ) -> tuple[DropComputeState, DropComputeMetrics]:
+            own = jax.tree.map(lambda leaf: leaf[0], sums)
+            weight, loss, done = (lax.psum(x, names) for x in (own.weight, own.loss, own.done))
+            # The mean over workers of these is the mean over micro-batches. Their scale does not
+            # depend on how many were done, which methods with a state rely on.
+            share = jnp.where(weight == 0, 0, devices / weight)
+            grads = jax.tree.map(lambda leaf: leaf * share.astype(leaf.dtype), own.gradient)
+            grads, all_reduce = self._all_reduce.update(grads, state.all_reduce)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+
+            def unless_skipped(after: Any, before: Any) -> Any:
+                return jax.tree.map(lambda a, b: jnp.where(weight == 0, b, a), after, before)
+
+            after = DropComputeState(
+                unless_skipped(params, state.params),
+                unless_skipped(optimizer, state.optimizer),
+                all_reduce._replace(
+                    method=unless_skipped(all_reduce.method, state.all_reduce.method)
+                ),
+                state.threshold,
+            )
+            metrics = DropComputeMetrics(
+                loss=loss / weight,
+                done=done // self._workers.size,
+                drop_rate=1 - done / (devices * given),
+                weight=weight,
+            )
+            return after, metrics
+
+        specs = (self._specs, self._workers.rows_spec, P())
+        return self._mapped(local, specs, (self._specs, P()), donate_argnums=0)
+
+    def _mapped(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any
+    ) -> Callable[..., Any]:
+        mesh = context_or_automatic(self.mesh)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.jit(mapped, **options)

@@ -1,0 +1,299 @@
+"""Local steps, and now and then an outer step on the mean change of the weights (DiLoCo)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._api.report import WireReport, wire_report
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
+from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.shards import is_explicit, leaf_specs
+from dynamiq_jax._core.validation import check_integer, check_number
+from dynamiq_jax.methods import DynamiQ, Method, State
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.training._fragments import Fragments
+from dynamiq_jax.training._params import check_shared_params
+from pallas_kernels import compat
+
+P = PartitionSpec
+
+
+class LocalSGDState(NamedTuple):
+    """State of `LocalSGD`: a plain pytree that can be saved and restored.
+
+    All of it is the same on all workers but `method`, whose arrays have a leading axis of size 1,
+    the worker, as in `AllReduceState`. `LocalSGD.specs` has the specs of `jax.shard_map`.
+    """
+
+    step: Array  # int32 scalar: local steps taken
+    reference: Any  # parameters after the last outer steps, like those of a worker
+    outer: tuple[optax.OptState, ...]  # of each fragment
+    # Mean changes that are sent but not applied, of each fragment; () without delay.
+    pending: tuple[Any, ...]
+    method: tuple[tuple[State, ...], ...]  # states of the method, of each fragment; () if none
+
+
+class Due(NamedTuple):
+    """Fragments that one step sends and applies; None for none."""
+
+    sent: int | None
+    applied: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
+class LocalSGD:
+    """Local steps without traffic, and an outer step on the mean change of the weights (DiLoCo).
+
+        local_sgd = dq.training.LocalSGD(axis_name="data", every=20)
+        state = local_sgd.init(params)
+        ...
+        params = optax.apply_updates(params, updates)  # of each worker's own optimizer
+        params, state = local_sgd.update(params, state)
+
+    Each worker trains its own copy of the parameters. After `every` local steps, the workers
+    average how far they have moved from the reference, compressed. An outer optimizer takes this
+    mean change as a gradient, and moves the reference. All workers go on from there.
+
+    With `fragments`, each part of the parameters has its own turn: as many bytes, in smaller
+    messages that are spread over the steps. With `delay`, a mean change that is sent in one step is
+    applied some steps later, and local steps go on meanwhile.
+
+    `update` must run inside `jax.shard_map` (or `jax.vmap`) with the axis. State and `init` need
+    parameters that are the same on all workers. `reference` is the model to evaluate and to keep.
+
+    The methods are DiLoCo (arXiv 2311.08105, Algorithm 1) and Streaming DiLoCo (arXiv 2501.18512).
+    Error feedback is that of the method: `method="ef+dynamiq:3"`.
+    """
+
+    axis_name: AxisName  # axis of the slow link, or several axes, the slowest first; see `psum`
+    every: int = 20  # local steps between two turns of a fragment: H in the papers
+    # Takes the mean change (reference - parameters) as a gradient. It runs on each fragment alone.
+    outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    method: Method | str = DynamiQ(bits=4)
+    topology: Topology | str = "ring"
+    # Parts of about equal size: leaves, and slices of leaves that are larger than such a part.
+    fragments: int = 1
+    delay: int = 0  # local steps between sending a mean change and applying it
+    # Share of a worker's own weights that stays in them when an outer step is applied: alpha of
+    # Streaming DiLoCo. Without it, local steps during the delay are lost.
+    mixing: float = 0.0
+    seed: int = 0  # of the rounding noise, the same on all workers
+    specs: Any = None  # how parameters are split over axes that the compiler manages; see `psum`
+    options: Options = Options()
+
+    def __post_init__(self):
+        resolve(self.method, self.topology, self.options)
+        if not isinstance(self.outer, optax.GradientTransformation):
+            raise TypeError(
+                f"outer={self.outer!r:.80} is not an optax transformation. Give one, such as "
+                "optax.sgd(0.7, momentum=0.9, nesterov=True)."
+            )
+        check_integer("every", self.every, 1)
+        check_integer("fragments", self.fragments, 1, self.every)
+        check_integer("delay", self.delay, 0, self.every - 1)
+        check_number("mixing", self.mixing, 0, 1)
+
+    @property
+    def state_specs(self) -> LocalSGDState:
+        """Specs of the state over the axes of the workers, for `jax.shard_map`."""
+        names = axis_names(self.axis_name)
+        specs: Any = LocalSGDState  # specs in place of arrays
+        return specs(step=P(), reference=P(), outer=P(), pending=P(), method=P(names))
+
+    def split(self, params: Any) -> tuple[Any, ...]:
+        """Return the fragments of parameters.
+
+        Each is a tree like `params`, with None in place of leaves of other fragments, and slices of
+        leaves that are cut.
+        """
+        fragments = self._fragments(params)
+        return tuple(fragments.take(params, number) for number in range(self.fragments))
+
+    def wire_report(
+        self, params: Any, axis_size: Any, *, mesh: Any = None
+    ) -> tuple[WireReport, ...]:
+        """Report the bytes of one synchronization of each fragment; see `dq.wire_report`.
+
+        A period of `every` steps sends each of them once.
+
+        Args:
+          params: tree of arrays, or of anything with `shape` and `dtype`.
+          axis_size: number of workers, or names of their axes beside a mesh.
+          mesh: the mesh over which `specs` split the parameters.
+        """
+        how: dict[str, Any] = {
+            "method": self.method,
+            "topology": self.topology,
+            "options": self.options,
+        }
+        if mesh is not None:
+            how |= {"mesh": mesh, "specs": P() if self.specs is None else self.specs}
+        fragments = jax.eval_shape(self.split, params)
+        return tuple(wire_report(fragment, axis_size, **how) for fragment in fragments)
+
+    def due(self, step: int) -> Due:
+        """Return which fragments a step sends and applies, counted from 0."""
+        sent = [f for f in range(self.fragments) if self._is_turn(f, step + 1)]
+        applied = [f for f in range(self.fragments) if self._is_turn(f, step + 1 - self.delay)]
+        return Due(next(iter(sent), None), next(iter(applied), None))
+
+    def init(self, params: Any) -> LocalSGDState:
+        """Return the state before the first step.
+
+        Args:
+          params: pytree of floating arrays, the same on all workers.
+
+        Raises:
+          ValueError: a leaf that differs between workers; a tree too small for as many fragments.
+          TypeError: a leaf that is not floating.
+        """
+        axes = find_axes(self.axis_name)
+        check_shared_params(params, axes, "mean change")
+        fragments = self.split(params)
+        how = resolve(self.method, self.topology, self.options)
+        method: tuple[tuple[State, ...], ...] = ()
+        if how.method.is_stateful:
+            operation = AllReduce(axes, mean=True)
+            method = tuple(
+                driver.first_states(operation, fragment, how, specs=self.specs)
+                for fragment in fragments
+            )
+        return LocalSGDState(
+            step=jnp.zeros((), jnp.int32),
+            reference=params,
+            outer=tuple(map(self.outer.init, fragments)),
+            pending=tuple(jax.tree.map(jnp.zeros_like, fragments)) if self.delay else (),
+            method=method,
+        )
+
+    def update(
+        self, params: Any, state: LocalSGDState, *, due: Due | None = None
+    ) -> tuple[Any, LocalSGDState]:
+        """Synchronize the fragments that are due after a local step.
+
+        Args:
+          params: parameters of this worker after its local step, like those of `init`.
+          state: the state.
+          due: `local_sgd.due(step)` of this step, static, for a program of this kind of step alone:
+            most of them then have no collective at all. Without it, one program serves all steps,
+            and chooses at run time. The results are the same.
+
+        Returns:
+          Parameters of this worker to go on with, and the state. NaN or Inf of any worker surface
+          in `reference`, on all workers, as for `psum`.
+        """
+        axes = find_axes(self.axis_name)
+        params = jax.tree.map(lambda leaf: _vary(leaf, axes.names), params)
+        carry = params, state
+        if due is not None:
+            if self.delay and due.applied is not None:
+                carry = self._apply(due.applied, carry)
+            if due.sent is not None:
+                carry = self._send(due.sent, carry)
+        else:
+            taken = state.step + 1
+            if self.delay:
+                carry = self._choose(self._apply, taken - self.delay, carry)
+            carry = self._choose(self._send, taken, carry)
+        params, state = carry
+        return params, state._replace(step=state.step + 1)
+
+    def _fragments(self, params: Any) -> Fragments:
+        if self.specs is not None:
+            specs = leaf_specs(params, self.specs)
+        elif is_explicit():
+            specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)]
+        else:
+            specs = [P()] * len(jax.tree.leaves(params))
+        return Fragments.of(params, specs, self.fragments)
+
+    def _offset(self, fragment: int) -> int:
+        """Return the local steps before the first turn of a fragment."""
+        return self.every * (fragment + 1) // self.fragments
+
+    def _is_turn(self, fragment: int, taken: Any) -> Any:
+        """Return whether a fragment has its turn after some local steps."""
+        offset = self._offset(fragment)
+        return (taken >= offset) & ((taken - offset) % self.every == 0)
+
+    def _choose(self, act: Callable[[int, Any], Any], taken: Array, carry: Any) -> Any:
+        """Act on the fragment that has its turn, if one has."""
+        branch = sum(
+            jnp.where(self._is_turn(fragment, taken), fragment + 1, 0)
+            for fragment in range(self.fragments)
+        )
+        branches: Sequence[Callable[[Any], Any]] = [
+            lambda carry: carry,
+            *(lambda carry, f=fragment: act(f, carry) for fragment in range(self.fragments)),
+        ]
+        return lax.switch(branch, branches, carry)
+
+    def _send(self, fragment: int, carry: tuple[Any, LocalSGDState]) -> tuple[Any, LocalSGDState]:
+        """Average the change of a fragment, and apply it unless there is a delay."""
+        params, state = carry
+        fragments = self._fragments(params)
+        change = jax.tree.map(
+            lambda before, now: compat.match_varying(before, now) - now,
+            fragments.take(state.reference, fragment),
+            fragments.take(params, fragment),
+        )
+        outcome = driver.run(
+            AllReduce(find_axes(self.axis_name), mean=True),
+            change,
+            jax.random.fold_in(jax.random.key(self.seed), state.step),
+            resolve(self.method, self.topology, self.options),
+            specs=self.specs,
+            states=state.method[fragment] if state.method else None,
+        )
+        if state.method:
+            state = state._replace(method=_with(state.method, fragment, outcome.states))
+        if self.delay:
+            pending = _with(state.pending, fragment, outcome.tree)
+            return params, state._replace(pending=pending)
+        return self._step(fragment, outcome.tree, params, state)
+
+    def _apply(self, fragment: int, carry: tuple[Any, LocalSGDState]) -> tuple[Any, LocalSGDState]:
+        """Apply the change that a fragment has sent."""
+        params, state = carry
+        return self._step(fragment, state.pending[fragment], params, state)
+
+    def _step(
+        self, fragment: int, change: Any, params: Any, state: LocalSGDState
+    ) -> tuple[Any, LocalSGDState]:
+        """Take the outer step of a fragment."""
+        fragments = self._fragments(params)
+        before = fragments.take(state.reference, fragment)
+        updates, outer = self.outer.update(change, state.outer[fragment], before)
+        after = optax.apply_updates(before, updates)
+
+        def merged(after: Array, local: Array) -> Array:
+            whole = compat.match_varying(after, local)
+            if not self.mixing:  # not 0 times what a worker has, which may be NaN
+                return whole
+            share = np.float32(self.mixing)
+            return (share * local + (1 - share) * whole).astype(local.dtype)
+
+        own = jax.tree.map(merged, after, fragments.take(params, fragment))
+        state = state._replace(
+            reference=fragments.put(state.reference, fragment, after),
+            outer=_with(state.outer, fragment, outer),
+        )
+        return fragments.put(params, fragment, own), state
+
+
+def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _vary(leaf: Array, axis_names: tuple[str, ...]) -> Array:
+    missing = tuple(name for name in axis_names if name not in compat.varying_axes(leaf))
+    return compat.vary_over(leaf, missing)

@@ -1,0 +1,385 @@
+"""Steps whose all-reduce runs under two passes: half of it backward, half of it forward (DeAR)."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._api.report import exact_bytes, plan_without_arrays
+from dynamiq_jax._buckets import checks, halves
+from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
+from dynamiq_jax._buckets.driver import Layout
+from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
+from dynamiq_jax._buckets.operations import Leaves
+from dynamiq_jax._buckets.options import Compression, Options, resolve
+from dynamiq_jax._core.validation import check_number
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Ring, Topology
+from dynamiq_jax.training._params import check_shared_params
+from pallas_kernels import compat
+from pallas_kernels.schedule import never
+
+P = PartitionSpec
+
+
+class PipelinedState(NamedTuple):
+    """State of `Pipelined` between two steps: a plain pytree that can be saved and restored.
+
+    All of it is the same on all workers but `shards` and `exact`. Their arrays have a leading axis
+    of size 1, the worker, as in `AllReduceState.method`. `Pipelined.specs_of_state` has the specs
+    of `jax.shard_map`.
+    """
+
+    step: Array  # int32 scalar: gradients scattered so far
+    params: Any  # without the gradients of the last step
+    opt_state: optax.OptState  # likewise
+    shards: tuple[Array, ...]  # this worker's part of the mean of each bucket, float32 [1, size]
+    # Gradients of this worker of the leaves that are in no bucket, [1, *shape]: `gather` sums them.
+    exact: tuple[Array, ...]
+    is_pending: Array  # bool scalar: whether shards and exact leaves are still to be applied
+
+
+class PipelinedUpdate(NamedTuple):
+    """Parameters and optimizer state to which all gradients have been applied."""
+
+    step: Array  # int32 scalar: gradients scattered so far
+    params: Any
+    opt_state: optax.OptState
+    # Norm of the mean gradient that was applied, before clipping; 0 if none was: float32 scalar.
+    gradient_norm: Array
+
+
+class PipelinedReport(NamedTuple):
+    """Static cost of one step, for each worker."""
+
+    scattered_bytes: int  # sent over the slow axis under the backward pass
+    gathered_bytes: int  # sent over the slow axis under the next forward pass
+    exact_bytes: int  # sent for leaves that are in no bucket
+    state_bytes: int  # held between steps: shards and exact leaves
+    buckets: int  # those beyond options.unrolled_buckets run in a loop, under no computation
+
+    @property
+    def bytes_per_worker(self) -> int:
+        """All bytes that each worker sends over the slow axis."""
+        return self.scattered_bytes + self.gathered_bytes + self.exact_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
+class Pipelined:
+    """Steps whose all-reduce runs under the backward pass and the next forward pass (DeAR).
+
+        pipelined = dq.training.Pipelined(optimizer=optax.adamw(1e-3), axis_name="data")
+        state = pipelined.init(params)
+        ...
+        updated = pipelined.gather(state)  # first in a step
+        own = jax.lax.pcast(updated.params, "data", to="varying")
+        loss, grads = jax.value_and_grad(loss_fn)(own, batch)
+        state = pipelined.scatter(updated, grads)  # last in a step
+
+    An all-reduce is a reduce-scatter and an all-gather. `scatter` runs the first half bucket by
+    bucket, the last leaves first, as soon as a backward pass has their gradients. `gather` runs the
+    second half in the next step, the first leaves first. The optimizer updates the leaves of a
+    bucket when that has arrived, and the forward pass goes on with them while the next bucket
+    travels. The result is the same as with both halves at the end of a step.
+
+    Everything must run inside `jax.shard_map` (or `jax.vmap`) with the axis. The forward pass uses
+    leaves as they come only if the tree has them in order of use, and if layers are no `lax.scan`.
+
+    The method is DeAR (arXiv 2302.12445, section III).
+    """
+
+    # Runs on the whole tree. Where it treats leaves one by one, as adamw does, each waits for its
+    # own bucket alone. Where it needs all of them, as optax.clip_by_global_norm does, it is as
+    # right, but all wait for the last bucket: use `clip_norm` instead.
+    optimizer: optax.GradientTransformation
+    axis_name: AxisName  # axis of the slow link, or several axes, the slowest first; see `psum`
+    # Method without state that compresses chunks. Unlike in `all_gather`, the default rounds
+    # without bias in both halves.
+    method: Method | str = DynamiQ(rounding="correlated")
+    topology: Topology | str = Ring(unroll=True)  # of the first half; nothing runs under a loop
+    # Largest global norm of the mean gradient, which is scaled down to it; None for no limit. It is
+    # the norm of the shards: it waits for no gather, and is exact but for the compression of the
+    # second half.
+    clip_norm: float | None = None
+    seed: int = 0  # of the rounding noise, the same on all workers
+    specs: Any = None  # how parameters are split over axes that the compiler manages; see `psum`
+    # Smaller buckets leave earlier and arrive earlier, and pay more latency. `tune_bucket_bytes`
+    # finds a size by measurement.
+    options: Options = Options(bucket_bytes=25 * 2**20, unrolled_buckets=64)
+
+    def __post_init__(self):
+        checks.check_chunked(self._how.method, "training.Pipelined")
+        if not isinstance(self.optimizer, optax.GradientTransformation):
+            raise TypeError(
+                f"optimizer={self.optimizer!r:.80} is not an optax transformation. Give one, such "
+                "as optax.adamw(1e-3)."
+            )
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, 0, np.inf, "a positive number, or None")
+
+    @property
+    def specs_of_state(self) -> PipelinedState:
+        """Specs of the state over the axes of the workers, for `jax.shard_map`."""
+        names = axis_names(self.axis_name)
+        specs: Any = PipelinedState  # specs in place of arrays
+        return specs(
+            step=P(),
+            params=P(),
+            opt_state=P(),
+            shards=P(names),
+            exact=P(names),
+            is_pending=P(),
+        )
+
+    def wire_report(self, params: Any, axis_size: Any, *, mesh: Any = None) -> PipelinedReport:
+        """Count the bytes of one step, without running it; see `dq.wire_report`.
+
+        Args:
+          params: tree of arrays, or of anything with `shape` and `dtype`.
+          axis_size: number of workers, or names of their axes beside a mesh.
+          mesh: the mesh over which `specs` split the parameters.
+        """
+        specs = P() if mesh is not None and self.specs is None else self.specs
+        how = self._how
+        axes, plan, named = plan_without_arrays(params, axis_size, how, mesh=mesh, specs=specs)
+        leaves = [named[index][1] for index, _ in plan.exact]
+        scattering, gathering = ScatterMean(axes), GatherMean(axes)
+        sizes = [halves.shard_size(bucket, how.method) for bucket in plan.buckets]
+        return PipelinedReport(
+            scattered_bytes=sum(scattering.bytes_sent(how.method, b) for b in plan.buckets),
+            gathered_bytes=sum(gathering.bytes_sent(how.method, b) for b in plan.buckets),
+            exact_bytes=exact_bytes(axes, leaves),
+            state_bytes=4 * sum(sizes) + sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+            buckets=len(plan.buckets),
+        )
+
+    def init(self, params: Any) -> PipelinedState:
+        """Return the state before the first step.
+
+        Args:
+          params: pytree of floating arrays, the same on all workers.
+
+        Raises:
+          ValueError: a leaf that differs between workers.
+          TypeError: a leaf that is not floating.
+        """
+        check_shared_params(params, find_axes(self.axis_name), "mean gradient")
+        zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+        return self.resume(PipelinedUpdate(zero[0], params, self.optimizer.init(params), zero[1]))
+
+    def resume(self, updated: PipelinedUpdate) -> PipelinedState:
+        """Return a state in which nothing is pending.
+
+        With it, a run goes on from what `gather` returned, also with another number of workers.
+        """
+        layout = self._layout(updated.params)
+        names, plan = layout.operation.axes.names, layout.plan
+        of_exact = _exact_specs(layout)
+
+        def zeros() -> tuple[tuple[Array, ...], Leaves]:
+            shards = tuple(
+                compat.vary_over(
+                    jnp.zeros((1, halves.shard_size(bucket, layout.how.method)), jnp.float32),
+                    (*names, *bucket.split_over),
+                )
+                for bucket in plan.buckets
+            )
+            exact = {}
+            for index, _ in plan.exact:
+                leaf = layout.shards.local(index, layout.leaves[index])
+                zero = jnp.zeros((1, *leaf.shape), leaf.dtype)
+                exact[index] = compat.vary_over(zero, (*names, *layout.split_over[index]))
+            return shards, exact
+
+        mapped = layout.shards.map(zeros, in_specs=(), out_specs=(layout.state_specs, of_exact))
+        shards, exact = mapped()
+        return PipelinedState(
+            step=updated.step,
+            params=updated.params,
+            opt_state=updated.opt_state,
+            shards=shards,
+            exact=tuple(exact[index] for index, _ in plan.exact),
+            is_pending=jnp.zeros((), jnp.bool_),
+        )
+
+    @jax.named_scope("pipelined.gather")
+    def gather(self, state: PipelinedState) -> PipelinedUpdate:
+        """Gather the mean gradients that are pending, and apply them.
+
+        Args:
+          state: from `init`, or from `scatter` in the step before.
+
+        Returns:
+          Parameters, the same bits on all workers, optimizer state, and the norm of the gradient.
+          In the first step they are those of `init`. NaN or Inf of any worker surface in the
+          parameters, as for `psum`; with `clip_norm`, in all of them.
+
+        Raises:
+          ValueError: shards of other parameters, options or numbers of workers.
+        """
+        if not isinstance(state, PipelinedState):
+            raise TypeError(
+                f"state is a {type(state).__name__}, not a PipelinedState. Give the result of init "
+                "or scatter."
+            )
+        layout = self._layout(state.params)
+        self._check_shards(state, layout)
+        means, norm = self._means(state, layout)
+        if self.clip_norm is not None:
+            limit = np.float32(self.clip_norm)
+            scale = jnp.where(norm < limit, np.float32(1), limit / norm)
+            means = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), means)
+        updates, opt_state = self.optimizer.update(means, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        def if_pending(after: Array, before: Array) -> Array:
+            return jnp.where(state.is_pending, after, before)
+
+        return PipelinedUpdate(
+            step=state.step,
+            params=jax.tree.map(if_pending, params, state.params),
+            opt_state=jax.tree.map(if_pending, opt_state, state.opt_state),
+            gradient_norm=jnp.where(state.is_pending, norm, np.float32(0)),
+        )
+
+    @jax.named_scope("pipelined.scatter")
+    def scatter(self, updated: PipelinedUpdate, grads: Any) -> PipelinedState:
+        """Average gradients, each worker its part: they are pending then.
+
+        Args:
+          updated: from `gather` in this step.
+          grads: gradients of this worker, like the parameters.
+
+        Raises:
+          ValueError: gradients of other shapes or dtypes than the parameters, or that are summed
+            over the workers already.
+        """
+        if not isinstance(updated, PipelinedUpdate):
+            raise TypeError(
+                f"updated is a {type(updated).__name__}, not a PipelinedUpdate. Give the result of "
+                "gather: gradients that are pending would be lost otherwise."
+            )
+        _check_like(grads, updated.params)
+        layout = self._layout(grads)
+        operation, how = ScatterMean(find_axes(self.axis_name)), self._how
+        for name, leaf in zip(layout.names, layout.leaves, strict=True):
+            operation.check_values(name, leaf)
+
+        def local(leaves: Leaves, key: Array) -> tuple[tuple[Array, ...], Leaves]:
+            shards = halves.scatter(operation, layout.plan, leaves, key, how)
+            exact = {index: leaves[index][None] for index, _ in layout.plan.exact}
+            return tuple(shard[None] for shard in shards), exact
+
+        mapped = layout.shards.map(
+            local,
+            in_specs=(dict(enumerate(layout.shards.specs)), P()),
+            out_specs=(layout.state_specs, _exact_specs(layout)),
+        )
+        shards, exact = mapped(dict(enumerate(layout.leaves)), self._key(updated.step))
+        return PipelinedState(
+            step=updated.step + 1,
+            params=updated.params,
+            opt_state=updated.opt_state,
+            shards=shards,
+            exact=tuple(exact[index] for index, _ in layout.plan.exact),
+            # True, but no constant. A compiler that knows it would drop the selection in `gather`
+            # where both are in one program, and fuse, and so round, the optimizer in another way.
+            is_pending=~never(updated.step),
+        )
+
+    def flush(self, state: PipelinedState) -> Any:
+        """Return parameters to which all gradients have been applied, to evaluate or to keep.
+
+        A run goes on from the state itself, which is not changed.
+        """
+        return self.gather(state).params
+
+    @property
+    def _how(self) -> Compression:
+        return resolve(self.method, self.topology, self.options)
+
+    def _layout(self, tree: Any) -> Layout:
+        return Layout.of(ScatterMean(find_axes(self.axis_name)), tree, self._how, self.specs)
+
+    def _key(self, step: Array) -> Array:
+        return jax.random.fold_in(jax.random.key(self.seed), step)
+
+    def _means(self, state: PipelinedState, layout: Layout) -> tuple[Any, Array]:
+        """Gather the mean gradients, and compute their norm before that."""
+        plan, operation = layout.plan, GatherMean(find_axes(self.axis_name))
+        local_leaves = {
+            index: layout.shards.local(index, leaf) for index, leaf in enumerate(layout.leaves)
+        }
+
+        def local(shards: tuple[Array, ...], exact: Leaves, key: Array) -> tuple[Leaves, Array]:
+            own = tuple(shard[0] for shard in shards)
+            means = operation.exact({index: leaf[0] for index, leaf in exact.items()})
+            norm = _norm(own, means, layout)
+            return means | halves.gather(operation, plan, local_leaves, own, key, layout.how), norm
+
+        mapped = layout.shards.map(
+            local,
+            in_specs=(layout.state_specs, _exact_specs(layout), P()),
+            out_specs=(dict(enumerate(layout.shards.specs)), P()),
+        )
+        exact = {index: leaf for (index, _), leaf in zip(plan.exact, state.exact, strict=True)}
+        means, norm = mapped(state.shards, exact, self._key(state.step - 1))
+        leaves = [means[index] for index in range(len(layout.leaves))]
+        return jax.tree.unflatten(layout.structure, leaves), norm
+
+    def _check_shards(self, state: PipelinedState, layout: Layout) -> None:
+        """Raise ValueError for a state whose pending gradients are not like its parameters."""
+        wanted = jax.eval_shape(lambda: self.resume(PipelinedUpdate(*state[:3], jnp.float32(0))))
+        found = [np.shape(leaf) for leaf in (*state.shards, *state.exact)]
+        needed = [leaf.shape for leaf in (*wanted.shards, *wanted.exact)]
+        if found != needed:
+            raise ValueError(
+                f"state has shards and exact leaves of shapes {found}, but these parameters and "
+                f"options need {needed}. Pass the state through shard_map with in_specs and "
+                "out_specs=pipelined.specs_of_state. To go on with other workers or options, keep "
+                "the result of gather, and give it to resume."
+            )
+
+
+def _exact_specs(layout: Layout) -> dict[int, PartitionSpec]:
+    """Return how exact leaves with a leading axis are split over the axes of their shards."""
+    return {index: P(None, *layout.shards.specs[index]) for index, _ in layout.plan.exact}
+
+
+def _norm(shards: tuple[Array, ...], exact: Leaves, layout: Layout) -> Array:
+    """Return the global norm of a mean from what one device has of it."""
+    squares: dict[tuple[str, ...], Array] = {}  # by the axes to sum them over
+
+    def add(values: Array, axes: tuple[str, ...]) -> None:
+        square = jnp.sum(jnp.square(values.astype(jnp.float32)))
+        squares[axes] = squares[axes] + square if axes in squares else square
+
+    for bucket, shard in zip(layout.plan.buckets, shards, strict=True):
+        add(shard, (*layout.operation.axes.names, *bucket.split_over))
+    for index, mean in exact.items():
+        add(mean, layout.split_over[index])
+    sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
+    return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))
+
+
+def _check_like(grads: Any, params: Any) -> None:
+    """Raise ValueError for gradients that are not like the parameters."""
+
+    def described(tree: Any) -> list[str]:
+        return [
+            f"{jax.tree_util.keystr(path)}: {jnp.result_type(leaf)}{list(np.shape(leaf))}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+
+    found, wanted = described(grads), described(params)
+    if found != wanted:
+        apart = sorted(set(found) ^ set(wanted)) or found
+        raise ValueError(
+            f"grads are not like the parameters: {'; '.join(apart)[:300]} is in one of both alone. "
+            "Give gradients of the same structure, shapes and dtypes."
+        )

@@ -1,0 +1,135 @@
+"""Faults of DropCompute, its model and its command."""
+
+from tests.faults import Fault
+
+LOOP, MODEL = ("tests/test_drop_compute.py",), ("tests/test_stragglers.py",)
+
+FAULTS = (
+    Fault(
+        "a worker of DropCompute checks the clock of a micro-batch that runs",
+        "dynamiq_jax/training/_drop_compute/accumulation.py",
+        "marks[len(read) - 1].block_until_ready()",
+        "pass",
+        LOOP,
+    ),
+    Fault(
+        "a micro-batch is loaded before the threshold is checked",
+        "dynamiq_jax/training/_drop_compute/accumulation.py",
+        "        for index in range(len(micro_batches)):\n",
+        "        for index in range(len(micro_batches)):\n            _ = micro_batches[index]\n",
+        LOOP,
+    ),
+    Fault(
+        "the threshold ignores min_done",
+        "dynamiq_jax/training/_drop_compute/accumulation.py",
+        "if index >= self.min_done and read",
+        "if read",
+        LOOP,
+    ),
+    Fault(
+        "DropCompute waits for every micro-batch, whatever in_flight is",
+        "dynamiq_jax/training/_drop_compute/accumulation.py",
+        "if index > self.in_flight:",
+        "if index > 0:",
+        LOOP,
+    ),
+    Fault(
+        "sums are divided by the number of devices, not of micro-batches that were done",
+        "dynamiq_jax/training/_drop_compute/step.py",
+        "devices / weight)",
+        "1.0)",
+        LOOP,
+    ),
+    Fault(
+        "each worker divides by its own number of micro-batches",
+        "dynamiq_jax/training/_drop_compute/step.py",
+        "share = jnp.where(weight == 0, 0, devices / weight)",
+        "share = 1 / own.weight",
+        LOOP,
+    ),
+    Fault(
+        "gradients do not have the weight of their micro-batch",
+        "dynamiq_jax/training/_drop_compute/accumulation.py",
+        "weight = jnp.asarray(self.num_targets(params, batch)).astype(jnp.float32)",
+        "weight = 0 * jnp.asarray(self.num_targets(params, batch)).astype(jnp.float32) + 1",
+        LOOP,
+    ),
+    Fault(
+        "a step without targets moves the optimizer",
+        "dynamiq_jax/training/_drop_compute/step.py",
+        "unless_skipped(optimizer, state.optimizer)",
+        "optimizer",
+        LOOP,
+    ),
+    Fault(
+        "gradients are summed in their own dtype",
+        "dynamiq_jax/training/_drop_compute/accumulation.py",
+        "return leaf.dtype if leaf.dtype.itemsize >= 4 else jnp.float32",
+        "return leaf.dtype",
+        LOOP,
+    ),
+    Fault(
+        "the steps that compile are recorded",
+        "dynamiq_jax/training/_drop_compute/calibration.py",
+        "np.stack(self._steps[self._calibration.skip :])",
+        "np.stack(self._steps)",
+        LOOP,
+    ),
+    Fault(
+        "the rest of a step includes the wait for the last worker",
+        "dynamiq_jax/training/_drop_compute/calibration.py",
+        "rest=table[..., -1].min(axis=1)",
+        "rest=table[..., -1].max(axis=1)",
+        LOOP,
+    ),
+    Fault(
+        "all workers of a process get the rows of the first",
+        "dynamiq_jax/training/_drop_compute/workers.py",
+        "leaf[number * rows : (number + 1) * rows]",
+        "leaf[:rows]",
+        LOOP,
+    ),
+    Fault(
+        "parameters of the user are donated",
+        "dynamiq_jax/training/_drop_compute/step.py",
+        "own = jax.tree.map(jnp.copy, params)",
+        "own = params",
+        LOOP,
+        equivalent="shard_map copies them today; JAX promises it nowhere",
+    ),
+    Fault(
+        "the model forgets the micro-batch that runs at the threshold",
+        "dynamiq_jax/training/_drop_compute/model.py",
+        "np.maximum(below + 1 + in_flight, min_done)",
+        "np.maximum(below + in_flight, min_done)",
+        MODEL,
+    ),
+    Fault(
+        "the speed-up counts micro-batches that were dropped",
+        "dynamiq_jax/training/_drop_compute/model.py",
+        "speedup=kept * (before / after)",
+        "speedup=before / after",
+        MODEL,
+    ),
+    Fault(
+        "a threshold may drop more than max_drop",
+        "dynamiq_jax/training/_drop_compute/model.py",
+        "if effect.drop_rate <= max_drop and",
+        "if",
+        MODEL,
+    ),
+    Fault(
+        "the law ends the step of the last worker at the threshold",
+        "dynamiq_jax/training/_drop_compute/law.py",
+        "return min(threshold, self.longest) if cut else",
+        "return min(threshold, self.longest) if True else",
+        MODEL,
+    ),
+    Fault(
+        "drop-compute checks a threshold on the steps that it was chosen from",
+        "dynamiq_jax/_workshop/stragglers.py",
+        "held_out=rule.effect(other, chosen.threshold)",
+        "held_out=rule.effect(first, chosen.threshold)",
+        MODEL,
+    ),
+)

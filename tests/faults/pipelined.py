@@ -1,0 +1,104 @@
+"""Faults of pipelined steps."""
+
+from tests.faults import Fault
+
+STEP, HALVES = "dynamiq_jax/training/_pipelined.py", "dynamiq_jax/_buckets/halves.py"
+FILE = "tests/test_pipelined.py"
+ORDINARY = f"{FILE}::test_it_is_ordinary_training_with_exact_means"
+FIRST = f"{FILE}::test_nothing_happens_in_the_first_step_before_there_is_a_gradient"
+NOISE = f"{FILE}::test_every_step_has_noise_of_its_own_in_both_halves"
+ORDER = f"{FILE}::test_an_update_waits_for_its_own_bucket_and_those_before_it"
+
+FAULTS = (
+    Fault(
+        "the first step applies gradients that are not there",
+        STEP,
+        "return jnp.where(state.is_pending, after, before)",
+        "return after",
+        (FIRST,),
+    ),
+    Fault(
+        "every step gathers with the same key",
+        STEP,
+        "mapped(state.shards, sums, self._key(state.step - 1))",
+        "mapped(state.shards, sums, self._key(0 * state.step))",
+        (NOISE,),
+    ),
+    Fault(
+        "every step scatters with the same key",
+        STEP,
+        "return jax.random.fold_in(jax.random.key(self.seed), step)",
+        "return jax.random.fold_in(jax.random.key(self.seed), 0 * step)",
+        (NOISE,),
+    ),
+    Fault(
+        "steps are not counted",
+        STEP,
+        "step=updated.step + 1,",
+        "step=updated.step,",
+        (FIRST,),
+    ),
+    Fault(
+        "gradients are scaled up to the limit too",
+        STEP,
+        "jnp.where(norm < limit, np.float32(1), limit / norm)",
+        "limit / norm",
+        (f"{FILE}::test_small_gradients_are_not_scaled_up",),
+    ),
+    Fault(
+        "the norm is that of one worker's shards",
+        STEP,
+        "add(shard, (*layout.operation.axes.names, *bucket.split_over))",
+        "add(shard, bucket.split_over)",
+        (ORDINARY,),
+    ),
+    Fault(
+        "the norm of a sharded model is that of one shard",
+        STEP,
+        "add(shard, (*layout.operation.axes.names, *bucket.split_over))",
+        "add(shard, layout.operation.axes.names)",
+        (f"{FILE}::test_shards_of_a_model_travel_alone",),
+    ),
+    Fault(
+        "exact leaves are in no norm",
+        STEP,
+        "add(mean, layout.split_over[index])",
+        "add(0 * mean, layout.split_over[index])",
+        (ORDINARY,),
+    ),
+    Fault(
+        "padding is part of a shard",
+        HALVES,
+        "jnp.where(is_padding, 0, mean)",
+        "mean",
+        (f"{FILE}::test_noise_of_padding_is_in_no_norm",),
+    ),
+    Fault(
+        "shards are sums, not means",
+        HALVES,
+        "scattered.values * np.float32(1 / self._divisor)",
+        "scattered.values",
+        (ORDINARY,),
+    ),
+    Fault(
+        "the last buckets are gathered first",
+        HALVES,
+        "    last_first: ClassVar[bool] = False\n",
+        "    last_first: ClassVar[bool] = True\n",
+        (ORDER,),
+    ),
+    Fault(
+        "gathers do not wait for each other",
+        HALVES,
+        "payload = jax.tree.map(functools.partial(after, token), payload)",
+        "payload = jax.tree.map(functools.partial(after, None), payload)",
+        (ORDER,),
+    ),
+    Fault(
+        "gradients that are pending may be lost",
+        STEP,
+        "if not isinstance(updated, PipelinedUpdate):",
+        "if False:",
+        (f"{FILE}::test_halves_in_another_order_are_refused",),
+    ),
+)

@@ -1,0 +1,129 @@
+"""One process of test_drop_compute.py: `drop_compute_worker.py PORT RANK FOLDER DEVICES HEARTBEAT
+FAULT`.
+
+Trains a linear model with `DropCompute` over two processes of some devices each, on the clock of a
+table of latencies, and writes what it ends with to FOLDER/end_RANK.npz. FAULT is what happens to
+this process in a micro-batch: "none", "hang" until FOLDER/release is there, or a signal.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+from dynamiq_jax._workshop.processes import die_with_parent
+from dynamiq_jax.training import Calibration, DropCompute, Latencies, SimulatedClock
+
+NUM_PROCESSES, NUM_STEPS, MICRO_BATCHES = 2, 6, 5
+INPUTS, OUTPUTS, ROWS, RATE = 48, 40, 4, 0.1
+CALIBRATION = Calibration(skip=1, steps=2, max_drop=0.5)
+FAULTY_STEP, FAULTY_MICRO_BATCH = 4, 2
+HUNG = 1e3  # seconds that the clock shows in addition after a hang
+
+
+def latencies() -> Latencies:
+    """Process 1 is late in half of the steps."""
+    times = np.random.default_rng(3).uniform(0.9, 1.1, (NUM_STEPS, NUM_PROCESSES, MICRO_BATCHES))
+    times[1::2, 1] *= 3
+    return Latencies(times, np.full(NUM_STEPS, 0.5))
+
+
+def micro_batch(step: int, rank: int, index: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng((step, rank, index))
+    return {
+        name: random.standard_normal((ROWS, width)).astype(np.float32)
+        for name, width in (("x", INPUTS), ("y", OUTPUTS))
+    }
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+class Loader(Sequence):
+    """Micro-batches of one step, made when they are asked for; one of them may be the last."""
+
+    def __init__(self, folder: pathlib.Path, rank: int, step: int, fault: str):
+        self.folder, self.rank, self.step, self.fault = folder, rank, step, fault
+
+    def __len__(self):
+        return MICRO_BATCHES
+
+    def __getitem__(self, index):
+        if (self.step, index) == (FAULTY_STEP, FAULTY_MICRO_BATCH):
+            if self.fault == "hang":
+                while not (self.folder / "release").exists():
+                    time.sleep(0.01)
+            elif self.fault != "none":
+                os.kill(os.getpid(), signal.Signals[self.fault])
+        (self.folder / f"asked_{self.step}_{self.rank}_{index}").touch()
+        return micro_batch(self.step, self.rank, index)
+
+
+def main(
+    port: str, rank: int, folder: pathlib.Path, devices: int, heartbeat: int, fault: str
+) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        NUM_PROCESSES,
+        rank,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=heartbeat,
+        shutdown_timeout_seconds=3,
+    )
+    mesh = jax.make_mesh((NUM_PROCESSES * devices,), ("data",), axis_types=(AxisType.Auto,))
+    table = SimulatedClock(latencies())
+
+    def clock(step: int, worker: int, event: int) -> float:
+        hung = fault == "hang" and step == FAULTY_STEP and event > FAULTY_MICRO_BATCH
+        return table(step, worker, event) + HUNG * hung
+
+    train_step = DropCompute(
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(RATE),
+        mesh=mesh,
+        axis_name="data",
+        method="exact",
+        threshold=CALIBRATION,
+        clock=clock,
+    )
+    state = train_step.init({"w": jnp.zeros((INPUTS, OUTPUTS))})
+    done, losses = [], []
+    for step in range(NUM_STEPS):
+        state, metrics = train_step(state, Loader(folder, rank, step, fault))
+        done.append(int(metrics.done))
+        losses.append(float(metrics.loss))
+        (folder / f"done_{step}_{rank}").touch()
+    np.savez(
+        folder / f"end_{rank}.npz",
+        params=state.params["w"],
+        threshold=state.threshold,
+        done=done,
+        losses=losses,
+        times=train_step.latencies.times,
+        rest=train_step.latencies.rest,
+    )
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        die_with_parent(os.getppid())  # also when stopped
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        pathlib.Path(sys.argv[3]),
+        devices=int(sys.argv[4]),
+        heartbeat=int(sys.argv[5]),
+        fault=sys.argv[6],
+    )

@@ -1,0 +1,397 @@
+"""Local SGD with a compressed outer step."""
+
+import functools
+from typing import Any
+
+import drjax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from benchmarks.mesh_bytes import sent_by_axes
+from dynamiq_jax.training import LocalSGD
+from dynamiq_jax.training._fragments import Fragments
+from tests.support.hlo import collectives
+from tests.support.workers import STOCHASTIC
+
+WORKERS = 4
+EVERY_LEAF = dq.Options(exact_below=1)
+SHAPES = {"b": (33,), "u": (48, 32), "v": (16, 96), "w": (32, 48)}
+
+
+def start(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+
+
+def moves(steps: int) -> list[dict[str, np.ndarray]]:
+    """What the local steps of all workers add to their parameters."""
+    rng = np.random.default_rng(1)
+    return [
+        {n: rng.normal(size=(WORKERS, *s)).astype(np.float32) for n, s in SHAPES.items()}
+        for _ in range(steps)
+    ]
+
+
+class Run:
+    """Local steps of four workers on a mesh, which add given moves."""
+
+    def __init__(self, mesh, *, static: bool = False, **fields):
+        self.local_sgd = LocalSGD(axis_name="data", **fields)
+        self.static = static
+        specs = self.local_sgd.state_specs
+        init = jax.shard_map(self.local_sgd.init, mesh=mesh, in_specs=P(), out_specs=specs)
+        self.init = jax.jit(init)
+
+        def local(stacked, state, move, due):
+            mine = jax.tree.map(lambda leaf, change: leaf[0] + change[0], stacked, move)
+            mine, state = self.local_sgd.update(mine, state, due=due)
+            return jax.tree.map(lambda leaf: leaf[None], mine), state
+
+        @functools.partial(jax.jit, static_argnames="due")
+        def step(stacked, state, move, due=None):
+            mapped = jax.shard_map(
+                functools.partial(local, due=due),
+                mesh=mesh,
+                in_specs=(P("data"), specs, P("data")),
+                out_specs=(P("data"), specs),
+            )
+            return mapped(stacked, state, move)
+
+        self.step = step
+
+    def begin(self):
+        params = start()
+        return jax.tree.map(lambda leaf: np.stack([leaf] * WORKERS), params), self.init(params)
+
+    def take(self, carry, changes, first: int = 0):
+        for number, change in enumerate(changes, first):
+            due = {"due": self.local_sgd.due(number)} if self.static else {}
+            carry = self.step(*carry, change, **due)
+        return carry
+
+
+def oracle(changes, *, every, fragments, delay, mixing, rate=0.7, momentum=0.9):
+    """The papers' algorithms in NumPy, float64, leaf by leaf."""
+    reference = {name: leaf.astype(np.float64) for name, leaf in start().items()}
+    workers = {name: np.stack([leaf] * WORKERS) for name, leaf in reference.items()}
+    velocity = {name: np.zeros(s) for name, s in SHAPES.items()}
+    places = {n: np.arange(leaf.size).reshape(leaf.shape) for n, leaf in reference.items()}
+    parts = LocalSGD(axis_name="data", fragments=fragments).split(places)
+    parts = [  # places in each leaf, as masks
+        {name: np.isin(places[name], leaf) for name, leaf in part.items() if leaf is not None}
+        for part in parts
+    ]
+    pending: dict[int, list[Any]] = {}  # what to apply after so many steps
+    for taken, change in enumerate(changes, 1):
+        for name in SHAPES:
+            workers[name] = workers[name] + change[name]
+        for number, masks in enumerate(parts):
+            offset = every * (number + 1) // fragments
+            if taken >= offset and (taken - offset) % every == 0:
+                pending.setdefault(taken + delay, []).extend(
+                    (name, mask, (reference[name] - workers[name].mean(0))[mask])
+                    for name, mask in masks.items()
+                )
+        for name, mask, outer_gradient in pending.pop(taken, []):
+            speed = velocity[name][mask] = momentum * velocity[name][mask] + outer_gradient
+            reference[name][mask] -= rate * (outer_gradient + momentum * speed)
+            mixed = mixing * workers[name] + (1 - mixing) * reference[name]
+            workers[name] = np.where(mask, mixed, workers[name])
+    return reference, workers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"every": 3, "fragments": 1, "delay": 0, "mixing": 0.0},
+        {"every": 4, "fragments": 3, "delay": 0, "mixing": 0.0},
+        {"every": 5, "fragments": 2, "delay": 3, "mixing": 0.5},
+        {"every": 4, "fragments": 4, "delay": 2, "mixing": 0.25},
+    ),
+    ids=("diloco", "fragments", "delay", "both in one step"),
+)
+def test_it_is_the_algorithm_of_the_papers(fields, data_mesh):
+    """With exact means; in one program for all steps, and in programs for each kind of step."""
+    changes = moves(2 * fields["every"] + 2)
+    expected = oracle(changes, **fields)
+    ends = []
+    for static in (False, True):
+        run = Run(data_mesh(WORKERS), method="exact", static=static, **fields)
+        stacked, state = run.take(run.begin(), changes)
+        ends.append((state.reference, stacked))
+        assert int(state.step) == len(changes)
+        for found, wanted in zip((state.reference, stacked), expected, strict=True):
+            for name in SHAPES:
+                np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=2e-5)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    moved = [np.abs(expected[0][name] - start()[name]).max() for name in SHAPES]
+    assert min(moved) > 0.1
+
+
+def test_due_says_what_a_step_does():
+    local_sgd = LocalSGD(axis_name="data", every=6, fragments=2, delay=1)
+    found = [local_sgd.due(step) for step in range(12)]
+    assert [due.sent for due in found] == [None, None, 0, None, None, 1] * 2
+    applied = [None, None, None, 0, None, None, 1, None, None, 0, None, None]
+    assert [due.applied for due in found] == applied
+
+
+def test_nothing_moves_where_no_worker_does(data_mesh):
+    """Not by rounding either: zeros are sent as zeros."""
+    run = Run(data_mesh(WORKERS), every=1, method=STOCHASTIC)
+    stacked, state = run.begin()
+    still = jax.tree.map(np.zeros_like, stacked)
+    after, state = run.take((stacked, state), [still] * 2)
+    jax.tree.map(np.testing.assert_array_equal, after, stacked)
+    jax.tree.map(np.testing.assert_array_equal, state.reference, start())
+
+
+def test_replicas_of_the_reference_are_bit_identical(data_mesh):
+    """Of a lossy method, whose error is seen."""
+    run = Run(data_mesh(WORKERS), every=2, method="blockint:4")
+    changes = moves(2)
+    stacked, state = run.take(run.begin(), changes)
+    for name, leaf in state.reference.items():
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(copies) == WORKERS
+        assert {copy.tobytes() for copy in copies} == {copies[0].tobytes()}
+        np.testing.assert_array_equal(stacked[name], np.stack([leaf] * WORKERS))
+    expected, _ = oracle(changes, every=2, fragments=1, delay=0, mixing=0.0)
+    w = expected["w"]
+    error = np.sum((state.reference["w"] - w) ** 2) / np.sum((w - start()["w"]) ** 2)
+    assert 1e-4 < error < 0.05
+
+
+@pytest.mark.parametrize("fragments", (1, 3))
+def test_only_steps_that_synchronize_send_and_they_send_what_is_reported(data_mesh, fragments):
+    mesh = data_mesh(WORKERS)
+    run = Run(mesh, every=6, fragments=fragments, method="bf16")
+    reports = run.local_sgd.wire_report(start(), WORKERS)
+    stacked, state = run.begin()
+    sent = []
+    for number in range(6):
+        due = run.local_sgd.due(number)
+        compiled = run.step.lower(stacked, state, moves(1)[0], due=due).compile()
+        found = collectives(compiled.as_text())
+        sent.append(sum(one.sent_bytes(WORKERS) for one in found))
+        if due.sent is None:
+            assert found == []
+    assert [one for one in sent if one] == [report.bytes_per_worker for report in reports]
+    whole = dq.wire_report(start(), WORKERS, method="bf16").bytes_per_worker
+    # Each fragment pads its chunks.
+    assert whole <= sum(sent) < whole + 100
+    assert max(sent) < 1.2 * whole / fragments
+
+
+def test_a_run_resumes_bit_identically_during_a_delay(data_mesh, tmp_path):
+    """A mean change is on its way, and error feedback holds residuals."""
+    run = Run(data_mesh(WORKERS), every=4, fragments=2, delay=2, mixing=0.5, method="ef+blockint:2")
+    changes = moves(9)
+    uninterrupted = run.take(run.begin(), changes)
+    half = run.take(run.begin(), changes[:5])
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(half[1].pending))
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(half[1].method))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "half", half)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "half", half)
+    resumed = run.take(restored, changes[5:], first=5)
+    jax.tree.map(np.testing.assert_array_equal, resumed, uninterrupted)
+    forgetful = half[1]._replace(method=run.begin()[1].method)
+    other = run.take((half[0], forgetful), changes[5:], first=5)[1]
+    assert np.any(other.reference["w"] != uninterrupted[1].reference["w"])
+
+
+def test_shards_of_a_model_travel_alone(data_mesh):
+    """Over data 2 x fsdp 4: the parameters of a run without shards, a quarter of its bytes."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    params = {"w": start()["w"], "v": start()["v"]}
+    specs = {"w": P(None, "fsdp"), "v": P("fsdp")}
+    moved = jax.tree.map(lambda leaf: np.stack([leaf, 3 * leaf]), params)
+
+    def run(mesh, specs, method):
+        local_sgd = LocalSGD(
+            axis_name="data", every=1, method=method, specs=specs, options=EVERY_LEAF
+        )
+        of_state = local_sgd.state_specs
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=(P("data"), of_state),
+            axis_names={"data"},
+        )
+        def step(params, moved):
+            mine = jax.tree.map(lambda leaf: leaf[0], moved)
+            mine, state = local_sgd.update(mine, local_sgd.init(params))
+            return jax.tree.map(lambda leaf: leaf[None], mine), state
+
+        place = functools.partial(jax.tree.map, lambda s, x: jax.device_put(x, s))
+        if specs is None:
+            args = params, moved
+        else:
+            args = (
+                place({n: NamedSharding(mesh, s) for n, s in specs.items()}, params),
+                place({n: NamedSharding(mesh, P("data", *s)) for n, s in specs.items()}, moved),
+            )
+        return local_sgd, step, args
+
+    _, plain, args = run(data_mesh(2), None, "exact")
+    _, sharded, sharded_args = run(mesh, specs, "exact")
+    for a, b in zip(
+        jax.tree.leaves(plain(*args)), jax.tree.leaves(sharded(*sharded_args)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    local_sgd, step, args = run(mesh, specs, STOCHASTIC)
+    sent = sent_by_axes(step.lower(*args).compile().as_text(), mesh)
+    (report,) = local_sgd.wire_report(params, "data", mesh=mesh)
+    assert sent[("data",)] == report.bytes_per_worker
+    whole = dq.wire_report(params, 2, method=STOCHASTIC, options=EVERY_LEAF).bytes_per_worker
+    assert report.bytes_per_worker == pytest.approx(whole / 4, rel=0.01)
+
+
+def test_nan_of_one_worker_surfaces_for_all(data_mesh):
+    run = Run(data_mesh(WORKERS), every=1, method="bf16")
+    (change,) = moves(1)
+    change["w"][2, 5, 7] = np.nan
+    stacked, state = run.take(run.begin(), [change])
+    assert np.isnan(state.reference["w"][5, 7]) and np.all(np.isnan(stacked["w"][:, 5, 7]))
+    assert np.sum(np.isnan(state.reference["w"])) == 1
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    (
+        ({"every": 0}, "every=0"),
+        ({"every": 3, "fragments": 4}, "fragments=4"),
+        ({"delay": 20}, "delay=20"),
+        ({"mixing": 1.5}, "mixing=1.5"),
+        ({"method": "nothing"}, "nothing"),
+    ),
+)
+def test_impossible_fields_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        LocalSGD(axis_name="data", **fields)
+
+
+def test_an_outer_optimizer_is_one_of_optax():
+    with pytest.raises(TypeError, match=r"outer=0\.7"):
+        LocalSGD(axis_name="data", outer=0.7)
+
+
+def test_init_takes_floating_parameters_that_all_workers_share(data_mesh):
+    mesh = data_mesh(WORKERS)
+
+    def init(params, in_specs=P(), **fields):
+        local_sgd = LocalSGD(axis_name="data", **fields)
+        specs = local_sgd.state_specs
+        return jax.shard_map(local_sgd.init, mesh=mesh, in_specs=in_specs, out_specs=specs)(params)
+
+    with pytest.raises(TypeError, match=r"params\['n'\] has dtype int32"):
+        init({"n": np.arange(4, dtype=np.int32)})
+    with pytest.raises(ValueError, match="varies over axis 'data'"):
+        init({"w": np.zeros((4, 8), np.float32)}, P("data"))
+    with pytest.raises(ValueError, match="fragments=5 is more than the 4 pieces that 1 leaves"):
+        init({"w": np.zeros((3, 4), np.float32)}, fragments=5)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((1, 7, 24)), st.sampled_from((0, 2, 16))),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 6),
+    st.sampled_from((P(), P("fsdp"), P(None, "fsdp"))),
+)
+def test_fragments_are_balanced_and_whole_together(shapes, count, spec):
+    tree = {
+        str(number): np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+        for number, (rows, columns) in enumerate(shapes)
+    }
+    try:
+        fragments = Fragments.of(tree, [spec] * len(tree), count)
+    except ValueError as error:
+        assert f"fragments={count} is more than the" in str(error)
+        assert len(tree) < count
+        return
+    parts = [fragments.take(tree, number) for number in range(count)]
+    assert all(jax.tree.leaves(part) for part in parts)
+    assert sum(leaf.size for leaf in jax.tree.leaves(parts)) == sum(x.size for x in tree.values())
+    together = jax.tree.map(np.zeros_like, tree)
+    for number, part in enumerate(parts):
+        together = fragments.put(together, number, part)
+    jax.tree.map(np.testing.assert_array_equal, together, tree)
+    for part in parts:
+        for name, leaf in part.items():
+            for dimension, axis in enumerate(spec):
+                assert (
+                    leaf is None
+                    or axis is None
+                    or leaf.shape[dimension] == tree[name].shape[dimension]
+                )
+    filled = [sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts]
+    assert max(filled) - min(filled) <= max(leaf.size for leaf in jax.tree.leaves(parts))
+    if spec == P() and all(rows >= count for rows, _ in shapes):  # pieces as small as wanted
+        share = sum(filled) / count
+        assert max(leaf.size for leaf in jax.tree.leaves(parts)) <= share + 16
+
+
+def test_layers_that_are_stacked_go_to_all_fragments():
+    """Nearly all is one leaf, as in a model that scans over its layers."""
+    tree = {"layers": np.zeros((8, 16, 16), np.float32), "norm": np.zeros(16, np.float32)}
+    local_sgd = LocalSGD(axis_name="data", fragments=4, options=EVERY_LEAF, method="bf16")
+    parts = local_sgd.split(tree)
+    assert [part["layers"].shape for part in parts] == [(2, 16, 16)] * 4
+    sent = [report.bytes_per_worker for report in local_sgd.wire_report(tree, WORKERS)]
+    whole = dq.wire_report(tree, WORKERS, method="bf16", options=EVERY_LEAF).bytes_per_worker
+    assert whole / 4 <= max(sent) < whole / 4 + 100
+
+
+def test_the_mean_of_drjax_is_replaced(data_mesh):
+    """In DiLoCo that is written with the package: the mean, in compressed bytes alone."""
+    replicas = {
+        name: np.stack([leaf] * WORKERS) + moves(1)[0][name] for name, leaf in start().items()
+    }
+    mesh = data_mesh(WORKERS)
+
+    def outer_gradient(average, reference, replicas):
+        before = drjax.broadcast(reference)
+        changes = drjax.map_fn(
+            lambda before, after: jax.tree.map(jnp.subtract, before, after), (before, replicas)
+        )
+        return average(changes)
+
+    def compressed(changes):
+        return dq.mean_of_replicas(changes, "data", key=jax.random.key(0), method=STOCHASTIC)
+
+    found, texts = [], []
+    # drjax replaces its functions while a program is traced.
+    for average in (lambda changes: drjax.reduce_mean(changes), compressed):
+        program = drjax.program(placements={"data": WORKERS})(
+            functools.partial(outer_gradient, average)
+        )
+        with jax.set_mesh(mesh):
+            shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+            step = jax.jit(program, in_shardings=shardings)
+            compiled = step.lower(start(), replicas).compile()
+            found.append(compiled(start(), jax.device_put(replicas, shardings[1])))
+            texts.append(compiled.as_text())
+    exact, lossy = found
+    for name in ("u", "v", "w"):
+        assert 1e-7 < dq.vnmse(lossy[name], exact[name]) < 1e-4
+    np.testing.assert_allclose(lossy["b"], exact["b"], rtol=1e-6)
+    by_mean, by_bytes = (sum(c.sent_bytes(WORKERS) for c in collectives(text)) for text in texts)
+    report = dq.wire_report(start(), WORKERS, method=STOCHASTIC)
+    assert by_bytes == report.bytes_per_worker
+    assert by_mean == pytest.approx(by_bytes * report.ratio_f32, rel=0.01)
