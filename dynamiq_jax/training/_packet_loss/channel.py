@@ -3,7 +3,7 @@
 import dataclasses
 import numbers
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,14 +81,8 @@ class LossyChannel:
     @property
     def highest_rate(self) -> float:
         """Share of the packets that the worst link loses."""
-        if isinstance(self.rate, numbers.Real):
-            return float(self.rate)
-        return max(
-            rate
-            for sender, rates in enumerate(self.rate)
-            for receiver, rate in enumerate(rates)
-            if sender != receiver
-        )
+        rate = np.array(self.rate, np.float64)
+        return float(rate[~np.eye(len(rate), dtype=bool)].max() if rate.ndim else rate)
 
     def num_packets(self, message_bytes: int) -> int:
         """Return the packets of a message."""
@@ -202,7 +196,7 @@ def _lost(key: Array, link: _Links, num_packets: int) -> Array:
     return is_lost[last]
 
 
-def _as_table(rate: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+def _as_table(rate: Any) -> tuple[tuple[float, ...], ...]:
     """Return the rates of links as tuples, or raise ValueError."""
     try:
         table = np.array(rate, np.float64)
