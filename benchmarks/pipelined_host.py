@@ -38,7 +38,7 @@ class PipelinedHost(Host):
             options=dq.Options(bucket_bytes=config["bucket_bytes"]),
         )
         width = config["width"]
-        specs = self._pipelined.specs_of_state
+        specs = self._pipelined.state_specs
 
         def start() -> Any:
             keys = jax.random.split(jax.random.key(0), config["layers"])

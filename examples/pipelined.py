@@ -35,7 +35,7 @@ def train_step(state, x):
     return pipelined.scatter(updated, grads), jax.lax.pmean(loss, "data")
 
 
-specs = pipelined.specs_of_state
+specs = pipelined.state_specs
 
 
 def on_mesh(function, in_specs, out_specs):

@@ -27,7 +27,7 @@ def make_step(bucket_bytes):
         method="bf16",
         options=dq.Options(bucket_bytes=bucket_bytes),
     )
-    specs = pipelined.specs_of_state
+    specs = pipelined.state_specs
 
     def train_step(state, x):
         updated = pipelined.gather(state)

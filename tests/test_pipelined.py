@@ -112,7 +112,7 @@ def test_an_update_waits_for_its_own_bucket_and_those_before_it(data_mesh):
         for name in LAYERS
     ]
     assert gathers == [1, 2, 3]
-    specs = run.pipelined.specs_of_state
+    specs = run.pipelined.state_specs
 
     def scatter(number, params, grads):
         updated = PipelinedUpdate(state.step, params, (), np.float32(0))
@@ -326,7 +326,7 @@ def test_halves_in_another_order_are_refused(clipped, data_mesh):
             own = lax.pcast(grads(params), "data", to="varying") if pcast else grads(params)
             return pipelined.scatter(updated, own).shards
 
-        specs = pipelined.specs_of_state.shards
+        specs = pipelined.state_specs.shards
         jax.eval_shape(
             jax.shard_map(local, mesh=data_mesh(WORKERS), in_specs=P(), out_specs=specs), start()
         )
@@ -342,5 +342,5 @@ def test_halves_in_another_order_are_refused(clipped, data_mesh):
 
 def test_a_state_of_other_buckets_is_refused(clipped, data_mesh):
     other = Run(data_mesh(WORKERS), options=dq.Options())
-    with pytest.raises(ValueError, match="specs_of_state"):
+    with pytest.raises(ValueError, match="state_specs"):
         jax.eval_shape(other.gather, clipped.begin())

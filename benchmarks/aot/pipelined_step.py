@@ -150,7 +150,7 @@ def _step(case: Case, mesh: Any) -> tuple[Any, Any, Any]:
         clip_norm=1.0,
         options=dq.Options(bucket_bytes=_LAYER_BYTES // case.buckets_per_layer),
     )
-    specs = pipelined.specs_of_state
+    specs = pipelined.state_specs
     matrix = jax.ShapeDtypeStruct((_WIDTH, _WIDTH), "float32")
     params = [[matrix] * _MATRICES] * case.layers
 

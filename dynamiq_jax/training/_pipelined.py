@@ -31,7 +31,7 @@ class PipelinedState(NamedTuple):
     """State of `Pipelined` between two steps: a plain pytree that can be saved and restored.
 
     All of it is the same on all workers but `shards` and `exact`. Their arrays have a leading axis
-    of size 1, the worker, as in `AllReduceState.method`. `Pipelined.specs_of_state` has the specs
+    of size 1, the worker, as in `AllReduceState.method`. `Pipelined.state_specs` has the specs
     of `jax.shard_map`.
     """
 
@@ -123,7 +123,7 @@ class Pipelined:
             check_number("clip_norm", self.clip_norm, 0, np.inf, "a positive number, or None")
 
     @property
-    def specs_of_state(self) -> PipelinedState:
+    def state_specs(self) -> PipelinedState:
         """Specs of the state over the axes of the workers, for `jax.shard_map`."""
         names = axis_names(self.axis_name)
         specs: Any = PipelinedState  # specs in place of arrays
@@ -341,7 +341,7 @@ class Pipelined:
             raise ValueError(
                 f"state has shards and exact leaves of shapes {found}, but these parameters and "
                 f"options need {needed}. Pass the state through shard_map with in_specs and "
-                "out_specs=pipelined.specs_of_state. To go on with other workers or options, keep "
+                "out_specs=pipelined.state_specs. To go on with other workers or options, keep "
                 "the result of gather, and give it to resume."
             )
 

@@ -55,8 +55,8 @@ FAULTS = (
     Fault(
         "fragments are not balanced",
         "dynamiq_jax/training/_fragments.py",
-        "key=lambda fragment: filled[fragment]",
-        "key=lambda fragment: -filled[fragment]",
+        "key=lambda number: filled[number]",
+        "key=lambda number: -filled[number]",
         ("tests/test_local_sgd.py",),
     ),
 )

@@ -68,7 +68,7 @@ class Run:
             options=options,
             **fields,
         )
-        of_state, rows = self.pipelined.specs_of_state, P(axes)
+        of_state, rows = self.pipelined.state_specs, P(axes)
         mapped = functools.partial(jax.shard_map, mesh=mesh)
         self.init = jax.jit(mapped(self.pipelined.init, in_specs=P(), out_specs=of_state))
         self.gather = jax.jit(mapped(self.pipelined.gather, in_specs=(of_state,), out_specs=P()))
