@@ -73,7 +73,8 @@ class Config:
         "dynamiq:6:all_to_all",
     )
     """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]. psum, the exact run, sets the target: keep it. With
-    @STEPS behind it, local SGD: an outer step after so many local ones, such as dynamiq:4@20."""
+    @STEPS behind it, local SGD: an outer step after so many local ones, such as dynamiq:4@20.
+    dynamiq:4@20x3 takes three times as many local steps: they count as one step of the others."""
 
     steps: int = 100
     """Training steps of a run."""
@@ -181,11 +182,11 @@ def costs(settings: dict[str, Schedule], shapes: Any, hosts: int) -> dict[str, d
         if setting.method is not None:
             cost = dq.wire_report(shapes, hosts, method=setting.method, topology=setting.topology)
             bits = cost.bits
-        every = schedule.every or 1
+        reductions = schedule.times / (schedule.every or 1)  # in a step
         found[name] = {
             "bytes_per_worker": cost.bytes_per_worker,
-            "bytes_a_step": cost.bytes_per_worker / every,
-            "bits": bits / every,
+            "bytes_a_step": cost.bytes_per_worker * reductions,
+            "bits": bits * reductions,
         }
     return found
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.emulated_training.schedule import parse_schedule
+from benchmarks.emulated_training.schedule import Schedule, parse_schedule
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import Training, abstract_model, data_parallel, local_sgd
 from dynamiq_jax._workshop.host import Host, serve
@@ -41,7 +41,6 @@ class TrainingHost(Host):
             self._corpus = text["corpus"]
             self._held_out = text["held_out"][self.index :: self.num_hosts]
         self._structure, self._params = abstract_model(ModelConfig(**config["model"]))
-        self._optimizer = make_optimizer(config["learning_rate"], config["steps"])
         self._evaluate = jax.jit(_evaluation_of(self._structure))
         return answer
 
@@ -53,11 +52,16 @@ class TrainingHost(Host):
           seed: chooses weights, batches and rounding.
         """
         mesh = self._alone if setting is None else self._everyone
+        schedule = parse_schedule(PSUM if setting is None else setting)
         if setting not in self._compiled:
-            self._compiled[setting] = self._build(mesh, PSUM if setting is None else setting)
-        compiled, batches = self._compiled[setting], self._batches(mesh, seed)
-        _Training(compiled, self._params_of(mesh, seed), batches).advance(1)
-        self._trainings[setting] = _Training(compiled, self._params_of(mesh, seed), batches)
+            self._compiled[setting] = self._build(mesh, schedule)
+        compiled, batches = self._compiled[setting], self._batches(mesh, seed, schedule.times)
+
+        def start() -> _Training:
+            return _Training(compiled, self._params_of(mesh, seed), batches, schedule.times)
+
+        start().advance(1)
+        self._trainings[setting] = start()
         return {}
 
     def advance(self, setting: str | None, steps: int) -> dict[str, Any]:
@@ -77,9 +81,10 @@ class TrainingHost(Host):
         loss, accuracy = self._evaluate(self._trainings[setting].own_params(), self._held_out)
         return {"loss": float(loss), "accuracy": float(accuracy)}
 
-    def _build(self, mesh: Mesh, text: str) -> Training:
-        schedule = parse_schedule(text)
-        args = self._structure, self._optimizer, mesh, schedule.setting
+    def _build(self, mesh: Mesh, schedule: Schedule) -> Training:
+        config = self.config
+        optimizer = make_optimizer(config["learning_rate"], config["steps"] * schedule.times)
+        args = self._structure, optimizer, mesh, schedule.setting
         if schedule.every is None:
             return data_parallel(*args)
         return local_sgd(*args, schedule.every)
@@ -94,9 +99,14 @@ class TrainingHost(Host):
             ]
         return jax.tree.unflatten(jax.tree.structure(self._params), leaves)
 
-    def _batches(self, mesh: Mesh, seed: int) -> list[tuple[jax.Array, jax.Array]]:
+    def _batches(self, mesh: Mesh, seed: int, times: int) -> list[tuple[jax.Array, jax.Array]]:
         """Return tokens, int32 [hosts * batch, context + 1], and key of each step: the same windows
         for every setting, of which this host has its own.
+
+        Args:
+          mesh: of the hosts that train.
+          seed: chooses windows.
+          times: steps for each step that is configured.
         """
         config = self.config
         everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -105,7 +115,7 @@ class TrainingHost(Host):
         )
         count, own = self.num_hosts * config["batch"], self.index * config["batch"]
         batches = []
-        for step in range(config["steps"]):
+        for step in range(config["steps"] * times):
             windows = random_windows(
                 self._corpus, count=count, context=config["context"], seed=seed, step=step
             )[own : own + config["batch"]]
@@ -118,18 +128,23 @@ class _Training:
     """One run: its state, and the batches that are left."""
 
     def __init__(
-        self, compiled: Training, params: Any, batches: Iterable[tuple[jax.Array, jax.Array]]
+        self,
+        compiled: Training,
+        params: Any,
+        batches: Iterable[tuple[jax.Array, jax.Array]],
+        times: int,
     ):
-        self._step, self._batches = compiled.step, iter(batches)
+        self._step, self._batches, self._times = compiled.step, iter(batches), times
         self._state = params, compiled.init(params)
 
     def advance(self, steps: int) -> list[float]:
-        """Take some steps and return the seconds of each."""
+        """Take some steps, each of `times` local ones, and return the seconds of each."""
         seconds = []
-        for tokens, key in itertools.islice(self._batches, steps):
+        for _ in range(steps):
             start = time.perf_counter()
-            params, state, _ = jax.block_until_ready(self._step(*self._state, tokens, key))
-            self._state = params, state
+            for tokens, key in itertools.islice(self._batches, self._times):
+                params, state, _ = jax.block_until_ready(self._step(*self._state, tokens, key))
+                self._state = params, state
             seconds.append(time.perf_counter() - start)
         return seconds
 

@@ -1,6 +1,10 @@
-"""Settings of a training: an all-reduce in every step or, as SETTING@STEPS, local SGD."""
+"""Settings of a training: an all-reduce in every step or, as SETTING@STEPS, local SGD.
+
+SETTING@STEPSxTIMES takes so many times as many steps as the others.
+"""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from dynamiq_jax._workshop.errors import CommandError
@@ -13,6 +17,7 @@ class Schedule:
 
     setting: Setting
     every: int | None = None  # None: gradients, in every step
+    times: int = 1  # local steps for each step of the others, on as many more batches
 
 
 def parse_schedule(text: str, option: str = "--settings") -> Schedule:
@@ -20,17 +25,21 @@ def parse_schedule(text: str, option: str = "--settings") -> Schedule:
 
     >>> parse_schedule("dynamiq:4@20").every
     20
+    >>> parse_schedule("dynamiq:4@20x3").times
+    3
     """
-    setting, at, every = text.partition("@")
+    setting, at, local = text.partition("@")
     parsed = parse_setting(setting, option)
     if not at:
         return Schedule(parsed)
-    if not every.isdecimal() or int(every) < 1 or parsed.method is None:
+    found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", local)
+    if found is None or parsed.method is None:
         raise CommandError(
             f"{option}: {text!r} is not local SGD. Give METHOD[:BITS][:TOPOLOGY]@STEPS, such as "
-            "dynamiq:4@20 for an outer step after every 20 local ones."
+            "dynamiq:4@20 for an outer step after every 20 local ones, or dynamiq:4@20x3 to take "
+            "three times as many steps as the others."
         )
-    return Schedule(parsed, int(every))
+    return Schedule(parsed, int(found[1]), int(found[2] or 1))
 
 
 def parse_schedules(texts: Sequence[str]) -> dict[str, Schedule]:
@@ -40,8 +49,9 @@ def parse_schedules(texts: Sequence[str]) -> dict[str, Schedule]:
       CommandError: as `parse_settings`.
     """
     found = {text: parse_schedule(text) for text in texts}
-    for every in {schedule.every for schedule in found.values()}:
-        same = [s.setting.name for s in found.values() if s.every == every]
+    kinds = {(schedule.every, schedule.times) for schedule in found.values()}
+    for kind in kinds:
+        same = [s.setting.name for s in found.values() if (s.every, s.times) == kind]
         parse_settings(same)
     if len(found) < len(texts):
         raise CommandError(f"--settings: {' '.join(texts)} has one setting twice. Give it once.")
