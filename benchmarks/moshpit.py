@@ -354,9 +354,7 @@ def _table(results: dict[str, Any]) -> Any:
 def plot(results: dict[str, Any], config: Config, path: Path) -> None:
     """Draw variances against rounds, beside the law, and losses against steps."""
     plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
-    figure, (left, *right) = plt.subplots(
-        1, 1 + len(config.groups), figsize=(5 + 3.5 * len(config.groups), 4), layout="constrained"
-    )
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     shown = 14
     for row in results["schemes"]:
         left.semilogy(row["variance"][: shown + 1], marker=".", label=row["scheme"])
@@ -373,22 +371,20 @@ def plot(results: dict[str, Any], config: Config, path: Path) -> None:
         ylim=(1e-10, 3),
     )
     left.grid(alpha=0.3)
-    left.legend(fontsize="small", loc="lower left")
-    styles = ("k-", "C0--", "C1:", "C3-")
-    for group, axis in zip(config.groups, right, strict=True):
-        rows = [row for row in results["training"] if row["group"] == group]
-        for style, row in zip(styles, rows, strict=False):
-            losses = np.mean(row["losses"], axis=0)
-            axis.plot(np.arange(len(losses)) * config.repair, losses, style, label=row["run"])
-        axis.set(
-            title=f"{group}, {config.dead:.0%} of {np.prod(config.grid)} peers dead a step",
-            xlabel="steps",
-            ylabel="evaluation loss (nats a token)",
-        )
-        axis.title.set_fontsize("medium")
-        axis.grid(alpha=0.3)
-        if rows:
-            axis.legend(fontsize="small")
+    left.legend(fontsize="small", loc="center right")
+    group = config.groups[0]
+    rows = [row for row in results["training"] if row["group"] == group]
+    for style, row in zip(("k-", "C0--", "C1:", "C3-"), rows, strict=False):
+        losses = np.mean(row["losses"], axis=0)
+        right.plot(np.arange(len(losses)) * config.repair, losses, style, label=row["run"])
+    right.set(
+        title=f"{np.prod(config.grid)} peers, {config.dead:.0%} dead a step: {group}",
+        xlabel="steps",
+        ylabel="evaluation loss (nats a token)",
+    )
+    right.grid(alpha=0.3)
+    if rows:
+        right.legend(fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
