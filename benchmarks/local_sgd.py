@@ -242,12 +242,17 @@ def _print(console: Console, results: list[dict[str, Any]]) -> None:
 def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
     """Draw the evaluation loss against the bytes that a worker has sent."""
     plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    colors = {"local SGD": "C0", "4 fragments": "C1", "outer step of 1": "C2"}
     for row in results:
         losses = np.mean(row["losses"], axis=0)[1:]
         periods = np.arange(1, len(losses) + 1)
         megabytes = row["bytes_a_step"] * config.every * periods / 1e6
-        axis.plot(megabytes, losses, marker=".", label=row["run"])
+        kind, _, way = row["run"].partition(",")
+        style = {"color": colors.get(kind, "black"), "ls": ":" if "exact" in way else "-"}
+        if "feedback" in way:
+            style = {"color": "C3", "ls": "-"}
+        axis.plot(megabytes, losses, marker=".", label=row["run"], **style)
     axis.set(
         xscale="log",
         xlabel="sent by each worker since the start (MB)",
@@ -255,7 +260,7 @@ def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
         title=f"{config.workers} workers, the same {config.steps} steps in every run",
     )
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
+    figure.legend(loc="outside right center", frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

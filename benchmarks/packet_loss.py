@@ -46,8 +46,14 @@ class Run:
     method: str
     rate: float
     burst: float | None = None
+    rows_together: bool = False
     broadcast: Broadcast = "parameters"
     decays: bool = True  # the learning rate, to zero; else it stays where the warm-up ends
+
+    @property
+    def gradients(self) -> str:
+        """How gradients are sent."""
+        return f"{self.method}, rows together" if self.rows_together else self.method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Config:
     """Options of the benchmark."""
 
     methods: tuple[str, ...] = ("bf16", "dynamiq:5")
-    rates: tuple[float, ...] = (0.0, 0.01, 0.1, 0.2, 0.4)  # the first is compared with
+    rates: tuple[float, ...] = (0.0, 0.01, 0.1, 0.2)  # the first is compared with
     burst: float = 8.0  # packets, of the runs with bursts, at `contrast_rate`
     contrast_rate: float = 0.1  # of the runs with bursts, and of those for the drift over time
     workers: int = 8
@@ -90,10 +96,12 @@ class Config:
         smaller, and the drift with them.
         """
         plain = [Run(method, rate) for rate in self.rates for method in self.methods]
+        together = [Run(self.methods[-1], rate, None, True) for rate in self.rates if rate]
         bursts = [Run(method, self.contrast_rate, self.burst) for method in self.methods]
+        bursts.append(dataclasses.replace(bursts[-1], rows_together=True))
         of_parameters = Run(self.methods[0], self.contrast_rate, decays=False)
         of_updates = dataclasses.replace(of_parameters, broadcast="updates")
-        return [*plain, *bursts, of_parameters, of_updates]
+        return [*plain, *together, *bursts, of_parameters, of_updates]
 
 
 def train_step(
@@ -101,7 +109,9 @@ def train_step(
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Return functions that make the state of a run, take a step of it, and join owned parts."""
     channel = LossyChannel(rate=run.rate, burst=run.burst)
-    lossy = LossyCollectives(axis_name="data", channel=channel, method=run.method)
+    lossy = LossyCollectives(
+        axis_name="data", channel=channel, method=run.method, rows_together=run.rows_together
+    )
     reliable = dataclasses.replace(lossy, channel=LossyChannel(rate=0.0))
     optimizer = make_optimizer(config.learning_rate, config.steps)
     if not run.decays:
@@ -194,44 +204,59 @@ def measure_messages(method: str, config: Config) -> dict[str, Any]:
     """
     gradients = jnp.asarray(worker_gradients(config.workers, config.message_size, seed=0))
 
-    def estimate(gradient: Array, rate: float) -> Array:
+    def estimate(gradient: Array, rate: float, together: bool = False) -> Array:
         channel = LossyChannel(rate=rate)
-        lossy = LossyCollectives(axis_name="data", channel=channel, method=method)
+        lossy = LossyCollectives(
+            axis_name="data", channel=channel, method=method, rows_together=together
+        )
         return lossy.reduce_scatter(gradient, key=jax.random.key(0))
 
-    def lost_share(gradient: Array, channel: LossyChannel) -> Array:
+    def lost_share(gradient: Array, channel: LossyChannel, together: bool = False) -> Array:
         axis = Axis("data", config.workers)
         call = Call(size=gradient.size, axis=axis, topology=AllToAll(), collective="psum_scatter")
         codec = resolve_method(method).bind(gradient, call, jax.random.key(0))
         spans = codec.byte_spans(axis.index)
         if spans is None:
             return jnp.float32(jnp.nan)  # all, as a message has many packets
+        if together:
+            spans = spans.side_by_side()
         return 1 - jnp.mean(channel.chance_intact(spans, config.workers, axis.index))
 
     def local(gradient: Array) -> Any:
         independent = LossyChannel(rate=config.contrast_rate)
         bursts = dataclasses.replace(independent, burst=config.burst)
         means = [estimate(gradient, rate) for rate in (0.0, config.contrast_rate)]
-        return means, [lost_share(gradient, channel) for channel in (independent, bursts)]
+        means.append(estimate(gradient, config.contrast_rate, together=True))
+        shares = [lost_share(gradient, channel) for channel in (independent, bursts)]
+        return means, [*shares, lost_share(gradient, independent, together=True)]
 
     means, shares = jax.jit(jax.vmap(local, axis_name="data"))(gradients)
     truth = gradients.mean(axis=0)
     errors = [float(dq.vnmse(mean.reshape(-1), truth)) for mean in means]
     lost = [float(share[0]) if jnp.isfinite(share[0]) else None for share in shares]
-    return {"method": method, "lost": lost[0], "lost_in_bursts": lost[1]} | dict(
-        zip(("error", "error_under_loss"), errors, strict=True)
-    )
+    return {
+        "method": method,
+        "lost": lost[0],
+        "lost_in_bursts": lost[1],
+        "lost_with_rows_together": lost[2],
+        "error": errors[0],
+        "error_under_loss": errors[1],
+        "error_with_rows_together": errors[2],
+    }
 
 
 def table_of_messages(messages: list[dict[str, Any]]) -> Table:
     """Make a table with one line for each method."""
     table = Table(title="One reduction of made-up gradients, without and with loss")
-    for heading in ("gradients", "values lost", "in bursts", "error", "under loss"):
+    for heading in ("gradients", "values lost", "in bursts", "rows together"):
+        table.add_column(heading)
+    for heading in ("error", "under loss", "rows together"):
         table.add_column(heading)
     for row in messages:
-        lost = [row["lost"], row["lost_in_bursts"]]
+        lost = [row[name] for name in ("lost", "lost_in_bursts", "lost_with_rows_together")]
         shares = ["all" if share is None else f"{share:.1%}" for share in lost]
-        errors = [f"{row[name]:.2g}" for name in ("error", "error_under_loss")]
+        names = ("error", "error_under_loss", "error_with_rows_together")
+        errors = [f"{row[name]:.2g}" for name in names]
         table.add_row(row["method"], *shares, *errors)
     return table
 
@@ -251,7 +276,8 @@ def main(config: Config) -> None:
     with Progress(console=console, transient=True) as progress:
         for run in progress.track(config.runs, description="Fine-tuning"):
             seeds = known.get(run) or measure(structure, params, corpora, run, config)
-            results.append({**dataclasses.asdict(run), "seeds": seeds})
+            of_run = {**dataclasses.asdict(run), "gradients": run.gradients}
+            results.append({**of_run, "seeds": seeds})
             if config.save:  # after every run: all of them take long
                 found = {"messages": messages, "training": with_offsets(results)}
                 common.save("packet_loss", dataclasses.asdict(config), found)
@@ -297,7 +323,7 @@ def as_table(results: list[dict[str, Any]]) -> Table:
     for row in results:
         relative = [relative_drift(seed).max() for seed in row["seeds"]]
         table.add_row(
-            row["method"],
+            row["gradients"],
             row["broadcast"] if row["decays"] else f"{row['broadcast']}, constant rate",
             f"{row['rate']:.0%}",
             f"{row['burst'] or 1 / (1 - row['rate']):.1f}",
@@ -321,14 +347,14 @@ def draw(results: list[dict[str, Any]]) -> None:
         figure.set_layout_engine("constrained")
         of_loss, of_drift = axes[0]
         plain = [row for row in results if row["decays"]]
-        methods = dict.fromkeys(row["method"] for row in plain)
-        colors = dict(zip(methods, ("#1864ab", "#e8590c", "#2b8a3e", "#862e9c"), strict=False))
-        for method, color in colors.items():
-            mine = [row for row in plain if row["method"] == method]
+        series = dict.fromkeys(row["gradients"] for row in plain)
+        colors = dict(zip(series, ("#1864ab", "#e8590c", "#2b8a3e", "#862e9c"), strict=False))
+        for name, color in colors.items():
+            mine = [row for row in plain if row["gradients"] == name]
             line = sorted((row for row in mine if not row["burst"]), key=lambda row: row["rate"])
             for rows, style, label in (
-                (line, "o-", f"{method}, independent"),
-                ([row for row in mine if row["burst"]], "D", f"{method}, bursts"),
+                (line, "o-", name),
+                ([row for row in mine if row["burst"]], "D", f"{name}, in bursts"),
             ):
                 offs = 100 * np.array([row["off"] for row in rows])
                 middle = offs.mean(axis=1)

@@ -30,6 +30,26 @@ def local_sgd() -> str:
     return markdown([*header, "fewer than BF16", "most in one step"], rows)
 
 
+def local_sgd_times() -> str:
+    """Write times to the target on slow links: time_to_accuracy_local_sgd.json."""
+    found = results_of("time_to_accuracy_local_sgd")
+    rates = sorted({row["rate"] for row in found["links"]})
+    rows = []
+    for losses in found["final_losses"]:
+        name = losses["setting"]
+        links = {row["rate"]: row for row in found["links"] if row["setting"] == name}
+        cells = [f"`{name}`", f"{links[rates[0]]['bits']:.2f}"]
+        for rate in rates:
+            seconds = links[rate]["to_target"]["0.99"]["seconds"]
+            reached = "not reached" if seconds is None else format_seconds(seconds)
+            cells += [format_seconds(links[rate]["step_seconds"]), reached]
+        rows.append([*cells, f"{losses['mean_off']:+.2%}"])
+    header = ["setting", "bits a step"]
+    for rate in rates:
+        header += [f"a step at {format_rate(rate)}", "99% target"]
+    return markdown([*header, "final loss"], rows)
+
+
 def moshpit_laws() -> str:
     """Write variances after rounds by the law, and how far simulations are off: moshpit.json."""
     rows = []
@@ -124,7 +144,7 @@ def packet_loss() -> str:
         offs = row["off"]
         rows.append(
             [
-                f"`{row['method']}`",
+                row["gradients"],
                 f"{row['rate']:.0%}",
                 f"{row['burst'] or 1 / (1 - row['rate']):.1f}",
                 f"{mean(offs):+.2%} ({min(offs):+.2%} to {max(offs):+.2%})",
@@ -140,11 +160,12 @@ def messages_under_loss() -> str:
     """Write what lost packets take along with every kind of message: packet_loss.json."""
     rows = []
     for row in results_of("packet_loss")["messages"]:
-        shares = (row["lost"], row["lost_in_bursts"])
+        shares = [row[name] for name in ("lost", "lost_in_bursts", "lost_with_rows_together")]
         lost = ["all" if share is None else f"{share:.0%}" for share in shares]
-        errors = [f"{row[name]:.2g}" for name in ("error", "error_under_loss")]
-        rows.append([f"`{row['method']}`", *lost, *errors])
-    headings = ["gradients", "values lost at 10%", "in bursts", "error without loss", "at 10%"]
+        names = ("error", "error_under_loss", "error_with_rows_together")
+        rows.append([f"`{row['method']}`", *lost, *(f"{row[name]:.2g}" for name in names)])
+    headings = ["gradients", "values lost at 10%", "in bursts", "rows together"]
+    headings += ["error without loss", "at 10%", "rows together"]
     return markdown(headings, rows)
 
 
@@ -192,6 +213,7 @@ def pipelined_times() -> str:
 
 ALL: tuple[Callable[[], str], ...] = (
     local_sgd,
+    local_sgd_times,
     pipelined_schedules,
     pipelined_times,
     drop_compute_simulated,

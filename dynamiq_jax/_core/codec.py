@@ -51,6 +51,13 @@ class ByteSpans(NamedTuple):
 
     starts: Array  # int32 [groups, spans]
     stops: Array  # int32 [groups, spans]: the byte after the last one
+    size: int  # at least the bytes of all groups, those they share counted for each of them
+
+    def side_by_side(self) -> "ByteSpans":
+        """Return the spans of a message that has the bytes of a group next to each other."""
+        sizes = jnp.sum(self.stops - self.starts, axis=1, keepdims=True)
+        stops = jnp.cumsum(sizes, axis=0, dtype=jnp.int32)
+        return ByteSpans(stops - sizes, stops, self.size)
 
     @staticmethod
     def of_sections(groups: int, sizes: Sequence[int]) -> "ByteSpans":
@@ -63,7 +70,7 @@ class ByteSpans(NamedTuple):
         before = jnp.asarray(groups * np.cumsum([0, *sizes])[:-1], jnp.int32)
         index = lax.broadcasted_iota(jnp.int32, (groups, len(sizes)), 0)
         starts = before + index * np.array(sizes, np.int32)
-        return ByteSpans(starts, starts + np.array(sizes, np.int32))
+        return ByteSpans(starts, starts + np.array(sizes, np.int32), groups * sum(sizes))
 
 
 class SumCodec(abc.ABC):

@@ -66,7 +66,8 @@ class DynamiQChunks(ChunkCodec):
         places = self.local.places.at(chunk)
         ends = self.layout.spans(places.widths, places.starts)
         order = places.order - chunk * self.layout.rows_per_chunk
-        return ByteSpans(*(restore_rows(of_places, order) for of_places in ends))
+        starts, stops = (restore_rows(of_places, order) for of_places in ends)
+        return ByteSpans(starts, stops, self.layout.payload_bytes)
 
     @override
     def decompress(self, payloads: Array) -> Array:

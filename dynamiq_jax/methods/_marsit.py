@@ -184,6 +184,7 @@ class _SignChunks(ChunkCodec):
         return ByteSpans(
             jnp.concatenate([signs.starts, weight], axis=1),
             jnp.concatenate([signs.stops, weight + _WEIGHT_BYTES], axis=1),
+            signs.size + rows * _WEIGHT_BYTES,
         )
 
     @override

@@ -87,6 +87,9 @@ class LossyCollectives:
     # number of Exact and BF16 is in one packet; a message of EntropyCoded is lost as a whole.
     method: Method | str = dataclasses.field(default_factory=DynamiQ)
     estimator: Estimator = "others"
+    # Whether the bytes of a row of 256 are sent next to each other, in order of the rows. Messages
+    # are sent as they are otherwise, and a row of DynamiQ lies in as many places as it has bits.
+    rows_together: bool = False
     # Leaves that stay float32, which lose packets too, and the size of buckets.
     options: Options = dataclasses.field(default_factory=Options)
 
@@ -257,11 +260,13 @@ class _LossyReduceScatter(ReduceScatter):
         ((messages, chunk, _),) = call.topology.arrivals(codec, axis)
         message_bytes = _num_bytes(messages) // others
         senders = (axis.index + 1 + jnp.arange(others)) % axis.size  # in the order of arrivals
-        number = channel.num_packets(message_bytes)
-        arrived = channel.arrived(key, axis.size, axis.index, number)[senders]
         spans = codec.byte_spans(chunk)
         if spans is None:  # all terms are one group, which depends on all bytes
             spans = ByteSpans.of_sections(1, (message_bytes,))
+        if self.lossy.rows_together:
+            spans, message_bytes = spans.side_by_side(), spans.size
+        number = channel.num_packets(message_bytes)
+        arrived = channel.arrived(key, axis.size, axis.index, number)[senders]
         is_here = jax.vmap(lambda each: channel.intact(spans, each))(arrived)
         chances = channel.chance_intact(spans, axis.size, axis.index)[senders]
         of_own, of_others = _weights(self.lossy.estimator, is_here, chances)
