@@ -196,7 +196,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
         if rate == rates[0]:
             axis.set_ylabel("evaluation loss (nats a token)")
             above.legend(*axis.get_legend_handles_labels(), **LEGEND)
-    for axis, name in zip(below.subplots(1, len(REFERENCES)), REFERENCES, strict=True):
+    settings = {row["setting"] for row in results["links"]}
+    names = [name for name, of in REFERENCES.items() if any(_is(each, of) for each in settings)]
+    axes = below.subplots(1, max(1, len(names)), squeeze=False)[0]
+    for axis, name in zip(axes, names or ["bf16"], strict=True):
         _draw_saved(axis, name, results["links"], rates)
     below.legend(*axis.get_legend_handles_labels(), **LEGEND)
     figure.savefig(path, dpi=150)
@@ -226,6 +229,9 @@ def _style(setting: str) -> dict[str, Any]:
 
 
 def _color(setting: str) -> str:
+    schedule = parse_schedule(setting)
+    if schedule.every is not None:
+        return "tab:red" if schedule.times > 1 else "tab:pink"
     return next((c for name, c in COLORS.items() if setting.startswith(name)), "black")
 
 
