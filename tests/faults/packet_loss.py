@@ -100,6 +100,7 @@ FAULTS = (
         "jnp.where(take_chunk(is_here, index)[:, None], weighted, np.float32(0))",
         "take_chunk(is_here, index)[:, None].astype(jnp.float32) * weighted",
         ("tests/test_packet_loss.py::test_if_all_is_lost_the_own_gradient_is_left",),
+        equivalent="XLA makes a selection of a product with a flag",
     ),
     Fault(
         "losses are those of another sender",
