@@ -4,9 +4,9 @@ import dataclasses
 import math
 from statistics import NormalDist
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr  # JAX depends on SciPy
 
 from dynamiq_jax._core.validation import check_integer, check_number
 
@@ -83,12 +83,12 @@ class StragglerLaw:
         """
         middle, width = self._after(self.micro_batches)
         early = np.linspace(0, min(threshold, middle + _REACH * width), _POINTS)
-        longer = ndtr((middle - early) / width)
+        longer = _normal_cdf((middle - early) / width)
         seconds = float(np.trapezoid(_of_any(longer, self.workers), early))
         if threshold > early[-1]:
             return seconds
         late = threshold + np.linspace(0, self.mean + _REACH * self.deviation, _POINTS)
-        longer = ndtr((self.mean - late) / self.deviation)  # the first starts at 0
+        longer = _normal_cdf((self.mean - late) / self.deviation)  # the first starts at 0
         for count in range(1, self.micro_batches):
             middle, width = self._after(count)
             first, last = middle - _REACH * width, min(threshold, middle + _REACH * width)
@@ -97,13 +97,17 @@ class StragglerLaw:
             starts = np.linspace(first, last, _POINTS)
             density = np.exp(-(((starts - middle) / width) ** 2) / 2)
             density /= width * math.sqrt(2 * math.pi)
-            ends = ndtr((starts + self.mean - late[:, None]) / self.deviation)
+            ends = _normal_cdf((starts + self.mean - late[:, None]) / self.deviation)
             longer += np.trapezoid(ends * density, starts, axis=1)
         return seconds + float(np.trapezoid(_of_any(longer, self.workers), late))
 
     def _after(self, count: int) -> tuple[float, float]:
         """Return mean and deviation of the time of some micro-batches."""
         return count * self.mean, math.sqrt(count) * self.deviation
+
+
+def _normal_cdf(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(jax.scipy.special.ndtr(deviations.astype(np.float32)), np.float64)
 
 
 def _of_any(probability: NDArray[np.float64], workers: int) -> NDArray[np.float64]:
