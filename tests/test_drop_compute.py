@@ -22,6 +22,7 @@ from dynamiq_jax.training import (
     choose_threshold,
     effect_of_threshold,
 )
+from dynamiq_jax.training._drop_compute.accumulation import wall_clock
 from dynamiq_jax.training._drop_compute.model import replay
 from tests.support import drop_compute_worker as worker
 from tests.support import processes
@@ -292,6 +293,50 @@ def test_nothing_changes_in_a_step_without_targets(make):
     assert np.abs(changed.params["w"] - before.params["w"]).max() > 1e-3
 
 
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=lambda t: t.name)
+def test_a_context_mesh_is_not_that_of_a_worker(make, axis_type):
+    mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    step = make(mesh=mesh, devices_per_worker=None, threshold=np.inf, clock=wall_clock)
+    with jax.set_mesh(mesh):
+        state, _ = step(step.init(params()), data())
+    moved = params()["w"] - state.params["w"]
+    np.testing.assert_allclose(moved, mean_of_done(data(), [MICRO_BATCHES] * 4), rtol=1e-4)
+
+
+def test_a_mean_over_no_targets_may_be_nan(make):
+    """On one device: it has no weight."""
+    batches = data()
+    for batch in batches:
+        batch["mask"][:ROWS] = 0
+
+    def plain_mean(params, batch):
+        error = (batch["x"] @ params["w"] - batch["y"]) ** 2
+        return jnp.sum(error * batch["mask"][:, None]) / batch["mask"].sum()
+
+    step = make(
+        loss_fn=plain_mean, threshold=np.inf, num_targets=lambda params, batch: batch["mask"].sum()
+    )
+    state, metrics = step(step.init(params()), batches)
+    assert np.isfinite(state.params["w"]).all() and np.isfinite(metrics.loss)
+
+
+def test_a_state_with_another_threshold_is_refused(make):
+    state = make(threshold=2.5).init(params())
+    with pytest.raises(ValueError, match=r"threshold=0\.0, but the threshold in the state is 2\.5"):
+        make(threshold=0.0)(state, data())
+    state = make(threshold=Calibration()).init(params())
+    with pytest.raises(ValueError, match="none yet, which a calibration would choose"):
+        make(threshold=0.0)(state, data())
+
+
+def test_a_table_is_of_the_workers_and_micro_batches_of_the_step(make):
+    step = make(clock=SimulatedClock(table(workers=8)), threshold=1.0)
+    with pytest.raises(ValueError, match=r"table of 8 workers and 5 micro-batches, .* has 4 and 5"):
+        step(step.init(params()), data())
+    with pytest.raises(TypeError, match="are no Latencies"):
+        SimulatedClock(np.ones((3, 4, 5)))
+
+
 def test_nan_of_one_micro_batch_surfaces(make):
     batches = data()
     batches[0]["x"][0, 3] = np.nan
@@ -307,7 +352,8 @@ def test_narrow_gradients_are_summed_in_float32(make):
         return (params["w"] * batch["x"].mean().astype(jnp.bfloat16)).sum()
 
     batches = [{"x": np.full(1, value, np.float32)} for value in (256, 1, 1, 1, 1)]
-    step = make(loss_fn=linear, threshold=np.inf, mesh=jax.make_mesh((1,), ("data",)))
+    mesh = jax.make_mesh((1,), ("data",))
+    step = make(loss_fn=linear, threshold=np.inf, mesh=mesh, clock=wall_clock)
     found = step._accumulation.run(
         step.init({"w": jnp.zeros(4, jnp.bfloat16)}).params, batches, np.inf, 0
     )
@@ -376,10 +422,11 @@ def test_the_threshold_is_chosen_once_from_recorded_steps_and_a_rerun_has_the_sa
 
 
 def test_other_numbers_of_micro_batches_are_refused_while_recording(make):
-    step = make(mesh=jax.make_mesh((1,), ("data",)))
+    step = make(mesh=jax.make_mesh((1,), ("data",)), clock=wall_clock)
     state, _ = step(step.init(params()), data(devices=1))
     with pytest.raises(ValueError, match="micro_batches has length 4, and 5 in the steps before"):
         step(state, data(devices=1)[:4])
+    step(state, data(devices=1))  # it was not donated
 
 
 def test_the_wall_clock_records_times_of_this_machine(make):

@@ -18,6 +18,7 @@ import dynamiq_jax as dq
 from benchmarks.mesh_bytes import sent_by_axes
 from dynamiq_jax.training import LocalSGD
 from dynamiq_jax.training._fragments import Fragments
+from dynamiq_jax.training._local_sgd import Due
 from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC
 
@@ -131,7 +132,8 @@ def test_it_is_the_algorithm_of_the_papers(fields, data_mesh):
         for found, wanted in zip((state.reference, stacked), expected, strict=True):
             for name in SHAPES:
                 np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=2e-5)
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    # Compilers fuse products and sums of the two programs in other ways.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *ends)
     moved = [np.abs(expected[0][name] - start()[name]).max() for name in SHAPES]
     assert min(moved) > 0.1
 
@@ -210,8 +212,10 @@ def test_a_run_resumes_bit_identically_during_a_delay(data_mesh, tmp_path):
     assert np.any(other.reference["w"] != uninterrupted[1].reference["w"])
 
 
-def test_shards_of_a_model_travel_alone(data_mesh):
+@pytest.mark.parametrize("fields", ({}, {"fragments": 2, "every": 2, "delay": 1}), ids=str)
+def test_shards_of_a_model_travel_alone(data_mesh, fields):
     """Over data 2 x fsdp 4: the parameters of a run without shards, a quarter of its bytes."""
+    fields = {"every": 1} | fields
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     params = {"w": start()["w"], "v": start()["v"]}
     specs = {"w": P(None, "fsdp"), "v": P("fsdp")}
@@ -219,7 +223,7 @@ def test_shards_of_a_model_travel_alone(data_mesh):
 
     def run(mesh, specs, method):
         local_sgd = LocalSGD(
-            axis_name="data", every=1, method=method, specs=specs, options=EVERY_LEAF
+            axis_name="data", method=method, specs=specs, options=EVERY_LEAF, **fields
         )
         of_state = local_sgd.state_specs
 
@@ -233,7 +237,9 @@ def test_shards_of_a_model_travel_alone(data_mesh):
         )
         def step(params, moved):
             mine = jax.tree.map(lambda leaf: leaf[0], moved)
-            mine, state = local_sgd.update(mine, local_sgd.init(params))
+            state = local_sgd.init(params)
+            for _ in range(3):
+                mine, state = local_sgd.update(mine, state)
             return jax.tree.map(lambda leaf: leaf[None], mine), state
 
         place = functools.partial(jax.tree.map, lambda s, x: jax.device_put(x, s))
@@ -254,10 +260,28 @@ def test_shards_of_a_model_travel_alone(data_mesh):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     local_sgd, step, args = run(mesh, specs, STOCHASTIC)
     sent = sent_by_axes(step.lower(*args).compile().as_text(), mesh)
-    (report,) = local_sgd.wire_report(params, "data", mesh=mesh)
-    assert sent[("data",)] == report.bytes_per_worker
+    reports = local_sgd.wire_report(params, "data", mesh=mesh)
+    period = sum(report.bytes_per_worker for report in reports)
+    assert sent[("data",)] == 3 * period  # three updates, each a choice between all fragments
     whole = dq.wire_report(params, 2, method=STOCHASTIC, options=EVERY_LEAF).bytes_per_worker
-    assert report.bytes_per_worker == pytest.approx(whole / 4, rel=0.01)
+    assert period == pytest.approx(whole / 4, rel=0.01)
+    with pytest.raises(ValueError, match="mesh=None, but specs is given"):
+        local_sgd.wire_report(params, 2)
+
+
+def test_parts_of_another_kind_are_refused(data_mesh):
+    local_sgd = LocalSGD(axis_name="data", every=4, fragments=2)
+    state = jax.shard_map(
+        local_sgd.init, mesh=data_mesh(2), in_specs=P(), out_specs=local_sgd.state_specs
+    )(start())
+    with pytest.raises(TypeError, match="state is a dict, not a LocalSGDState"):
+        local_sgd.update(state, start())
+    for due in (Due(5, None), Due(-1, None), (0, None), True):
+        with pytest.raises(ValueError, match=r"due=.* is none of the 2 fragments"):
+            local_sgd.update(start(), state, due=due)
+    for step in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"step={step}"):
+            local_sgd.due(step)
 
 
 def test_nan_of_one_worker_surfaces_for_all(data_mesh):

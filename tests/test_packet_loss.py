@@ -652,6 +652,16 @@ def test_trees_that_cannot_be_sent():
         )(keys(2), jnp.ones((2, 4)))
 
 
+def test_trees_without_numbers():
+    def local(key, tree):
+        of = lossy()
+        sent = of.broadcast(of.own_parts(tree), tree, key=key)
+        return of.reduce_scatter(tree, key=key), sent, of.broadcast({}, {}, key=key)
+
+    mean, sent, nothing = simulated(local)(KEY, {"w": jnp.zeros((4, 0))})
+    assert mean["w"].shape == sent["w"].shape == (4, 0) and nothing == {}
+
+
 def test_axes_that_the_compiler_manages_are_refused():
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]

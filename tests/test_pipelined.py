@@ -317,6 +317,8 @@ def test_halves_in_another_order_are_refused(clipped, data_mesh):
     state = jax.eval_shape(clipped.init, start())
     with pytest.raises(TypeError, match="updated is a PipelinedState, not a PipelinedUpdate"):
         pipelined.scatter(state, start())
+    with pytest.raises(TypeError, match="updated is a PipelinedState, not a PipelinedUpdate"):
+        pipelined.resume(state)
     with pytest.raises(TypeError, match="state is a PipelinedUpdate, not a PipelinedState"):
         pipelined.gather(jax.eval_shape(clipped.gather, state))
 

@@ -103,7 +103,7 @@ def find_axis(axis_name: Any) -> Axes:
     axes = find_axes(axis_name)
     if axes.fast:
         raise ValueError(
-            f"axis_name={axis_name!r} names {len(axes.names)} axes; dq.psum_scatter and "
-            "dq.all_gather take one. Use jax.lax's over the fast axes and these over the slow one."
+            f"axis_name={axis_name!r} names {len(axes.names)} axes, where only one is possible. "
+            "Give the slow one, and use the collectives of jax.lax over the others."
         )
     return axes

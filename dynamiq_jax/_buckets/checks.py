@@ -123,7 +123,7 @@ def check_chunked(method: Method, function: str) -> None:
     if not isinstance(method, ChunkedMethod):
         raise ValueError(
             f"method={method!r} cannot be used in dq.{function}. Use one that compresses chunks, "
-            f"such as dq.DynamiQ(), or jax.lax.{function}."
+            "such as dq.DynamiQ()."
         )
 
 

@@ -162,11 +162,15 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
       TypeError: a spec is something else.
     """
     specs = specs(tree) if callable(specs) else specs
-    try:
-        given = jax.tree.leaves(
-            jax.tree.broadcast(specs, tree, is_leaf=lambda spec: spec is None),
-            is_leaf=lambda spec: spec is None,
+
+    def is_none(spec: Any) -> bool:
+        return spec is None
+
+    try:  # a list for each spec, as None in the tree is no leaf, and None in specs is one
+        of_each = jax.tree.map(
+            lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_none
         )
+        given = jax.tree.leaves(of_each, is_leaf=is_none)
     except ValueError as error:
         raise ValueError(
             f"specs={specs!r:.200} does not fit the tree: {error}. Give a tree of PartitionSpecs "

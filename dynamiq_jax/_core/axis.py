@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import compat
@@ -54,7 +55,9 @@ class Axis:
         Returns:
           Combined shares of all owners, [workers, ...].
         """
-        return self.gather(combine(self.exchange(shares)))
+        # Under jax.vmap, JAX cannot exchange a value that is the same for all workers.
+        own = jnp.where(self.index < 0, jnp.zeros_like(shares), shares)
+        return self.gather(combine(self.exchange(own)))
 
     def owners_bytes(self, share: int, combined: int) -> int:
         """Return the bytes that each worker sends in `reduce_by_owners`.

@@ -31,7 +31,7 @@ class LocalSGDState(NamedTuple):
     """State of `LocalSGD`: a plain pytree that can be saved and restored.
 
     All of it is the same on all workers but `method`, whose arrays have a leading axis of size 1,
-    the worker, as in `AllReduceState`. `LocalSGD.specs` has the specs of `jax.shard_map`.
+    the worker, as in `AllReduceState`. `LocalSGD.state_specs` has the specs of `jax.shard_map`.
     """
 
     step: Array  # int32 scalar: local steps taken
@@ -134,14 +134,15 @@ class LocalSGD:
             "method": self.method,
             "topology": self.topology,
             "options": self.options,
+            "mesh": mesh,
+            "specs": P() if mesh is not None and self.specs is None else self.specs,
         }
-        if mesh is not None:
-            how |= {"mesh": mesh, "specs": P() if self.specs is None else self.specs}
         fragments = jax.eval_shape(self.split, params)
         return tuple(wire_report(fragment, axis_size, **how) for fragment in fragments)
 
     def due(self, step: int) -> Due:
         """Return which fragments a step sends and applies, counted from 0."""
+        check_integer("step", step, 0)
         sent = [f for f in range(self.fragments) if self._is_turn(f, step + 1)]
         applied = [f for f in range(self.fragments) if self._is_turn(f, step + 1 - self.delay)]
         return Due(next(iter(sent), None), next(iter(applied), None))
@@ -191,6 +192,13 @@ class LocalSGD:
           Parameters of this worker to go on with, and the state. NaN or Inf of any worker surface
           in `reference`, on all workers, as for `psum`.
         """
+        if not isinstance(state, LocalSGDState):
+            raise TypeError(
+                f"state is a {type(state).__name__}, not a LocalSGDState. Give the result of init "
+                "or of the update before."
+            )
+        if due is not None:
+            self._check_due(due)
         axes = find_axes(self.axis_name)
         params = jax.tree.map(lambda leaf: _vary(leaf, axes.names), params)
         carry = params, state
@@ -206,6 +214,14 @@ class LocalSGD:
             carry = self._choose(self._send, taken, carry)
         params, state = carry
         return params, state._replace(step=state.step + 1)
+
+    def _check_due(self, due: Any) -> None:
+        known = (None, *range(self.fragments))
+        if not isinstance(due, Due) or not {due.sent, due.applied} <= {*known}:
+            raise ValueError(
+                f"due={due!r:.80} is none of the {self.fragments} fragments. Give "
+                "local_sgd.due(step)."
+            )
 
     def _fragments(self, params: Any) -> Fragments:
         if self.specs is not None:

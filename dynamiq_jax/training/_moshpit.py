@@ -61,7 +61,9 @@ def moshpit_mean(
         all do, and the result is the same for all peers by its type.
       rounds: number of rounds; by default one for each axis.
       first: number of the first round, which is over axis `first % len(axis_names)`. If a call does
-        not go over all axes, the next one goes on with the others.
+        not go over all axes, the next one goes on with the others. Lossy methods then leave peers
+        with different values, as far as they err: lines that have the same values share their noise
+        in one call only.
       method: compression method without state; see `psum`. The errors of all rounds add up, and a
         lossy method errs in proportion to what it is given: use it for gradients and changes of
         parameters, not for parameters.

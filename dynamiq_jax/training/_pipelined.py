@@ -120,7 +120,8 @@ class Pipelined:
                 "as optax.adamw(1e-3)."
             )
         if self.clip_norm is not None:
-            check_number("clip_norm", self.clip_norm, 0, np.inf, "a positive number, or None")
+            positive = np.nextafter(0, 1)
+            check_number("clip_norm", self.clip_norm, positive, np.inf, "more than 0, or None")
 
     @property
     def state_specs(self) -> PipelinedState:
@@ -177,6 +178,7 @@ class Pipelined:
 
         With it, a run goes on from what `gather` returned, also with another number of workers.
         """
+        _check_updated(updated)
         layout = self._layout(updated.params)
         names, plan = layout.operation.axes.names, layout.plan
         of_exact = _exact_specs(layout)
@@ -233,7 +235,7 @@ class Pipelined:
         if self.clip_norm is not None:
             limit = np.float32(self.clip_norm)
             scale = jnp.where(norm < limit, np.float32(1), limit / norm)
-            means = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), means)
+            means = jax.tree.map(lambda g: (_wide(g) * scale).astype(g.dtype), means)
         updates, opt_state = self.optimizer.update(means, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -259,11 +261,7 @@ class Pipelined:
           ValueError: gradients of other shapes or dtypes than the parameters, or that are summed
             over the workers already.
         """
-        if not isinstance(updated, PipelinedUpdate):
-            raise TypeError(
-                f"updated is a {type(updated).__name__}, not a PipelinedUpdate. Give the result of "
-                "gather: gradients that are pending would be lost otherwise."
-            )
+        _check_updated(updated)
         _check_like(grads, updated.params)
         layout = self._layout(grads)
         operation, how = ScatterMean(find_axes(self.axis_name)), self._how
@@ -346,6 +344,15 @@ class Pipelined:
             )
 
 
+def _check_updated(updated: Any) -> None:
+    """Raise TypeError for a state, whose gradients may be pending."""
+    if not isinstance(updated, PipelinedUpdate):
+        raise TypeError(
+            f"updated is a {type(updated).__name__}, not a PipelinedUpdate. Give the result of "
+            "gather: gradients that are pending would be lost otherwise."
+        )
+
+
 def _exact_specs(layout: Layout) -> dict[int, PartitionSpec]:
     """Return how exact leaves with a leading axis are split over the axes of their shards."""
     return {index: P(None, *layout.shards.specs[index]) for index, _ in layout.plan.exact}
@@ -365,6 +372,10 @@ def _norm(shards: tuple[Array, ...], exact: Leaves, layout: Layout) -> Array:
         add(mean, layout.split_over[index])
     sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
     return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))
+
+
+def _wide(gradient: Array) -> Array:
+    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
 
 
 def _check_like(grads: Any, params: Any) -> None:

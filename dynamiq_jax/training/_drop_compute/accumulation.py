@@ -40,6 +40,22 @@ class SimulatedClock:
 
     latencies: Latencies
 
+    def __post_init__(self):
+        if not isinstance(self.latencies, Latencies):
+            raise TypeError(
+                f"latencies={self.latencies!r:.80} are no Latencies. Give "
+                "dq.training.Latencies(times, rest)."
+            )
+
+    def check(self, workers: int, micro_batches: int) -> None:
+        """Raise ValueError for a table of other numbers of workers or micro-batches."""
+        found = self.latencies.times.shape[1:]
+        if found != (workers, micro_batches):
+            raise ValueError(
+                f"clock has a table of {found[0]} workers and {found[1]} micro-batches, and this "
+                f"step has {workers} and {micro_batches}. Give a table of the same numbers."
+            )
+
     def __call__(self, step: int, worker: int, event: int) -> float:
         """Return the seconds at an event of a worker's step, from the start of the step."""
         row = step % len(self.latencies.times)
@@ -99,11 +115,11 @@ class Accumulation:
             return self._accumulate(number, params, micro_batches, threshold, step)
 
         numbers = range(len(self.workers.local))
-        if len(numbers) == 1:
-            found = [accumulate(0)]
-        else:  # a thread waits for each: a slow worker must not hide when another was done
-            with ThreadPoolExecutor(len(numbers)) as threads:
-                found = list(threads.map(accumulate, numbers))
+        _ = self._programs  # once, before threads ask for them
+        # A thread waits for each: a slow worker must not hide when another was done. Threads have
+        # none of the caller's contexts, such as a mesh, which is not that of a worker.
+        with ThreadPoolExecutor(len(numbers)) as threads:
+            found = list(threads.map(accumulate, numbers))
         seconds = np.full((len(found), 1 + len(micro_batches)), np.nan)
         for row, (_, read) in zip(seconds, found, strict=True):
             row[: len(read)] = read
@@ -168,7 +184,9 @@ class Accumulation:
                 weight = jnp.asarray(self.num_targets(params, batch)).astype(jnp.float32)
 
             def plus(total: Array, gradient: Array) -> Array:
-                return total + (weight.astype(total.dtype) * gradient.astype(total.dtype))[None]
+                weighted = weight.astype(total.dtype) * gradient.astype(total.dtype)
+                # Not zero times NaN: a mean over no targets may be NaN.
+                return total + jnp.where(weight == 0, jnp.zeros_like(weighted), weighted)[None]
 
             after = Sums(
                 jax.tree.map(plus, sums.gradient, grads),

@@ -42,21 +42,22 @@ class Recorder:
         self._calibration = calibration
         self._steps: list[Table] = []
 
+    def check(self, micro_batches: int) -> None:
+        """Raise ValueError for another number of micro-batches than in the steps before."""
+        before = self._steps[0].shape[1] - 1 if self._steps else micro_batches
+        if micro_batches != before:
+            raise ValueError(
+                f"micro_batches has length {micro_batches}, and {before} in the steps before. Give "
+                "as many in every step until a threshold is chosen."
+            )
+
     def add(self, times: Table, rest: Table) -> bool:
         """Add a step: seconds [workers, micro_batches], and [workers] of the rest of the step.
 
         Returns:
           Whether all steps are there.
-
-        Raises:
-          ValueError: other numbers of micro-batches than in the steps before.
         """
         step = np.concatenate([times, rest[:, None]], axis=1)
-        if self._steps and step.shape != self._steps[0].shape:
-            raise ValueError(
-                f"micro_batches has length {times.shape[1]}, and {self._steps[0].shape[1] - 1} in "
-                "the steps before. Give as many in every step until a threshold is chosen."
-            )
         self._steps.append(step)
         return len(self._steps) == self._calibration.skip + self._calibration.steps
 

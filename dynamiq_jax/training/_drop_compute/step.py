@@ -24,6 +24,7 @@ from dynamiq_jax.training._drop_compute.accumulation import (
     Accumulated,
     Accumulation,
     Clock,
+    SimulatedClock,
     Sums,
     wall_clock,
 )
@@ -101,7 +102,7 @@ class DropCompute:
     in_flight: int = 0
     devices_per_worker: int | None = None  # None for all devices of a process
     clock: Clock = wall_clock
-    _recorder: Recorder = dataclasses.field(init=False, repr=False)
+    _recorder: Recorder | None = dataclasses.field(init=False, repr=False)
     _chosen: list[tuple[Latencies, ThresholdEffect]] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
@@ -110,8 +111,8 @@ class DropCompute:
         check_integer("in_flight", self.in_flight, 0)
         if not isinstance(self.threshold, Calibration):
             check_number("threshold", self.threshold, 0, math.inf, "seconds, or a Calibration")
-        calibration = self.threshold if isinstance(self.threshold, Calibration) else Calibration()
-        object.__setattr__(self, "_recorder", Recorder(calibration))
+        calibration = self.threshold if isinstance(self.threshold, Calibration) else None
+        object.__setattr__(self, "_recorder", calibration and Recorder(calibration))
         object.__setattr__(self, "_chosen", [])
         _ = self._workers  # checks mesh, axis_name and devices_per_worker
 
@@ -164,29 +165,45 @@ class DropCompute:
         """
         if not len(micro_batches):
             raise ValueError("micro_batches is empty. Give at least one.")
+        if isinstance(self.clock, SimulatedClock):
+            self.clock.check(self.mesh.size // self._workers.size, len(micro_batches))
         jax.block_until_ready(state)
         number, threshold = int(state.all_reduce.step), float(state.threshold)
+        self._check_threshold(threshold)
         calibrating = threshold == _UNKNOWN
+        if calibrating and self._recorder is not None:
+            self._recorder.check(len(micro_batches))  # before the state is donated
         limit = math.inf if calibrating else threshold
         found = self._accumulation.run(state.params, micro_batches, limit, number)
         state, metrics = self._apply(state, found.sums, np.int32(len(micro_batches)))
-        if calibrating and self._record(jax.block_until_ready(state), found, number):
-            chosen = np.float32(self._choose().threshold)
-            state = state._replace(threshold=self._replicated(chosen))
+        if calibrating:
+            jax.block_until_ready(state)
+            if effect := self._record(found, number):
+                chosen = np.float32(effect.threshold)
+                state = state._replace(threshold=self._replicated(chosen))
         return state, metrics
 
-    def _record(self, state: DropComputeState, found: Accumulated, number: int) -> bool:
-        """Record a step that has ended; return whether a threshold can be chosen."""
-        del state
+    def _check_threshold(self, found: float) -> None:
+        """Raise ValueError for a state that was made with another threshold."""
+        if isinstance(self.threshold, Calibration) or found == np.float32(self.threshold):
+            return
+        of_state = "none yet, which a calibration would choose" if found == _UNKNOWN else found
+        raise ValueError(
+            f"threshold={self.threshold!r}, but the threshold in the state is {of_state}. Replace "
+            "it: state._replace(threshold=np.float32(...)), or give the Calibration of before."
+        )
+
+    def _record(self, found: Accumulated, number: int) -> ThresholdEffect | None:
+        """Record a step that has ended; return the threshold if one can be chosen."""
+        assert self._recorder is not None
         end = found.elapsed.shape[1] + 1
         ends = [
             self.clock(number, self._workers.first + worker, end) - start
             for worker, start in enumerate(found.starts)
         ]
         times = np.diff(found.elapsed, axis=1, prepend=0)
-        return self._recorder.add(times, np.asarray(ends) - found.elapsed[:, -1])
-
-    def _choose(self) -> ThresholdEffect:
+        if not self._recorder.add(times, np.asarray(ends) - found.elapsed[:, -1]):
+            return None
         latencies = self._recorder.share()
         effect = self._recorder.choose(latencies, self.min_done, self.in_flight)
         self._chosen.append((latencies, effect))

@@ -182,6 +182,8 @@ class LossyChannel:
 
 def _lost(key: Array, link: _Links, num_packets: int) -> Array:
     """Draw which packets of one sender's message are lost, bool [num_packets]."""
+    if not num_packets:
+        return jnp.zeros(0, bool)
     # A number below the first probability is a loss whatever precedes it, one of at least the
     # second an arrival. Between the two, which is nowhere without bursts, a packet is as the one
     # before.

@@ -34,7 +34,7 @@ ESTIMATORS = ("others", "count", "inverse")
 
 # Folded into the key: the losses of the two exchanges of a step are independent of each other, and
 # of the rounding noise.
-_GRADIENTS, _PARAMETERS, _EXACT_LEAVES = 0x6C6F7373, 0x706C6F73, 0x65786163
+_GRADIENTS, _PARAMETERS = 0x6C6F7373, 0x706C6F73
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class _LossyReduceScatter(ReduceScatter):
     def exact(self, leaves: Leaves) -> Leaves:
         if not leaves:
             return {}
-        if self._loses_nothing:
+        if self._loses_nothing or not any(leaf.size for leaf in leaves.values()):
             return {index: self._mean(total) for index, total in super().exact(leaves).items()}
         flat = join([leaf.astype(jnp.float32) for leaf in leaves.values()], 1)
         call = self._call(Call(size=flat.size, axis=self.axes.slow, topology=AllToAll()))
