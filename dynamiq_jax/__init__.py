@@ -11,7 +11,7 @@ from dynamiq_jax._api.data_parallel import data_parallel
 from dynamiq_jax._api.metrics import vnmse
 from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
 from dynamiq_jax._api.replicas import mean_of_replicas
-from dynamiq_jax._api.report import WireReport, wire_report
+from dynamiq_jax._api.report import LeafReport, WireReport, wire_report
 from dynamiq_jax._api.transposed import pcast
 from dynamiq_jax._buckets.options import Options
 from dynamiq_jax.methods import BF16, DynamiQ, Exact
@@ -23,6 +23,7 @@ __all__ = [
     "AllReduceState",
     "DynamiQ",
     "Exact",
+    "LeafReport",
     "Options",
     "WireReport",
     "all_gather",

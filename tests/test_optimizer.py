@@ -58,6 +58,9 @@ def stepper(optimizer, mesh):
     return jax.jit(mapped)
 
 
+FEEDBACK = ErrorFeedback(inner=dq.BF16())
+
+
 class Reducer:
     """One bare transformation, simulated; compiled once."""
 
@@ -264,28 +267,25 @@ def test_every_step_has_its_own_noise_and_the_seed_fixes_all_of_it():
     assert_same_bits(late, second)
 
 
-# ------------------------------------------------------------------------------------------- masks
+# ------------------------------------------------------------------------------------- exact leaves
 
 
 @pytest.mark.parametrize(
-    "mask",
+    "policy",
     (
-        {"layer": {"kernel": True, "bias": True}, "embedding": False},
-        {"layer": True, "embedding": False},
-        lambda tree: {
-            "layer": jax.tree.map(lambda x: x.ndim > 1, tree["layer"]),
-            "embedding": False,
-        },
+        {"layer/(kernel|bias)": dq.DynamiQ(), "embedding": "exact"},
+        {"^embedding$": dq.Exact(), "": "dynamiq"},
+        lambda path, leaf: "exact" if path == "embedding" or leaf.ndim == 1 else dq.DynamiQ(),
     ),
-    ids=("tree", "prefix", "callable"),
+    ids=("patterns", "first", "function"),
 )
-def test_masked_leaves_are_averaged_exactly(mask):
+def test_leaves_that_a_policy_keeps_are_averaged_exactly(policy):
     leaves = gradients(0)
     tree = {
         "layer": {"kernel": leaves["kernel"], "bias": leaves["bias"]},
         "embedding": leaves["embedding"],
     }
-    updates, _ = Reducer(options=dq.Options(mask=mask))(tree)
+    updates, _ = Reducer(method=policy)(tree)
     exact = simulated(lambda _, local: lax.pmean(local, "data"))(jax.random.key(0), tree)
     np.testing.assert_array_equal(updates["embedding"], exact["embedding"][0])
     assert np.any(updates["layer"]["kernel"] != exact["layer"]["kernel"][0])
@@ -294,37 +294,26 @@ def test_masked_leaves_are_averaged_exactly(mask):
     assert_same_bits(updates["layer"], alone["layer"])
 
 
-@pytest.mark.parametrize("flag", (True, False))
-def test_one_flag_masks_all_or_nothing(flag):
-    updates, _ = Reducer(options=dq.Options(mask=flag))(gradients(0))
-    error = vnmse(updates["kernel"], gradients(0)["kernel"].mean(axis=0, dtype=np.float64))
-    assert 1e-6 < error < 1e-4 if flag else error < 1e-12
-
-
-def test_a_mask_of_another_structure_is_refused():
-    with pytest.raises(ValueError, match="prefix"):
-        Reducer(options=dq.Options(mask={"kernel": True}))(gradients(0))
-
-
 @pytest.mark.parametrize(
-    ("options", "sizes"),
+    ("options", "method", "sizes"),
     (
-        (dq.Options(), [64 * 96 + 40 * 128]),
-        (dq.Options(mask={"kernel": False, "bias": True, "embedding": True}), [40 * 128]),
-        (dq.Options(exact_below=6000), [64 * 96]),
-        (dq.Options(bucket_bytes=1), [40 * 128, 64 * 96]),
+        (dq.Options(), FEEDBACK, [64 * 96 + 40 * 128]),
+        (dq.Options(), {"kernel": "exact", "": FEEDBACK}, [40 * 128]),
+        (dq.Options(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128, None]),
+        (dq.Options(exact_below=6000), FEEDBACK, [64 * 96]),
+        (dq.Options(bucket_bytes=1), FEEDBACK, [40 * 128, 64 * 96]),
     ),
-    ids=("all", "masked", "exact_below", "buckets"),
+    ids=("all", "exact", "two methods", "exact_below", "buckets"),
 )
-def test_a_state_covers_the_buckets_that_the_options_make(options, sizes):
+def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes):
     """`init` and `update` plan alike: residuals of the leaves that are compressed."""
     tree = gradients(0)
-    how = {"method": ErrorFeedback(inner=dq.BF16()), "options": options}
-    reduce = dq.all_reduce_gradients("data", **how)
+    reduce = dq.all_reduce_gradients("data", method=method, options=options)
     state = jax.vmap(reduce.init, axis_name="data")(tree)
-    assert [bucket.residual.shape for bucket in state.method] == [(4, 1, n) for n in sizes]
+    shapes = [bucket.residual.shape if bucket else None for bucket in state.method]
+    assert shapes == [n and (4, 1, n) for n in sizes]
     updates, after = jax.jit(jax.vmap(reduce.update, axis_name="data"))(tree, state)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     for name, leaf in tree.items():
         assert vnmse(updates[name][0], leaf.mean(axis=0, dtype=np.float64)) < 2e-5
-    assert all(np.any(bucket.residual != 0) for bucket in after.method)
+    assert all(np.any(bucket.residual != 0) for bucket in after.method if bucket)

@@ -124,20 +124,20 @@ def test_the_key_fixes_the_noise_and_every_device_gets_the_result(data_mesh):
 
 
 @pytest.mark.parametrize(
-    ("options", "compressed"),
+    ("options", "method", "compressed"),
     (
-        (dq.Options(mask={"in": False, "bias": True, "out": True}), {"out"}),
-        (dq.Options(exact_below=2000), {"in"}),
-        (dq.Options(exact_below=0), {"in", "bias", "out"}),
-        (dq.Options(bucket_bytes=1), {"in", "out"}),
+        (dq.Options(), {"^in$": "exact", ".*": "bf16"}, {"out"}),
+        (dq.Options(exact_below=2000), "bf16", {"in"}),
+        (dq.Options(exact_below=0), "bf16", {"in", "bias", "out"}),
+        (dq.Options(bucket_bytes=1), "bf16", {"in", "out"}),
     ),
-    ids=("mask", "exact_below", "all", "bucket_bytes"),
+    ids=("policy", "exact_below", "all", "bucket_bytes"),
 )
 def test_options_say_which_gradients_are_exact_and_how_large_buckets_are(
-    data_mesh, options, compressed
+    data_mesh, options, method, compressed
 ):
     grad_fn = dq.value_and_grad(
-        plain_loss, mesh=data_mesh(NUM_WORKERS), axis_name="data", method="bf16", options=options
+        plain_loss, mesh=data_mesh(NUM_WORKERS), axis_name="data", method=method, options=options
     )
     program = jax.jit(grad_fn).lower(plain_params(), *batch(), key=KEY).compile()
     _, grads = program(plain_params(), *batch(), key=KEY)

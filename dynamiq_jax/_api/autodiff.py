@@ -10,10 +10,12 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dynamiq_jax._api.arguments import DIFFERENTIATED, Roles, Signature, alone, by_position
-from dynamiq_jax._api.collectives import pmean, refuse_state
 from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
-from dynamiq_jax._buckets.axes import AxisName
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import compat
@@ -27,7 +29,7 @@ def value_and_grad(
     *,
     mesh: Mesh,
     axis_name: AxisName,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     has_aux: bool = False,
     num_targets: Callable[..., Array] | None = None,
@@ -89,8 +91,7 @@ def value_and_grad(
       ValueError: the mesh has no such axis; the method carries state; or when called, a leading
         axis does not divide by the axis size, or an argument is missing.
     """
-    how = resolve(method, topology, options)
-    refuse_state(how.method, "value_and_grad")
+    how = resolve(method, topology, options, stateless="value_and_grad")
     roles = Roles.of_arguments(
         loss_fn, argnums, replicated_argnums, replicated_argnames, static_argnums, static_argnames
     )
@@ -124,15 +125,13 @@ def _run(
         own = compat.vary_over(arrays[DIFFERENTIATED], work.names)
         (loss, (aux, rests)), floating = jax.value_and_grad(loss_of, has_aux=True)(own)
         trees = signature.differentiated(arrays)
-        tree = pmean(
+        tree = driver.run(
+            AllReduce(find_axes(work.axis_name), mean=True),
             alone(_like(trees, floating)),
-            work.axis_name,
-            key=key,
-            method=work.how.method,
-            topology=work.how.topology,
+            key,
+            work.how,
             specs=specs_like(trees, specs),
-            options=work.how.options,
-        )
+        ).tree
         means = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.dtypes.float0]
         return work.value(loss, aux), means, rests
 

@@ -11,6 +11,7 @@ from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes, find_axis
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, ReduceScatter
 from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax._buckets.shards import leaf_specs
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -24,7 +25,7 @@ def psum(
     axis_name: AxisName,
     *,
     key: Array,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
@@ -45,7 +46,10 @@ def psum(
         over `local`, a part on each worker, compresses over `hosts`, and gathers exactly.
       key: PRNG key, the same on all workers, another one at every step. The same key gives the same
         bits.
-      method: compression method, or a name such as "dynamiq:5", "paper:4" or "qgz".
+      method: compression method, or a name such as "dynamiq:5", "paper:4" or "qgz"; or a policy,
+        which gives each leaf its own: patterns of paths, the first match counts, such as
+        `{"embedding": "dynamiq:6", "norm|bias": "exact", ".*": "dynamiq:5"}`, or a function of a
+        path, such as "layers/0/kernel", and the leaf to a method.
       topology: route of the chunks, or a name such as "ring" or "all_to_all".
       specs: how leaves are split over the axes of the mesh that the compiler manages, so that each
         device compresses its own shards: a tree of `PartitionSpec` or `NamedSharding` like `tree`,
@@ -61,7 +65,8 @@ def psum(
       super-group, as NaN.
 
     Raises:
-      ValueError: unknown axis, method or topology; a key that differs between workers; a leaf that
+      ValueError: unknown axis, method or topology; a policy with a leaf without a pattern, or a
+        pattern without a leaf; a key that differs between workers; a leaf that
         is already summed over the axis; a method that carries state; no specs beside an axis that
         the compiler manages, or specs that do not fit.
       TypeError: a key that is not a PRNG key; a leaf that is not an array.
@@ -73,8 +78,7 @@ def psum(
     >>> total.shape, bool((total[0] == total[1]).all())
     ((2, 8192), True)
     """
-    how = resolve(method, topology, options)
-    refuse_state(how.method, "psum")
+    how = resolve(method, topology, options, stateless="psum")
 
     def reduce(tree: Tree) -> Tree:
         return driver.run(AllReduce(find_axes(axis_name)), tree, key, how, specs=specs).tree
@@ -87,7 +91,7 @@ def pmean(
     axis_name: AxisName,
     *,
     key: Array,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
@@ -98,8 +102,7 @@ def pmean(
     in float32 before it is cast to each leaf's dtype. Dtypes are kept: the mean of an integer leaf
     is floored, and a boolean leaf is True where any worker has True.
     """
-    how = resolve(method, topology, options)
-    refuse_state(how.method, "pmean")
+    how = resolve(method, topology, options, stateless="pmean")
     if is_unreduced(tree):
         raise ValueError(
             f"The leaves are unreduced over axis_name={axis_name!r}: each device holds its term of "
@@ -115,7 +118,7 @@ def psum_scatter(
     key: Array,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
@@ -164,7 +167,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
@@ -241,12 +244,3 @@ def _gathered(operation: AllGather, tree: Any, specs: Any) -> Any:
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     split = map(operation.result_spec, leaves, leaf_specs(tree, specs))
     return jax.tree.unflatten(jax.tree.structure(tree), split)
-
-
-def refuse_state(method: Method, function: str) -> None:
-    """Raise ValueError for a method whose state a function has nowhere to keep."""
-    if method.is_stateful:
-        raise ValueError(
-            f"method={method!r} carries state from step to step, which dq.{function} cannot keep. "
-            "Use dq.all_reduce_gradients inside jax.shard_map: its optimizer state holds it."
-        )

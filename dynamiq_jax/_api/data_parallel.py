@@ -10,13 +10,13 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, alone, by_position
-from dynamiq_jax._api.collectives import refuse_state
 from dynamiq_jax._api.transposed import cast_to_sum
 from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.fingerprint import word_of
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
@@ -29,7 +29,7 @@ def data_parallel(
     *,
     mesh: Mesh,
     axis_name: AxisName,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     has_aux: bool = False,
     num_targets: Callable[..., Array] | None = None,
@@ -84,8 +84,7 @@ def data_parallel(
       ValueError: the mesh has no such axis; the method carries state; or when called, a leading
         axis does not divide by the axis size, or an argument is missing.
     """
-    how = resolve(method, topology, options)
-    refuse_state(how.method, "data_parallel")
+    how = resolve(method, topology, options, stateless="data_parallel")
     roles = Roles.of_arguments(
         loss_fn, argnums, replicated_argnums, replicated_argnames, static_argnums, static_argnames
     )

@@ -12,6 +12,7 @@ from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.topologies import Topology
 
@@ -36,7 +37,7 @@ class AllReduceState(NamedTuple):
 def all_reduce_gradients(
     axis_name: AxisName,
     *,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     seed: int = 0,
     start_step: int = 0,
@@ -65,20 +66,20 @@ def all_reduce_gradients(
       be saved and restored like any pytree.
     """
     how = resolve(method, topology, options)
-    stateful = how.method.is_stateful
 
     def init(params: Any) -> AllReduceState:
-        states = ()
-        if stateful:
+        states, used = (), how.policy.used(params)
+        if any(method.is_stateful for method in used):
             operation = AllReduce(find_axes(axis_name), mean=True)
             states = driver.first_states(operation, params, how, specs=specs)
-        metrics = {name: jnp.zeros((), jnp.float32) for name in how.method.metrics}
+        metrics = {name: jnp.zeros((), jnp.float32) for each in used for name in each.metrics}
         return AllReduceState(jnp.asarray(start_step, jnp.int32), states, metrics)
 
     def update(
         updates: Any, state: AllReduceState, params: Any = None
     ) -> tuple[Any, AllReduceState]:
         del params
+        stateful = any(method.is_stateful for method in how.policy.used(updates))
         outcome = driver.run(
             AllReduce(find_axes(axis_name), mean=True),
             updates,

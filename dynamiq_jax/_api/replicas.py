@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dynamiq_jax._api.collectives import pmean
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Options
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax._buckets.shards import context_or_automatic
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -25,7 +26,7 @@ def mean_of_replicas(
     *,
     key: Array,
     mesh: Mesh | None = None,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),

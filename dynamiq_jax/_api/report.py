@@ -1,11 +1,12 @@
 """Bytes of an all-reduce on the wire, without running it."""
 
+import collections
 import dataclasses
 import math
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,18 +14,32 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.leaves import mask_flags
 from dynamiq_jax._buckets.options import Compression, Options, resolve
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
+from dynamiq_jax._buckets.policy import Rules, paths_of
 from dynamiq_jax._buckets.shards import Shards, leaf_specs, split_over
 from dynamiq_jax._core import Axis
+from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
 
+class LeafReport(NamedTuple):
+    """Static cost of one leaf in an all-reduce."""
+
+    path: str  # as a policy has it, such as "layers/0/kernel"
+    size: int  # coordinates, of a device's shard
+    method: Method | None  # None: summed exactly
+    bytes: float  # sent by each worker over the slow axis: its share of those of its buckets
+    why_exact: str | None  # None: compressed
+
+
 @dataclasses.dataclass(frozen=True)
 class WireReport:
-    """Static cost of one all-reduce."""
+    """Static cost of one all-reduce.
+
+    As text, it is a table of the leaves.
+    """
 
     bytes_per_worker: int  # sent by each worker over the slow axis, statistics included
     compressed_bytes: int  # of these, for compressed leaves
@@ -35,13 +50,27 @@ class WireReport:
     ratio_f32: float  # bytes of a float32 all-reduce of the tree / bytes_per_worker; nan if 0
     ratio_bf16: float  # the same against bfloat16
     exact_leaves: tuple[tuple[str, str], ...]  # (path, why) of leaves that are summed exactly
+    leaves: tuple[LeafReport, ...]
+
+    def __str__(self) -> str:
+        rows = [("leaf", "size", "method", "bytes")]
+        for leaf in self.leaves:
+            how = f"exact: {leaf.why_exact}" if leaf.method is None else spelled(leaf.method)
+            rows.append((leaf.path, f"{leaf.size:,}", how, f"{leaf.bytes:,.0f}"))
+        sizes = sum(leaf.size for leaf in self.leaves)
+        rows.append(("all", f"{sizes:,}", "", f"{self.bytes_per_worker:,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{path:<{widths[0]}}  {size:>{widths[1]}}  {how:<{widths[2]}}  {sent:>{widths[3]}}"
+            for path, size, how, sent in rows
+        )
 
 
 def wire_report(
     tree: Any,
     axis_size: int | str | tuple[int | str, ...],
     *,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     mesh: Any = None,
     specs: Any = None,
@@ -67,15 +96,30 @@ def wire_report(
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    axes, plan, named = plan_without_arrays(
-        tree, axis_size, resolve(method, topology, options), mesh=mesh, specs=specs
-    )
+    how = resolve(method, topology, options)
+    return report_of(how, tree, axis_size, mesh=mesh, specs=specs)
+
+
+def report_of(
+    how: Compression, tree: Any, axis_size: Any, *, mesh: Any = None, specs: Any = None
+) -> WireReport:
+    """Count bytes; see `wire_report`."""
+    axes, plan, named = plan_without_arrays(tree, axis_size, how, mesh=mesh, specs=specs)
     names, leaves = zip(*named, strict=True) if named else ((), ())
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     exact = exact_bytes(axes, [leaves[index] for index, _ in plan.exact])
     total = compressed + exact
+    shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
+    by_leaf: dict[int, Method] = {}
+    for bucket in plan.buckets:
+        whole = sum(sizes[index] for index in bucket.leaves)
+        for index in bucket.leaves:
+            shares[index] += bucket.bytes_sent * sizes[index] / whole
+            by_leaf[index] = bucket.method
+    whys = dict(plan.exact)
+    shares |= {index: exact_bytes(axes, [leaves[index]]) for index in whys}
     # Without compression the slow axis would carry this: beside fast axes, a part of each leaf.
     passes = 2 * (axes.slow.size - 1) / axes.slow.size / axes.num_fast
     coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
@@ -89,6 +133,11 @@ def wire_report(
         ratio_f32=passes * 4 * coordinates / total if total else float("nan"),
         ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
         exact_leaves=tuple((names[index], why) for index, why in plan.exact),
+        leaves=tuple(
+            LeafReport(path, sizes[index], by_leaf.get(index), shares[index], whys.get(index))
+            for index, path in enumerate(paths_of(tree))
+            if index not in plan.untouched
+        ),
     )
 
 
@@ -110,7 +159,7 @@ def plan_without_arrays(
         leaves,
         axes,
         how,
-        compress=mask_flags(how.options.mask, tree),
+        how.policy.methods(tree),
         split_over=[shards.axes_of(index) for index in range(len(leaves))],
     )
     return axes, plan, list(zip(names, leaves, strict=True))

@@ -8,12 +8,12 @@ import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from dynamiq_jax._api.collectives import refuse_state
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.fingerprint import key_of
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import compat
@@ -28,7 +28,7 @@ def pcast(
     to: str,
     key: Array | None = None,
     mean: bool = False,
-    method: Method | str = DynamiQ(),
+    method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
@@ -70,8 +70,7 @@ def pcast(
     """
     if to != "varying":
         raise ValueError(f"to={to!r} is not supported. Give to='varying', or use jax.lax.pcast.")
-    how = resolve(method, topology, options)
-    refuse_state(how.method, "pcast")
+    how = resolve(method, topology, options, stateless="pcast")
     operation = AllReduce(find_axes(axis_name), mean=mean)
     names = operation.axes.names
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -22,7 +22,7 @@ P = PartitionSpec
 Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # masks cannot be hashed
+@dataclasses.dataclass(frozen=True, eq=False)  # specs cannot be hashed
 class WorkerLoss:
     """A loss function, how workers share its arguments, and how gradients are sent.
 

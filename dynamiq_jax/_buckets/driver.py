@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks
-from dynamiq_jax._buckets.leaves import mask_flags, named_leaves
+from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Plan, make_plan
 from dynamiq_jax._buckets.shards import Shards, find_shards
+from dynamiq_jax.methods import Method
 from pallas_kernels import compat
 
 P = PartitionSpec
@@ -31,7 +33,7 @@ class Outcome:
 
     tree: Any
     states: States  # for the next step
-    metrics: Mapping[str, Array]  # of the method: means over buckets, weighted by coordinates
+    metrics: Mapping[str, Array]  # of the methods: means over buckets, weighted by coordinates
 
 
 def run(
@@ -49,12 +51,11 @@ def run(
       operation: kind of collective, and its axes.
       tree: pytree of arrays.
       key: PRNG key, the same on all workers.
-      how: method, topology and options.
+      how: policy, topology and options.
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
-      states: states of the method for every bucket, as from `first_states`; None for those of a
+      states: states of the methods for every bucket, as from `first_states`; None for those of a
         first step.
     """
-    operation.check_method(how.method)
     key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
         key = jax.random.fold_in(key, operation.salt)
@@ -70,6 +71,7 @@ def run(
     ) -> tuple[dict[int, Array], States, Mapping[str, Array]]:
         before = layout.local_states() if states is None else _without_worker_axis(states)
         result, after_step, metrics = send_all(operation, plan, leaves, key, how, before)
+        metrics = {**layout.no_metrics(), **metrics}
         if shards.axes:
             metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
         return result, _with_worker_axis(after_step), metrics
@@ -117,6 +119,7 @@ class Layout:
     structure: Any
     shards: Shards
     split_over: list[tuple[str, ...]]  # further axes along which the values of each leaf differ
+    used: tuple[Method, ...]  # methods of compressed leaves, in their order
     plan: Plan
 
     @staticmethod
@@ -133,16 +136,20 @@ class Layout:
             planned.append(operation.planned(shards.local(index, leaf)))
             varying = compat.varying_axes(leaf) - own
             split_over.append((*sorted(varying), *shards.axes_of(index)))
-        flags = mask_flags(how.options.mask, tree)
+        methods = how.policy.methods(tree)
+        used = how.policy.used(tree)
+        for method in used:
+            operation.check_method(method)
+            how.check_state(method)
         plan = make_plan(
             planned,
             operation.axes,
             how,
-            compress=flags,
+            methods,
             split_over=split_over,
             cut=operation.cuts_leaves,
         )
-        return Layout(operation, how, names, leaves, structure, shards, split_over, plan)
+        return Layout(operation, how, names, leaves, structure, shards, split_over, used, plan)
 
     @property
     def state_specs(self) -> tuple[PartitionSpec, ...]:
@@ -157,11 +164,15 @@ class Layout:
         """Return first states of one device, marked like those after the first step."""
         return tuple(
             compat.vary_over(
-                self.how.method.init_state(bucket.call),
+                bucket.method.init_state(bucket.call),
                 (*self.operation.axes.names, *bucket.split_over),
             )
             for bucket in self.plan.buckets
         )
+
+    def no_metrics(self) -> dict[str, Array]:
+        """Return zero for the metrics of all methods."""
+        return {name: jnp.zeros((), jnp.float32) for each in self.used for name in each.metrics}
 
     def first_states(self) -> States:
         """Return first states of all devices; see `first_states`."""
@@ -189,7 +200,7 @@ class Layout:
             )
         raise ValueError(
             f"state.method has arrays of shapes {found}, but these gradients need {wanted}. It "
-            "belongs to leaves of other shapes or dtypes, or to another method, mask, exact_below, "
+            "belongs to leaves of other shapes or dtypes, or to another method, exact_below, "
             "bucket_bytes, specs or number of workers. Call init with gradients like these."
         )
 

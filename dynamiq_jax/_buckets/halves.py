@@ -35,22 +35,20 @@ class ScatterMean(AllReduce):
     def check_method(self, method: Method) -> None:
         checks.check_chunked(method, "training.Pipelined")
 
-    def bytes_sent(self, method: Method, bucket: Bucket) -> int:
+    def bytes_sent(self, bucket: Bucket) -> int:
         """Count the bytes that each worker sends over the slow axis for a bucket."""
-        cost = method.wire_cost(_call(bucket, method, "psum_scatter"))
+        cost = bucket.method.wire_cost(_call(bucket, "psum_scatter"))
         scattered = bucket.call.topology.bytes_scattered(cost, self.axes.slow.size)
         return cost.statistics_bytes + scattered
 
     @override
-    def send(
-        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
-    ) -> Reduced:
-        axes, size = self.axes, shard_size(bucket, method)
-        call = _call(bucket, method, "psum_scatter")
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
+        axes, size = self.axes, shard_size(bucket)
+        call = _call(bucket, "psum_scatter")
         part = axes.scatter(flat, bucket.call.size)
         part = jnp.pad(part, (0, call.size - part.size))
-        assert isinstance(method, ChunkedMethod)
-        scattered = method.reduce_scatter(part, call, axes.fold_in(key))
+        assert isinstance(bucket.method, ChunkedMethod)
+        scattered = bucket.method.reduce_scatter(part, call, axes.fold_in(key))
         place = axes.slow.index * size + jnp.arange(size)
         # A method may make something of padding, which is no part of a gradient's norm.
         is_padding = (place >= bucket.call.size) | (
@@ -70,24 +68,20 @@ class GatherMean(AllReduce):
     last_first: ClassVar[bool] = False
     salt: ClassVar[int | None] = AllGather.salt
 
-    def bytes_sent(self, method: Method, bucket: Bucket) -> int:
+    def bytes_sent(self, bucket: Bucket) -> int:
         """Count the bytes that each worker sends over the slow axis for a bucket."""
-        cost = method.wire_cost(_call(bucket, method, "all_gather"))
+        cost = bucket.method.wire_cost(_call(bucket, "all_gather"))
         return cost.statistics_bytes + (self.axes.slow.size - 1) * cost.payload_bytes
 
     @override
-    def send(
-        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
-    ) -> Reduced:
-        return self.deliver(bucket, *self.encode(method, bucket, flat, key))
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
+        return self.deliver(bucket, *self.encode(bucket, flat, key))
 
-    def encode(
-        self, method: Method, bucket: Bucket, shard: Array, key: Array
-    ) -> tuple[ChunkCodec, Payload]:
+    def encode(self, bucket: Bucket, shard: Array, key: Array) -> tuple[ChunkCodec, Payload]:
         """Return the payload of a shard, and the codec that decodes those of all workers."""
-        assert isinstance(method, ChunkedMethod)
-        call = _call(bucket, method, "all_gather")
-        codec = method.bind(shard, call, self.axes.fold_in(key))
+        assert isinstance(bucket.method, ChunkedMethod)
+        call = _call(bucket, "all_gather")
+        codec = bucket.method.bind(shard, call, self.axes.fold_in(key))
         return codec, codec.compress(self.axes.slow.index, 0)
 
     def deliver(self, bucket: Bucket, codec: ChunkCodec, payload: Payload) -> Reduced:
@@ -98,9 +92,9 @@ class GatherMean(AllReduce):
         return Reduced(total, total if self.axes.fast else gathered.token)
 
 
-def shard_size(bucket: Bucket, method: Method) -> int:
+def shard_size(bucket: Bucket) -> int:
     """Return the coordinates of a worker's shard of a bucket, padding included."""
-    each = bucket.call.topology.chunks_per_worker * method.granule
+    each = bucket.call.topology.chunks_per_worker * bucket.method.granule
     return -(-bucket.call.size // (bucket.call.num_workers * each)) * each
 
 
@@ -151,14 +145,14 @@ def gather(
     assert operation.salt is not None
     key = jax.random.fold_in(key, operation.salt)
     all_shards = Plan(of_shards, (), ())
-    sender = Sender(operation, all_shards, dict(enumerate(shards)), key, how.method)
+    sender = Sender(operation, all_shards, dict(enumerate(shards)), key)
     groups = runs(all_shards, operation.last_first, how.options.unrolled_buckets)
     # All shards are here. If one was encoded after the gather of another, the chain of transfers
     # would be as much longer as that takes, and what workers exchange before they encode would
     # wait for it too.
     encoded = {
         number: operation.encode(
-            how.method, of_shards[number], shards[number], sender.key_of(of_shards[number], number)
+            of_shards[number], shards[number], sender.key_of(of_shards[number], number)
         )
         for (number,) in (group for group in groups if len(group) == 1)
     }
@@ -182,6 +176,6 @@ def _all_of(payloads: Sequence[Payload]) -> Array:
     return jnp.concatenate(ends).sum(keepdims=True)
 
 
-def _call(bucket: Bucket, method: Method, half: Literal["psum_scatter", "all_gather"]) -> Call:
-    size = bucket.call.num_workers * shard_size(bucket, method)
+def _call(bucket: Bucket, half: Literal["psum_scatter", "all_gather"]) -> Call:
+    size = bucket.call.num_workers * shard_size(bucket)
     return dataclasses.replace(bucket.call.of_size(size), collective=half)

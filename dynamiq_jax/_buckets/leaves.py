@@ -1,6 +1,6 @@
-"""Leaves of a tree: checked and flagged, joined into flat vectors, and cut out of these again."""
+"""Leaves of a tree: checked, joined into flat vectors, and cut out of these again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,29 +26,6 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
         checks.check_leaf(name, leaf)
         named.append((name, leaf))
     return named, structure
-
-
-def mask_flags(mask: Any | Callable[[Any], Any] | None, tree: Any) -> list[bool] | None:
-    """Return a flag for every leaf of a tree, in flattened order; None if there is no mask.
-
-    Args:
-      mask: pytree of bools like the tree (a prefix suffices), or a function from the tree to one.
-      tree: the tree.
-    """
-    if mask is None:
-        return None
-    prefix = mask(tree) if callable(mask) else mask
-    try:
-        flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
-    except ValueError as error:
-        raise ValueError(
-            f"mask={prefix!r:.200} does not fit the tree: {error}. Give a tree of bools "
-            "with the structure of the tree, or a prefix of it."
-        ) from None
-    for flag in flags:
-        if np.asarray(flag).dtype.kind not in "biu":  # bools and integers
-            raise ValueError(f"mask holds {flag!r:.80}. Give True (compressed) or False (exact).")
-    return [bool(flag) for flag in flags]
 
 
 def join(leaves: Sequence[Array], multiple: int) -> Array:

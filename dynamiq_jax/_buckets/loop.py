@@ -18,7 +18,7 @@ from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import Leaves, Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan
-from dynamiq_jax.methods import Method, Reduced, State
+from dynamiq_jax.methods import Reduced, State
 from pallas_kernels import compat
 from pallas_kernels.schedule import never
 
@@ -48,18 +48,24 @@ def send_all(
       weighted by coordinates.
     """
     sent = send_buckets(operation, plan, leaves, key, how, states)
-    totals = dict.fromkeys(how.method.metrics, jnp.float32(0))
-    for number in sent:
-        for name, value in sent[number].metrics.items():
-            totals[name] = totals[name] + value * np.float32(plan.buckets[number].size)
-    size = np.float32(max(1, sum(bucket.size for bucket in plan.buckets)))
     result = operation.exact({index: leaves[index] for index, _ in plan.exact})
     result |= restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
     return (
         result,
         tuple(sent[number].state for number in range(len(sent))),
-        {name: total / size for name, total in totals.items()},
+        _means([(plan.buckets[number].size, sent[number].metrics) for number in sent]),
     )
+
+
+def _means(metrics: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
+    """Average metrics of buckets, (coordinates, metrics), over those buckets that have them."""
+    sums: dict[str, Array] = {}
+    sizes = collections.Counter[str]()
+    for size, of_bucket in metrics:
+        for name, value in of_bucket.items():
+            sums[name] = sums.get(name, jnp.float32(0)) + value * np.float32(size)
+            sizes[name] += size
+    return {name: total / np.float32(sizes[name]) for name, total in sums.items()}
 
 
 def send_buckets(
@@ -75,7 +81,7 @@ def send_buckets(
     Returns:
       Results by the number of a bucket, in the order in which they are sent.
     """
-    sender = Sender(operation, plan, leaves, key, how.method)
+    sender = Sender(operation, plan, leaves, key)
     sent: dict[int, Reduced] = {}
     token = None
     for numbers in runs(plan, operation.last_first, how.options.unrolled_buckets):
@@ -117,7 +123,6 @@ class Sender:
     plan: Plan
     leaves: Leaves
     key: Array
-    method: Method
 
     def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Reduced]:
         """Send buckets that are alike, in a loop if there are several."""
@@ -150,7 +155,7 @@ class Sender:
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
         key = self.key_of(bucket, number)
-        return self.operation.send(self.method, bucket, flat, key, state)
+        return self.operation.send(bucket, flat, key, state)
 
     def _flat(self, bucket: Bucket) -> Array:
         members = [self.leaves[index] for index in bucket.leaves]
@@ -171,7 +176,7 @@ class Sender:
         return lax.switch(place, branches)
 
     def _join(self, bucket: Bucket, members: Sequence[Array]) -> Array:
-        multiple = self.operation.multiple(bucket, self.method.granule)
+        multiple = self.operation.multiple(bucket)
         return refuse_gradient(join([self.operation.rows(leaf) for leaf in members], multiple))
 
 

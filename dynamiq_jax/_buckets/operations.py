@@ -62,9 +62,9 @@ class Operation(abc.ABC):
         """Reshape a leaf to [rows, coordinates], one row for each worker that gets a part."""
         return leaf.reshape(1, -1)
 
-    def multiple(self, bucket: Bucket, granule: int) -> int:
+    def multiple(self, bucket: Bucket) -> int:
         """Return the multiple of coordinates that rows of a bucket are padded to."""
-        return granule
+        return bucket.method.granule
 
     @abc.abstractmethod
     def shape(self, leaf: Array) -> tuple[int, ...]:
@@ -83,9 +83,7 @@ class Operation(abc.ABC):
         """Run the exact collective."""
 
     @abc.abstractmethod
-    def send(
-        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
-    ) -> Reduced:
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         """Run the compressed collective of a bucket: rows that `restore` takes, of all leaves."""
 
 
@@ -98,7 +96,7 @@ class AllReduce(Operation):
     cuts_leaves: ClassVar[bool] = True
 
     @override
-    def multiple(self, bucket: Bucket, granule: int) -> int:
+    def multiple(self, bucket: Bucket) -> int:
         return 1
 
     @override
@@ -114,11 +112,10 @@ class AllReduce(Operation):
         return exact.all_reduce(leaves, self.axes, self._divisor)
 
     @override
-    def send(
-        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
-    ) -> Reduced:
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         axes, call = self.axes, bucket.call
-        reduced = method.all_reduce(axes.scatter(flat, call.size), call, axes.fold_in(key), state)
+        part = axes.scatter(flat, call.size)
+        reduced = bucket.method.all_reduce(part, call, axes.fold_in(key), state)
         total = reduced.total * np.float32(1 / self._divisor) if self.mean else reduced.total
         # In the dtype that the result has anyway: fewer bytes over the fast axes.
         total = axes.gather(total.astype(bucket.dtype), bucket.size)
@@ -164,8 +161,8 @@ class ReduceScatter(Operation):
         return moved.reshape(self.axes.num_workers, -1)
 
     @override
-    def multiple(self, bucket: Bucket, granule: int) -> int:
-        return granule * bucket.call.topology.chunks_per_worker
+    def multiple(self, bucket: Bucket) -> int:
+        return bucket.method.granule * bucket.call.topology.chunks_per_worker
 
     @override
     def shape(self, leaf: Array) -> tuple[int, ...]:
@@ -188,12 +185,10 @@ class ReduceScatter(Operation):
         }
 
     @override
-    def send(
-        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
-    ) -> Reduced:
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         call = dataclasses.replace(bucket.call.of_size(flat.size), collective="psum_scatter")
-        assert isinstance(method, ChunkedMethod)
-        return Reduced(*method.reduce_scatter(flat, call, key))
+        assert isinstance(bucket.method, ChunkedMethod)
+        return Reduced(*bucket.method.reduce_scatter(flat, call, key))
 
     def _dimension(self, leaf: Array) -> int:
         return self.dimension % leaf.ndim
@@ -261,13 +256,11 @@ class AllGather(Operation):
         return {index: self.restore(gather(leaf), leaf) for index, leaf in leaves.items()}
 
     @override
-    def send(
-        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
-    ) -> Reduced:
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         whole = bucket.call.of_size(self.axes.num_workers * flat.size)
         call = dataclasses.replace(whole, collective="all_gather")
-        assert isinstance(method, ChunkedMethod)
-        gathered = method.all_gather(flat, call, key)
+        assert isinstance(bucket.method, ChunkedMethod)
+        gathered = bucket.method.all_gather(flat, call, key)
         return Reduced(gathered.decode(), gathered.token)
 
     def _dimension(self, leaf: Array) -> int:

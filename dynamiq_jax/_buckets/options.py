@@ -1,11 +1,10 @@
 """Options of a collective: everything about compression that a user can set."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
+from dynamiq_jax._buckets.policy import Policy, Rules
 from dynamiq_jax._core import check_integer
-from dynamiq_jax.methods import Method, resolve_method
+from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
 
@@ -14,12 +13,9 @@ class Options:
     """Options of every collective, beside the method and the topology.
 
     >>> Options(exact_below=0)
-    Options(mask=None, exact_below=0, bucket_bytes=134217728, unrolled_buckets=8)
+    Options(exact_below=0, bucket_bytes=134217728, unrolled_buckets=8)
     """
 
-    # Leaves that are compressed: pytree of bools like the tree (a prefix suffices), or a function
-    # from the tree to one. Leaves marked False stay exact.
-    mask: Any | Callable[[Any], Any] | None = None
     # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
     # and the most sensitive.
     exact_below: int = 1024
@@ -42,20 +38,46 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """Method, topology and options of one collective."""
+    """Methods, topology and options of one collective."""
 
-    method: Method
+    policy: Policy
     topology: Topology
     options: Options
+    stateless: str = ""  # the function, if it cannot keep states of methods
+
+    def check_state(self, method: Method) -> None:
+        """Raise ValueError for a method whose state the function has nowhere to keep."""
+        if self.stateless and method.is_stateful:
+            raise ValueError(
+                f"method={method!r} carries state from step to step, which dq.{self.stateless} "
+                "cannot keep. Use dq.all_reduce_gradients inside jax.shard_map: its optimizer "
+                "state holds it."
+            )
 
 
-def resolve(method: Method | str, topology: Topology | str, options: Options) -> Compression:
-    """Resolve a method, a topology and options, given by name or by value.
+def resolve(
+    method: Method | str | Rules,
+    topology: Topology | str,
+    options: Options,
+    *,
+    stateless: str = "",
+) -> Compression:
+    """Resolve methods, a topology and options, given by name or by value.
+
+    Args:
+      method: method, its name, or a policy.
+      topology: topology, or its name.
+      options: options.
+      stateless: name of the function, if it cannot keep states of methods.
 
     Raises:
-      ValueError: an unknown method or topology.
+      ValueError: an unknown method or topology, a pattern that is not valid, or a method whose
+        state cannot be kept.
       TypeError: options that are not `dq.Options`.
     """
     if not isinstance(options, Options):
         raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
-    return Compression(resolve_method(method), resolve_topology(topology), options)
+    how = Compression(Policy.of(method), resolve_topology(topology), options, stateless)
+    for each in how.policy.known:
+        how.check_state(each)
+    return how

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._core import WireCost
-from dynamiq_jax.methods import Call
-from dynamiq_jax.topologies import FixedTopology
+from dynamiq_jax.methods import Call, Method
+from dynamiq_jax.topologies import FixedTopology, Topology
 
 _LEAST_PART = 2**16  # coordinates: smaller ones would send more messages than they save memory
 
@@ -25,6 +25,7 @@ class Bucket:
     """Leaves of one dtype that are flattened into one vector and compressed together."""
 
     leaves: tuple[int, ...]  # indices into the flattened tree
+    method: Method
     dtype: jnp.dtype
     size: int  # coordinates
     split_over: tuple[str, ...]  # further axes along which the values of devices differ
@@ -35,7 +36,7 @@ class Bucket:
     @property
     def program(self) -> Hashable:
         """Everything that the compiled program depends on but the place of the values."""
-        return self.dtype, self.size, self.split_over, self.call
+        return self.method, self.dtype, self.size, self.split_over, self.call
 
     @property
     def bytes_sent(self) -> int:
@@ -56,8 +57,8 @@ def make_plan(
     leaves: Sequence[Any],
     axes: Axes,
     how: Compression,
+    methods: Sequence[Method | None],
     *,
-    compress: Sequence[bool] | None = None,
     split_over: Sequence[tuple[str, ...]] | None = None,
     cut: bool = True,
 ) -> Plan:
@@ -66,8 +67,8 @@ def make_plan(
     Args:
       leaves: anything with `shape` and `dtype`.
       axes: axes of the collective.
-      how: method, topology and options.
-      compress: False for leaves that stay exact by the mask.
+      how: policy, topology and options.
+      methods: method of each leaf by the policy; None for those that stay exact.
       split_over: further axes along which the values of each leaf differ. Leaves with different
         ones never share a bucket: those that are the same along an axis stay the same, since
         everything that their rounding depends on is.
@@ -75,7 +76,7 @@ def make_plan(
     """
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
-    by_kind: dict[tuple[jnp.dtype, tuple[str, ...]], list[tuple[int, int]]] = {}
+    by_kind: dict[tuple[jnp.dtype, tuple[str, ...], Method], list[tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
         size = math.prod(leaf.shape)
         if leaf.dtype == jax.dtypes.float0:
@@ -84,29 +85,34 @@ def make_plan(
             exact.append((index, f"dtype {leaf.dtype} is not a real floating type"))
         elif axes.slow.size == 1:
             exact.append((index, "one worker has nothing to send"))
-        elif compress is not None and not compress[index]:
-            exact.append((index, "masked"))
+        elif (method := methods[index]) is None:
+            exact.append((index, "by the policy"))
         elif size < max(how.options.exact_below, 1):
             limit = how.options.exact_below
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
-            kind = (jnp.dtype(leaf.dtype), split_over[index] if split_over is not None else ())
+            axes_of_shards = split_over[index] if split_over is not None else ()
+            kind = jnp.dtype(leaf.dtype), axes_of_shards, method
             by_kind.setdefault(kind, []).append((index, size))
     buckets = []
-    cut = cut and not axes.fast and not how.method.uses_shapes
-    for (dtype, axes_of_shards), members in by_kind.items():
+    for (dtype, axes_of_shards, method), members in by_kind.items():
+        may_cut = cut and not axes.fast and not method.uses_shapes
         limit = how.options.bucket_bytes // dtype.itemsize
         for group in _group(members, limit):
             indices, sizes = zip(*group, strict=True)
             shapes = tuple(leaves[index].shape for index in indices)
             # A part of a bucket has no shapes.
-            known = shapes if how.method.uses_shapes and not axes.fast else None
+            known = shapes if method.uses_shapes and not axes.fast else None
             size = sum(sizes)
-            step = _step(shapes[0], max(limit, _LEAST_PART)) if cut and len(group) == 1 else size
+            alone = may_cut and len(group) == 1
+            step = _step(shapes[0], max(limit, _LEAST_PART)) if alone else size
 
             @functools.cache
-            def choose(size: int, known: Any = known) -> tuple[Call, WireCost, str | None]:
-                return _choose(axes.part_size(size, how.method.granule), axes, known, how)
+            def choose(
+                size: int, method: Method = method, known: Any = known
+            ) -> tuple[Call, WireCost, str | None]:
+                part = axes.part_size(size, method.granule)
+                return _choose(part, axes, known, method, how.topology)
 
             if any(choose(part)[2] for part in {step, size % step} - {0}):
                 step = size  # parts are too small: rather one bucket
@@ -118,8 +124,12 @@ def make_plan(
                 call, cost, _ = choose(stop - start)
                 rows = size // shapes[0][0] if step < size else 1
                 part = (start // rows, stop // rows) if step < size else None
-                bucket = Bucket(indices, dtype, stop - start, axes_of_shards, part, call, cost)
+                bucket = Bucket(
+                    indices, method, dtype, stop - start, axes_of_shards, part, call, cost
+                )
                 buckets.append(bucket)
+    # In the order of the leaves, whatever their methods: a backward pass has the last ones first.
+    buckets.sort(key=lambda bucket: bucket.leaves[0])
     return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
 
 
@@ -151,7 +161,7 @@ def _step(shape: tuple[int, ...], limit: int) -> int:
 
 
 def _choose(
-    size: int, axes: Axes, shapes: Any, how: Compression
+    size: int, axes: Axes, shapes: Any, method: Method, topology: Topology
 ) -> tuple[Call, WireCost, str | None]:
     """Return the all-reduce of a part, its cost, and the reason to keep it exact, if any."""
     num_workers = axes.slow.size
@@ -159,13 +169,13 @@ def _choose(
     def call_on(topology: FixedTopology) -> Call:
         return Call(size=size, axis=axes.slow, topology=topology, shapes=shapes)
 
-    topology, why_exact = how.topology.choose(
-        size, num_workers, lambda topology: how.method.wire_cost(call_on(topology))
+    chosen, why_exact = topology.choose(
+        size, num_workers, lambda topology: method.wire_cost(call_on(topology))
     )
-    topology.check(num_workers)
-    call = call_on(topology)
-    cost = how.method.wire_cost(call)
+    chosen.check(num_workers)
+    call = call_on(chosen)
+    cost = method.wire_cost(call)
     exact = WireCost(payload_bytes=4 * -(-size // call.num_chunks))  # float32
-    if topology.bytes_sent(cost, num_workers) > topology.bytes_sent(exact, num_workers):
+    if chosen.bytes_sent(cost, num_workers) > chosen.bytes_sent(exact, num_workers):
         why_exact = f"{size} coordinates over {num_workers} workers are too few to save bytes"
     return call, cost, why_exact

@@ -70,6 +70,20 @@ def make(
         raise ValueError(f"{argument}={text!r}: {error}") from None
 
 
+def spelled(value: Any) -> str:
+    """Return an object as the call that makes it, with the fields that are not the default."""
+    given = []
+    for field in dataclasses.fields(value):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found = getattr(value, field.name)
+        if field.init and found != default:
+            nested = dataclasses.is_dataclass(found)
+            given.append(f"{field.name}={spelled(found) if nested else repr(found)}")
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
 def _number(text: str) -> int | float | None:
     for kind in (int, float):
         with contextlib.suppress(ValueError):

@@ -21,6 +21,7 @@ from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options
+from dynamiq_jax._buckets.policy import Policy
 from dynamiq_jax._core.naming import field_names
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax.methods import METHODS, PRESETS, WRAPPERS, Method, resolve_method
@@ -48,7 +49,7 @@ class Setting:
         """
         if self.method is None or self.topology is None:
             return lax.psum(tree, axis_name)
-        how = Compression(self.method, self.topology, Options(exact_below=0))
+        how = Compression(Policy(self.method), self.topology, Options(exact_below=0))
         return driver.run(AllReduce(find_axes(axis_name)), tree, key, how).tree
 
     def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:

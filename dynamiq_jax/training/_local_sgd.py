@@ -11,11 +11,12 @@ import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._api.report import WireReport, wire_report
+from dynamiq_jax._api.report import WireReport, report_of
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.options import Compression, Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax._buckets.shards import is_explicit, leaf_specs
 from dynamiq_jax._core.validation import check_integer, check_number
 from dynamiq_jax.methods import DynamiQ, Method, State
@@ -78,7 +79,7 @@ class LocalSGD:
     every: int = 20  # local steps between two turns of a fragment: H in the papers
     # Takes the mean change (reference - parameters) as a gradient. It runs on each fragment alone.
     outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    method: Method | str = DynamiQ(bits=4)
+    method: Method | str | Rules = DynamiQ(bits=4)
     topology: Topology | str = "ring"
     # Parts of about equal size: leaves, and slices of leaves that are larger than such a part.
     fragments: int = 1
@@ -91,7 +92,7 @@ class LocalSGD:
     options: Options = Options()
 
     def __post_init__(self):
-        resolve(self.method, self.topology, self.options)
+        _ = self._how  # raises if it is not possible
         if not isinstance(self.outer, optax.GradientTransformation):
             raise TypeError(
                 f"outer={self.outer!r:.80} is not an optax transformation. Give one, such as "
@@ -130,15 +131,12 @@ class LocalSGD:
           axis_size: number of workers, or names of their axes beside a mesh.
           mesh: the mesh over which `specs` split the parameters.
         """
-        how: dict[str, Any] = {
-            "method": self.method,
-            "topology": self.topology,
-            "options": self.options,
-            "mesh": mesh,
-            "specs": P() if mesh is not None and self.specs is None else self.specs,
-        }
-        fragments = jax.eval_shape(self.split, params)
-        return tuple(wire_report(fragment, axis_size, **how) for fragment in fragments)
+        specs = P() if mesh is not None and self.specs is None else self.specs
+        self._how.policy.methods(params)
+        return tuple(
+            report_of(self._of_fragments, fragment, axis_size, mesh=mesh, specs=specs)
+            for fragment in jax.eval_shape(self.split, params)
+        )
 
     def due(self, step: int) -> Due:
         """Return which fragments a step sends and applies, counted from 0."""
@@ -160,9 +158,9 @@ class LocalSGD:
         axes = find_axes(self.axis_name)
         check_shared_params(params, axes, "mean change")
         fragments = self.split(params)
-        how = resolve(self.method, self.topology, self.options)
+        how = self._of_fragments
         method: tuple[tuple[State, ...], ...] = ()
-        if how.method.is_stateful:
+        if any(each.is_stateful for each in self._how.policy.used(params)):
             operation = AllReduce(axes, mean=True)
             method = tuple(
                 driver.first_states(operation, fragment, how, specs=self.specs)
@@ -223,6 +221,16 @@ class LocalSGD:
                 "local_sgd.due(step)."
             )
 
+    @property
+    def _how(self) -> Compression:
+        return resolve(self.method, self.topology, self.options)
+
+    @property
+    def _of_fragments(self) -> Compression:
+        """How a fragment is sent, which has no leaf for some patterns of a policy."""
+        how = self._how
+        return dataclasses.replace(how, policy=dataclasses.replace(how.policy, all_used=False))
+
     def _fragments(self, params: Any) -> Fragments:
         if self.specs is not None:
             specs = leaf_specs(params, self.specs)
@@ -266,7 +274,7 @@ class LocalSGD:
             AllReduce(find_axes(self.axis_name), mean=True),
             change,
             jax.random.fold_in(jax.random.key(self.seed), state.step),
-            resolve(self.method, self.topology, self.options),
+            self._of_fragments,
             specs=self.specs,
             states=state.method[fragment] if state.method else None,
         )

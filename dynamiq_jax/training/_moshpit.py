@@ -11,12 +11,12 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from dynamiq_jax._api.collectives import refuse_state
 from dynamiq_jax._buckets import checks, driver
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax._core.validation import check_integer
 from dynamiq_jax.methods import Exact, Method
 from dynamiq_jax.topologies import Topology
@@ -33,7 +33,7 @@ def moshpit_mean(
     alive: ArrayLike = True,
     rounds: int | None = None,
     first: int = 0,
-    method: Method | str = Exact(),
+    method: Method | str | Rules = Exact(),
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
@@ -90,8 +90,7 @@ def moshpit_mean(
     Array([[2.5, 2.5, 2.5],
            [2.5, 2.5, 2.5]], dtype=float32)
     """
-    how = resolve(method, topology, options)
-    refuse_state(how.method, "training.moshpit_mean")
+    how = resolve(method, topology, options, stateless="training.moshpit_mean")
     names = _check_axes(axis_names)
     rounds = len(names) if rounds is None else rounds
     check_integer("rounds", rounds, 1)

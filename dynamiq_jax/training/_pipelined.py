@@ -17,6 +17,7 @@ from dynamiq_jax._buckets.driver import Layout
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
 from dynamiq_jax._buckets.operations import Leaves
 from dynamiq_jax._buckets.options import Compression, Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax._core.validation import check_number
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Ring, Topology
@@ -100,7 +101,7 @@ class Pipelined:
     axis_name: AxisName  # axis of the slow link, or several axes, the slowest first; see `psum`
     # Method without state that compresses chunks. Unlike in `all_gather`, the default rounds
     # without bias in both halves.
-    method: Method | str = DynamiQ(rounding="correlated")
+    method: Method | str | Rules = DynamiQ(rounding="correlated")
     topology: Topology | str = Ring(unroll=True)  # of the first half; nothing runs under a loop
     # Largest global norm of the mean gradient, which is scaled down to it; None for no limit. It is
     # the norm of the shards: it waits for no gather, and is exact but for the compression of the
@@ -113,7 +114,8 @@ class Pipelined:
     options: Options = Options(bucket_bytes=25 * 2**20, unrolled_buckets=64)
 
     def __post_init__(self):
-        checks.check_chunked(self._how.method, "training.Pipelined")
+        for method in self._how.policy.known:
+            checks.check_chunked(method, "training.Pipelined")
         if not isinstance(self.optimizer, optax.GradientTransformation):
             raise TypeError(
                 f"optimizer={self.optimizer!r:.80} is not an optax transformation. Give one, such "
@@ -150,10 +152,10 @@ class Pipelined:
         axes, plan, named = plan_without_arrays(params, axis_size, how, mesh=mesh, specs=specs)
         leaves = [named[index][1] for index, _ in plan.exact]
         scattering, gathering = ScatterMean(axes), GatherMean(axes)
-        sizes = [halves.shard_size(bucket, how.method) for bucket in plan.buckets]
+        sizes = [halves.shard_size(bucket) for bucket in plan.buckets]
         return PipelinedReport(
-            scattered_bytes=sum(scattering.bytes_sent(how.method, b) for b in plan.buckets),
-            gathered_bytes=sum(gathering.bytes_sent(how.method, b) for b in plan.buckets),
+            scattered_bytes=sum(scattering.bytes_sent(b) for b in plan.buckets),
+            gathered_bytes=sum(gathering.bytes_sent(b) for b in plan.buckets),
             exact_bytes=exact_bytes(axes, leaves),
             state_bytes=4 * sum(sizes) + sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
             buckets=len(plan.buckets),
@@ -186,7 +188,7 @@ class Pipelined:
         def zeros() -> tuple[tuple[Array, ...], Leaves]:
             shards = tuple(
                 compat.vary_over(
-                    jnp.zeros((1, halves.shard_size(bucket, layout.how.method)), jnp.float32),
+                    jnp.zeros((1, halves.shard_size(bucket)), jnp.float32),
                     (*names, *bucket.split_over),
                 )
                 for bucket in plan.buckets

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax._buckets.shards import context_or_automatic
 from dynamiq_jax._core.validation import check_integer, check_number
 from dynamiq_jax.methods import DynamiQ, Method
@@ -88,7 +89,7 @@ class DropCompute:
     optimizer: optax.GradientTransformation
     mesh: Mesh
     axis_name: AxisName  # all axes of the mesh, the slowest link first
-    method: Method | str = DynamiQ()  # of the all-reduce; also one with state
+    method: Method | str | Rules = DynamiQ()  # of the all-reduce; also one with state
     topology: Topology | str = "ring"
     options: Options = Options()
     seed: int = 0  # of the rounding noise, the same in all processes

@@ -101,8 +101,8 @@ class LossyCollectives:
                 f"channel={self.channel!r} is not a channel. Give dq.training.LossyChannel()."
             )
         check_choice("estimator", self.estimator, ESTIMATORS)
-        method = resolve(self.method, "all_to_all", self.options).method
-        checks.check_chunked(method, "training.LossyCollectives")
+        for method in resolve(self.method, "all_to_all", self.options).policy.known:
+            checks.check_chunked(method, "training.LossyCollectives")
         if self.estimator == "inverse" and self.channel.highest_rate == 1:
             raise ValueError(
                 "estimator='inverse' divides by the probability of arrival, which is 0 where "
@@ -232,16 +232,14 @@ class _LossyReduceScatter(ReduceScatter):
         }
 
     @override
-    def send(
-        self, method: Method, bucket: Bucket, flat: Array, key: Array, state: State
-    ) -> Reduced:
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         if self._loses_nothing:
-            reduced = super().send(method, bucket, flat, key, state)
+            reduced = super().send(bucket, flat, key, state)
             return dataclasses.replace(reduced, total=self._mean(reduced.total))
         call = self._call(bucket.call.of_size(flat.size))
-        assert isinstance(method, ChunkedMethod)
+        assert isinstance(bucket.method, ChunkedMethod)
         of_losses = jax.random.fold_in(key, _GRADIENTS)
-        mean = self._estimate(method.bind(flat, call, key), call, of_losses)
+        mean = self._estimate(bucket.method.bind(flat, call, key), call, of_losses)
         return Reduced(mean, mean)
 
     @property

@@ -1,0 +1,128 @@
+"""Policy: which method for which leaf of a tree."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dynamiq_jax.methods import Exact, Method, resolve_method
+
+# Patterns of paths to methods, the first that matches counts; or a function of a path and a leaf.
+Rules = Mapping[str, Method | str] | Callable[[str, Any], Method | str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Method of each leaf: one for all, the first pattern that its path matches, or a function.
+
+    Paths have the names and numbers on the way to a leaf, joined by "/", such as
+    "layers/0/attention/kernel". A pattern is a regular expression that is searched for in a path.
+    """
+
+    everywhere: Method | None = None
+    patterns: tuple[tuple[str, Method], ...] = ()
+    function: Callable[[str, Any], Method | str] | None = None
+    # Whether a pattern that no leaf has is an error. A part of a tree does not need all of them.
+    all_used: bool = True
+
+    @staticmethod
+    def of(method: Method | str | Rules) -> "Policy":
+        """Make the policy of an argument `method`.
+
+        Raises:
+          ValueError: a name that is not known, or no valid pattern.
+
+        >>> Policy.of({"norm": "exact", ".*": "dynamiq:5"}).patterns[0]
+        ('norm', Exact())
+        """
+        if isinstance(method, Mapping):
+            for pattern in method:
+                _check_pattern(pattern, method)
+            pairs = ((pattern, resolve_method(each)) for pattern, each in method.items())
+            return Policy(patterns=tuple(pairs))
+        if not isinstance(method, Method | str) and callable(method):
+            return Policy(function=method)
+        return Policy(everywhere=resolve_method(method))
+
+    @property
+    def known(self) -> tuple[Method, ...]:
+        """Methods that are known before there is a tree."""
+        if self.everywhere is not None:
+            return (self.everywhere,)
+        return tuple(dict.fromkeys(method for _, method in self.patterns))
+
+    def methods(self, tree: Any) -> list[Method | None]:
+        """Return the method of every leaf in flattened order; None for leaves that stay exact.
+
+        These are leaves whose pattern or function says "exact". As the method of a whole tree,
+        `Exact` goes over the topology, like any other.
+
+        Raises:
+          ValueError: a leaf without a pattern, or a pattern without a leaf.
+        """
+        paths, leaves = paths_of(tree), jax.tree.leaves(tree)
+        if self.everywhere is not None:
+            return [self.everywhere] * len(paths)
+        if self.function is not None:
+            found = [
+                resolve_method(self.function(path, leaf))
+                for path, leaf in zip(paths, leaves, strict=True)
+            ]
+        else:
+            found = self._of_patterns(paths, leaves)
+        return [None if isinstance(method, Exact) else method for method in found]
+
+    def used(self, tree: Any) -> tuple[Method, ...]:
+        """Return the methods of a tree, each once."""
+        return tuple(dict.fromkeys(method for method in self.methods(tree) if method is not None))
+
+    def _of_patterns(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Method]:
+        unused, found = {pattern for pattern, _ in self.patterns}, []
+        for path, leaf in zip(paths, leaves, strict=True):
+            for pattern, method in self.patterns:
+                if re.search(pattern, path):
+                    unused.discard(pattern)
+                    found.append(method)
+                    break
+            else:
+                if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
+                    raise ValueError(
+                        f"method={self._spelled()} has no pattern for the leaf {path!r}. Add one, "
+                        "or '.*' as the last one, for all leaves that are left."
+                    )
+                found.append(Exact())
+        if unused and self.all_used:
+            raise ValueError(
+                f"method={self._spelled()}: no leaf is left for {sorted(unused)!r:.200}. Patterns "
+                f"before may match them, or there is no such leaf among {list(paths)!r:.400}. "
+                "Correct the pattern, or remove it."
+            )
+        return found
+
+    def _spelled(self) -> str:
+        return f"{dict(self.patterns)!r:.200}"
+
+
+def paths_of(tree: Any) -> list[str]:
+    """Return the paths of all leaves, in flattened order.
+
+    >>> paths_of({"layers": [{"kernel": 1.0}]})
+    ['layers/0/kernel']
+    """
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _check_pattern(pattern: Any, rules: Mapping[str, Any]) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"method={dict(rules)!r:.200}: {pattern!r} is not a regular expression: {error}. Give "
+            "one that is searched for in paths such as 'layers/0/attention/kernel'."
+        ) from None
