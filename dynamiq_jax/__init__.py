@@ -12,6 +12,7 @@ from dynamiq_jax._api.metrics import vnmse
 from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
 from dynamiq_jax._api.replicas import mean_of_replicas
 from dynamiq_jax._api.report import LeafReport, WireReport, wire_report
+from dynamiq_jax._api.schedule import Schedule
 from dynamiq_jax._api.transposed import pcast
 from dynamiq_jax._buckets.options import Options
 from dynamiq_jax.methods import BF16, DynamiQ, Exact
@@ -25,6 +26,7 @@ __all__ = [
     "Exact",
     "LeafReport",
     "Options",
+    "Schedule",
     "WireReport",
     "all_gather",
     "all_reduce_gradients",

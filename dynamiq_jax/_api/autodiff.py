@@ -39,6 +39,7 @@ def value_and_grad(
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
     options: Options = Options(),
+    with_metrics: bool = False,
 ) -> Callable[..., Any]:
     """Return a data-parallel `jax.value_and_grad` that averages gradients compressed.
 
@@ -80,7 +81,8 @@ def value_and_grad(
         several positions, a tuple of such. By default as the arrays are placed that the result is
         called with, or as their types say. Inside `jax.jit` neither is known: give specs there, if
         the mesh has further axes.
-      options: gradients that stay exact, and the size of buckets.
+      options: gradients that stay exact, the size of buckets, and a limit of the error.
+      with_metrics: return `(loss, grads, metrics)`, with the metrics of `psum`.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
@@ -91,7 +93,7 @@ def value_and_grad(
       ValueError: the mesh has no such axis; the method carries state; or when called, a leading
         axis does not divide by the axis size, or an argument is missing.
     """
-    how = resolve(method, topology, options, stateless="value_and_grad")
+    how = resolve(method, topology, options, stateless="value_and_grad", measures=with_metrics)
     roles = Roles.of_arguments(
         loss_fn, argnums, replicated_argnums, replicated_argnames, static_argnums, static_argnames
     )
@@ -100,10 +102,11 @@ def value_and_grad(
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
-        value, floating, rests = jit_over(_run, (work, signature, placed))(arrays, key)
+        value, floating, rests, metrics = jit_over(_run, (work, signature, placed))(arrays, key)
         work.give_back(signature, args, kwargs, rests)
         trees = signature.differentiated(arrays)
-        return value, roles.unsort(_like(trees, floating))
+        grads = roles.unsort(_like(trees, floating))
+        return (value, grads, metrics) if with_metrics else (value, grads)
 
     return value_and_grad_fn
 
@@ -114,10 +117,12 @@ def _run(
     specs: Specs,
     arrays: dict[str, list[Any]],
     key: Array,
-) -> tuple[Any, list[Array], list[Any]]:
-    """Compute the value, gradients of the differentiated leaves, and the rest of modules."""
+) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+    """Compute the value, gradients of differentiated leaves, the rest of modules, and metrics."""
 
-    def local(arrays: dict[str, list[Any]], key: Array) -> tuple[Any, list[Array], list[Any]]:
+    def local(
+        arrays: dict[str, list[Any]], key: Array
+    ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
         def loss_of(differentiated: list[Array]) -> tuple[Array, tuple[Any, list[Any]]]:
             return work.loss(signature, arrays, differentiated)
 
@@ -125,18 +130,19 @@ def _run(
         own = compat.vary_over(arrays[DIFFERENTIATED], work.names)
         (loss, (aux, rests)), floating = jax.value_and_grad(loss_of, has_aux=True)(own)
         trees = signature.differentiated(arrays)
-        tree = driver.run(
+        outcome = driver.run(
             AllReduce(find_axes(work.axis_name), mean=True),
             alone(_like(trees, floating)),
             key,
             work.how,
             specs=specs_like(trees, specs),
-        ).tree
-        means = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.dtypes.float0]
-        return work.value(loss, aux), means, rests
+        )
+        leaves = jax.tree.leaves(outcome.tree)
+        means = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+        return work.value(loss, aux), means, rests, dict(outcome.metrics)
 
     placed = [jax.typeof(leaf).sharding.spec for leaf in arrays[DIFFERENTIATED]]
-    return work.over_workers(local, arrays, (P(), placed, P()))(arrays, key)
+    return work.over_workers(local, arrays, (P(), placed, P(), P()))(arrays, key)
 
 
 def _like(trees: tuple[Any, ...], floating: Sequence[Array]) -> tuple[Any, ...]:

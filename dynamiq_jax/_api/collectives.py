@@ -29,7 +29,8 @@ def psum(
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
-) -> Tree:
+    with_metrics: bool = False,
+) -> Any:
     """Sum a pytree over a mesh axis, with floating-point leaves compressed on the wire.
 
     Like `jax.lax.psum`. Use it inside `jax.shard_map`, with `check_vma` True or False, or inside
@@ -57,12 +58,20 @@ def psum(
         one. `P()` says that devices hold
         whole leaves. Axes that are manual already or have one device do not count. Needed only
         where the compiler manages an axis of several devices; the types of explicit axes say it.
-      options: leaves that stay exact, and the size of buckets.
+      options: leaves that stay exact, the size of buckets, and a limit of the error.
+      with_metrics: return metrics beside the tree. They take 1% of the bytes, for the exact sum of
+        a sample of the compressed coordinates.
 
     Returns:
-      A tree of the same structure, shapes and dtypes. NaN and Inf of any worker surface at least at
-      their own coordinate, on all workers; with DynamiQ, in the 256 coordinates of their
-      super-group, as NaN.
+      A tree of the same structure, shapes and dtypes; with metrics, `(tree, metrics)`. NaN and Inf
+      of any worker surface at least at their own coordinate, on all workers; with DynamiQ, in the
+      256 coordinates of their super-group, as NaN.
+
+      Metrics are float32 scalars, the same on all workers, of the compressed leaves: `error`, the
+      estimated vNMSE; `worst_error`, the largest of a bucket; `norm` of the exact result;
+      `non_finite`, the share of the rows of 256 that hold NaN or Inf; `bytes` that each worker has
+      sent over the slow axis, exact leaves included; `fallbacks`, the buckets that were sent again
+      because of `options.max_error`; and those that the method has.
 
     Raises:
       ValueError: unknown axis, method or topology; a policy with a leaf without a pattern, or a
@@ -78,12 +87,17 @@ def psum(
     >>> total.shape, bool((total[0] == total[1]).all())
     ((2, 8192), True)
     """
-    how = resolve(method, topology, options, stateless="psum")
+    how = resolve(method, topology, options, stateless="psum", measures=with_metrics)
 
-    def reduce(tree: Tree) -> Tree:
-        return driver.run(AllReduce(find_axes(axis_name)), tree, key, how, specs=specs).tree
+    def reduce(tree: Tree) -> Any:
+        operation = AllReduce(find_axes(axis_name))
+        return _result(driver.run(operation, tree, key, how, specs=specs), with_metrics)
 
-    return reduce_unreduced(reduce, tree, axis_name) if is_unreduced(tree) else reduce(tree)
+    if not is_unreduced(tree):
+        return reduce(tree)
+    if with_metrics:
+        raise ValueError("with_metrics=True is not possible for unreduced arrays. Leave it out.")
+    return reduce_unreduced(reduce, tree, axis_name)
 
 
 def pmean(
@@ -95,20 +109,22 @@ def pmean(
     topology: Topology | str = "ring",
     specs: Any = None,
     options: Options = Options(),
-) -> Tree:
+    with_metrics: bool = False,
+) -> Any:
     """Average a pytree over a mesh axis, with floating-point leaves compressed on the wire.
 
     Like `jax.lax.pmean`, with the arguments of `psum`. The sum is divided by the size of the axis
     in float32 before it is cast to each leaf's dtype. Dtypes are kept: the mean of an integer leaf
     is floored, and a boolean leaf is True where any worker has True.
     """
-    how = resolve(method, topology, options, stateless="pmean")
+    how = resolve(method, topology, options, stateless="pmean", measures=with_metrics)
     if is_unreduced(tree):
         raise ValueError(
             f"The leaves are unreduced over axis_name={axis_name!r}: each device holds its term of "
             "a sum. Use dq.psum. The sum is the gradient of a loss that is a mean over the batch."
         )
-    return driver.run(AllReduce(find_axes(axis_name), mean=True), tree, key, how, specs=specs).tree
+    operation = AllReduce(find_axes(axis_name), mean=True)
+    return _result(driver.run(operation, tree, key, how, specs=specs), with_metrics)
 
 
 def psum_scatter(
@@ -237,6 +253,10 @@ def all_gather(
 
     gather.defvjp(forward, backward)
     return gather(tree, key)
+
+
+def _result(outcome: driver.Outcome, with_metrics: bool) -> Any:
+    return (outcome.tree, dict(outcome.metrics)) if with_metrics else outcome.tree
 
 
 def _gathered(operation: AllGather, tree: Any, specs: Any) -> Any:

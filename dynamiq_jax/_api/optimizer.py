@@ -1,19 +1,22 @@
 """The all-reduce as an optax transformation."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
+from dynamiq_jax._api.schedule import Schedule
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.loop import States
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._buckets.options import Options, resolve
+from dynamiq_jax._buckets.options import Compression, Options, resolve
 from dynamiq_jax._buckets.policy import Rules
-from dynamiq_jax.methods import DynamiQ, Method, State
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
 
@@ -30,19 +33,22 @@ class AllReduceState(NamedTuple):
     """
 
     step: Array  # int32 scalar: steps taken, which with the seed make the key of a step
-    method: tuple[State, ...]  # the method's state for each bucket; () if it has none
+    # The method's state for each bucket; () if it has none. With a schedule, a tuple of such.
+    method: tuple[Any, ...]
     metrics: Mapping[str, Array] = {}  # of the last step, float32 scalars; {} if it has none
 
 
 def all_reduce_gradients(
     axis_name: AxisName,
     *,
-    method: Method | str | Rules = DynamiQ(),
+    method: Method | str | Rules | Schedule = DynamiQ(),
     topology: Topology | str = "ring",
     seed: int = 0,
     start_step: int = 0,
     specs: Any = None,
     options: Options = Options(),
+    with_metrics: bool = False,
+    phase: int | None = None,
 ) -> optax.GradientTransformation:
     """Average gradients over a mesh axis, compressed on the wire. Put it first in `optax.chain`.
 
@@ -54,41 +60,97 @@ def all_reduce_gradients(
 
     Args:
       axis_name: axis to average over, or several with the slowest link first; see `psum`.
-      method: compression method; see `psum`.
+      method: compression method or policy; see `psum`. Or a `Schedule` of several. One program then
+        holds all of them and chooses by the step; states are those of all phases. Phases whose
+        states have the same shapes share them, so that error feedback goes on through a switch.
       topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
       specs: how gradients are split over axes that the compiler manages; see `psum`.
-      options: leaves that stay exact, and the size of buckets.
+      options: leaves that stay exact, the size of buckets, and a limit of the error.
+      with_metrics: whether the metrics in the state include those that any method has; see `psum`.
+      phase: the phase of a schedule that all steps of this program are in. The compiler runs no
+        transfer of a choice at run time under a backward pass: compile one program for each phase,
+        and call that of `schedule.phase(step)`. The states of all of them are alike.
 
     Returns:
-      A transformation whose state holds the step, the method's state and its metrics. The state can
+      A transformation whose state holds the step, the states of methods and metrics. The state can
       be saved and restored like any pytree.
+
+    Raises:
+      ValueError: as `psum`; a phase that the schedule does not have.
     """
-    how = resolve(method, topology, options)
+    schedule = method if isinstance(method, Schedule) else Schedule({0: method})
+    if phase is not None and not 0 <= phase < len(schedule.phases):
+        raise ValueError(
+            f"phase={phase!r} is not one of the {len(schedule.phases)} of method={method!r:.200}. "
+            "Give schedule.phase(step), or None."
+        )
+    hows = [resolve(each, topology, options, measures=with_metrics) for each in schedule.methods]
+
+    def names_of(tree: Any) -> list[str]:
+        return list(
+            dict.fromkeys(name for how in hows for name in how.metrics(how.policy.used(tree)))
+        )
 
     def init(params: Any) -> AllReduceState:
-        states, used = (), how.policy.used(params)
-        if any(method.is_stateful for method in used):
-            operation = AllReduce(find_axes(axis_name), mean=True)
-            states = driver.first_states(operation, params, how, specs=specs)
-        metrics = {name: jnp.zeros((), jnp.float32) for each in used for name in each.metrics}
-        return AllReduceState(jnp.asarray(start_step, jnp.int32), states, metrics)
+        states: tuple[States, ...] = ()
+        for how in hows:
+            if how.is_stateful(params):
+                first = driver.first_states(_mean(axis_name), params, how, specs=specs)
+                if _place(first, states) is None:
+                    states = (*states, first)
+        return AllReduceState(
+            jnp.asarray(start_step, jnp.int32),
+            states if isinstance(method, Schedule) else next(iter(states), ()),
+            {name: jnp.zeros((), jnp.float32) for name in names_of(params)},
+        )
 
     def update(
         updates: Any, state: AllReduceState, params: Any = None
     ) -> tuple[Any, AllReduceState]:
         del params
-        stateful = any(method.is_stateful for method in how.policy.used(updates))
-        outcome = driver.run(
-            AllReduce(find_axes(axis_name), mean=True),
-            updates,
-            jax.random.fold_in(jax.random.key(seed), state.step),
-            how,
-            specs=specs,
-            states=state.method if stateful else None,
-        )
-        after = outcome.states if stateful else ()
-        return outcome.tree, AllReduceState(state.step + 1, after, outcome.metrics)
+        kept = state.method if isinstance(method, Schedule) else (state.method,)
+        no_metrics = {name: jnp.zeros((), jnp.float32) for name in names_of(updates)}
+
+        def run(how: Compression) -> tuple[Any, tuple[States, ...], dict[str, Array]]:
+            stateful, place = how.is_stateful(updates), 0
+            if stateful and isinstance(method, Schedule):
+                first = jax.eval_shape(
+                    lambda: driver.first_states(_mean(axis_name), updates, how, specs=specs)
+                )
+                found = _place(first, kept)
+                place = len(kept) if found is None else found
+            outcome = driver.run(
+                _mean(axis_name),
+                updates,
+                jax.random.fold_in(jax.random.key(seed), state.step),
+                how,
+                specs=specs,
+                states=(*kept, ())[place] if stateful else None,
+            )
+            after = (*kept[:place], outcome.states, *kept[place + 1 :]) if stateful else kept
+            return outcome.tree, after, {**no_metrics, **outcome.metrics}
+
+        if len(hows) == 1:
+            tree, after, metrics = run(hows[0])
+        elif phase is not None:
+            tree, after, metrics = run(hows[phase])
+        else:
+            branches = [functools.partial(run, how) for how in hows]
+            tree, after, metrics = lax.switch(schedule.traced_phase(state.step), branches)
+        states = after if isinstance(method, Schedule) else after[0]
+        return tree, AllReduceState(state.step + 1, states, metrics)
 
     return optax.GradientTransformation(init, update)
+
+
+def _mean(axis_name: AxisName) -> AllReduce:
+    return AllReduce(find_axes(axis_name), mean=True)
+
+
+def _place(states: States, kept: tuple[States, ...]) -> int | None:
+    """Return which of the states of several phases are like those of another phase."""
+    shapes = driver.shapes_of(states)
+    same = (number for number, each in enumerate(kept) if driver.shapes_of(each) == shapes)
+    return next(same, None)

@@ -4,15 +4,13 @@ import collections
 import dataclasses
 import math
 import numbers
-import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import checks
+from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.options import Compression, Options, resolve
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
@@ -22,6 +20,7 @@ from dynamiq_jax._core import Axis
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
+from pallas_kernels.compat import override
 
 
 class LeafReport(NamedTuple):
@@ -52,6 +51,7 @@ class WireReport:
     exact_leaves: tuple[tuple[str, str], ...]  # (path, why) of leaves that are summed exactly
     leaves: tuple[LeafReport, ...]
 
+    @override
     def __str__(self) -> str:
         rows = [("leaf", "size", "method", "bytes")]
         for leaf in self.leaves:
@@ -109,8 +109,8 @@ def report_of(
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
-    exact = exact_bytes(axes, [leaves[index] for index, _ in plan.exact])
-    total = compressed + exact
+    exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
+    total = compressed + exactly
     shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
     by_leaf: dict[int, Method] = {}
     for bucket in plan.buckets:
@@ -119,14 +119,14 @@ def report_of(
             shares[index] += bucket.bytes_sent * sizes[index] / whole
             by_leaf[index] = bucket.method
     whys = dict(plan.exact)
-    shares |= {index: exact_bytes(axes, [leaves[index]]) for index in whys}
+    shares |= {index: exact.bytes_sent(axes, [leaves[index]]) for index in whys}
     # Without compression the slow axis would carry this: beside fast axes, a part of each leaf.
     passes = 2 * (axes.slow.size - 1) / axes.slow.size / axes.num_fast
     coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
     return WireReport(
         bytes_per_worker=total,
         compressed_bytes=compressed,
-        exact_bytes=exact,
+        exact_bytes=exactly,
         fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
         compressed_size=compressed_size,
         bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),
@@ -163,15 +163,6 @@ def plan_without_arrays(
         split_over=[shards.axes_of(index) for index in range(len(leaves))],
     )
     return axes, plan, list(zip(names, leaves, strict=True))
-
-
-def exact_bytes(axes: Axes, leaves: Sequence[Any]) -> int:
-    """Count the bytes that each worker sends to sum leaves exactly."""
-    # Booleans are sent as bytes, numbers of less than 32 bits as 32.
-    item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
-    sizes = [math.prod(leaf.shape) for leaf in leaves]
-    passes = 2 * (axes.num_workers - 1) / axes.num_workers
-    return round(passes * sum(map(operator.mul, sizes, item_bytes)))
 
 
 def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -141,6 +141,7 @@ class Layout:
         for method in used:
             operation.check_method(method)
             how.check_state(method)
+        _check_limit(operation, how, used)
         plan = make_plan(
             planned,
             operation.axes,
@@ -172,7 +173,7 @@ class Layout:
 
     def no_metrics(self) -> dict[str, Array]:
         """Return zero for the metrics of all methods."""
-        return {name: jnp.zeros((), jnp.float32) for each in self.used for name in each.metrics}
+        return {name: jnp.zeros((), jnp.float32) for name in self.how.metrics(self.used)}
 
     def first_states(self) -> States:
         """Return first states of all devices; see `first_states`."""
@@ -185,7 +186,7 @@ class Layout:
 
     def check_states(self, states: States) -> None:
         """Raise ValueError for states that were made for other buckets."""
-        found, wanted = _shapes(states), _shapes(jax.eval_shape(self.first_states))
+        found, wanted = shapes_of(states), shapes_of(jax.eval_shape(self.first_states))
         if found == wanted:
             return
         if [(path, shape[1:]) for path, shape in found] == [
@@ -205,6 +206,24 @@ class Layout:
         )
 
 
+def _check_limit(operation: Operation, how: Compression, used: tuple[Method, ...]) -> None:
+    """Raise ValueError for a limit of the error that a collective or a method cannot keep."""
+    limit = how.options.max_error
+    if limit is None:
+        return
+    if not operation.can_estimate:
+        raise ValueError(
+            f"max_error={limit!r} limits the error of an all-reduce, and this is half of one. Give "
+            "dq.Options() without it."
+        )
+    for method in used:
+        if method.is_stateful:
+            raise ValueError(
+                f"max_error={limit!r} has no meaning with method={method!r}, which adds to a sum "
+                "what earlier ones left out. Give dq.Options() without it, or another method."
+            )
+
+
 def _with_worker_axis(states: States) -> States:
     return jax.tree.map(lambda leaf: leaf[None], states)
 
@@ -213,7 +232,8 @@ def _without_worker_axis(states: States) -> States:
     return jax.tree.map(lambda leaf: leaf[0], states)
 
 
-def _shapes(states: Any) -> list[tuple[str, tuple[int, ...]]]:
+def shapes_of(states: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Return paths and shapes of all arrays of states."""
     return [
         (jax.tree_util.keystr(path), np.shape(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(states)

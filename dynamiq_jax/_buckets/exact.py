@@ -1,5 +1,10 @@
 """Exact sums of leaves that are not compressed."""
 
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -40,6 +45,15 @@ def all_reduce(leaves: dict[int, Array], axes: Axes, divisor: int) -> dict[int, 
         for (index, leaf), part in zip(group.items(), jnp.split(total, offsets), strict=True):
             result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
     return result
+
+
+def bytes_sent(axes: Axes, leaves: Sequence[Any]) -> int:
+    """Count the bytes that each worker sends to sum leaves exactly."""
+    # Booleans are sent as bytes, numbers of less than 32 bits as 32.
+    item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    passes = 2 * (axes.num_workers - 1) / axes.num_workers
+    return round(passes * sum(map(operator.mul, sizes, item_bytes)))
 
 
 def reduce_scatter(leaf: Array, axis: Axis, dimension: int, tiled: bool) -> Array:

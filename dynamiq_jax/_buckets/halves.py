@@ -31,6 +31,8 @@ class ScatterMean(AllReduce):
 
     mean: bool = True
 
+    can_estimate: ClassVar[bool] = False
+
     @override
     def check_method(self, method: Method) -> None:
         checks.check_chunked(method, "training.Pipelined")
@@ -54,7 +56,7 @@ class ScatterMean(AllReduce):
         is_padding = (place >= bucket.call.size) | (
             axes.part_index * bucket.call.size + place >= bucket.size
         )
-        mean = scattered.values * np.float32(1 / self._divisor)
+        mean = scattered.values * np.float32(1 / self.divisor)
         return Reduced(jnp.where(is_padding, 0, mean), scattered.token)
 
 
@@ -64,6 +66,7 @@ class GatherMean(AllReduce):
 
     mean: bool = True
 
+    can_estimate: ClassVar[bool] = False
     # A forward pass uses the first leaves first.
     last_first: ClassVar[bool] = False
     salt: ClassVar[int | None] = AllGather.salt
@@ -145,7 +148,7 @@ def gather(
     assert operation.salt is not None
     key = jax.random.fold_in(key, operation.salt)
     all_shards = Plan(of_shards, (), ())
-    sender = Sender(operation, all_shards, dict(enumerate(shards)), key)
+    sender = Sender(operation, all_shards, dict(enumerate(shards)), key, how)
     groups = runs(all_shards, operation.last_first, how.options.unrolled_buckets)
     # All shards are here. If one was encoded after the gather of another, the chain of transfers
     # would be as much longer as that takes, and what workers exchange before they encode would
@@ -162,7 +165,7 @@ def gather(
         if len(group) == 1:
             codec, payload = encoded[group[0]]
             payload = jax.tree.map(functools.partial(after, token), payload)
-            sent = [operation.deliver(of_shards[group[0]], codec, payload)]
+            sent: Sequence[Reduced] = [operation.deliver(of_shards[group[0]], codec, payload)]
         else:
             sent = sender.send(group, ((),) * len(shards), token)
         means |= {number: one.total for number, one in zip(group, sent, strict=True)}

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax._buckets.error_check import Check, checked, summary
 from dynamiq_jax._buckets.leaves import join, split
 from dynamiq_jax._buckets.no_gradient import refuse_gradient
-from dynamiq_jax._buckets.operations import Leaves, Operation
+from dynamiq_jax._buckets.operations import AllReduce, Leaves, Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan
 from dynamiq_jax.methods import Reduced, State
@@ -23,6 +24,13 @@ from pallas_kernels import compat
 from pallas_kernels.schedule import never
 
 States = tuple[State, ...]  # of a method, for every bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent(Reduced):
+    """Result of the collective of one bucket."""
+
+    check: Check | None = None  # if errors are estimated
 
 
 def send_all(
@@ -48,12 +56,17 @@ def send_all(
       weighted by coordinates.
     """
     sent = send_buckets(operation, plan, leaves, key, how, states)
+    metrics = _means([(plan.buckets[number].size, sent[number].metrics) for number in sent])
+    if how.measures:
+        checks = [check for n in range(len(sent)) if (check := sent[n].check) is not None]
+        exactly = [leaves[index] for index, _ in plan.exact]
+        metrics |= summary(plan, operation.axes, checks, exactly)
     result = operation.exact({index: leaves[index] for index, _ in plan.exact})
     result |= restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
     return (
         result,
         tuple(sent[number].state for number in range(len(sent))),
-        _means([(plan.buckets[number].size, sent[number].metrics) for number in sent]),
+        metrics,
     )
 
 
@@ -75,14 +88,14 @@ def send_buckets(
     key: Array,
     how: Compression,
     states: States,
-) -> dict[int, Reduced]:
+) -> dict[int, Sent]:
     """Send the buckets of a plan, one after the other; see `send_all`.
 
     Returns:
       Results by the number of a bucket, in the order in which they are sent.
     """
-    sender = Sender(operation, plan, leaves, key)
-    sent: dict[int, Reduced] = {}
+    sender = Sender(operation, plan, leaves, key, how)
+    sent: dict[int, Sent] = {}
     token = None
     for numbers in runs(plan, operation.last_first, how.options.unrolled_buckets):
         found = sender.send(numbers, states, token)
@@ -123,8 +136,9 @@ class Sender:
     plan: Plan
     leaves: Leaves
     key: Array
+    how: Compression
 
-    def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Reduced]:
+    def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Sent]:
         """Send buckets that are alike, in a loop if there are several."""
         first = self.plan.buckets[numbers[0]]
         if len(numbers) == 1:
@@ -135,15 +149,15 @@ class Sender:
             place, number, state = each
             flat = after(token, self._select(numbers, place))
             sent = self._send_one(first, flat, number, state)
-            return None, (sent.total, sent.token, sent.state, sent.metrics)
+            return None, (sent.total, sent.token, sent.state, sent.metrics, sent.check)
 
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
         places = np.arange(len(numbers), dtype=np.int32), np.array(numbers, np.int32)
         _, found = lax.scan(body, None, (*places, stacked))
         each = [jax.tree.map(lambda leaf, n=n: leaf[n], found) for n in range(len(numbers))]
         return [
-            Reduced(total=total, token=token, state=state, metrics=metrics)
-            for total, token, state, metrics in each
+            Sent(total=total, token=token, state=state, metrics=metrics, check=check)
+            for total, token, state, metrics, check in each
         ]
 
     def key_of(self, bucket: Bucket, number: Any) -> Array:
@@ -153,9 +167,15 @@ class Sender:
             key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
         return key
 
-    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
+    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
         key = self.key_of(bucket, number)
-        return self.operation.send(bucket, flat, key, state)
+        reduced = self.operation.send(bucket, flat, key, state)
+        total, check = reduced.total, None
+        if self.how.estimates:
+            assert isinstance(self.operation, AllReduce)
+            limit = self.how.options.max_error
+            total, check = checked(self.operation, bucket, flat, total, key, limit)
+        return Sent(total, reduced.token, reduced.state, metrics=reduced.metrics, check=check)
 
     def _flat(self, bucket: Bucket) -> Array:
         members = [self.leaves[index] for index in bucket.leaves]

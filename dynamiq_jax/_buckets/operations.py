@@ -29,6 +29,8 @@ class Operation(abc.ABC):
     last_first: ClassVar[bool] = True
     # Whether a leaf may be in several buckets, which then hold parts of its first dimension.
     cuts_leaves: ClassVar[bool] = False
+    # Whether errors of results can be estimated.
+    can_estimate: ClassVar[bool] = False
     # Folded into the key, so that different kinds with the same key have different noise.
     salt: ClassVar[int | None] = None
 
@@ -94,6 +96,7 @@ class AllReduce(Operation):
     mean: bool = False
 
     cuts_leaves: ClassVar[bool] = True
+    can_estimate: ClassVar[bool] = True
 
     @override
     def multiple(self, bucket: Bucket) -> int:
@@ -109,14 +112,14 @@ class AllReduce(Operation):
 
     @override
     def exact(self, leaves: Leaves) -> Leaves:
-        return exact.all_reduce(leaves, self.axes, self._divisor)
+        return exact.all_reduce(leaves, self.axes, self.divisor)
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         axes, call = self.axes, bucket.call
         part = axes.scatter(flat, call.size)
         reduced = bucket.method.all_reduce(part, call, axes.fold_in(key), state)
-        total = reduced.total * np.float32(1 / self._divisor) if self.mean else reduced.total
+        total = reduced.total * np.float32(1 / self.divisor) if self.mean else reduced.total
         # In the dtype that the result has anyway: fewer bytes over the fast axes.
         total = axes.gather(total.astype(bucket.dtype), bucket.size)
         if not axes.fast:
@@ -125,7 +128,8 @@ class AllReduce(Operation):
         return dataclasses.replace(reduced, total=total, token=total, metrics=metrics)
 
     @property
-    def _divisor(self) -> int:
+    def divisor(self) -> int:
+        """What sums are divided by."""
         return self.axes.num_workers if self.mean else 1
 
 

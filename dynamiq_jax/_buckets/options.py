@@ -1,11 +1,18 @@
 """Options of a collective: everything about compression that a user can set."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from dynamiq_jax._buckets.policy import Policy, Rules
-from dynamiq_jax._core import check_integer
+from dynamiq_jax._core import check_integer, check_number
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
+
+# Metrics that any method has, on request.
+MEASURED = ("error", "worst_error", "norm", "non_finite", "bytes", "fallbacks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,7 +20,7 @@ class Options:
     """Options of every collective, beside the method and the topology.
 
     >>> Options(exact_below=0)
-    Options(exact_below=0, bucket_bytes=134217728, unrolled_buckets=8)
+    Options(exact_below=0, bucket_bytes=134217728, unrolled_buckets=8, max_error=None)
     """
 
     # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
@@ -29,11 +36,17 @@ class Options:
     # share one codec in a loop, which waits for all of their leaves: compile time would grow with
     # their number otherwise.
     unrolled_buckets: int = 8
+    # Largest vNMSE of the mean of a bucket in an all-reduce, estimated in every step from the exact
+    # mean of a sample, which takes 1% of the bytes. A bucket that may exceed it is sent again,
+    # exactly. None: no limit, and no estimate.
+    max_error: float | None = None
 
     def __post_init__(self):
         check_integer("exact_below", self.exact_below, 0)
         check_integer("bucket_bytes", self.bucket_bytes, 1)
         check_integer("unrolled_buckets", self.unrolled_buckets, 0)
+        if self.max_error is not None:
+            check_number("max_error", self.max_error, 0, np.inf, "a vNMSE such as 0.1, or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +57,21 @@ class Compression:
     topology: Topology
     options: Options
     stateless: str = ""  # the function, if it cannot keep states of methods
+    measures: bool = False  # whether metrics are asked for
+
+    @property
+    def estimates(self) -> bool:
+        """Whether errors are estimated."""
+        return self.measures or self.options.max_error is not None
+
+    def is_stateful(self, tree: Any) -> bool:
+        """Return whether a method of a leaf of a tree carries state."""
+        return any(method.is_stateful for method in self.policy.used(tree))
+
+    def metrics(self, used: Sequence[Method]) -> tuple[str, ...]:
+        """Return the names of the metrics of some methods."""
+        names = [name for method in used for name in method.metrics]
+        return (*dict.fromkeys(names), *(MEASURED if self.measures else ()))
 
     def check_state(self, method: Method) -> None:
         """Raise ValueError for a method whose state the function has nowhere to keep."""
@@ -61,6 +89,7 @@ def resolve(
     options: Options,
     *,
     stateless: str = "",
+    measures: bool = False,
 ) -> Compression:
     """Resolve methods, a topology and options, given by name or by value.
 
@@ -69,6 +98,7 @@ def resolve(
       topology: topology, or its name.
       options: options.
       stateless: name of the function, if it cannot keep states of methods.
+      measures: whether metrics are asked for.
 
     Raises:
       ValueError: an unknown method or topology, a pattern that is not valid, or a method whose
@@ -77,7 +107,7 @@ def resolve(
     """
     if not isinstance(options, Options):
         raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
-    how = Compression(Policy.of(method), resolve_topology(topology), options, stateless)
+    how = Compression(Policy.of(method), resolve_topology(topology), options, stateless, measures)
     for each in how.policy.known:
         how.check_state(each)
     return how

@@ -160,7 +160,7 @@ class LocalSGD:
         fragments = self.split(params)
         how = self._of_fragments
         method: tuple[tuple[State, ...], ...] = ()
-        if any(each.is_stateful for each in self._how.policy.used(params)):
+        if self._how.is_stateful(params):
             operation = AllReduce(axes, mean=True)
             method = tuple(
                 driver.first_states(operation, fragment, how, specs=self.specs)

@@ -10,8 +10,8 @@ import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._api.report import exact_bytes, plan_without_arrays
-from dynamiq_jax._buckets import checks, halves
+from dynamiq_jax._api.report import plan_without_arrays
+from dynamiq_jax._buckets import checks, exact, halves
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.driver import Layout
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
@@ -156,7 +156,7 @@ class Pipelined:
         return PipelinedReport(
             scattered_bytes=sum(scattering.bytes_sent(b) for b in plan.buckets),
             gathered_bytes=sum(gathering.bytes_sent(b) for b in plan.buckets),
-            exact_bytes=exact_bytes(axes, leaves),
+            exact_bytes=exact.bytes_sent(axes, leaves),
             state_bytes=4 * sum(sizes) + sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
             buckets=len(plan.buckets),
         )

@@ -1,0 +1,87 @@
+"""Check of the error of every bucket: a limit with a way back to the exact sum, and metrics."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax._buckets import exact
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.error_estimate import Estimate, estimate, joined, sample_bytes
+from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._buckets.options import MEASURED
+from dynamiq_jax._buckets.plan import Bucket, Plan
+from pallas_kernels import compat
+
+
+class Check(NamedTuple):
+    """Outcome of the check of a bucket."""
+
+    estimate: Estimate  # of what was returned
+    fell_back: Array  # 1 if the bucket was sent again, exactly, and 0 otherwise: float32
+
+
+def checked(
+    operation: AllReduce, bucket: Bucket, flat: Array, total: Array, key: Array, limit: float | None
+) -> tuple[Array, Check]:
+    """Estimate the error of a bucket, and send it again if that may be above a limit.
+
+    Args:
+      operation: the all-reduce.
+      bucket: the bucket.
+      flat: values of this worker, [size].
+      total: the result, [size].
+      key: typed PRNG key of the bucket.
+      limit: largest vNMSE, or None.
+    """
+    found = estimate(operation.axes, bucket, flat, total, key, operation.divisor)
+    zero = jnp.zeros_like(found.error)
+    if limit is None:
+        return total, Check(found, zero)
+    is_over = found.may_exceed(limit)
+
+    def exactly() -> Array:
+        (again,) = exact.all_reduce({0: flat}, operation.axes, operation.divisor).values()
+        return compat.match_varying(again, total).astype(total.dtype)
+
+    result = lax.cond(is_over, exactly, lambda: total)
+    kept = found._replace(
+        error=jnp.where(is_over, zero, found.error),
+        variance=jnp.where(is_over, zero, found.variance),
+    )
+    return result, Check(kept, is_over.astype(jnp.float32))
+
+
+def summary(plan: Plan, axes: Axes, checks: Iterable[Check], exact_leaves: list[Any]) -> Any:
+    """Return the metrics of an all-reduce, float32 scalars.
+
+    Args:
+      plan: buckets.
+      axes: axes of the collective.
+      checks: of every bucket of the plan, in order.
+      exact_leaves: those that are summed exactly.
+    """
+    sent = np.float32(exact.bytes_sent(axes, exact_leaves))
+    if not plan.buckets:
+        return dict.fromkeys(MEASURED, jnp.float32(0)) | {"bytes": jnp.float32(sent)}
+    found, fell_back = zip(*checks, strict=True)
+    whole, bytes_sent = joined(found), jnp.float32(sent)
+    for bucket, again in zip(plan.buckets, fell_back, strict=True):
+        whole_again = exact.bytes_sent(axes, [_Flat((bucket.size,), bucket.dtype)])
+        sent = np.float32(bucket.bytes_sent + sample_bytes(bucket, axes))
+        bytes_sent = bytes_sent + sent + again * np.float32(whole_again)
+    return {
+        "error": whole.vnmse,
+        "worst_error": jnp.max(jnp.stack([each.vnmse for each in found])),
+        "norm": whole.scale * jnp.sqrt(whole.square),
+        "non_finite": whole.bad_rows / whole.rows,
+        "bytes": bytes_sent,
+        "fallbacks": sum(fell_back, jnp.float32(0)),
+    }
+
+
+class _Flat(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: Any

@@ -1,0 +1,151 @@
+"""Schedules: methods by step, in one program or in one for each phase."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import METHODS
+from tests.support.gradients import of_workers, vnmse
+
+WORKERS, STEPS = 4, 6
+GRADIENTS = of_workers(0, WORKERS, STEPS * 4096).reshape(WORKERS, STEPS, 64, 64)
+SPECS = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+
+
+class Run:
+    """Steps on a mesh: of one program, or of one for each phase."""
+
+    def __init__(self, mesh, schedule, *, static=False):
+        self.schedule, self.static = schedule, static
+
+        @functools.cache
+        def step(phase):
+            reduce = dq.all_reduce_gradients("data", method=schedule, seed=1, phase=phase)
+
+            @jax.jit
+            @jax.shard_map(mesh=mesh, in_specs=(P("data"), SPECS), out_specs=(P(), SPECS))
+            def update(stacked, state):
+                return reduce.update(stacked[0], state)
+
+            return update
+
+        def init(stacked):
+            return dq.all_reduce_gradients("data", method=schedule).init(stacked[0])
+
+        self._step = step
+        mapped = jax.shard_map(init, mesh=mesh, in_specs=P("data"), out_specs=SPECS)
+        self.start = jax.jit(mapped)(GRADIENTS[:, 0])
+
+    def steps(self, state, first, last):
+        outputs = []
+        for number in range(first, last):
+            phase = self.schedule.phase(number) if self.static else None
+            output, state = self._step(phase)(GRADIENTS[:, number], state)
+            outputs.append(np.asarray(output))
+        return outputs, state
+
+
+def errors(outputs):
+    return [vnmse(out, GRADIENTS[:, n].mean(0, dtype=np.float64)) for n, out in enumerate(outputs)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_warm_up_is_exact_and_then_every_method_takes_over(data_mesh, name):
+    run = Run(data_mesh(WORKERS), dq.Schedule({0: "exact", 2: name}))
+    outputs, state = run.steps(run.start, 0, 4)
+    if not state.method:  # as alone, in the same step
+        alone = Run(data_mesh(WORKERS), dq.Schedule({0: name}))
+        expected, _ = alone.steps(run.start._replace(step=jnp.int32(2)), 2, 3)
+        np.testing.assert_array_equal(outputs[2], expected[0])
+    assert max(errors(outputs)[:2]) < 1e-12
+    if name != "exact":
+        assert min(errors(outputs)[2:]) > 1e-7
+    assert int(state.step) == 4
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_a_run_resumes_bit_identically_before_and_after_the_switch(
+    data_mesh, tmp_path, killed_after
+):
+    run = Run(data_mesh(WORKERS), dq.Schedule({0: "ef+exact", 2: "ef+topk_chunked:4", 4: "bf16"}))
+    whole, last = run.steps(run.start, 0, STEPS)
+    before, state = run.steps(run.start, 0, killed_after)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", state)
+    after, resumed = run.steps(restored, killed_after, STEPS)
+    np.testing.assert_array_equal(before + after, whole)
+    jax.tree.map(np.testing.assert_array_equal, resumed, last)
+
+
+def test_one_program_for_each_phase_gives_the_same_bits(data_mesh):
+    schedule = dq.Schedule({0: "ef+bf16", 2: "ef+topk_chunked:4", 4: {"": "dynamiq:6"}})
+    (one, of_one), (several, of_several) = (
+        run.steps(run.start, 0, STEPS)
+        for run in (Run(data_mesh(WORKERS), schedule, static=s) for s in (False, True))
+    )
+    np.testing.assert_array_equal(one, several)
+    jax.tree.map(np.testing.assert_array_equal, of_one, of_several)
+
+
+def test_phases_of_like_states_share_them(data_mesh):
+    """What a phase leaves out is added in the next one. Other shapes have states of their own."""
+    schedule = dq.Schedule({0: "ef+topk_chunked:2", 2: "ef+exact", 3: "ef+powersgd", 4: "exact"})
+    run = Run(data_mesh(WORKERS), schedule)
+    assert len(run.start.method) == 2
+    outputs, state = run.steps(run.start, 0, 3)
+    total, truth = sum(outputs), GRADIENTS[:, :3].mean(0, dtype=np.float64).sum(0)
+    assert vnmse(total, truth) < 1e-4 < 1e-2 < vnmse(outputs[0], GRADIENTS[:, 0].mean(0))
+    assert np.abs(state.method[0][0].residual).max() < 1e-5
+
+
+def test_only_the_phase_that_it_is_in_is_compiled(data_mesh):
+    def kinds(phase):
+        schedule = dq.Schedule({0: "exact", 2: "marsit"})
+        reduce = dq.all_reduce_gradients("data", method=schedule, phase=phase)
+        mapped = jax.shard_map(
+            lambda g: reduce.update(g[0], reduce.init(g[0]))[0],
+            mesh=data_mesh(WORKERS),
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+        text = jax.jit(mapped).lower(GRADIENTS[:, 0]).as_text()
+        return "stablehlo.case" in text or "stablehlo.if" in text, "ui8" in text
+
+    assert kinds(0) == (False, False)
+    assert kinds(1) == (False, True)
+    assert kinds(None) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [{}, {1: "bf16"}, {0: "bf16", 5: "exact", 3: "bf16"}, {0: "bf16", 2.5: "exact"}, "bf16", None],
+)
+def test_impossible_phases(phases):
+    with pytest.raises(ValueError, match="phases="):
+        dq.Schedule(phases)
+
+
+def test_methods_of_phases_are_checked_at_once():
+    with pytest.raises(ValueError, match="method='bf17'"):
+        dq.Schedule({0: "bf16", 10: "bf17"})
+
+
+@pytest.mark.parametrize("phase", [-1, 2])
+def test_impossible_phase(phase):
+    with pytest.raises(ValueError, match=r"phase=.* is not one of the 2"):
+        dq.all_reduce_gradients("data", method=dq.Schedule({0: "bf16", 1: "exact"}), phase=phase)
+
+
+def test_a_schedule_is_for_the_optimizer_alone():
+    with pytest.raises(ValueError, match=r"method=Schedule.*is not known"):
+        dq.wire_report(
+            jax.ShapeDtypeStruct((4096,), jnp.float32), 2, method=dq.Schedule({0: "bf16"})
+        )
