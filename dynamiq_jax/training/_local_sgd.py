@@ -227,7 +227,7 @@ class LocalSGD:
 
     @property
     def _of_fragments(self) -> Compression:
-        """How a fragment is sent, which has no leaf for some patterns of a policy."""
+        """Compression of a fragment, which has no leaf for some patterns of a policy."""
         how = self._how
         return dataclasses.replace(how, policy=dataclasses.replace(how.policy, all_used=False))
 
