@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "value_and_grad ignores the options",
         "dynamiq_jax/_api/autodiff.py",
-        "options=work.how.options,",
-        "options=Options(),",
+        "            work.how,\n",
+        '            resolve("bf16", "ring", Options()),\n',
         (
             "tests/test_value_and_grad.py::test_options_say_which_gradients_are_exact_and_how_large_buckets_are",
         ),
@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         "options are ignored in the first state",
         "dynamiq_jax/_api/optimizer.py",
-        "driver.first_states(operation, params, how, specs=specs)",
-        "driver.first_states(operation, params, resolve(method, topology, Options()), specs=specs)",
+        "first = driver.first_states(_mean(axis_name), params, how, specs=specs)",
+        "first = driver.first_states(_mean(axis_name), params, resolve(method, topology, Options()))",
         ("tests/test_optimizer.py::test_a_state_covers_the_buckets_that_the_options_make",),
     ),
     Fault(
@@ -158,8 +158,8 @@ FAULTS = (
     Fault(
         "metrics of a step are dropped",
         "dynamiq_jax/_api/optimizer.py",
-        "AllReduceState(state.step + 1, after, outcome.metrics)",
-        "AllReduceState(state.step + 1, after, state.metrics)",
+        "AllReduceState(state.step + 1, states, metrics)",
+        "AllReduceState(state.step + 1, states, state.metrics)",
         ("tests/test_optimizer.py::test_metrics_are_means_over_buckets_by_their_coordinates",),
     ),
     Fault(
@@ -183,7 +183,7 @@ FAULTS = (
     ),
     Fault(
         "booleans count as four bytes",
-        "dynamiq_jax/_api/report.py",
+        "dynamiq_jax/_buckets/exact.py",
         "1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4)",
         "max(leaf.dtype.itemsize, 4)",
         ("tests/test_wire_report.py::test_the_report_knows_the_bytes_of_every_exact_dtype",),

@@ -80,8 +80,8 @@ FAULTS = (
     Fault(
         "metrics are not weighted by the sizes of the buckets",
         "dynamiq_jax/_buckets/loop.py",
-        "totals[name] + value * np.float32(plan.buckets[number].size)",
-        "totals[name] + value * np.float32(2048)",
+        "jnp.float32(0)) + value * np.float32(size)",
+        "jnp.float32(0)) + value * np.float32(2048)",
         ("tests/test_optimizer.py::test_metrics_are_means_over_buckets_by_their_coordinates",),
     ),
     Fault(
@@ -143,11 +143,11 @@ FAULTS = (
         ("tests/test_buckets.py",),
     ),
     Fault(
-        "a mask compresses the leaves that it is to keep",
-        "dynamiq_jax/_buckets/leaves.py",
-        "return [bool(flag) for flag in flags]",
-        "return [not flag for flag in flags]",
-        ("tests/test_collectives.py::test_masked_leaves_are_exact_and_change_nothing_else",),
+        "a policy compresses the leaves that it is to keep",
+        "dynamiq_jax/_buckets/policy.py",
+        "return [None if isinstance(method, Exact) else method for method in found]",
+        "return [found[0] if isinstance(method, Exact) else method for method in found]",
+        ("tests/test_policy.py::test_each_leaf_has_the_error_of_its_method",),
     ),
     Fault(
         "a gradient passes through the rounding",
@@ -166,8 +166,8 @@ FAULTS = (
     Fault(
         "a sum is cast to its dtype before it becomes a mean",
         "dynamiq_jax/_buckets/operations.py",
-        "reduced.total * np.float32(1 / self._divisor) if self.mean",
-        "reduced.total.astype(bucket.dtype) / np.array(self._divisor, bucket.dtype) if self.mean",
+        "reduced.total * np.float32(1 / self.divisor) if self.mean",
+        "reduced.total.astype(bucket.dtype) / np.array(self.divisor, bucket.dtype) if self.mean",
         ("tests/test_collectives.py::test_a_mean_that_fits_comes_from_a_sum_that_does_not",),
     ),
     Fault(
@@ -201,8 +201,8 @@ FAULTS = (
     Fault(
         "padding does not count the chunks of a worker",
         "dynamiq_jax/_buckets/operations.py",
-        "return granule * bucket.call.topology.chunks_per_worker",
-        "return granule",
+        "return bucket.method.granule * bucket.call.topology.chunks_per_worker",
+        "return bucket.method.granule",
         ("tests/test_sharded.py::test_parts_of_the_sum_are_close_and_not_exact",),
     ),
     Fault(
@@ -245,7 +245,7 @@ FAULTS = (
     Fault(
         "leaves that are too small to save bytes are compressed",
         "dynamiq_jax/_buckets/plan.py",
-        "if topology.bytes_sent(cost, num_workers) > topology.bytes_sent(exact, num_workers):",
+        "if chosen.bytes_sent(cost, num_workers) > chosen.bytes_sent(exact, num_workers):",
         "if num_workers < 0:",
         ("tests/test_wire_report.py::test_every_exact_leaf_is_listed_with_its_reason",),
     ),

@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "owners combine their own shares",
         "dynamiq_jax/_core/axis.py",
-        "return self.gather(combine(self.exchange(shares)))",
-        "return self.gather(combine(shares))",
+        "return self.gather(combine(self.exchange(own)))",
+        "return self.gather(combine(own))",
         ("tests/test_topologies.py::test_numbers_that_owners_combine_are_the_same_everywhere",),
     ),
     Fault(

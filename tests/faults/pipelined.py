@@ -76,7 +76,7 @@ FAULTS = (
     Fault(
         "shards are sums, not means",
         HALVES,
-        "scattered.values * np.float32(1 / self._divisor)",
+        "scattered.values * np.float32(1 / self.divisor)",
         "scattered.values",
         (ORDINARY,),
     ),
