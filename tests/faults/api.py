@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         "options are ignored in the first state",
         "dynamiq_jax/_api/optimizer.py",
-        "first = driver.first_states(_mean(axis_name), params, how, specs=specs)",
-        "first = driver.first_states(_mean(axis_name), params, resolve(method, topology, Options()))",
+        "driver.first_states(_mean(axis_name), params, how, specs=specs)",
+        "driver.first_states(_mean(axis_name), params, resolve(method, topology, Options()))",
         ("tests/test_optimizer.py::test_a_state_covers_the_buckets_that_the_options_make",),
     ),
     Fault(
