@@ -48,12 +48,21 @@ def all_or_nothing_rounds(grid: tuple[int, ...], dead: float, rng: np.random.Gen
             values = np.full_like(values, values.mean())
 
 
+def masked_rounds(grid: tuple[int, ...], dead: float, rng: np.random.Generator) -> Iterator:
+    """Yield values with a mean over all living peers."""
+    values = rng.normal(size=np.prod(grid))
+    while True:
+        yield values
+        values = _averaged(values, 0, rng.random(values.size) >= dead)
+
+
 MOSHPIT = "Moshpit"
 SCHEMES: dict[str, Rounds] = {
     MOSHPIT: grid_rounds,
     "random groups": group_rounds,
     "gossip on a ring": gossip_rounds,
     "all-reduce of all or nothing": all_or_nothing_rounds,
+    "all-reduce with a mask": masked_rounds,
 }
 
 

@@ -154,7 +154,7 @@ def replay(schedule: Sequence[Sequence[Any]], workers: int = 8) -> list[tuple[st
 
 
 def plot(steps: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw a step with both halves at its end above a pipelined one, on one time axis."""
+    """Draw a step that gathers at its end above a pipelined one, on one time axis."""
     by_kind = {
         row["pipelined"]: row
         for row in steps
@@ -175,7 +175,7 @@ def plot(steps: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_yticks([0.5, 1.5], ["network", "GPU"])
         axis.spines[["top", "right", "left"]].set_visible(False)
         name = "pipelined: the gather runs under the next forward pass"
-        axis.set_title(name if pipelined else "both halves at the end of a step", loc="left")
+        axis.set_title(name if pipelined else "gather at the end of a step", loc="left")
         axis.text(1e3 * end, 2.05, f"{1e3 * end:.1f} ms", ha="center", va="bottom", fontsize=9)
     axes[1].set_xlabel("ms of a step")
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]

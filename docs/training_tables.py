@@ -26,8 +26,8 @@ def local_sgd() -> str:
                 f"{row['peak_bytes'] / 1e3:,.0f} kB",
             ]
         )
-    header = ["run", "loss", "off exact local SGD", "off BF16 in every step", "bytes a step"]
-    return markdown([*header, "fewer than BF16", "most in one step"], rows)
+    header = ["run", "loss", "against exact means", "against BF16 in every step", "bytes a step"]
+    return markdown([*header, "fewer than BF16", "largest step"], rows)
 
 
 def local_sgd_times() -> str:
@@ -46,7 +46,7 @@ def local_sgd_times() -> str:
         rows.append([*cells, f"{losses['mean_off']:+.2%}"])
     header = ["setting", "bits a step"]
     for rate in rates:
-        header += [f"a step at {format_rate(rate)}", "99% target"]
+        header += [f"a step at {format_rate(rate)}", f"99% target at {format_rate(rate)}"]
     return markdown([*header, "final loss"], rows)
 
 
@@ -90,7 +90,9 @@ def moshpit_training() -> str:
         off = [mean(row["off"]), min(row["off"]), max(row["off"])]
         shown = "" if row["run"] == "no failures" else "{:+.2%} ({:+.2%} to {:+.2%})".format(*off)
         rows.append([row["group"], row["run"], f"{mean(final):.3f}", shown])
-    return markdown(["averages of", "run", "loss", "off no failures (three seeds)"], rows)
+    return markdown(
+        ["averages of", "run", "loss", "against no failures (range of three seeds)"], rows
+    )
 
 
 def drop_compute_simulated() -> str:
@@ -108,8 +110,8 @@ def drop_compute_simulated() -> str:
         ]
         for row in results_of("drop_compute")["simulated"]
     ]
-    header = ["latencies", "workers", "threshold", "dropped", "**speed-up**", "law"]
-    return markdown([*header, "paper's model", "its law"], rows)
+    header = ["latencies", "workers", "threshold", "dropped", "**speed-up**", "by our law"]
+    return markdown([*header, "if cut off (paper)", "by the paper's law"], rows)
 
 
 def drop_compute_processes() -> str:
@@ -128,8 +130,8 @@ def drop_compute_processes() -> str:
         ]
         for row in results_of("drop_compute")["processes"]
     ]
-    header = ["seed", "step", "with a threshold", "dropped", "speed-up", "predicted", "at"]
-    return markdown([*header, "loss", "with a threshold"], rows)
+    header = ["seed", "step, no threshold", "step, threshold", "dropped", "speed-up", "predicted"]
+    return markdown([*header, "compared at", "loss, no threshold", "loss, threshold"], rows)
 
 
 def packet_loss() -> str:
@@ -185,7 +187,7 @@ def pipelined_schedules() -> str:
     rows = [
         [
             f"`{row['topology']}`",
-            "pipelined" if row["pipelined"] else "both halves at the end",
+            "pipelined" if row["pipelined"] else "gather at the end",
             str(row["buckets_per_layer"]),
             f"{row['gathered_under_forward']:.0%}",
             f"{row['scattered_under_backward']:.0%}",
@@ -207,7 +209,8 @@ def pipelined_times() -> str:
         ]
         for row in results_of("pipelined")
     ]
-    header = ["link", "u", "b", "s", "g", "u + b + s + g", "both halves at the end", "pipelined"]
+    header = ["link", "forward u", "backward b", "scatter s", "gather g", "u + b + s + g"]
+    header += ["gather at the end", "pipelined"]
     return markdown(header, rows)
 
 

@@ -1,4 +1,4 @@
-"""Local SGD (DiLoCo): four workers train alone, and average what they have learned now and then."""
+"""Local SGD (DiLoCo): four workers train alone, and average their changes every ten steps."""
 
 import jax
 import jax.numpy as jnp

@@ -66,7 +66,9 @@ class LocalSGD:
 
     With `fragments`, each part of the parameters has its own turn: as many bytes, in smaller
     messages that are spread over the steps. With `delay`, a mean change that is sent in one step is
-    applied some steps later, and local steps go on meanwhile.
+    applied some steps later, and local steps go on meanwhile. Call `update` before the local step
+    then, and compute gradients from its result, so that XLA can run the transfer meanwhile. At the
+    end of a run, changes that are pending are in no `reference`.
 
     `update` must run inside `jax.shard_map` (or `jax.vmap`) with the axis. State and `init` need
     parameters that are the same on all workers. `reference` is the model to evaluate and to keep.
