@@ -381,13 +381,6 @@ def test_value_and_grad_checks_its_key(data_mesh):
         grad_fn({"w": jnp.ones((8, 2))}, jnp.ones((4, 8)), key=jnp.zeros(2))
 
 
-def test_masks_of_something_else():
-    with raises(ValueError, "mask holds 'no'", "Give True (compressed) or False (exact)"):
-        simulated(lambda key, g: dq.psum(g, "data", key=key, options=dq.Options(mask={"w": "no"})))(
-            KEY, {"w": GRADIENT}
-        )
-
-
 def test_scalars_do_not_scatter():
     with raises(ValueError, "scatter_dimension=0 is not a dimension of tree", "with a dimension"):
         simulated(lambda key, g: dq.psum_scatter(g, "data", key=key))(KEY, GRADIENT[:, 0])

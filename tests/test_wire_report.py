@@ -116,11 +116,9 @@ def test_every_exact_leaf_is_listed_with_its_reason():
     ).exact_leaves
     assert (path, none) == ("['w']", [])
     assert "100 coordinates over 8 workers" in reason
-    masked = dq.wire_report(
-        TREE, NUM_WORKERS, options=dq.Options(mask={name: name != "w" for name in TREE})
-    )
-    assert dict(masked.exact_leaves)["['w']"] == "masked"
-    assert (masked.compressed_bytes, masked.compressed_size) == (0, 0)
+    kept = dq.wire_report(TREE, NUM_WORKERS, method={"^w$": "exact", "": "dynamiq"})
+    assert dict(kept.exact_leaves)["['w']"] == "by the policy"
+    assert (kept.compressed_bytes, kept.compressed_size) == (0, 0)
 
 
 @given(size=st.integers(1, 5000), num_workers=st.integers(2, 64))
