@@ -273,9 +273,9 @@ def test_every_step_has_its_own_noise_and_the_seed_fixes_all_of_it():
 @pytest.mark.parametrize(
     "policy",
     (
-        {"layer/(kernel|bias)": dq.DynamiQ(), "embedding": "exact"},
-        {"^embedding$": dq.Exact(), "": "dynamiq"},
-        lambda path, leaf: "exact" if path == "embedding" or leaf.ndim == 1 else dq.DynamiQ(),
+        {"layer/(kernel|bias)": STOCHASTIC, "embedding": "exact"},
+        {"^embedding$": dq.Exact(), "": STOCHASTIC},
+        lambda path, leaf: "exact" if path == "embedding" or leaf.ndim == 1 else STOCHASTIC,
     ),
     ids=("patterns", "first", "function"),
 )
