@@ -143,7 +143,7 @@ def examine(
         "relayouts": len(moves),
         "relayout_bytes_per_coordinate": a_coordinate(sum(run.total for run in moves)),
         "estimated_ms": round(
-            sum(run.instruction.cycles * run.times for run in runs) / CLOCK_MHZ / 1e3, 3
+            sum(hlo_costs.cycles(run.instruction) * run.times for run in runs) / CLOCK_MHZ / 1e3, 3
         ),
         "temporary_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,

@@ -5,9 +5,10 @@
 
 import collections
 import dataclasses
-import math
-import re
 from collections.abc import Iterator
+
+from dynamiq_jax._inspection import hlo
+from dynamiq_jax._inspection.hlo import Computation, Instruction
 
 COLLECTIVES = (
     "all-gather",
@@ -17,11 +18,6 @@ COLLECTIVES = (
     "reduce-scatter",
     "send",  # between slices
 )
-_BITS = {"pred": 8}  # of types whose name has no number
-_ARRAY = re.compile(r"\b([a-z]+)(\d*)(?:e\d\w*)?\[([\d,]*)\](\{[^}]*\})?")
-_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_LINE = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*)$")
-
 # Names of arrays that are in memory already.
 _NAMES = {
     "after-all",
@@ -36,52 +32,6 @@ _NAMES = {
 _NO_CODE = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast"}  # custom calls
 _MOVES = {"copy", "transpose", "reshape"}  # results hold the values of the operand
 
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One line of HLO."""
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    text: str  # of the operands, between the parentheses
-    attributes: str
-    is_root: bool
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the result, without padding."""
-        return sum(size for size, _ in sizes(self.type))
-
-    @property
-    def touches_memory(self) -> bool:
-        """Whether it reads or writes more than names of arrays."""
-        if self.opcode == "custom-call":
-            return self.attribute(r'custom_call_target="([^"]*)"') not in _NO_CODE
-        return self.opcode not in _NAMES and not self.opcode.endswith("-done")
-
-    @property
-    def source(self) -> str:
-        """Name that JAX gave the operation."""
-        return self.attribute(r'op_name="([^"]*)"')
-
-    @property
-    def cycles(self) -> int:
-        """Cycles that the compiler expects; 0 where it gives none."""
-        return int(self.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-
-    def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern in the attributes, or an empty string."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
-
-    def called(self, role: str) -> str:
-        """Return the name of the computation with a role: `calls`, `body` or `condition`."""
-        return self.attribute(rf"\b{role}=%?([\w.\-]+)")
-
-
-Computation = dict[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,51 +51,12 @@ class Run:
         return self.bytes * self.times
 
 
-def sizes(types: str) -> list[tuple[int, bool]]:
-    """Return the bytes of every array of a type, and whether it lies outside vector memory.
-
-    Tokens and semaphores are not in the list.
-    """
-    return [
-        (
-            math.prod(int(size) for size in shape.split(",") if size)
-            * (_BITS[name] if not bits else int(bits))
-            // 8,
-            "S(1)" not in layout,
-        )
-        for name, bits, shape, layout in _ARRAY.findall(types)
-        if name not in ("token", "opaque") and "S(2)" not in layout
-    ]
-
-
-class Program:
-    """Computations of an optimized HLO program."""
-
-    def __init__(self, text: str):
-        self.computations: dict[str, Computation] = {}
-        self.entry = ""
-        current: Computation = {}
-        for line in text.splitlines():
-            if head := _HEAD.match(line):
-                current = self.computations[head[2]] = {}
-                self.entry = head[2] if head[1] else self.entry
-            elif found := _LINE.match(line):
-                current[found[2]] = _instruction(found[2], found[3], bool(found[1]))
+class Program(hlo.Program):
+    """Optimized HLO program whose instructions have costs."""
 
     def runs(self) -> list[Run]:
         """Return all instructions that touch memory; of a conditional, its heaviest branch."""
         return list(self._runs(self.entry, 1))
-
-    def trips(self, computation: str, loop: Instruction) -> int | None:
-        """Return how often the body of a loop runs; None where that is not a constant."""
-        condition = self.computations[loop.called("condition")]
-        comparisons = [i for i in condition.values() if i.opcode == "compare"]
-        if len(comparisons) != 1 or "direction=LT" not in comparisons[0].attributes:
-            return None
-        first, limit = (
-            self._constant(computation, loop, condition, name) for name in comparisons[0].operands
-        )
-        return None if first is None or limit is None else limit - first
 
     def _runs(self, name: str, times: int) -> Iterator[Run]:
         for instruction in self.computations[name].values():
@@ -155,14 +66,11 @@ class Program:
                     raise ValueError(f"The loop {instruction.name} has no constant trip count.")
                 yield from self._runs(instruction.called("body"), times * trips)
             elif instruction.opcode == "conditional":
-                names = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-                branches = [
-                    list(self._runs(branch, times)) for branch in re.findall(r"[\w.\-]+", names)
-                ]
+                branches = [list(self._runs(branch, times)) for branch in instruction.branches()]
                 yield from max(branches, key=lambda runs: sum(run.total for run in runs))
             elif instruction.opcode == "call":
                 yield from self._runs(instruction.called("to_apply"), times)
-            elif instruction.touches_memory:
+            elif _touches_memory(instruction):
                 yield self._run(self.computations[name], instruction, times)
 
     def _run(self, computation: Computation, instruction: Instruction, times: int) -> Run:
@@ -239,19 +147,6 @@ class Program:
         opcodes = {i.opcode for i in self.computations[instruction.called("calls")].values()}
         return bool(opcodes & _MOVES) and opcodes <= _MOVES | _NAMES
 
-    def _constant(
-        self, outer: str, loop: Instruction, condition: Computation, name: str
-    ) -> int | None:
-        """Return the value that an operand of a loop's condition has at the start of the loop."""
-        value = _origin(condition, name)
-        if value.opcode == "get-tuple-element":
-            start = self.computations[outer][loop.operands[0]]
-            if start.opcode != "tuple":
-                return None
-            index = int(value.attribute(r"index=(\d+)"))
-            value = _origin(self.computations[outer], start.operands[index])
-        return int(value.text) if value.opcode == "constant" else None
-
 
 def collectives(runs: list[Run]) -> dict[str, dict[str, int]]:
     """Return how often each collective runs, and the bytes of its operands in all executions.
@@ -267,30 +162,21 @@ def collectives(runs: list[Run]) -> dict[str, dict[str, int]]:
     return dict(found)
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
-    type_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    opcode, operands_start = rest[type_end:].split("(", 1)[0].strip(), rest.index("(", type_end)
-    end = _closing(rest, operands_start)
-    text = rest[operands_start + 1 : end]
-    names = tuple(re.findall(r"%([\w.\-]+)", text))
-    return Instruction(name, rest[:type_end], opcode, names, text.strip(), rest[end + 1 :], is_root)
+def sizes(types: str) -> list[tuple[int, bool]]:
+    """Return the bytes of every array of a type, and whether it lies outside vector memory."""
+    return [(array.bytes, "S(1)" not in array.layout) for array in hlo.arrays_of(types)]
 
 
-def _closing(text: str, start: int) -> int:
-    """Return the index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    raise ValueError(f"No parenthesis closes {text[start : start + 80]!r}.")
+def cycles(instruction: Instruction) -> int:
+    """Return the cycles that the compiler expects; 0 where it gives none."""
+    return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
 
 
-def _origin(computation: Computation, name: str) -> Instruction:
-    value = computation[name]
-    while value.opcode in ("bitcast", "convert", "copy"):
-        value = computation[value.operands[0]]
-    return value
+def _touches_memory(instruction: Instruction) -> bool:
+    """Return whether an instruction reads or writes more than names of arrays."""
+    if instruction.opcode == "custom-call":
+        return instruction.attribute(r'custom_call_target="([^"]*)"') not in _NO_CODE
+    return instruction.opcode not in _NAMES and not instruction.opcode.endswith("-done")
 
 
 def _far(instruction: Instruction) -> bool:

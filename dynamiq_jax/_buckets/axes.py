@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._buckets import checks
+from dynamiq_jax._buckets import checks, scopes
 from dynamiq_jax._core import Axis
 
 AxisName = str | tuple[str, ...]
@@ -46,6 +46,7 @@ class Axes:
             return size
         return -(-size // (self.num_fast * granule)) * granule
 
+    @scopes.scope(scopes.FAST)
     def scatter(self, flat: Array, part_size: int) -> Array:
         """Sum exactly over the fast axes and return the worker's part: float [part_size]."""
         if not self.fast:
@@ -55,6 +56,7 @@ class Axes:
             part = lax.psum_scatter(part, axis.name, tiled=True)
         return part
 
+    @scopes.scope(scopes.FAST)
     def gather(self, part: Array, size: int) -> Array:
         """Join the parts of all workers of the fast axes: [size]."""
         for axis in self.fast:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax._buckets.mistakes import MistakeError
 from dynamiq_jax._buckets.shards import managed_axes
 from dynamiq_jax.methods import ChunkedMethod, Method
 from pallas_kernels import compat
@@ -76,7 +77,8 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
     """Check that a leaf is not reduced already, which types show under `check_vma=True`.
 
     Raises:
-      ValueError: the leaf is already the same on all workers, or unreduced in a checked map.
+      MistakeError: the leaf is already the same on all workers.
+      ValueError: the leaf is unreduced in a checked map.
     """
     for axis_name in axis_names:
         if axis_name in compat.unreduced_axes(leaf):
@@ -86,14 +88,15 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
                 "check_vma=False."
             )
         if compat.tracks_varying(axis_name) and axis_name not in compat.varying_axes(leaf):
-            raise ValueError(
+            raise MistakeError(
+                "double reduction",
                 f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
                 "shard_map, jax.grad with respect to replicated "
                 "parameters returns gradients that are summed over the axis, exactly and "
                 "uncompressed; summing again would make them n times too "
                 "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
                 f"{axis_name!r}, to='varying'). An nnx module is split into parameters first; "
-                "dq.value_and_grad takes it as it is."
+                "dq.value_and_grad takes it as it is.",
             )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import checks
+from dynamiq_jax._buckets import checks, exact, recording
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
@@ -150,6 +150,8 @@ class Layout:
             split_over=split_over,
             cut=operation.cuts_leaves,
         )
+        if recording.is_recording():
+            recording.record(_record(operation, names, planned, plan))
         return Layout(operation, how, names, leaves, structure, shards, split_over, used, plan)
 
     @property
@@ -204,6 +206,21 @@ class Layout:
             "belongs to leaves of other shapes or dtypes, or to another method, exact_below, "
             "bucket_bytes, specs or number of workers. Call init with gradients like these."
         )
+
+
+def _record(
+    operation: Operation, names: list[str], leaves: list[Any], plan: Plan
+) -> recording.Record:
+    axes = operation.axes
+    return recording.Record(
+        axes=axes.names,
+        num_workers=axes.slow.size,
+        names=tuple(names),
+        shapes=tuple(leaf.shape for leaf in leaves),
+        dtypes=tuple(str(leaf.dtype) for leaf in leaves),
+        plan=plan,
+        exact_bytes=tuple(exact.bytes_sent(axes, [leaves[index]]) for index, _ in plan.exact),
+    )
 
 
 def _check_limit(operation: Operation, how: Compression, used: tuple[Method, ...]) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._buckets import exact
+from dynamiq_jax._buckets import exact, scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.error_estimate import Estimate, estimate, joined, sample_bytes
 from dynamiq_jax._buckets.operations import AllReduce
@@ -36,12 +36,14 @@ def checked(
       key: typed PRNG key of the bucket.
       limit: largest vNMSE, or None.
     """
-    found = estimate(operation.axes, bucket, flat, total, key, operation.divisor)
+    with scopes.scope(scopes.ESTIMATE):
+        found = estimate(operation.axes, bucket, flat, total, key, operation.divisor)
     zero = jnp.zeros_like(found.error)
     if limit is None:
         return total, Check(found, zero)
     is_over = found.may_exceed(limit)
 
+    @scopes.scope(scopes.FALLBACK)
     def exactly() -> Array:
         (again,) = exact.all_reduce({0: flat}, operation.axes, operation.divisor).values()
         return compat.match_varying(again, total).astype(total.dtype)

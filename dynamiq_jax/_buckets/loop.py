@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.error_check import Check, checked, summary
 from dynamiq_jax._buckets.leaves import join, split
 from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import AllReduce, Leaves, Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan
+from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels import compat
 from pallas_kernels.schedule import never
@@ -61,7 +63,8 @@ def send_all(
         checks = [check for n in range(len(sent)) if (check := sent[n].check) is not None]
         exactly = [leaves[index] for index, _ in plan.exact]
         metrics |= summary(plan, operation.axes, checks, exactly)
-    result = operation.exact({index: leaves[index] for index, _ in plan.exact})
+    with scopes.scope(scopes.EXACT):
+        result = operation.exact({index: leaves[index] for index, _ in plan.exact})
     result |= restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
     return (
         result,
@@ -169,7 +172,8 @@ class Sender:
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
         key = self.key_of(bucket, number)
-        reduced = self.operation.send(bucket, flat, key, state)
+        with scopes.scope(spelled(bucket.method)):
+            reduced = self.operation.send(bucket, flat, key, state)
         total, check = reduced.total, None
         if self.how.estimates:
             assert isinstance(self.operation, AllReduce)

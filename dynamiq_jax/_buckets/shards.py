@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dynamiq_jax._buckets.mistakes import MistakeError
 from pallas_kernels import compat
 
 P = PartitionSpec
@@ -120,12 +121,13 @@ def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: A
     if specs is not None:
         given = leaf_specs(tree, specs)
     elif automatic:
-        raise ValueError(
+        raise MistakeError(
+            "whole gradient",
             f"specs=None, but the compiler manages axis {automatic[0]!r} of "
             f"{managed[automatic[0]]} devices here. Without specs every one of them would send all "
             "of every leaf. Give specs, a tree of PartitionSpecs or NamedShardings like the tree "
             "(or a prefix of it), such as those of the parameters, or specs=P() if each device "
-            "holds whole leaves."
+            "holds whole leaves.",
         )
     else:
         given = [jax.typeof(leaf).sharding.spec for leaf in leaves]

@@ -8,12 +8,12 @@ import tyro
 from rich.table import Table
 
 import dynamiq_jax as dq
+from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._workshop import options, records, tables
 from dynamiq_jax._workshop.advice import Option, Question, advice, predictions
 from dynamiq_jax._workshop.environment import environment
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.units import (
-    format_bytes,
     format_rate,
     format_seconds,
     parse_rate,

@@ -11,6 +11,7 @@ import jax
 import tyro
 from rich.table import Table
 
+from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._workshop import options, plots, records, tables
 from dynamiq_jax._workshop.break_even import record
 from dynamiq_jax._workshop.devices import make_mesh, worker_devices, workers_per_machine
@@ -26,7 +27,6 @@ from dynamiq_jax._workshop.settings import (
     parse_settings,
 )
 from dynamiq_jax._workshop.units import (
-    format_bytes,
     format_rate,
     format_seconds,
     format_size,

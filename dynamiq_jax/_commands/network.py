@@ -9,13 +9,13 @@ import jax
 import tyro
 from rich.table import Table
 
+from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._workshop import namespaces, options, plots, records, tables
 from dynamiq_jax._workshop.environment import environment
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.network import NetworkRun, Row
 from dynamiq_jax._workshop.settings import BF16_RING, DEFAULTS, PSUM, parse_settings
 from dynamiq_jax._workshop.units import (
-    format_bytes,
     format_rate,
     format_seconds,
     format_size,

@@ -72,6 +72,8 @@ def make(
 
 def spelled(value: Any) -> str:
     """Return an object as the call that makes it, with the fields that are not the default."""
+    if not dataclasses.is_dataclass(value):
+        return type(value).__name__
     given = []
     for field in dataclasses.fields(value):
         default = field.default

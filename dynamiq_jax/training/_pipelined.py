@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.report import plan_without_arrays
-from dynamiq_jax._buckets import checks, exact, halves
+from dynamiq_jax._buckets import checks, exact, halves, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.driver import Layout
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
@@ -318,7 +318,8 @@ class Pipelined:
 
         def local(shards: tuple[Array, ...], exact: Leaves, key: Array) -> tuple[Leaves, Array]:
             own = tuple(shard[0] for shard in shards)
-            means = operation.exact({index: leaf[0] for index, leaf in exact.items()})
+            with scopes.scope(scopes.EXACT):
+                means = operation.exact({index: leaf[0] for index, leaf in exact.items()})
             norm = _norm(own, means, layout)
             return means | halves.gather(operation, plan, local_leaves, own, key, layout.how), norm
 

@@ -1,0 +1,48 @@
+"""Record of the plans of all collectives that are traced, for `inspect`."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dynamiq_jax._buckets.plan import Plan
+
+
+class Record(NamedTuple):
+    """Collective that was traced, as one device sees it."""
+
+    axes: tuple[str, ...]  # slowest first
+    num_workers: int  # of the slow axis
+    names: tuple[str, ...]  # of leaves
+    shapes: tuple[tuple[int, ...], ...]  # of a device's shards of leaves
+    dtypes: tuple[str, ...]
+    plan: Plan
+    exact_bytes: tuple[int, ...]  # that each worker sends for each exact leaf of the plan
+
+
+_records: contextvars.ContextVar[list[Record] | None] = contextvars.ContextVar(
+    "records", default=None
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Record]]:
+    """Collect records of the collectives that are traced in this context."""
+    found: list[Record] = []
+    token = _records.set(found)
+    try:
+        yield found
+    finally:
+        _records.reset(token)
+
+
+def is_recording() -> bool:
+    """Return whether somebody collects records."""
+    return _records.get() is not None
+
+
+def record(found: Record) -> None:
+    """Add a record, unless an equal one is there: JAX traces some functions twice."""
+    records = _records.get()
+    if records is not None and found not in records:
+        records.append(found)

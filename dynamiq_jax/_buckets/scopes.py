@@ -1,0 +1,36 @@
+"""Names of the parts of a collective in compiled programs, which profiles and `inspect` show."""
+
+import re
+from typing import Any
+
+import jax
+
+_PREFIX = "dynamiq_jax."
+EXACT = "exact"  # leaves that are not compressed
+FAST = "fast axes"  # exact sums and gathers beside the slow axis
+ESTIMATE = "estimate"  # of errors
+FALLBACK = "fallback"  # the exact sum above a limit
+
+
+def scope(label: str) -> Any:
+    """Return a context, or a decorator, in which operations have a label in their names."""
+    return jax.named_scope(f"{_PREFIX}{label}")
+
+
+def labels(source: str) -> tuple[str, ...]:
+    """Return the labels in the name of an operation, from the outermost to the innermost.
+
+    >>> labels("jit(step)/shard_map/dynamiq_jax.DynamiQ(bits=4)/while/body/ppermute")
+    ('DynamiQ(bits=4)',)
+    """
+    found = []
+    for match in re.finditer(re.escape(_PREFIX), source):
+        rest, depth = source[match.end() :], 0
+        for end, letter in enumerate(rest):
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+            if depth < 0 or (letter == "/" and depth == 0):
+                break
+        else:
+            end = len(rest)
+        found.append(rest[:end])
+    return tuple(found)

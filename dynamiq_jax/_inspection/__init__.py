@@ -1,0 +1,1 @@
+"""Inspection of train steps: what a compiled program sends, and what that says about mistakes."""

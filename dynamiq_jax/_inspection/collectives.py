@@ -1,0 +1,159 @@
+"""Collectives of a compiled program: over which axes, in which type, and how many bytes."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from dynamiq_jax._buckets.scopes import labels
+from dynamiq_jax._inspection.devices import Devices
+from dynamiq_jax._inspection.hlo import ArrayType, Instruction, Program, arrays_of, parts_of
+from dynamiq_jax._inspection.places import Place, Places
+
+# Of the bytes of a result, the share that one of `size` devices sends.
+_SHARES = {
+    "collective-permute": lambda size: 1.0,
+    "collective-broadcast": lambda size: 1.0,
+    "all-reduce": lambda size: 2 * (size - 1) / size,
+    "all-gather": lambda size: (size - 1) / size,
+    "all-to-all": lambda size: (size - 1) / size,
+    "ragged-all-to-all": lambda size: (size - 1) / size,
+    "reduce-scatter": lambda size: size - 1.0,  # the result is a part
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Collective of a program, and what all of its executions in one step send."""
+
+    opcode: str
+    arrays: tuple[ArrayType, ...]  # of the result
+    members: int  # of a group of devices
+    axes: tuple[str, ...] | None  # along which members of a group differ; None if not known
+    link: str  # "inside a host", "between hosts" or "unknown"
+    times: int  # that it runs; 1 where a loop has no constant number of turns
+    in_branch: bool  # whether it is in a branch, and may not run at all
+    bytes: float  # that each device sends in all executions
+    labels: tuple[str, ...]  # of this library: what it is part of; empty for others
+    source: str  # name that JAX gave the operation
+    place: Place | None  # line of the program outside of this library
+    is_promoted: bool  # whether the compiler computes the sum in a wider type
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Types of the arrays, each once."""
+        return tuple(dict.fromkeys(array.dtype for array in self.arrays))
+
+    @property
+    def is_floating_sum(self) -> bool:
+        """Whether it adds floating-point numbers."""
+        adds = self.opcode in ("all-reduce", "reduce-scatter")
+        return adds and any(array.is_floating for array in self.arrays)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each array that each device puts in."""
+        factor = self.members if self.opcode == "reduce-scatter" else 1
+        return tuple(array.size * factor for array in self.arrays)
+
+
+def collectives_of(text: str, devices: Devices) -> list[Collective]:
+    """Return the collectives of a program, in the order in which they are scheduled.
+
+    Args:
+      text: text of an optimized program.
+      devices: devices that it runs on.
+    """
+    program, places = Program(text), Places(text)
+
+    def found(name: str, times: int, in_branch: bool) -> Iterator[Collective]:
+        for line in program.computations[name].values():
+            if line.opcode.removesuffix("-start") in _SHARES:
+                yield _collective(line, times, in_branch, devices, places)
+            elif line.opcode == "while":
+                turns = program.trips(name, line)
+                yield from found(
+                    line.called("body"), times * (1 if turns is None else turns), in_branch
+                )
+            elif line.opcode == "call":
+                yield from found(line.called("to_apply"), times, in_branch)
+            elif line.opcode == "async-start":
+                yield from found(line.called("calls"), times, in_branch)
+            elif line.opcode == "conditional":
+                for branch in line.branches():
+                    yield from found(branch, times, True)
+
+    return list(found(program.entry, 1, False))
+
+
+def groups_of(line: Instruction, count: int) -> np.ndarray:
+    """Return the devices of every group of a collective: [groups, members].
+
+    Groups of a permutation are pairs.
+
+    Args:
+      line: the collective.
+      count: number of all devices, which are one group where none is named.
+    """
+    attributes = line.attributes
+    if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{.*?\})\}", attributes):
+        groups = re.findall(r"\{([\d,]*)\}", listed[1])
+        return np.array([[int(device) for device in group.split(",")] for group in groups])
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
+        r"\{([^}]*)\}",
+        attributes,
+    )
+    if named:
+        return _of_named_axes(*named.groups())
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota is None:
+        return np.arange(count)[None]
+    shape = [int(size) for size in iota[3].split(",")]
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    if iota[4]:
+        devices = devices.transpose([int(d) for d in iota[4].split(",")])
+    return devices.reshape(int(iota[1]), int(iota[2]))
+
+
+def _of_named_axes(axes: str, order: str, transposed: str, grouped: str) -> np.ndarray:
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    devices = np.arange(math.prod(sizes.values()))
+    if order:
+        devices = devices.reshape([int(d) for d in order.split(",")])
+    if transposed:
+        devices = devices.transpose([int(d) for d in transposed.split(",")])
+    devices = devices.reshape(list(sizes.values()))
+    assert ":" not in grouped, grouped  # parts of axes
+    last = [list(sizes).index(name.strip().strip("'")) for name in grouped.split(",")]
+    others = [axis for axis in range(len(sizes)) if axis not in last]
+    size = math.prod(devices.shape[axis] for axis in last)
+    return devices.transpose(*others, *last).reshape(-1, size)
+
+
+def _collective(
+    line: Instruction, times: int, in_branch: bool, devices: Devices, places: Places
+) -> Collective:
+    opcode = line.opcode.removesuffix("-start")
+    groups = groups_of(line, math.prod(devices.axes.values()))
+    arrays = line.arrays
+    if line.opcode.endswith("-start") and opcode != "all-reduce":
+        # The type lists the operands first, then the results, then what the compiler needs.
+        arrays = arrays_of(parts_of(line.type)[1])
+    share = _SHARES[opcode](groups.shape[1])
+    return Collective(
+        opcode=opcode,
+        arrays=tuple(arrays),
+        members=groups.shape[1],
+        axes=devices.axes_of(groups),
+        link=devices.link(groups),
+        times=times,
+        in_branch=in_branch,
+        bytes=share * sum(array.bytes for array in arrays) * times,
+        labels=labels(line.source),
+        source=line.source,
+        place=places.of(line.attributes),
+        is_promoted=line.called("to_apply").endswith("_promoted"),
+    )

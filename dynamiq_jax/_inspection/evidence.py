@@ -1,0 +1,33 @@
+"""Everything that is known about a train step, from which mistakes are found."""
+
+import dataclasses
+from typing import NamedTuple
+
+from dynamiq_jax._buckets.recording import Record
+from dynamiq_jax._inspection.collectives import Collective
+
+
+class Argument(NamedTuple):
+    """Array that a train step is called with."""
+
+    path: str
+    shape: tuple[int, ...]
+    split_over: tuple[str, ...]  # axes of the mesh, of more than one device
+
+
+class Written(NamedTuple):
+    """Collective of a program before the compiler changes it."""
+
+    opcode: str
+    place: str  # where it is in the source
+    bits: int  # of the narrowest floating type that goes in
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known about a program."""
+
+    collectives: tuple[Collective, ...]
+    records: tuple[Record, ...] = ()  # of collectives of this library; none in a file of HLO
+    arguments: tuple[Argument, ...] = ()
+    written: tuple[Written, ...] = ()

@@ -1,0 +1,201 @@
+"""Mistakes in a train step that make compression useless or wrong, each with a remedy."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dynamiq_jax._buckets import scopes
+from dynamiq_jax._buckets.recording import Record
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._inspection.collectives import Collective
+from dynamiq_jax._inspection.evidence import Evidence
+
+# Shares of bytes below which nothing is gained by a change.
+_FEW = 0.05
+_SMALL = 2**12  # bytes: losses, norms and metrics
+
+
+class Finding(NamedTuple):
+    """Mistake in a train step."""
+
+    kind: str  # such as "double reduction"
+    text: str  # what is wrong, and what to do
+
+
+def findings(known: Evidence) -> list[Finding]:
+    """Return the mistakes that show in a program, each once."""
+    rules = (
+        _one_worker,
+        _double_reduction,
+        _not_compressed,
+        _whole_gradient,
+        _below_threshold,
+        _widened,
+        _fast_link,
+    )
+    found = itertools.chain.from_iterable(rule(known) for rule in rules)
+    return list(dict.fromkeys(found))
+
+
+def _one_worker(known: Evidence) -> Iterator[Finding]:
+    for record in known.records:
+        if record.num_workers == 1:
+            yield Finding(
+                "one worker",
+                f"Axis {record.axes[0]!r} has one worker, so that nothing is compressed. Give the "
+                "axis over which workers have different gradients, or a mesh with more devices "
+                "along this one.",
+            )
+
+
+def _double_reduction(known: Evidence) -> Iterator[Finding]:
+    for one, (record, names) in _summed_twice(known).items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield Finding(
+            "double reduction",
+            f"{_what(one)} sums arrays of the sizes of {', '.join(names[:3])}{more}, which are "
+            f"also summed over {_spelled(record.axes)}, compressed. Take the exact sum away"
+            f"{_by_autodiff(one)}.",
+        )
+
+
+def _summed_twice(known: Evidence) -> dict[Collective, tuple[Record, list[str]]]:
+    """Return exact sums of arrays like those of compressed leaves, with the names of these."""
+    found = {}
+    for record in known.records:
+        names = {
+            math.prod(record.shapes[index]): record.names[index] or "the tree"
+            for bucket in record.plan.buckets
+            for index in bucket.leaves
+        }
+        for one in known.collectives:
+            over = record.axes if one.axes is None else one.axes
+            if one.is_floating_sum and not one.labels and set(over) & set(record.axes):
+                if alike := [names[size] for size in one.sizes if size in names]:
+                    found[one] = record, alike
+    return found
+
+
+def _not_compressed(known: Evidence) -> Iterator[Finding]:
+    labeled = [one for one in known.collectives if one.labels]
+    others = [one for one in known.collectives if one.is_floating_sum and not one.labels]
+    if labeled:
+        least = max(_FEW * sum(one.bytes for one in labeled), _SMALL)
+        axes = {one.axes for one in labeled if scopes.FAST not in one.labels}
+        twice = _summed_twice(known)
+        for one in others:
+            if one.axes in axes and one.bytes > least and one not in twice:
+                yield Finding(
+                    "not compressed",
+                    f"{_what(one)} is exact, over the same axis as compressed gradients. If these "
+                    f"are gradients, give them to the same call{_by_autodiff(one)}.",
+                )
+    elif not any(record.num_workers == 1 for record in known.records):
+        for one in sorted(others, key=lambda one: -one.bytes)[:3]:
+            if one.bytes > _SMALL:
+                yield Finding(
+                    "not compressed",
+                    f"{_what(one)} is exact: nothing in this program is compressed. Wrap the loss "
+                    "in dq.data_parallel, or average gradients by dq.pmean inside jax.shard_map"
+                    f"{_by_autodiff(one)}.",
+                )
+
+
+def _whole_gradient(known: Evidence) -> Iterator[Finding]:
+    for record in known.records:
+        for index in sorted({i for bucket in record.plan.buckets for i in bucket.leaves}):
+            alike = [a for a in known.arguments if a.shape == record.shapes[index]]
+            over = [set(argument.split_over) - set(record.axes) for argument in alike]
+            if over and all(over):  # such arguments are split, but the gradient is not
+                axes = sorted(set.union(*over))
+                yield Finding(
+                    "whole gradient",
+                    f"Every device compresses and sends all of leaf {record.names[index] or 'tree'}"
+                    f", of shape {record.shapes[index]}, although {alike[0].path} is split over "
+                    f"{_spelled(tuple(axes))}. Give specs=, so that each device sends its own "
+                    "shard; inside a shard_map over these axes, scatter the gradient first.",
+                )
+                break
+
+
+def _below_threshold(known: Evidence) -> Iterator[Finding]:
+    for record in known.records:
+        if record.num_workers == 1:
+            continue
+        small = [
+            (record.names[index], why, sent)
+            for (index, why), sent in zip(record.plan.exact, record.exact_bytes, strict=True)
+            if "exact_below" in why or "too few" in why
+        ]
+        compressed = sum(bucket.bytes_sent for bucket in record.plan.buckets)
+        sent = sum(sent for *_, sent in small)
+        if small and sent > _FEW * (compressed + sum(record.exact_bytes)):
+            name, why, _ = max(small, key=lambda leaf: leaf[-1])
+            share = sent / (compressed + sum(record.exact_bytes))
+            yield Finding(
+                "below the threshold",
+                f"{len(small)} of {len(record.names)} leaves over {_spelled(record.axes)} are "
+                f"summed exactly, {share:.0%} of the bytes: {name or 'tree'}, for example, since "
+                f"{why}. Give dq.Options(exact_below=0), or join small leaves.",
+            )
+
+
+def _widened(known: Evidence) -> Iterator[Finding]:
+    for one in known.collectives:
+        if one.labels or one.bytes <= _SMALL:
+            continue
+        widest = max((array.bits for array in one.arrays if array.is_floating), default=0)
+        narrow = [
+            each.bits
+            for each in known.written
+            if one.place is not None and (each.opcode, each.place) == (one.opcode, one.place.key)
+        ]
+        was = min(narrow, default=16 if one.is_promoted else widest)
+        if was < widest:
+            yield Finding(
+                "widened",
+                f"{_what(one)} has values of {was} bits, but sends {widest} for each: the compiler "
+                "widens them on this platform, or they are converted first. Send integers, as all "
+                "collectives of dynamiq_jax do: dq.pmean(..., method='bf16') keeps 16 bits.",
+            )
+
+
+def _fast_link(known: Evidence) -> Iterator[Finding]:
+    for record in known.records:
+        label_axes = (record.axes[0],)
+        inside = [
+            one
+            for one in known.collectives
+            if one.labels
+            and one.axes == label_axes
+            and one.link == "inside a host"
+            and not {scopes.EXACT, scopes.FAST} & set(one.labels)
+        ]
+        if inside and record.plan.buckets:
+            yield Finding(
+                "fast link",
+                f"Axis {record.axes[0]!r} is inside a host, where links are fast, and "
+                f"{format_bytes(sum(one.bytes for one in inside))} are compressed over it: encoding "
+                "takes longer than it saves. Sum over it exactly by jax.lax.pmean, or give the "
+                "slow axis first, as in axis_name=('hosts', 'local').",
+            )
+
+
+def _what(one: Collective) -> str:
+    place = f" at {one.place}" if one.place else ""
+    axes = "" if one.axes is None else f" over {_spelled(one.axes)}"
+    return f"The {one.opcode}{place} of {format_bytes(one.bytes)} in {'+'.join(one.dtypes)}{axes}"
+
+
+def _by_autodiff(one: Collective) -> str:
+    if "transpose(" not in one.source:
+        return ""
+    return (
+        ". It comes from jax.grad with respect to parameters that are the same on all workers: "
+        "mark them before jax.grad, params = jax.lax.pcast(params, axis_name, to='varying')"
+    )
+
+
+def _spelled(axes: tuple[str, ...]) -> str:
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)

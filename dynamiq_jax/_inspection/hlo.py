@@ -1,0 +1,178 @@
+"""Text of a compiled program (HLO), as computations of instructions."""
+
+import dataclasses
+import math
+import re
+from typing import NamedTuple
+
+_BITS = {"pred": 8}  # of types whose name has no number
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)(e\d\w*)?\[([\d,]*)\](\{[^}]*\})?")
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
+_LINE = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*)$")
+
+
+class ArrayType(NamedTuple):
+    """Type of one array of a result."""
+
+    dtype: str  # as HLO spells it, such as "f32"
+    shape: tuple[int, ...]
+    layout: str  # with its braces; empty where it is the default
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return _BITS.get(self.dtype) or int(re.findall(r"\d+", self.dtype)[0])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the array, without padding."""
+        return self.size * self.bits // 8
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether elements are floating-point numbers."""
+        return self.dtype.startswith(("f", "bf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of HLO."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str  # of the operands, between the parentheses
+    attributes: str
+    is_root: bool
+
+    @property
+    def arrays(self) -> list[ArrayType]:
+        """Types of the arrays of the result, without tokens and semaphores."""
+        return arrays_of(self.type)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result, without padding."""
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def source(self) -> str:
+        """Name that JAX gave the operation."""
+        return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"')
+
+    def attribute(self, pattern: str) -> str:
+        """Return the first group of a pattern in the attributes, or an empty string."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+    def called(self, role: str) -> str:
+        """Return the name of the computation with a role: `calls`, `body` or `condition`."""
+        return self.attribute(rf"\b{role}=%?([\w.\-]+)")
+
+    def branches(self) -> list[str]:
+        """Return the names of the computations that a conditional chooses from."""
+        listed = self.attribute(r"branch_computations=\{([^}]*)\}")
+        both = (self.called(f"{case}_computation") for case in ("true", "false"))
+        return re.findall(r"[\w.\-]+", listed) or list(filter(None, both))
+
+
+Computation = dict[str, Instruction]
+
+
+class Program:
+    """Computations of a program."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        current: Computation = {}
+        for line in text.splitlines():
+            if found := _LINE.match(line):
+                current[found[2]] = _instruction(found[2], found[3], bool(found[1]))
+            elif head := _HEAD.match(line):
+                current = self.computations[head[2]] = {}
+                self.entry = head[2] if head[1] else self.entry
+
+    def trips(self, computation: str, loop: Instruction) -> int | None:
+        """Return how often the body of a loop runs; None where that is not a constant."""
+        if known := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
+            return int(known)
+        condition = self.computations[loop.called("condition")]
+        comparisons = [i for i in condition.values() if i.opcode == "compare"]
+        if len(comparisons) != 1 or "direction=LT" not in comparisons[0].attributes:
+            return None
+        first, limit = (
+            self._constant(computation, loop, condition, name) for name in comparisons[0].operands
+        )
+        return None if first is None or limit is None else limit - first
+
+    def _constant(
+        self, outer: str, loop: Instruction, condition: Computation, name: str
+    ) -> int | None:
+        """Return the value that an operand of a loop's condition has at the start of the loop."""
+        value = _origin(condition, name)
+        if value.opcode == "get-tuple-element":
+            start = self.computations[outer][loop.operands[0]]
+            if start.opcode != "tuple":
+                return None
+            index = int(value.attribute(r"index=(\d+)"))
+            value = _origin(self.computations[outer], start.operands[index])
+        return int(value.text) if value.opcode == "constant" else None
+
+
+def arrays_of(types: str) -> list[ArrayType]:
+    """Return the types of all arrays in the text of a type."""
+    return [
+        ArrayType(
+            f"{name}{bits}{rest}", tuple(int(size) for size in shape.split(",") if size), layout
+        )
+        for name, bits, rest, shape, layout in _ARRAY.findall(types)
+        if name not in ("token", "opaque") and "S(2)" not in layout
+    ]
+
+
+def parts_of(type: str) -> list[str]:
+    """Return the parts of the text of a tuple type; a type that is no tuple is its only part."""
+    if not type.startswith("("):
+        return [type]
+    parts, depth, start = [], 0, 1
+    for index, letter in enumerate(type):
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(letter, 0)
+        if (letter == "," and depth == 1) or depth == 0:
+            parts.append(type[start:index].strip())
+            start = index + 1
+        if depth == 0:
+            break
+    return parts
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+    type_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opcode, operands_start = rest[type_end:].split("(", 1)[0].strip(), rest.index("(", type_end)
+    end = _closing(rest, operands_start)
+    text = rest[operands_start + 1 : end]
+    names = tuple(re.findall(r"%([\w.\-]+)", text))
+    return Instruction(name, rest[:type_end], opcode, names, text.strip(), rest[end + 1 :], is_root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Return the index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    raise ValueError(f"No parenthesis closes {text[start : start + 80]!r}.")
+
+
+def _origin(computation: Computation, name: str) -> Instruction:
+    value = computation[name]
+    while value.opcode in ("bitcast", "convert", "copy"):
+        value = computation[value.operands[0]]
+    return value

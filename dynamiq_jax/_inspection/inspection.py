@@ -1,0 +1,118 @@
+"""Collectives and mistakes of a train step, as a table."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from dynamiq_jax._buckets import scopes
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._inspection.collectives import Collective
+from dynamiq_jax._inspection.findings import Finding
+from pallas_kernels.compat import override
+
+HEADINGS = ("what", "over", "link", "type", "messages", "sent", "where")
+
+
+class Row(NamedTuple):
+    """Collectives of a program that have everything but their sizes in common."""
+
+    what: str  # the method of compressed ones
+    over: str  # axes
+    link: str
+    type: str  # of the values on the wire
+    messages: int  # that each device sends in a step
+    bytes: float  # the same
+    where: str  # line of the source
+    in_branch: bool  # whether they may not run at all
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What a train step sends, and mistakes that were found in it.
+
+    As text, it is a table of the collectives, and a paragraph for each mistake.
+    """
+
+    rows: tuple[Row, ...]  # the largest first
+    findings: tuple[Finding, ...]
+    is_compiled: bool = True  # False if a mistake is an error of the step itself
+
+    @property
+    def bytes_compressed(self) -> float:
+        """Bytes that each device sends for compressed leaves, in a step."""
+        return sum(row.bytes for row in self.rows if row.what.startswith("compressed"))
+
+    @property
+    def bytes_exact(self) -> float:
+        """All other bytes that each device sends in a step."""
+        return sum(row.bytes for row in self.rows) - self.bytes_compressed
+
+    @override
+    def __str__(self) -> str:
+        table = _columns([HEADINGS, *map(texts, self.rows)]) if self.rows else []
+        lines = [*table, *[""][: len(table)], self.summary]
+        lines += [f"{finding.kind}: {finding.text}" for finding in self.findings]
+        return "\n".join(lines)
+
+    @property
+    def summary(self) -> str:
+        """Sentence about the bytes and the number of mistakes."""
+        if not self.is_compiled:
+            sent = "The step raises an error."
+        elif not self.rows:
+            sent = "This program has no collectives."
+        else:
+            sent = (
+                f"In a step, each device sends {format_bytes(self.bytes_compressed)} compressed "
+                f"and {format_bytes(self.bytes_exact)} exact."
+            )
+        count = len(self.findings)
+        found = ("No mistake found.", "One mistake found:")[count] if count < 2 else ""
+        return f"{sent} {found or f'{count} mistakes found:'}"
+
+
+def texts(row: Row) -> tuple[str, ...]:
+    """Return the columns of a row as text, as `HEADINGS` names them."""
+    sent = format_bytes(row.bytes) + (" at most" if row.in_branch else "")
+    return (row.what, row.over, row.link, row.type, f"{row.messages:,}", sent, row.where)
+
+
+def rows_of(collectives: Iterable[Collective]) -> tuple[Row, ...]:
+    """Join collectives that differ in nothing but their sizes."""
+    found: dict[tuple[str, ...], list[Collective]] = {}
+    for one in collectives:
+        over = "?" if one.axes is None else ", ".join(one.axes) or "no axis"
+        where = str(one.place) if one.place else ""
+        key = (_what(one), over, one.link, "+".join(one.dtypes), where)
+        found.setdefault(key, []).append(one)
+    rows = [
+        Row(
+            *key[:4],
+            messages=sum(one.times for one in members),
+            bytes=sum(one.bytes for one in members),
+            where=key[4],
+            in_branch=any(one.in_branch for one in members),
+        )
+        for key, members in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+_PARTS: Mapping[str, str] = {
+    scopes.EXACT: "exact leaves",
+    scopes.FAST: "exact, fast axes",
+    scopes.ESTIMATE: "estimate of the error",
+    scopes.FALLBACK: "exact, above max_error",
+}
+
+
+def _what(one: Collective) -> str:
+    if not one.labels:
+        return one.opcode
+    innermost = one.labels[-1]
+    return _PARTS.get(innermost, f"compressed, {innermost}")
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

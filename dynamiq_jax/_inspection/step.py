@@ -1,0 +1,169 @@
+"""Inspection of a train step that is compiled, and of the text of a compiled program."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import Mesh, NamedSharding
+
+from dynamiq_jax._buckets.mistakes import MistakeError
+from dynamiq_jax._buckets.recording import Record, recording
+from dynamiq_jax._buckets.shards import names_of
+from dynamiq_jax._core import check_integer
+from dynamiq_jax._inspection.collectives import collectives_of
+from dynamiq_jax._inspection.devices import Devices
+from dynamiq_jax._inspection.evidence import Argument, Evidence, Written
+from dynamiq_jax._inspection.findings import Finding, findings
+from dynamiq_jax._inspection.hlo import Instruction, Program
+from dynamiq_jax._inspection.inspection import Inspection, rows_of
+from dynamiq_jax._inspection.places import Places
+
+_numbers = itertools.count()
+
+
+def inspect(
+    step: Callable[..., Any], *args: Any, devices_per_host: int | None = None, **kwargs: Any
+) -> Inspection:
+    """Compile a train step, list what it sends, and find mistakes that make compression useless.
+
+        print(dq.inspect(train_step, params, opt_state, batch))
+
+    The step is not run. It may be the result of `jax.jit` or any function that can be its argument.
+    These mistakes are found:
+
+    - *double reduction*: gradients are summed exactly, by autodiff or another line, and compressed;
+    - *not compressed*: gradients are summed exactly only;
+    - *whole gradient*: every device sends all of a gradient whose parameters are sharded;
+    - *below the threshold*: leaves are so small that most bytes are exact;
+    - *widened*: values of 16 bits are sent as 32;
+    - *one worker*: the axis has nothing to send;
+    - *fast link*: the compressed axis is inside a host.
+
+    Args:
+      step: function that JAX can trace.
+      *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`; nothing is donated.
+      devices_per_host: devices that share a host, in the order of their ids, where processes do not
+        say it: several processes on one host, or virtual devices that stand for hosts.
+      **kwargs: keyword arguments of the step.
+
+    Returns:
+      An `Inspection`, which is a table as text.
+
+    Raises:
+      TypeError: `step` is not callable.
+      ValueError: `devices_per_host` is less than 1; or the step itself raises it while traced.
+    """
+    if not callable(step):
+        raise TypeError(f"step={step!r:.80} cannot be called. Give a function and its arguments.")
+    if devices_per_host is not None:
+        check_integer("devices_per_host", devices_per_host, 1)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    with recording() as records:
+        try:
+            if hasattr(jitted, "trace"):
+                # Otherwise JAX takes what it traced before, and nothing is recorded.
+                with set_xla_metadata(dynamiq_jax_inspect=str(next(_numbers))):
+                    jitted.trace(*args, **kwargs)
+            lowered = jitted.lower(*args, **kwargs)
+        except MistakeError as error:
+            return Inspection((), (Finding(error.kind, str(error)),), is_compiled=False)
+    compiled = lowered.compile()
+    return inspect_text(
+        compiled.as_text(),
+        written=lowered.as_text("hlo", debug_info=True),
+        meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
+        devices_per_host=devices_per_host,
+        records=records,
+        arguments=_arguments((args, kwargs)),
+    )
+
+
+def inspect_text(
+    text: str,
+    *,
+    written: str = "",
+    meshes: Iterable[Mesh | Mapping[str, int]] = (),
+    devices_per_host: int | None = None,
+    records: Iterable[Record] = (),
+    arguments: Iterable[Argument] = (),
+) -> Inspection:
+    """Inspect a compiled program.
+
+    Args:
+      text: text of the optimized HLO program.
+      written: text of the program before optimization; empty if not known.
+      meshes: meshes that the program may be on: the one with the most axes is taken.
+      devices_per_host: see `inspect`.
+      records: of collectives of this library in the program.
+      arguments: of the program.
+    """
+    candidates = [*meshes, *_meshes_of_text(written)]
+    count = max(map(_size, candidates), default=0)
+    whole = [mesh for mesh in candidates if _size(mesh) == count]
+    mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
+    collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
+    known = Evidence(collectives, tuple(records), tuple(arguments), tuple(_written(written)))
+    return Inspection(rows_of(collectives), tuple(findings(known)))
+
+
+def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
+    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
+def _size(mesh: Mesh | Mapping[str, int]) -> int:
+    return math.prod(_sizes(mesh).values())
+
+
+def _meshes(tree: Any) -> Iterator[Mesh]:
+    for leaf in jax.tree.leaves(tree):
+        sharding = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            yield sharding.mesh
+
+
+def _meshes_of_text(text: str) -> Iterator[dict[str, int]]:
+    """Yield the meshes that the text of a program before optimization names."""
+    for axes in re.findall(r"#sdy\.mesh<\[([^\]]*)\]", text):
+        yield {name: int(size) for name, size in re.findall(r'\\?"([^"\\]+)\\?"=(\d+)', axes)}
+
+
+def _arguments(tree: Any) -> Iterator[Argument]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and hasattr(leaf, "shape"):
+            sizes = sharding.mesh.shape
+            names = [name for dimension in sharding.spec for name in names_of(dimension)]
+            split_over = tuple(name for name in names if sizes[name] > 1)
+        else:
+            split_over = ()
+        where, *rest = path[1:]
+        name = f"argument {getattr(where, 'idx', getattr(where, 'key', where))}"
+        yield Argument(name + jax.tree_util.keystr(tuple(rest)), jax.numpy.shape(leaf), split_over)
+
+
+def _written(text: str) -> Iterator[Written]:
+    """Yield the collectives of a program before optimization."""
+    places = Places(text)
+    for computation in Program(text).computations.values():
+        for line in computation.values():
+            if line.opcode in ("all-reduce", "reduce-scatter", "collective-permute", "all-gather"):
+                place = places.of(line.attributes)
+                bits = [array.bits for array in _inputs(line, computation) if array.is_floating]
+                if place is not None and bits:
+                    yield Written(line.opcode, place.key, min(bits))
+
+
+def _inputs(line: Instruction, computation: Mapping[str, Instruction]) -> list[Any]:
+    """Return the types that go into a collective, before a cast just in front of it."""
+    arrays = list(line.arrays)
+    for name in line.text.split(", "):
+        source = computation.get(name.removeprefix("%"))
+        if source is not None and source.opcode == "convert":
+            before = computation.get(source.text.removeprefix("%"))
+            arrays += [] if before is None else before.arrays
+    return arrays
