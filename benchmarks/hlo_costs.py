@@ -33,7 +33,6 @@ _NO_CODE = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast"}  # 
 _MOVES = {"copy", "transpose", "reshape"}  # results hold the values of the operand
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """An instruction of a program, and what all of its executions cost."""

@@ -15,6 +15,8 @@ from dynamiq_jax._api.report import LeafReport, WireReport, wire_report
 from dynamiq_jax._api.schedule import Schedule
 from dynamiq_jax._api.transposed import pcast
 from dynamiq_jax._buckets.options import Options
+from dynamiq_jax._inspection.inspection import Inspection
+from dynamiq_jax._inspection.step import inspect
 from dynamiq_jax.methods import BF16, DynamiQ, Exact
 
 __version__ = "0.1.0"
@@ -24,6 +26,7 @@ __all__ = [
     "AllReduceState",
     "DynamiQ",
     "Exact",
+    "Inspection",
     "LeafReport",
     "Options",
     "Schedule",
@@ -31,6 +34,7 @@ __all__ = [
     "all_gather",
     "all_reduce_gradients",
     "data_parallel",
+    "inspect",
     "mean_of_replicas",
     "methods",
     "pcast",

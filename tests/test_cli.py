@@ -23,6 +23,7 @@ from rich.console import Console
 import dynamiq_jax as dq
 from dynamiq_jax import _commands as commands
 from dynamiq_jax._commands import bench
+from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._workshop import all_reduce, options, plots, records, tables
 from dynamiq_jax._workshop.break_even import break_even_rate, record
 from dynamiq_jax._workshop.devices import make_mesh, worker_devices, workers_per_machine
@@ -32,7 +33,6 @@ from dynamiq_jax._workshop.measure import Measurement, measure
 from dynamiq_jax._workshop.settings import DEFAULTS, parse_setting, parse_settings
 from dynamiq_jax._workshop.signals import Stopped, stopping_cleanly
 from dynamiq_jax._workshop.units import (
-    format_bytes,
     format_rate,
     format_seconds,
     format_size,

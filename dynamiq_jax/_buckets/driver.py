@@ -215,6 +215,7 @@ def _record(
     return recording.Record(
         axes=axes.names,
         num_workers=axes.slow.size,
+        mesh=tuple(jax.sharding.get_abstract_mesh().shape.items()),
         names=tuple(names),
         shapes=tuple(leaf.shape for leaf in leaves),
         dtypes=tuple(str(leaf.dtype) for leaf in leaves),

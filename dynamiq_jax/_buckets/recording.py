@@ -13,6 +13,7 @@ class Record(NamedTuple):
 
     axes: tuple[str, ...]  # slowest first
     num_workers: int  # of the slow axis
+    mesh: tuple[tuple[str, int], ...]  # names and sizes of all axes; empty inside jax.vmap
     names: tuple[str, ...]  # of leaves
     shapes: tuple[tuple[int, ...], ...]  # of a device's shards of leaves
     dtypes: tuple[str, ...]

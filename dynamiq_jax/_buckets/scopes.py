@@ -25,12 +25,11 @@ def labels(source: str) -> tuple[str, ...]:
     """
     found = []
     for match in re.finditer(re.escape(_PREFIX), source):
-        rest, depth = source[match.end() :], 0
-        for end, letter in enumerate(rest):
-            depth += {"(": 1, ")": -1}.get(letter, 0)
-            if depth < 0 or (letter == "/" and depth == 0):
+        rest, depth, end = source[match.end() :], 0, 0
+        while end < len(rest):
+            depth += {"(": 1, ")": -1}.get(rest[end], 0)
+            if depth < 0 or (rest[end] == "/" and depth == 0):
                 break
-        else:
-            end = len(rest)
+            end += 1
         found.append(rest[:end])
     return tuple(found)

@@ -23,6 +23,7 @@ examples:
   dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
   dynamiq-jax compare --workers 8 16                 every method on the same gradients
   dynamiq-jax drop-compute --workers 200             should uneven workers stop early? (simulated)
+  dynamiq-jax doctor train.py                        does my train step compress what it should?
   dynamiq-jax tune-buckets my_training:make_step     which buckets make my step fastest?
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
@@ -46,6 +47,7 @@ def main() -> None:
     from dynamiq_jax._commands.advise import Advise
     from dynamiq_jax._commands.bench import Bench
     from dynamiq_jax._commands.compare import Compare
+    from dynamiq_jax._commands.doctor import Doctor
     from dynamiq_jax._commands.drop_compute import DropCompute
     from dynamiq_jax._commands.network import Network
     from dynamiq_jax._commands.tune_buckets import TuneBuckets
@@ -58,6 +60,7 @@ def main() -> None:
         "network": Network,
         "advise": Advise,
         "compare": Compare,
+        "doctor": Doctor,
         "drop-compute": DropCompute,
         "tune-buckets": TuneBuckets,
     }

@@ -9,7 +9,14 @@ import numpy as np
 
 from dynamiq_jax._buckets.scopes import labels
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._inspection.hlo import ArrayType, Instruction, Program, arrays_of, parts_of
+from dynamiq_jax._inspection.hlo import (
+    ArrayType,
+    Computation,
+    Instruction,
+    Program,
+    arrays_of,
+    parts_of,
+)
 from dynamiq_jax._inspection.places import Place, Places
 
 # Of the bytes of a result, the share that one of `size` devices sends.
@@ -33,7 +40,7 @@ class Collective:
     members: int  # of a group of devices
     axes: tuple[str, ...] | None  # along which members of a group differ; None if not known
     link: str  # "inside a host", "between hosts" or "unknown"
-    times: int  # that it runs; 1 where a loop has no constant number of turns
+    times: int  # that it runs, with loops of an unknown number of turns counted as one
     in_branch: bool  # whether it is in a branch, and may not run at all
     bytes: float  # that each device sends in all executions
     labels: tuple[str, ...]  # of this library: what it is part of; empty for others
@@ -48,7 +55,7 @@ class Collective:
 
     @property
     def is_floating_sum(self) -> bool:
-        """Whether it adds floating-point numbers."""
+        """True if it adds floating-point numbers."""
         adds = self.opcode in ("all-reduce", "reduce-scatter")
         return adds and any(array.is_floating for array in self.arrays)
 
@@ -62,21 +69,42 @@ class Collective:
 def collectives_of(text: str, devices: Devices) -> list[Collective]:
     """Return the collectives of a program, in the order in which they are scheduled.
 
+    The compiler combines small ones: they are listed one by one, and the first counts as run.
+
     Args:
-      text: text of an optimized program.
+      text: text of an optimized program; empty for none.
       devices: devices that it runs on.
     """
     program, places = Program(text), Places(text)
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
+    count = math.prod(map(int, counts))
 
     def found(name: str, times: int, in_branch: bool) -> Iterator[Collective]:
-        for line in program.computations[name].values():
+        computation = program.computations[name]
+        for line in computation.values():
             if line.opcode.removesuffix("-start") in _SHARES:
-                yield _collective(line, times, in_branch, devices, places)
+                groups = groups_of(line, count)
+                for number, part in enumerate(_parts(line, computation)):
+                    arrays, origin = part
+                    share = _SHARES[line.opcode.removesuffix("-start")](groups.shape[1])
+                    yield Collective(
+                        opcode=line.opcode.removesuffix("-start"),
+                        arrays=tuple(arrays),
+                        members=groups.shape[1],
+                        axes=devices.axes_of(groups),
+                        link=devices.link(groups),
+                        times=0 if number else times,
+                        in_branch=in_branch,
+                        bytes=share * sum(array.bytes for array in arrays) * times,
+                        labels=labels(origin.source),
+                        source=origin.source,
+                        place=places.of(origin.attributes),
+                        is_promoted=line.called("to_apply").endswith("_promoted"),
+                    )
             elif line.opcode == "while":
                 turns = program.trips(name, line)
-                yield from found(
-                    line.called("body"), times * (1 if turns is None else turns), in_branch
-                )
+                turns = 1 if turns is None else turns
+                yield from found(line.called("body"), times * turns, in_branch)
             elif line.opcode == "call":
                 yield from found(line.called("to_apply"), times, in_branch)
             elif line.opcode == "async-start":
@@ -85,7 +113,34 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
                 for branch in line.branches():
                     yield from found(branch, times, True)
 
-    return list(found(program.entry, 1, False))
+    return list(found(program.entry, 1, False)) if program.entry else []
+
+
+def _parts(
+    line: Instruction, computation: Computation
+) -> list[tuple[list[ArrayType], Instruction]]:
+    """Return the results of a collective by their origin, with a line that has its metadata."""
+    arrays = line.arrays
+    if line.opcode.endswith("-start") and not line.opcode.startswith("all-reduce"):
+        # The type lists the operands first, then the results, then what the compiler needs.
+        arrays = arrays_of(parts_of(line.type)[1])
+    names = {line.name} | {
+        other.name
+        for other in computation.values()
+        if other.opcode.endswith("-done") and line.name in other.operands
+    }
+    users = {
+        int(other.attribute(r"index=(\d+)")): other
+        for other in computation.values()
+        if other.opcode == "get-tuple-element" and names & set(other.operands)
+    }
+    found: dict[tuple[tuple[str, ...], str], tuple[list[ArrayType], Instruction]] = {}
+    for index, array in enumerate(arrays):
+        user = users.get(index, line)
+        origin = user if len(arrays) > 1 and user.source else line
+        key = labels(origin.source), origin.attribute(r"stack_frame_id=(\d+)")
+        found.setdefault(key, ([], origin))[0].append(array)
+    return list(found.values())
 
 
 def groups_of(line: Instruction, count: int) -> np.ndarray:
@@ -131,29 +186,3 @@ def _of_named_axes(axes: str, order: str, transposed: str, grouped: str) -> np.n
     others = [axis for axis in range(len(sizes)) if axis not in last]
     size = math.prod(devices.shape[axis] for axis in last)
     return devices.transpose(*others, *last).reshape(-1, size)
-
-
-def _collective(
-    line: Instruction, times: int, in_branch: bool, devices: Devices, places: Places
-) -> Collective:
-    opcode = line.opcode.removesuffix("-start")
-    groups = groups_of(line, math.prod(devices.axes.values()))
-    arrays = line.arrays
-    if line.opcode.endswith("-start") and opcode != "all-reduce":
-        # The type lists the operands first, then the results, then what the compiler needs.
-        arrays = arrays_of(parts_of(line.type)[1])
-    share = _SHARES[opcode](groups.shape[1])
-    return Collective(
-        opcode=opcode,
-        arrays=tuple(arrays),
-        members=groups.shape[1],
-        axes=devices.axes_of(groups),
-        link=devices.link(groups),
-        times=times,
-        in_branch=in_branch,
-        bytes=share * sum(array.bytes for array in arrays) * times,
-        labels=labels(line.source),
-        source=line.source,
-        place=places.of(line.attributes),
-        is_promoted=line.called("to_apply").endswith("_promoted"),
-    )

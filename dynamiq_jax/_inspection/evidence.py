@@ -25,7 +25,7 @@ class Written(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What is known about a program."""
+    """Facts about a program."""
 
     collectives: tuple[Collective, ...]
     records: tuple[Record, ...] = ()  # of collectives of this library; none in a file of HLO

@@ -11,8 +11,8 @@ from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import Collective
 from dynamiq_jax._inspection.evidence import Evidence
 
-# Shares of bytes below which nothing is gained by a change.
-_FEW = 0.05
+_FEW = 0.05  # share of the bytes below which an exact sum does not matter
+_MANY = 0.2  # share of the bytes of small leaves from which on they matter
 _SMALL = 2**12  # bytes: losses, norms and metrics
 
 
@@ -71,9 +71,9 @@ def _summed_twice(known: Evidence) -> dict[Collective, tuple[Record, list[str]]]
         }
         for one in known.collectives:
             over = record.axes if one.axes is None else one.axes
-            if one.is_floating_sum and not one.labels and set(over) & set(record.axes):
-                if alike := [names[size] for size in one.sizes if size in names]:
-                    found[one] = record, alike
+            is_other_sum = one.is_floating_sum and not one.labels and set(over) & set(record.axes)
+            if is_other_sum and (alike := [names[size] for size in one.sizes if size in names]):
+                found[one] = record, alike
     return found
 
 
@@ -130,7 +130,7 @@ def _below_threshold(known: Evidence) -> Iterator[Finding]:
         ]
         compressed = sum(bucket.bytes_sent for bucket in record.plan.buckets)
         sent = sum(sent for *_, sent in small)
-        if small and sent > _FEW * (compressed + sum(record.exact_bytes)):
+        if small and sent > _MANY * (compressed + sum(record.exact_bytes)):
             name, why, _ = max(small, key=lambda leaf: leaf[-1])
             share = sent / (compressed + sum(record.exact_bytes))
             yield Finding(
@@ -163,22 +163,21 @@ def _widened(known: Evidence) -> Iterator[Finding]:
 
 def _fast_link(known: Evidence) -> Iterator[Finding]:
     for record in known.records:
-        label_axes = (record.axes[0],)
-        inside = [
-            one
+        sent = sum(
+            one.bytes
             for one in known.collectives
             if one.labels
-            and one.axes == label_axes
+            and one.axes == record.axes[:1]
             and one.link == "inside a host"
             and not {scopes.EXACT, scopes.FAST} & set(one.labels)
-        ]
-        if inside and record.plan.buckets:
+        )
+        if sent and record.plan.buckets:
             yield Finding(
                 "fast link",
                 f"Axis {record.axes[0]!r} is inside a host, where links are fast, and "
-                f"{format_bytes(sum(one.bytes for one in inside))} are compressed over it: encoding "
-                "takes longer than it saves. Sum over it exactly by jax.lax.pmean, or give the "
-                "slow axis first, as in axis_name=('hosts', 'local').",
+                f"{format_bytes(sent)} are compressed over it. Encoding takes longer than it "
+                "saves. Sum over it exactly by jax.lax.pmean, or give the slow axis first, as in "
+                "axis_name=('hosts', 'local').",
             )
 
 

@@ -35,7 +35,7 @@ class ArrayType(NamedTuple):
 
     @property
     def is_floating(self) -> bool:
-        """Whether elements are floating-point numbers."""
+        """True if elements are floating-point numbers."""
         return self.dtype.startswith(("f", "bf"))
 
 

@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What a train step sends, and mistakes that were found in it.
+    """Collectives of a train step, and mistakes that were found in it.
 
     As text, it is a table of the collectives, and a paragraph for each mistake.
     """
@@ -79,21 +79,25 @@ def texts(row: Row) -> tuple[str, ...]:
 
 def rows_of(collectives: Iterable[Collective]) -> tuple[Row, ...]:
     """Join collectives that differ in nothing but their sizes."""
-    found: dict[tuple[str, ...], list[Collective]] = {}
+    found: dict[tuple[str, str, str, str, str], list[Collective]] = {}
     for one in collectives:
-        over = "?" if one.axes is None else ", ".join(one.axes) or "no axis"
+        over = "" if one.axes is None else ", ".join(one.axes)
+        over = over or f"groups of {one.members}"
         where = str(one.place) if one.place else ""
         key = (_what(one), over, one.link, "+".join(one.dtypes), where)
         found.setdefault(key, []).append(one)
     rows = [
         Row(
-            *key[:4],
+            what,
+            over,
+            link,
+            type,
             messages=sum(one.times for one in members),
             bytes=sum(one.bytes for one in members),
-            where=key[4],
+            where=where,
             in_branch=any(one.in_branch for one in members),
         )
-        for key, members in found.items()
+        for (what, over, link, type, where), members in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 

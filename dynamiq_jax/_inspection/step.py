@@ -96,17 +96,18 @@ def inspect_text(
     Args:
       text: text of the optimized HLO program.
       written: text of the program before optimization; empty if not known.
-      meshes: meshes that the program may be on: the one with the most axes is taken.
+      meshes: meshes that the program may be on, beside those of the records. The largest is taken.
       devices_per_host: see `inspect`.
       records: of collectives of this library in the program.
       arguments: of the program.
     """
-    candidates = [*meshes, *_meshes_of_text(written)]
+    records = tuple(records)
+    candidates = [*meshes, *(dict(record.mesh) for record in records), *_meshes_of_text(written)]
     count = max(map(_size, candidates), default=0)
     whole = [mesh for mesh in candidates if _size(mesh) == count]
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
-    known = Evidence(collectives, tuple(records), tuple(arguments), tuple(_written(written)))
+    known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)))
     return Inspection(rows_of(collectives), tuple(findings(known)))
 
 

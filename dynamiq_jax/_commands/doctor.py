@@ -1,0 +1,144 @@
+"""`dynamiq-jax doctor`: collectives of a train step, and mistakes in it."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from rich.text import Text
+
+from dynamiq_jax._inspection.findings import Finding
+from dynamiq_jax._inspection.inspection import HEADINGS, Inspection, texts
+from dynamiq_jax._inspection.step import inspect_text
+from dynamiq_jax._workshop import options, records, scripts, tables
+from dynamiq_jax._workshop.environment import environment
+from dynamiq_jax._workshop.errors import CommandError
+from dynamiq_jax._workshop.units import parse_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Bytes that a train step sends, and the mistakes in it that make compression useless.
+
+    TARGET is a training script, or the text of a compiled program.
+
+    A script runs as it is, until it has compiled its train step, which is then not run:
+
+      dynamiq-jax doctor train.py -- --batch 32
+
+    A program is what step.lower(...).compile().as_text() returns, or the file that ends in
+    after_optimizations.txt which XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text' writes. The
+    sizes of leaves are not in it, so that fewer mistakes can be found:
+
+      dynamiq-jax doctor step.hlo --mesh hosts=4 local=8 --devices-per-host 8
+
+    In a program of your own, print(dq.inspect(train_step, params, batch)) says the most. The exit
+    status is 1 if there is a mistake.
+    """
+
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT_OR_HLO")]
+    """Python file, or the text of an optimized HLO program."""
+
+    arguments: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Command line of the script, after --."""
+
+    mesh: Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=SIZE")] = ()
+    """Axes of the mesh, slowest first, where the program does not say them."""
+
+    devices_per_host: int | None = None
+    """Devices that share a host, in the order of their ids. By default, those of one process."""
+
+    cpu_devices: int | None = None
+    """Run the script on as many virtual CPU devices, as one that is meant for several GPUs."""
+
+    least: str = "4Ki"
+    """The train step of a script is the first program in which each device sends so many bytes."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the table and the mistakes to this file."""
+
+    def run(self) -> int:
+        """Print a table of all collectives, and the mistakes; return the exit status."""
+        for option, value in (
+            ("--devices-per-host", self.devices_per_host),
+            ("--cpu-devices", self.cpu_devices),
+        ):
+            if value is not None:
+                options.check_least(option, value, 1)
+        options.check_outputs(self.json, None)
+        if not self.target.is_file():
+            raise CommandError(
+                f"{self.target} is no file. Give a script, or the text of a program."
+            )
+        meshes = [parse_mesh(self.mesh)] if self.mesh else []
+        found = self._of_script(meshes) if self.target.suffix == ".py" else self._of_text(meshes)
+        if jax.process_index() == 0:
+            _print(found)
+            if self.json is not None:
+                results = {
+                    "collectives": [row._asdict() for row in found.rows],
+                    "findings": [finding._asdict() for finding in found.findings],
+                }
+                where = environment(jax.devices()[0].device_kind)
+                records.write(self.json, where, dataclasses.asdict(self), results)
+        return int(bool(found.findings))
+
+    def _of_script(self, meshes: Sequence[Mapping[str, int]]) -> Inspection:
+        if self.cpu_devices is not None:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", self.cpu_devices)
+        step = scripts.train_step(self.target, self.arguments, parse_size(self.least, "--least"))
+        if step.mistake is not None:
+            finding = Finding(step.mistake.kind, str(step.mistake))
+            return Inspection((), (finding,), is_compiled=False)
+        if step.text is None and not step.records:
+            raise CommandError(
+                f"{self.target} ended without a program in which each device sends {self.least}B "
+                "or more. Give a smaller --least, more devices (--cpu-devices 4), or the script "
+                "that trains."
+            )
+        return inspect_text(
+            step.text or "",
+            meshes=meshes,
+            records=step.records,
+            devices_per_host=self.devices_per_host,
+        )
+
+    def _of_text(self, meshes: Sequence[Mapping[str, int]]) -> Inspection:
+        try:
+            text = self.target.read_text()
+        except UnicodeDecodeError:
+            text = ""
+        if "HloModule" not in text or "ENTRY" not in text:
+            raise CommandError(
+                f"{self.target} is neither a script (.py) nor the text of an HLO program. Write "
+                "step.lower(...).compile().as_text() to a file, and give that."
+            )
+        return inspect_text(text, meshes=meshes, devices_per_host=self.devices_per_host)
+
+
+def parse_mesh(texts: tuple[str, ...]) -> dict[str, int]:
+    """Parse axes of a mesh, such as "data=4", in their order."""
+    found = {}
+    for text in texts:
+        match = re.fullmatch(r"([^=]+)=([1-9]\d*)", text)
+        if match is None or match[1] in found:
+            raise CommandError(f"--mesh: {text!r} is not a new axis with its size, as in data=4.")
+        found[match[1]] = int(match[2])
+    return found
+
+
+def _print(found: Inspection) -> None:
+    console = tables.console()
+    if found.rows:
+        made = tables.table("Collectives of a step, on each device", HEADINGS[:4], HEADINGS[4:])
+        for row in found.rows:
+            made.add_row(*texts(row))
+        console.print(made)
+    console.print(found.summary, highlight=False)
+    for finding in found.findings:
+        text = Text.assemble("\n", (finding.kind, "red"), f": {finding.text}")
+        console.print(text, soft_wrap=True)

@@ -1,0 +1,373 @@
+"""`dq.inspect`: what a train step sends, and the mistakes in it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._inspection.collectives import collectives_of
+from dynamiq_jax._inspection.devices import Devices
+from dynamiq_jax._inspection.step import inspect_text
+
+KEY = jax.random.key(0)
+BATCH = jnp.ones((32, 512))
+EXACT_PARAMS = {"w": jnp.zeros((512, 256)), "bias": jnp.zeros(256)}
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    count = int(np.prod(list(sizes.values())))
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] + params["bias"] - 1) ** 2)
+
+
+def updated(params, grads):
+    return jax.tree.map(lambda p, g: p - g.astype(p.dtype), params, grads)
+
+
+def manual_step(mesh: Mesh, reduce, *, mark: bool = True, check_vma: bool = False):
+    """A jitted step whose `reduce(grads, key)` runs inside `shard_map` over the whole mesh."""
+
+    def local(params, batch, key):
+        own = params
+        if mark and check_vma:
+            own = jax.lax.pcast(params, mesh.axis_names, to="varying")
+        return updated(params, reduce(jax.grad(loss_fn)(own, batch), key))
+
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), P(mesh.axis_names), P()),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+    )
+
+
+def compressed(grads, key):
+    return dq.pmean(grads, "data", key=key)
+
+
+def kinds(found: dq.Inspection) -> list[str]:
+    return [finding.kind for finding in found.findings]
+
+
+# ---------------------------------------------------------------------------- sound steps
+
+
+def test_a_sound_step_has_no_findings_and_the_bytes_of_the_report():
+    step = manual_step(mesh_of(data=4), compressed, check_vma=True)
+    found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY)
+    assert found.findings == ()
+    report = dq.wire_report(EXACT_PARAMS, 4)
+    assert found.bytes_compressed == report.compressed_bytes
+    assert found.bytes_exact == report.exact_bytes
+    assert {row.over for row in found.rows} == {"data"}
+    assert all(row.where.startswith("test_inspect.py:") for row in found.rows)
+    assert "No mistake found." in str(found)
+
+
+def test_a_sharded_step_of_a_wrapped_loss_has_no_findings():
+    mesh = mesh_of(data=4, fsdp=2)
+    specs = {"w": P("fsdp"), "bias": P()}
+    params = jax.device_put(
+        EXACT_PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    )
+    loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", specs=specs)
+
+    def step(params, batch):
+        return updated(params, jax.grad(loss)(params, batch))
+
+    found = dq.inspect(step, params, BATCH)
+    assert found.findings == ()
+    report = dq.wire_report(EXACT_PARAMS, "data", mesh=mesh, specs=specs)
+    assert found.bytes_compressed == report.compressed_bytes
+
+
+def test_axes_in_two_levels_are_sound():
+    """Only the slow axis is between hosts, and only that one is compressed."""
+    step = manual_step(
+        mesh_of(hosts=2, local=4),
+        lambda grads, key: dq.pmean(grads, ("hosts", "local"), key=key),
+    )
+    found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY, devices_per_host=4)
+    assert found.findings == ()
+    links = {(row.what, row.link) for row in found.rows if row.over in ("hosts", "local")}
+    assert ("compressed, DynamiQ()", "between hosts") in links
+    assert ("exact, fast axes", "inside a host") in links
+
+
+# ---------------------------------------------------------------------------- broken steps
+
+
+def twice(grads, key):
+    return dq.pmean(jax.lax.pmean(grads, "data"), "data", key=key)
+
+
+def twice_the_other_way(grads, key):
+    return jax.lax.pmean(dq.pmean(grads, "data", key=key), "data")
+
+
+@pytest.mark.parametrize("reduce", (twice, twice_the_other_way))
+def test_an_exact_sum_beside_the_compressed_one_is_a_double_reduction(reduce):
+    found = dq.inspect(manual_step(mesh_of(data=4), reduce), EXACT_PARAMS, BATCH, KEY)
+    assert kinds(found) == ["double reduction"]
+    assert "['w']" in found.findings[0].text
+    assert "One mistake found" in str(found) and found.findings[0].text in str(found)
+
+
+def test_a_sum_by_autodiff_is_a_double_reduction():
+    """The step cannot be traced, since types show it; the error becomes the finding."""
+    step = manual_step(mesh_of(data=4), compressed, mark=False, check_vma=True)
+    found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY)
+    assert kinds(found) == ["double reduction"] and not found.is_compiled
+    assert "jax.lax.pcast" in found.findings[0].text
+    assert "raises an error" in str(found)
+
+
+def sharded_params(mesh: Mesh):
+    return jax.device_put(
+        EXACT_PARAMS,
+        {"w": NamedSharding(mesh, P("fsdp")), "bias": NamedSharding(mesh, P())},
+    )
+
+
+@pytest.mark.parametrize("specs", (P(), None), ids=("wrong", "missing"))
+def test_gradients_of_sharded_parameters_are_sent_whole(specs):
+    mesh = mesh_of(data=4, fsdp=2)
+    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", specs=specs)
+
+    @jax.jit
+    def step(params, batch, key):
+        return updated(params, grad_fn(params, batch, key=key)[1])
+
+    found = dq.inspect(step, sharded_params(mesh), BATCH, KEY)
+    assert kinds(found) == ["whole gradient"]
+    assert "'fsdp'" in found.findings[0].text and "specs" in found.findings[0].text
+
+
+def test_small_leaves_are_below_the_threshold():
+    params = {f"layer{n}": jnp.zeros((16, 32)) for n in range(8)}
+
+    def reduce_all(params, batch, key):
+        grads = jax.tree.map(lambda leaf: leaf + jnp.sum(batch), params)
+        return updated(params, dq.pmean(grads, "data", key=key))
+
+    step = jax.shard_map(
+        reduce_all,
+        mesh=mesh_of(data=4),
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    found = dq.inspect(step, params, BATCH, KEY)
+    assert kinds(found) == ["below the threshold"]
+    assert "exact_below=1024" in found.findings[0].text
+    assert "8 of 8 leaves" in found.findings[0].text and "100%" in found.findings[0].text
+
+
+def test_small_leaves_that_are_exact_by_choice_or_few_are_no_mistake():
+    def by_policy(grads, key):
+        return dq.pmean(grads, "data", key=key, method={".*": "exact"})
+
+    found = dq.inspect(manual_step(mesh_of(data=4), by_policy), EXACT_PARAMS, BATCH, KEY)
+    assert found.findings == ()
+
+
+def test_bf16_that_the_compiler_widens_is_found():
+    """XLA for CPUs sums bfloat16 as float32."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), EXACT_PARAMS)
+    step = manual_step(mesh_of(data=4), lambda grads, key: jax.lax.pmean(grads, "data"))
+    found = dq.inspect(step, params, BATCH.astype(jnp.bfloat16), KEY)
+    assert kinds(found) == ["not compressed", "widened"]
+    assert "16 bits" in found.findings[1].text
+    exact = manual_step(mesh_of(data=4), lambda grads, key: jax.lax.pmean(grads, "data"))
+    assert kinds(dq.inspect(exact, EXACT_PARAMS, BATCH, KEY)) == ["not compressed"]
+
+
+def test_a_permutation_of_bf16_that_is_widened_is_found():
+    """Nothing in the optimized program says so: the program as written does."""
+
+    def ring(grads, key):
+        grads = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), grads)
+        return jax.lax.ppermute(grads, "data", [(i, (i + 1) % 4) for i in range(4)])
+
+    found = dq.inspect(manual_step(mesh_of(data=4), ring), EXACT_PARAMS, BATCH, KEY)
+    assert "widened" in kinds(found)
+
+
+def test_an_axis_of_one_worker_has_nothing_to_compress():
+    mesh = mesh_of(data=1, model=4)
+    found = dq.inspect(manual_step(mesh, compressed), EXACT_PARAMS, BATCH, KEY)
+    assert kinds(found) == ["one worker"]
+    assert "'data'" in found.findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("devices_per_host", "expected"), ((4, ["fast link"]), (1, []), (None, []))
+)
+def test_compression_inside_a_host_is_found_where_hosts_are_known(devices_per_host, expected):
+    step = manual_step(mesh_of(data=4), compressed)
+    found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY, devices_per_host=devices_per_host)
+    assert kinds(found) == expected
+
+
+def test_a_large_exact_sum_beside_compressed_ones_is_found():
+    def partly(grads, key):
+        exact = jax.lax.pmean(jnp.concatenate([grads["w"], grads["w"]]), "data")
+        return dq.pmean(grads, "data", key=key) | {"w": exact[:512]}
+
+    found = dq.inspect(manual_step(mesh_of(data=4), partly), EXACT_PARAMS, BATCH, KEY)
+    assert kinds(found) == ["not compressed"]
+
+
+def test_losses_and_norms_are_no_mistakes():
+    def with_norm(grads, key):
+        norm = jax.lax.pmean(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), "data")
+        return jax.tree.map(lambda leaf: leaf * norm, compressed(grads, key))
+
+    found = dq.inspect(manual_step(mesh_of(data=4), with_norm), EXACT_PARAMS, BATCH, KEY)
+    assert found.findings == ()
+
+
+# ---------------------------------------------------------------------------- the tool itself
+
+
+def test_a_step_that_was_traced_before_is_inspected_all_the_same():
+    """Plans are recorded while JAX traces, which it does once for equal arguments."""
+    step = manual_step(mesh_of(data=4), compressed)
+    step(EXACT_PARAMS, BATCH, KEY)
+    for _ in range(2):
+        found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY, devices_per_host=4)
+        assert kinds(found) == ["fast link"]
+
+
+def test_arguments_may_be_shapes_and_are_not_donated():
+    step = jax.jit(
+        lambda params, batch, key: manual_step(mesh_of(data=4), compressed)(params, batch, key),
+        donate_argnums=0,
+    )
+    shapes = jax.eval_shape(lambda: EXACT_PARAMS)
+    assert dq.inspect(step, shapes, BATCH, KEY).findings == ()
+    params = jax.tree.map(jnp.copy, EXACT_PARAMS)
+    dq.inspect(step, params, BATCH, KEY)
+    assert not params["w"].is_deleted()
+
+
+def test_errors_of_the_step_and_of_arguments_are_errors():
+    with pytest.raises(TypeError, match="step=3 cannot be called"):
+        dq.inspect(3)
+    with pytest.raises(ValueError, match="devices_per_host=0"):
+        dq.inspect(jnp.sin, 1.0, devices_per_host=0)
+    with pytest.raises(ZeroDivisionError):
+        dq.inspect(lambda x: 1 // 0, 1.0)
+
+
+def test_a_step_without_collectives_says_so():
+    found = dq.inspect(jnp.sin, jnp.ones(3))
+    assert found.rows == () and found.findings == ()
+    assert "no collectives" in str(found)
+
+
+def test_metrics_and_the_way_back_have_rows_of_their_own():
+    def checked(grads, key):
+        return dq.pmean(grads, "data", key=key, options=dq.Options(max_error=0.1))
+
+    step = manual_step(mesh_of(data=4), checked)
+    found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY)
+    rows = {row.what: row for row in found.rows}
+    assert rows["estimate of the error"].bytes < 0.02 * found.bytes_compressed
+    assert rows["exact leaves"].bytes == dq.wire_report(EXACT_PARAMS, 4).exact_bytes
+    assert rows["exact, above max_error"].in_branch
+    assert not rows["compressed, DynamiQ()"].in_branch
+    assert "at most" in str(found)
+
+
+# ---------------------------------------------------------------------------- text of programs
+
+PROGRAM = """\
+HloModule jit_step, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%add_promoted (a2: f32[], b2: f32[]) -> f32[] {
+  %a2 = f32[] parameter(0)
+  %b2 = f32[] parameter(1)
+  ROOT %sum2 = f32[] add(%a2, %b2)
+}
+
+ENTRY %main (p: f32[4096], q: u8[1000]) -> f32[4096] {
+  %p = f32[4096]{0} parameter(0)
+  %q = u8[1000]{0} parameter(1)
+  %sent = (u8[1000]{0}, u8[1000]{0}, u32[], u32[]) collective-permute-start(%q), PAIRS, METADATA
+  %done = u8[1000]{0} collective-permute-done(%sent)
+  %gathered = ((u8[1000]{0}), u8[4000]{0}) all-gather-start(%q), GROUPS, METADATA
+  %done2 = u8[4000]{0} all-gather-done(%gathered)
+  %summed = f32[4096]{0} all-reduce-start(%p), replica_groups=[4,2]<=[8], to_apply=%add_promoted
+  %done3 = f32[4096]{0} all-reduce-done(%summed)
+  ROOT %all = f32[4096]{0} all-reduce(%done3), channel_id=4, replica_groups={}, to_apply=%add
+}
+"""
+PROGRAM = (
+    PROGRAM.replace("GROUPS", "replica_groups=[2,4]<=[4,2]T(1,0)")
+    .replace("PAIRS", "source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}")
+    .replace("METADATA", 'metadata={op_name="jit(step)/dynamiq_jax.DynamiQ(bits=4)/ppermute"}')
+)
+
+
+def test_asynchronous_collectives_and_all_forms_of_groups_are_read():
+    found = collectives_of(PROGRAM, Devices.of({"data": 4, "local": 2}, devices_per_host=2))
+    seen = [(one.opcode, one.axes, one.link, one.bytes, one.labels) for one in found]
+    label = ("DynamiQ(bits=4)",)
+    assert seen == [
+        ("collective-permute", ("data",), "between hosts", 1000, label),
+        ("all-gather", ("data",), "between hosts", 3000, label),
+        ("all-reduce", ("local",), "inside a host", 16384, ()),
+        ("all-reduce", ("data", "local"), "between hosts", 2 * 7 / 8 * 16384, ()),
+    ]
+    assert [one.is_promoted for one in found] == [False, False, True, False]
+
+
+def test_a_program_without_a_known_mesh_has_groups():
+    found = inspect_text(PROGRAM)
+    assert {row.over for row in found.rows} == {"groups of 2", "groups of 4", "groups of 8"}
+    assert {row.link for row in found.rows} == {"unknown"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    id: int
+    process_index: int
+    platform: str = "gpu"
+    device_kind: str = "H200"
+
+
+def test_hosts_are_processes_where_nothing_else_is_said():
+    mesh = mesh_of(hosts=2, local=2)
+    groups = {"hosts": np.array([[0, 2], [1, 3]]), "local": np.array([[0, 1], [2, 3]])}
+    virtual = Devices.of(mesh)
+    assert virtual.hosts is None and virtual.link(groups["hosts"]) == "unknown"
+    given = Devices.of(mesh, devices_per_host=2)
+    assert [given.link(groups[name]) for name in groups] == ["between hosts", "inside a host"]
+    for hosts, expected in (((0, 0, 1, 1), "between hosts"), ((0,) * 4, "inside a host")):
+        processors = [Processor(number, host) for number, host in enumerate(hosts)]
+        cluster = Mesh(np.array(processors).reshape(2, 2), ("hosts", "local"))
+        assert Devices.of(cluster).link(groups["hosts"]) == expected
+        assert Devices.of(cluster).link(groups["local"]) == "inside a host"
