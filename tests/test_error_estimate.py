@@ -67,10 +67,12 @@ def test_the_error_of_every_method_is_estimated(name):
     found = float(state.metrics["error"][0])
     rel = 1.5 if name in ("topk_chunked", "arc_top_k", "omnireduce", "split_sketch") else 0.4
     assert found == pytest.approx(vnmse(mean[0], values.mean(0, dtype=np.float64)), rel=rel)
-    assert set(state.metrics) == {*dq.methods.METHODS[name]().metrics, *MEASURED}
+    method = dq.methods.METHODS[name]()
+    assert set(state.metrics) == {*method.metrics, *method.details, *MEASURED}
 
 
-MEASURED = {"error", "worst_error", "norm", "non_finite", "bytes", "fallbacks"}
+MEASURED = {"error", "worst_error", "worst_bucket", "norm", "non_finite", "bytes", "fallbacks"}
+WIDTHS = {"width_min", "width_max", "width_std"}
 
 
 def test_the_estimate_is_unbiased():
@@ -134,6 +136,30 @@ def test_buckets_are_counted_together_and_alone(options):
     parts = (np.split(each, buckets) for each in (mean["a"], truth))
     errors = [vnmse(*pair) for pair in zip(*parts, strict=True)]
     assert metrics["worst_error"] == pytest.approx(max(errors), rel=0.4)
+    report = dq.wire_report(
+        {name: leaf[0] for name, leaf in values.items()},
+        4,
+        method="blockint:4",
+        options=dq.Options(**options),
+    )
+    assert [leaf.buckets for leaf in report.leaves] == [tuple(range(buckets)), ()]
+
+
+def test_the_bucket_with_the_largest_error_has_a_number():
+    """Noise takes the errors of 4 bits; few large values among many small ones take less."""
+    even, steep = noise(2)[:, : 2**16], of_workers(0, 2, 2**16)
+    options = dq.Options(bucket_bytes=2**18)
+    for tree, worst in (({"a": even, "b": steep}, 0), ({"a": steep, "b": even}, 1)):
+        _, metrics = measured("dynamiq:4", 2, options)(KEY, tree)
+        assert metrics["worst_bucket"] == worst
+
+
+def test_widths_follow_the_data():
+    flat = measured("dynamiq:5", 2)(KEY, noise(2)[:, : 2**16])[1]
+    assert flat["width_max"] - flat["width_min"] <= 1 and flat["width_std"] < 0.5
+    values = worker_gradients(2, 2**16, seed=0)
+    steep = measured("dynamiq:5", 2)(KEY, values)[1]
+    assert steep["width_max"] - steep["width_min"] >= 3 and steep["width_std"] > 0.5
 
 
 @pytest.mark.parametrize("axes", ["data", ("data", "local")])
@@ -153,8 +179,10 @@ def test_the_program_sends_the_bytes_of_the_metrics(axes):
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), TREE),
         (4, 2) if isinstance(axes, tuple) else 4,
         method=STOCHASTIC,
+        with_metrics=True,
     )
-    assert report.bytes_per_worker < metrics["bytes"] < 1.01 * report.bytes_per_worker
+    assert metrics["bytes"] == report.bytes_per_worker
+    assert 0 < report.sample_bytes < 0.01 * report.bytes_per_worker
     if axes == "data":
         sent = sum(each.sent_bytes(4) for each in collectives(program.as_text()))
         assert metrics["bytes"] == sent
@@ -228,7 +256,7 @@ def test_value_and_grad_returns_metrics(data_mesh):
     loss, grads, metrics = jax.jit(grad_fn)(w, x, key=KEY)
     truth = jax.grad(loss_fn)(w, x)
     assert loss == pytest.approx(float(loss_fn(w, x)), rel=1e-5)
-    assert set(metrics) == MEASURED
+    assert set(metrics) == MEASURED | WIDTHS
     assert metrics["error"] == pytest.approx(vnmse(grads, np.asarray(truth)), rel=0.8)
     assert metrics["norm"] == pytest.approx(float(jnp.linalg.norm(truth)), rel=0.05)
 

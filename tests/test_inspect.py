@@ -110,6 +110,16 @@ def test_axes_in_two_levels_are_sound():
     assert ("exact, fast axes", "inside a host") in links
 
 
+def test_an_exact_sum_over_the_fast_axis_alone_is_sound():
+    def reduce(grads, key):
+        stacked = jnp.concatenate([grads["w"], grads["w"]])
+        norms = jax.lax.pmean(stacked, "local")
+        return dq.pmean(grads, ("hosts", "local"), key=key) | {"w": norms[:512]}
+
+    step = manual_step(mesh_of(hosts=2, local=4), reduce)
+    assert dq.inspect(step, EXACT_PARAMS, BATCH, KEY).findings == ()
+
+
 # ---------------------------------------------------------------------------- broken steps
 
 
@@ -348,7 +358,11 @@ def test_asynchronous_collectives_and_all_forms_of_groups_are_read():
 def test_a_program_without_a_known_mesh_has_groups():
     found = inspect_text(PROGRAM)
     assert {row.over for row in found.rows} == {"groups of 2", "groups of 4", "groups of 8"}
+    permuted = next(one for one in collectives_of(PROGRAM, Devices({}, None)))
+    assert permuted.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert {row.link for row in found.rows} == {"unknown"}
+    assert kinds(found) == ["widened"]
+    assert "in f32 has values of 16 bits" in found.findings[0].text
 
 
 @dataclasses.dataclass(frozen=True)

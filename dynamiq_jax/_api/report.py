@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.error_estimate import sample_bytes
 from dynamiq_jax._buckets.options import Compression, Options, resolve
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
 from dynamiq_jax._buckets.policy import Rules, paths_of
@@ -31,6 +32,7 @@ class LeafReport(NamedTuple):
     method: Method | None  # None: summed exactly
     bytes: float  # sent by each worker over the slow axis: its share of those of its buckets
     why_exact: str | None  # None: compressed
+    buckets: tuple[int, ...] = ()  # numbers of those that hold it, as the metric `worst_bucket` has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class WireReport:
     bytes_per_worker: int  # sent by each worker over the slow axis, statistics included
     compressed_bytes: int  # of these, for compressed leaves
     exact_bytes: int  # of these, for leaves that are summed exactly
+    sample_bytes: int  # of these, for estimates of errors
     fast_bytes: int  # sent by each worker besides, over fast axes, for compressed leaves
     compressed_size: int  # coordinates that are compressed
     bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
@@ -76,6 +79,7 @@ def wire_report(
     mesh: Any = None,
     specs: Any = None,
     options: Options = Options(),
+    with_metrics: bool = False,
 ) -> WireReport:
     """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
 
@@ -90,14 +94,15 @@ def wire_report(
       mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`, for leaves with specs.
       specs: as for `psum`: how leaves are split over further axes of the mesh. The counts are those
         of each device then, for its own shards.
-      options: as for `psum`.
+      options: as for `psum`. What a bucket above `max_error` takes again is not counted.
+      with_metrics: as for `psum`.
 
     >>> import jax, jax.numpy as jnp
     >>> report = wire_report({"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}, 8)
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    how = resolve(method, topology, options)
+    how = resolve(method, topology, options, measures=with_metrics)
     return report_of(how, tree, axis_size, mesh=mesh, specs=specs)
 
 
@@ -111,14 +116,17 @@ def report_of(
     compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
-    total = compressed + exactly
+    sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if how.estimates else 0
+    total = compressed + exactly + sampled
     shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
     by_leaf: dict[int, Method] = {}
-    for bucket in plan.buckets:
+    numbers: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)
+    for number, bucket in enumerate(plan.buckets):
         whole = sum(sizes[index] for index in bucket.leaves)
         for index in bucket.leaves:
             shares[index] += bucket.bytes_sent * sizes[index] / whole
             by_leaf[index] = bucket.method
+            numbers[index] += (number,)
     whys = dict(plan.exact)
     shares |= {index: exact.bytes_sent(axes, [leaves[index]]) for index in whys}
     # Without compression the slow axis would carry this: beside fast axes, a part of each leaf.
@@ -128,6 +136,7 @@ def report_of(
         bytes_per_worker=total,
         compressed_bytes=compressed,
         exact_bytes=exactly,
+        sample_bytes=sampled,
         fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
         compressed_size=compressed_size,
         bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),
@@ -135,7 +144,14 @@ def report_of(
         ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
         exact_leaves=tuple((names[index], why) for index, why in plan.exact),
         leaves=tuple(
-            LeafReport(path, sizes[index], by_leaf.get(index), shares[index], whys.get(index))
+            LeafReport(
+                path,
+                sizes[index],
+                by_leaf.get(index),
+                shares[index],
+                whys.get(index),
+                numbers[index],
+            )
             for index, path in enumerate(paths_of(tree))
             if index not in plan.untouched
         ),

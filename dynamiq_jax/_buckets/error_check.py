@@ -74,9 +74,11 @@ def summary(plan: Plan, axes: Axes, checks: Iterable[Check], exact_leaves: list[
         whole_again = exact.bytes_sent(axes, [_Flat((bucket.size,), bucket.dtype)])
         sent = np.float32(bucket.bytes_sent + sample_bytes(bucket, axes))
         bytes_sent = bytes_sent + sent + again * np.float32(whole_again)
+    errors = jnp.stack([each.vnmse for each in found])
     return {
         "error": whole.vnmse,
-        "worst_error": jnp.max(jnp.stack([each.vnmse for each in found])),
+        "worst_error": jnp.max(errors),
+        "worst_bucket": jnp.argmax(errors).astype(jnp.float32),
         "norm": whole.scale * jnp.sqrt(whole.square),
         "non_finite": whole.bad_rows / whole.rows,
         "bytes": bytes_sent,

@@ -179,7 +179,9 @@ class Sender:
             assert isinstance(self.operation, AllReduce)
             limit = self.how.options.max_error
             total, check = checked(self.operation, bucket, flat, total, key, limit)
-        return Sent(total, reduced.token, reduced.state, metrics=reduced.metrics, check=check)
+        names = self.how.metrics([bucket.method])
+        metrics = {name: reduced.metrics[name] for name in names if name in reduced.metrics}
+        return Sent(total, reduced.token, reduced.state, metrics=metrics, check=check)
 
     def _flat(self, bucket: Bucket) -> Array:
         members = [self.leaves[index] for index in bucket.leaves]

@@ -12,7 +12,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
 # Metrics that any method has, on request.
-MEASURED = ("error", "worst_error", "norm", "non_finite", "bytes", "fallbacks")
+MEASURED = ("error", "worst_error", "worst_bucket", "norm", "non_finite", "bytes", "fallbacks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,10 @@ class Compression:
     def metrics(self, used: Sequence[Method]) -> tuple[str, ...]:
         """Return the names of the metrics of some methods."""
         names = [name for method in used for name in method.metrics]
-        return (*dict.fromkeys(names), *(MEASURED if self.measures else ()))
+        if self.measures:
+            names += [name for method in used for name in method.details]
+            names += MEASURED
+        return tuple(dict.fromkeys(names))
 
     def check_state(self, method: Method) -> None:
         """Raise ValueError for a method whose state the function has nowhere to keep."""

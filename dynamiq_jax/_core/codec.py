@@ -11,7 +11,7 @@ adds what is encoded.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +114,10 @@ class ChunkCodec(SumCodec):
           The decoded values, float32 [size], and a codec that carries these instead. Error feedback
           keeps the difference from the original values.
         """
+
+    def metrics(self) -> Mapping[str, Array]:
+        """Return what the codec knows of the bucket: see `Method.details`."""
+        return {}
 
     # The next four are only needed where parts of messages may be lost, in a reduce-scatter.
     # Together they are `accumulate` of messages of one worker each: the values of the local terms

@@ -37,7 +37,7 @@ class Collective:
 
     opcode: str
     arrays: tuple[ArrayType, ...]  # of the result
-    members: int  # of a group of devices
+    groups: tuple[tuple[int, ...], ...]  # devices that exchange something, by their numbers
     axes: tuple[str, ...] | None  # along which members of a group differ; None if not known
     link: str  # "inside a host", "between hosts" or "unknown"
     times: int  # that it runs, with loops of an unknown number of turns counted as one
@@ -62,7 +62,7 @@ class Collective:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each array that each device puts in."""
-        factor = self.members if self.opcode == "reduce-scatter" else 1
+        factor = len(self.groups[0]) if self.opcode == "reduce-scatter" else 1
         return tuple(array.size * factor for array in self.arrays)
 
 
@@ -90,7 +90,7 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
                     yield Collective(
                         opcode=line.opcode.removesuffix("-start"),
                         arrays=tuple(arrays),
-                        members=groups.shape[1],
+                        groups=_connected(groups),
                         axes=devices.axes_of(groups),
                         link=devices.link(groups),
                         times=0 if number else times,
@@ -171,6 +171,15 @@ def groups_of(line: Instruction, count: int) -> np.ndarray:
     if iota[4]:
         devices = devices.transpose([int(d) for d in iota[4].split(",")])
     return devices.reshape(int(iota[1]), int(iota[2]))
+
+
+def _connected(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Join groups with common members, as pairs along a ring have."""
+    parts: list[set[int]] = []
+    for group in groups.tolist():
+        others = [part for part in parts if not part & set(group)]
+        parts = [*others, set(group).union(*(part for part in parts if part & set(group)))]
+    return tuple(sorted(tuple(sorted(part)) for part in parts))
 
 
 def _of_named_axes(axes: str, order: str, transposed: str, grouped: str) -> np.ndarray:

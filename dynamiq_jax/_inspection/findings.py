@@ -82,10 +82,10 @@ def _not_compressed(known: Evidence) -> Iterator[Finding]:
     others = [one for one in known.collectives if one.is_floating_sum and not one.labels]
     if labeled:
         least = max(_FEW * sum(one.bytes for one in labeled), _SMALL)
-        axes = {one.axes for one in labeled if scopes.FAST not in one.labels}
+        groups = {one.groups for one in labeled if scopes.FAST not in one.labels}
         twice = _summed_twice(known)
         for one in others:
-            if one.axes in axes and one.bytes > least and one not in twice:
+            if one.groups in groups and one.bytes > least and one not in twice:
                 yield Finding(
                     "not compressed",
                     f"{_what(one)} is exact, over the same axis as compressed gradients. If these "
@@ -169,7 +169,7 @@ def _fast_link(known: Evidence) -> Iterator[Finding]:
             if one.labels
             and one.axes == record.axes[:1]
             and one.link == "inside a host"
-            and not {scopes.EXACT, scopes.FAST} & set(one.labels)
+            and scopes.EXACT not in one.labels
         )
         if sent and record.plan.buckets:
             yield Finding(

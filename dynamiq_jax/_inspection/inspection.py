@@ -82,7 +82,7 @@ def rows_of(collectives: Iterable[Collective]) -> tuple[Row, ...]:
     found: dict[tuple[str, str, str, str, str], list[Collective]] = {}
     for one in collectives:
         over = "" if one.axes is None else ", ".join(one.axes)
-        over = over or f"groups of {one.members}"
+        over = over or f"groups of {len(one.groups[0])}"
         where = str(one.place) if one.place else ""
         key = (_what(one), over, one.link, "+".join(one.dtypes), where)
         found.setdefault(key, []).append(one)

@@ -93,6 +93,11 @@ class Method(abc.ABC):
         return ()
 
     @property
+    def details(self) -> tuple[str, ...]:
+        """Names of further ones, which are computed only where metrics are asked for."""
+        return ()
+
+    @property
     def uses_shapes(self) -> bool:
         """True for methods that take the leaves of a bucket as matrices, not as one vector."""
         return False
@@ -152,7 +157,7 @@ class ChunkedMethod(Method):
             # all turns of the topology, whose rounding noise it must not repeat.
             applied, codec = codec.rounded(call.num_workers + call.axis.index)
         gathered = call.topology.all_reduce(codec, call.axis)
-        metrics = self.measure(gathered.payloads, call)
+        metrics = {**codec.metrics(), **self.measure(gathered.payloads, call)}
         return Reduced(gathered.decode(), gathered.token, applied=applied, metrics=metrics)
 
     def measure(self, payloads: Payload, call: Call) -> Mapping[str, Array]:

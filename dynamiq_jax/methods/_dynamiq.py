@@ -145,6 +145,11 @@ class DynamiQ(ChunkedMethod):
             ),
         )
 
+    @property
+    @override
+    def details(self) -> tuple[str, ...]:
+        return DynamiQChunks.METRICS
+
     @override
     def wire_cost(self, call: Call) -> WireCost:
         layout = self._layout_of(call)

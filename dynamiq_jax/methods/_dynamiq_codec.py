@@ -1,6 +1,7 @@
 """Codec of one bucket of DynamiQ: rows in the order of a table, and messages of the kernels."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,8 @@ class DynamiQChunks(ChunkCodec):
     layout: Layout
     implementation: str | None
     first: Index = 0  # row of the bucket that the local rows start with
+
+    METRICS: ClassVar[tuple[str, ...]] = ("width_min", "width_max", "width_std")
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Array:
@@ -93,6 +96,12 @@ class DynamiQChunks(ChunkCodec):
 
     def _decoded(self, payloads: Array) -> Array:
         return operations.decompress(payloads, self.local.places, **self._how)
+
+    @override
+    def metrics(self) -> dict[str, Array]:
+        widths = self.local.places.widths.astype(jnp.float32)
+        found = jnp.min(widths), jnp.max(widths), jnp.std(widths)
+        return dict(zip(self.METRICS, found, strict=True))
 
     @property
     def _how(self) -> dict:

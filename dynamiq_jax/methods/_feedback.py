@@ -39,6 +39,11 @@ class Feedback(Method):
 
     @property
     @override
+    def details(self) -> tuple[str, ...]:
+        return self.inner.details
+
+    @property
+    @override
     def granule(self) -> int:
         return self.inner.granule
 

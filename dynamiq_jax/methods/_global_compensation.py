@@ -94,7 +94,7 @@ class GlobalCompensation(Feedback):
         if self.exact:
             reduced = Exact().all_reduce(wanted, call, key, ())
             zeros = match_varying(jnp.zeros_like(wanted), wanted)
-            metrics = {name: jnp.float32(0) for name in self.metrics}
+            metrics = {name: jnp.float32(0) for name in (*self.metrics, *self.details)}
             after = CompensationState(zeros, state.inner)
             return dataclasses.replace(reduced, state=after, metrics=metrics)
         reduced = self.inner.all_reduce(wanted, call, key, state.inner)

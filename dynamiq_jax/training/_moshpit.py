@@ -91,6 +91,11 @@ def moshpit_mean(
            [2.5, 2.5, 2.5]], dtype=float32)
     """
     how = resolve(method, topology, options, stateless="training.moshpit_mean")
+    if options.max_error is not None:
+        raise ValueError(
+            f"max_error={options.max_error!r} limits the error of one sum, but groups of peers "
+            "would exceed it at different times here. Give dq.Options() without it."
+        )
     names = _check_axes(axis_names)
     rounds = len(names) if rounds is None else rounds
     check_integer("rounds", rounds, 1)
