@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.filesize import decimal
 
-from examples.llm import checkpoint, demo, report
+from examples.llm import checkpoint, demo, links, report
 from examples.llm.averaging import PSUM, Averaging
 from examples.llm.config import DecoderConfig
 from examples.llm.documents import hold_out, read_documents
@@ -97,6 +97,10 @@ def main(options: Options) -> None:
     write_model(model, config, params, options.checkpoint)
     if first:
         console.print(report.table(runs))
+        if len(runs) == 2:
+            sharing = mesh.shape["data"] // jax.process_count() if on_cpu(mesh) else 1
+            predicted = links.Prediction.of(*runs, sharing=max(sharing, 1))
+            console.print(links.table(predicted, runs[1].name))
         for path in (*write_report(runs, options), model):
             console.print(f"wrote {path}", soft_wrap=True, highlight=False)
     console.print(f"{time.perf_counter() - start:.0f} s in all")
@@ -150,8 +154,7 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
     config = checkpoint.read_config(options.checkpoint)
     check_fits(options, config, rows, held_out_rows)
     written_dtype(config)  # It is refused now rather than after training.
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    dtype = jnp.dtype(options.dtype or ("float32" if on_cpu else "bfloat16"))
+    dtype = jnp.dtype(options.dtype or ("float32" if on_cpu(mesh) else "bfloat16"))
 
     def make() -> Decoder:
         return Decoder(config, dtype=dtype, remat=options.remat, rngs=nnx.Rngs(0))
@@ -178,6 +181,11 @@ def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
         micro_batches=options.accumulate,
     )
     return config, task
+
+
+def on_cpu(mesh: Mesh) -> bool:
+    """Return whether the devices of a mesh are processors of hosts."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def check_fits(options: Options, config: DecoderConfig, *rows: Rows) -> None:

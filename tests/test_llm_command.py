@@ -138,6 +138,7 @@ def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
     text = end(command(files, *short, *small, "--output-dir", tmp_path))
     for name in ("before", "exact (psum)", "dynamiq:5:ring", "difference"):
         assert f" {name} " in text
+    assert "compression only takes time" in " ".join(text.split()) and "10 Gbit/s" in text
     for name in ("curves.png", "model/model.safetensors"):
         assert (tmp_path / name).stat().st_size > 0
     summaries = json.loads((tmp_path / "results.json").read_text())["runs"]
@@ -146,6 +147,11 @@ def test_without_arguments_it_makes_what_it_needs_and_compares(files, tmp_path):
     assert exact[0] == compressed[0] and exact[1]["loss"] == compressed[1]["loss"]
     assert exact[1]["evaluation_loss"] != compressed[1]["evaluation_loss"]
     assert exact[1]["vnmse"] == 0 and 1e-4 < compressed[1]["vnmse"] < 0.05
+    metrics = {name: value for name, value in compressed[1].items() if "compression/" in name}
+    assert metrics["compression/bytes"] == compressed[1]["bytes_sent"]
+    assert metrics["compression/error"] == pytest.approx(compressed[1]["vnmse"], rel=0.5)
+    assert metrics["compression/width_max"] > metrics["compression/width_min"] > 0
+    assert not [name for name in exact[1] if "compression" in name]
 
 
 # ---------------------------------------------------------------------------------------- refusals

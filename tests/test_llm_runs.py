@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import dynamiq_jax as dq
 from examples import finetune_llm
-from examples.llm import finetuning, report
+from examples.llm import finetuning, links, report
 from examples.llm.averaging import Averaging
 from examples.llm.errors import RunError
 from examples.llm.export import written_dtype
@@ -21,6 +21,7 @@ from examples.llm.options import Options
 from examples.llm.snapshots import Snapshots, forget
 from examples.llm.training import Recipe, initial_state
 from tests.support import llm_files
+from tests.support.commands import shown
 from tests.support.llm_files import last_state, losses
 
 STEPS = 8
@@ -230,9 +231,37 @@ def test_a_run_that_diverged_is_reported(tmp_path):
     run = report.Run(name="bad", records=records, wire=wire)
     report.save_plot([run], tmp_path / "a.png")
     report.save_json([run], {}, tmp_path / "a.json")
-    assert report.table([run]).row_count == 10
+    assert report.table([run]).row_count == 11
     content = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert content["runs"]["bad"]["accuracy"] == 0.1
+
+
+def test_a_step_between_hosts_is_predicted_from_two_runs():
+    """Two workers share the processors, so that each takes half of the measured time."""
+    ends = {"evaluation_loss": 1.0, "perplexity": 2.0, "accuracy": 0.1}
+    tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+
+    def run(name, seconds, method):
+        step = {"step": 1, "loss": 1.0, "vnmse": 0.0, "seconds": seconds, **ends}
+        return report.Run(name=name, records=[step], wire=dq.wire_report(tree, 2, method=method))
+
+    exact, compressed = run("exact", 0.2, "exact"), run("small", 0.3, "dynamiq:5")
+    found = links.Prediction.of(exact, compressed, sharing=2)
+    sent = 4 * 2**20
+    assert found.compute == pytest.approx(0.1) and found.codec == pytest.approx(0.05)
+    assert found.exact_bytes == sent and found.compressed_bytes < 0.17 * sent
+    at = found.seconds(0.8)  # 100 MB/s
+    assert at[:2] == pytest.approx((0.1 + sent / 1e8, 0.1 + sent / 2e8))
+    assert at[2] == pytest.approx(0.15 + found.compressed_bytes / 1e8)
+    _, half, small = found.seconds(found.break_even)
+    assert half == pytest.approx(small)
+    assert all(found.seconds(rate)[2] < found.seconds(rate)[1] for rate in (0.01, 0.1))
+    text = shown(links.table(found, "small"))
+    assert "0.2 Gbit/s" in text and "100 Gbit/s" in text and "pays on links below" in text
+    free = links.Prediction.of(exact, run("small", 0.1, "dynamiq:5"), sharing=2)
+    assert "pays on every link" in shown(links.table(free, "small"))
+    larger = links.Prediction.of(exact, run("large", 0.3, "exact"), sharing=2)
+    assert "pays on no link" in shown(links.table(larger, "large"))
 
 
 def test_weights_are_written_as_config_says_or_refused():

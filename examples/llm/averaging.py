@@ -78,7 +78,12 @@ class Averaging:
         """
         if not self.is_exact:
             return dq.all_reduce_gradients(
-                axis_name, method=self.method, topology=self.topology, seed=seed, specs=specs
+                axis_name,
+                method=self.method,
+                topology=self.topology,
+                seed=seed,
+                specs=specs,
+                with_metrics=True,
             )
 
         def init(params: Any) -> dq.AllReduceState:
@@ -105,5 +110,11 @@ class Averaging:
         # `jax.lax.pmean` sends what an exact ring sends.
         method = "exact" if self.is_exact else self.method
         return dq.wire_report(
-            tree, "data", mesh=mesh, specs=specs, method=method, topology=self.topology
+            tree,
+            "data",
+            mesh=mesh,
+            specs=specs,
+            method=method,
+            topology=self.topology,
+            with_metrics=not self.is_exact,
         )

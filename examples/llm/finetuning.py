@@ -106,6 +106,8 @@ def finetune(
                     "tokens_per_second": int(report.tokens) / seconds,
                     "bytes_sent": sent,
                 }
+                for name, value in report.compression.items():
+                    record[f"compression/{name}"] = float(value)
                 if measure:
                     record["vnmse"] = float(report.vnmse)
                 last = step + 1 == steps

@@ -37,6 +37,7 @@ class Report(NamedTuple):
     norm: jax.Array  # float32: norm of the mean gradient, before clipping
     vnmse: jax.Array  # float32: vNMSE of the mean gradient; NaN unless measured
     tokens: jax.Array  # int32: tokens that were read, without padding
+    compression: dict[str, jax.Array]  # float32: metrics of the library; none of the exact mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,7 @@ def train_step(
             norm=after[0].norm,
             vnmse=after[0].vnmse,
             tokens=tokens,
+            compression=dict(after[0].all_reduce.metrics),
         )
         return State(optax.apply_updates(state.params, updates), after), report
 
@@ -206,4 +208,4 @@ def train_step(
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     replicated = jax.NamedSharding(mesh, P())
-    return jax.jit(mapped, donate_argnums=0, out_shardings=(shardings, Report(*[replicated] * 4)))
+    return jax.jit(mapped, donate_argnums=0, out_shardings=(shardings, Report(*[replicated] * 5)))
