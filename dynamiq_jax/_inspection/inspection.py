@@ -20,7 +20,7 @@ class Row(NamedTuple):
     over: str  # axes
     link: str
     type: str  # of the values on the wire
-    messages: int  # that each device sends in a step
+    messages: int  # that each device sends in a step; 0 if they travel with those of another row
     bytes: float  # the same
     where: str  # line of the source
     in_branch: bool  # whether they may not run at all
@@ -74,7 +74,8 @@ class Inspection:
 def texts(row: Row) -> tuple[str, ...]:
     """Return the columns of a row as text, as `HEADINGS` names them."""
     sent = format_bytes(row.bytes) + (" at most" if row.in_branch else "")
-    return (row.what, row.over, row.link, row.type, f"{row.messages:,}", sent, row.where)
+    messages = f"{row.messages:,}" if row.messages else "joined"
+    return (row.what, row.over, row.link, row.type, messages, sent, row.where)
 
 
 def rows_of(collectives: Iterable[Collective]) -> tuple[Row, ...]:

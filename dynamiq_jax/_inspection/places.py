@@ -25,7 +25,9 @@ class Place(NamedTuple):
 
     @override
     def __str__(self) -> str:
-        return f"{pathlib.Path(self.file).name}:{self.line}"
+        path = pathlib.Path(self.file)
+        is_cell = path.parent.name.startswith("ipykernel_")  # which has a number for a name
+        return f"{'cell' if is_cell else path.name}:{self.line}"
 
 
 class Places:
