@@ -15,13 +15,14 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 IMAGES = "benchmarks/results/*.png"
+NOTEBOOKS = "examples/*.ipynb"
 
 _LINK = re.compile(r"\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the files outside of docs/ that pages need."""
-    for path in [ROOT / page for page in PAGES] + sorted(ROOT.glob(IMAGES)):
+    for path in [ROOT / page for page in PAGES] + [*sorted(ROOT.glob(IMAGES)), *ROOT.glob(NOTEBOOKS)]:
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files

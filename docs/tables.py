@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 import dynamiq_jax as dq
-from docs import method_tables, training_tables
+from docs import choice_tables, method_tables, training_tables
 from docs.result_files import RESULTS, exponent, markdown, mean, results_of
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._workshop.advice import Option, predictions
@@ -487,6 +487,7 @@ _ALL = (
     big_models,
     maxtext,
     environments,
+    choice_tables.which_method,
     *method_tables.ALL,
     *training_tables.ALL,
 )
