@@ -114,7 +114,8 @@ def test_an_exact_sum_over_the_fast_axis_alone_is_sound():
     def reduce(grads, key):
         stacked = jnp.concatenate([grads["w"], grads["w"]])
         norms = jax.lax.pmean(stacked, "local")
-        return dq.pmean(grads, ("hosts", "local"), key=key) | {"w": norms[:512]}
+        mean = dq.pmean(grads, ("hosts", "local"), key=key)
+        return mean | {"w": mean["w"] + norms[:512]}
 
     step = manual_step(mesh_of(hosts=2, local=4), reduce)
     assert dq.inspect(step, EXACT_PARAMS, BATCH, KEY).findings == ()
@@ -238,7 +239,8 @@ def test_compression_inside_a_host_is_found_where_hosts_are_known(devices_per_ho
 def test_a_large_exact_sum_beside_compressed_ones_is_found():
     def partly(grads, key):
         exact = jax.lax.pmean(jnp.concatenate([grads["w"], grads["w"]]), "data")
-        return dq.pmean(grads, "data", key=key) | {"w": exact[:512]}
+        mean = dq.pmean(grads, "data", key=key)
+        return mean | {"w": mean["w"] + exact[:512]}
 
     found = dq.inspect(manual_step(mesh_of(data=4), partly), EXACT_PARAMS, BATCH, KEY)
     assert kinds(found) == ["not compressed"]
