@@ -107,6 +107,12 @@ def test_a_program_is_read_from_its_text(tmp_path, data_mesh, capsys):
     assert "DynamiQ(bits=4)" in shown and "hosts" in shown and "between hosts" in shown
 
 
+def test_a_script_whose_step_is_smaller_is_an_error(script):
+    script.write_text(SCRIPT.replace("raise RuntimeError", "print"))
+    with pytest.raises(CommandError, match="Give a smaller --least"):
+        Doctor(target=script, arguments=("4",), least="1Gi").run()
+
+
 def test_what_is_neither_is_an_error(tmp_path):
     with pytest.raises(CommandError, match="no file"):
         Doctor(target=tmp_path / "missing.py").run()

@@ -15,12 +15,13 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax import topologies
-from dynamiq_jax._buckets import checks
+from dynamiq_jax._buckets import checks, scopes
 from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
+from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
 from pallas_kernels.compat import override
 
@@ -84,13 +85,15 @@ class GatherMean(AllReduce):
         """Return the payload of a shard, and the codec that decodes those of all workers."""
         assert isinstance(bucket.method, ChunkedMethod)
         call = _call(bucket, "all_gather")
-        codec = bucket.method.bind(shard, call, self.axes.fold_in(key))
-        return codec, codec.compress(self.axes.slow.index, 0)
+        with scopes.scope(spelled(bucket.method)):
+            codec = bucket.method.bind(shard, call, self.axes.fold_in(key))
+            return codec, codec.compress(self.axes.slow.index, 0)
 
     def deliver(self, bucket: Bucket, codec: ChunkCodec, payload: Payload) -> Reduced:
         """Gather payloads and decode them."""
-        gathered = topologies.gather(codec, (payload,), self.axes.slow)
-        part = gathered.decode()[: bucket.call.size].astype(bucket.dtype)
+        with scopes.scope(spelled(bucket.method)):
+            gathered = topologies.gather(codec, (payload,), self.axes.slow)
+            part = gathered.decode()[: bucket.call.size].astype(bucket.dtype)
         total = self.axes.gather(part, bucket.size)
         return Reduced(total, total if self.axes.fast else gathered.token)
 

@@ -94,18 +94,19 @@ class Doctor:
         if step.mistake is not None:
             finding = Finding(step.mistake.kind, str(step.mistake))
             return Inspection((), (finding,), is_compiled=False)
-        if step.text is None and not step.records:
-            raise CommandError(
-                f"{self.target} ended without a program in which each device sends {self.least}B "
-                "or more. Give a smaller --least, more devices (--cpu-devices 4), or the script "
-                "that trains."
-            )
-        return inspect_text(
+        found = inspect_text(
             step.text or "",
             meshes=meshes,
             records=step.records,
             devices_per_host=self.devices_per_host,
         )
+        if step.text is None and not found.findings:
+            raise CommandError(
+                f"{self.target} ended without a program in which each device sends {self.least}B "
+                "or more. Give a smaller --least, more devices (--cpu-devices 4), or the script "
+                "that trains."
+            )
+        return found
 
     def _of_text(self, meshes: Sequence[Mapping[str, int]]) -> Inspection:
         try:
