@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
-from types import SimpleNamespace
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import jax
 import numpy as np
@@ -221,6 +223,31 @@ def test_metrics_forget_what_comes_after_the_checkpoint_and_torn_lines(tmp_path)
     metrics.close()
     expected = [{"step": 0}, {"step": 1}, {"step": 2, "loss": 1.0}]
     assert metrics.records == read(tmp_path / "metrics.jsonl") == expected
+
+
+def test_scalars_of_every_record_go_to_a_board(tmp_path, monkeypatch):
+    """To any class with the interface of tensorboardX's `SummaryWriter`."""
+    written = []
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            written.append("closed")
+
+    package = ModuleType("tensorboardX")
+    package.__spec__ = ModuleSpec("tensorboardX", loader=None)
+    package.SummaryWriter = Board
+    monkeypatch.setitem(sys.modules, "tensorboardX", package)
+    metrics = Metrics(tmp_path, steps=1)
+    metrics.append({"step": 2, "loss": 1.5, "compression/error": 0.003})
+    metrics.close()
+    scalars = [("loss", 1.5, 2), ("compression/error", 0.003, 2)]
+    assert written == [(str(tmp_path / "tensorboard"), 2), *scalars, "closed"]
 
 
 def test_a_run_that_diverged_is_reported(tmp_path):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from dynamiq_jax._workshop.break_even import break_even_rate
 from examples.llm.report import Run
 
 LINKS = (0.2, 1.0, 10.0, 25.0, 100.0)  # Gbit/s
@@ -51,10 +52,8 @@ class Prediction:
     @property
     def break_even(self) -> float:
         """Gbit/s below which the compressed step is faster than one with bfloat16."""
-        saved = self.exact_bytes / 2 - self.compressed_bytes
-        if saved <= 0:
-            return 0.0
-        return saved * 8 / 1e9 / self.codec if self.codec else float("inf")
+        sent, half = self.compressed_bytes, self.exact_bytes // 2
+        return break_even_rate(self.codec, sent, 0.0, half) / 1e9
 
 
 def table(predicted: Prediction, name: str, links: Sequence[float] = LINKS) -> Table:
