@@ -101,6 +101,15 @@ def test_every_replica_has_the_same_bits_of_a_mean(method, topology, fsdp, error
         assert len({str(shard.index) for shard in mean["even"].addressable_shards}) == fsdp
 
 
+def test_compressed_means_have_metrics_and_exact_ones_have_none():
+    _, (_, state) = two_steps("dynamiq:5", "butterfly", 2)
+    metrics = state.all_reduce.metrics
+    assert float(metrics["error"]) == pytest.approx(float(state.vnmse), rel=0.5)
+    assert all(value.shape == () and value.dtype == jnp.float32 for value in metrics.values())
+    _, (_, state) = two_steps("psum", "ring", 2)
+    assert state.all_reduce.metrics == {}
+
+
 def test_what_a_step_leaves_out_is_in_the_next_one():
     """Means and residuals of the workers add up to the gradients."""
     (first, _), (second, state) = two_steps("ef+topk_chunked:4", "ring", 1)
