@@ -50,9 +50,17 @@ def test_packages_are_typed_and_nothing_else_is_installed():
         assert (ROOT / package / "py.typed").is_file()
 
 
-def test_files_of_the_source_distribution_exist():
+def test_the_source_distribution_has_every_file_of_the_repository():
+    """And so all that the tests need. It names files and folders of the root."""
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert [name for name in included if not (ROOT / name).exists()] == []
+    command = ["git", "-C", str(ROOT), "ls-files"]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    tracked = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    in_root = {name.split("/")[0] for name in tracked.splitlines()}
+    by_itself = {"README.md", "LICENSE", "pyproject.toml", ".gitignore"}
+    assert in_root - by_itself == set(included)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
