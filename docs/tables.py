@@ -438,6 +438,7 @@ def environments() -> str:
         "entropy": "python -m benchmarks.entropy",
         "entropy_network": "dynamiq-jax network",
         "error": "python -m benchmarks.error",
+        "error_estimate": "python -m benchmarks.error_estimate",
         "executed_ptx": "",  # made by an interpreter that is not in this repository
         "error_law": "python -m benchmarks.error_law",
         "final_loss": "python -m benchmarks.final_loss",
