@@ -42,8 +42,9 @@ def measured(method, workers, options=dq.Options()):
     return lambda key, values: jax.tree.map(lambda leaf: np.asarray(leaf[0]), run(key, values))
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize(
+    ("bits", "workers"), [(4, 2), (5, 2), (6, 2), pytest.param(5, 16, marks=pytest.mark.slow)]
+)
 def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
     for kind, data in DATA.items():
         values = data(workers)
@@ -227,8 +228,8 @@ def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
 
 def test_what_is_sent_again_counts_as_sent():
     values = noise(2)[:, : SIZE // 16]
-    calm = measured("dynamiq:4", 2, dq.Options(max_error=1.0))(KEY, values)[1]
-    again = measured("dynamiq:4", 2, dq.Options(max_error=1e-6))(KEY, values)[1]
+    calm = measured("blockint:4", 2, dq.Options(max_error=1.0))(KEY, values)[1]
+    again = measured("blockint:4", 2, dq.Options(max_error=1e-6))(KEY, values)[1]
     assert (calm["fallbacks"], again["fallbacks"]) == (0, 1)
     assert again["bytes"] - calm["bytes"] == 4 * SIZE // 16
 
@@ -238,7 +239,7 @@ def test_without_metrics_a_limit_holds_too():
 
     def local(key, values):
         return dq.psum(
-            values, "data", key=key, method="dynamiq:4", options=dq.Options(max_error=1e-6)
+            values, "data", key=key, method="blockint:4", options=dq.Options(max_error=1e-6)
         )
 
     total = simulated(local)(KEY, values)

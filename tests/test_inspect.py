@@ -1,6 +1,7 @@
 """`dq.inspect`: what a train step sends, and the mistakes in it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ def updated(params, grads):
     return jax.tree.map(lambda p, g: p - g.astype(p.dtype), params, grads)
 
 
+@functools.cache
 def manual_step(mesh: Mesh, reduce, *, mark: bool = True, check_vma: bool = False):
     """A jitted step whose `reduce(grads, key)` runs inside `shard_map` over the whole mesh."""
 
@@ -58,7 +60,7 @@ def manual_step(mesh: Mesh, reduce, *, mark: bool = True, check_vma: bool = Fals
 
 
 def compressed(grads, key):
-    return dq.pmean(grads, "data", key=key)
+    return dq.pmean(grads, "data", key=key, method="bf16")  # which compiles fast
 
 
 def kinds(found: dq.Inspection) -> list[str]:
@@ -72,7 +74,7 @@ def test_a_sound_step_has_no_findings_and_the_bytes_of_the_report():
     step = manual_step(mesh_of(data=4), compressed, check_vma=True)
     found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY)
     assert found.findings == ()
-    report = dq.wire_report(EXACT_PARAMS, 4)
+    report = dq.wire_report(EXACT_PARAMS, 4, method="bf16")
     assert found.bytes_compressed == report.compressed_bytes
     assert found.bytes_exact == report.exact_bytes
     assert {row.over for row in found.rows} == {"data"}
@@ -86,14 +88,14 @@ def test_a_sharded_step_of_a_wrapped_loss_has_no_findings():
     params = jax.device_put(
         EXACT_PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     )
-    loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", specs=specs)
+    loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", specs=specs, method="dynamiq:4")
 
     def step(params, batch):
         return updated(params, jax.grad(loss)(params, batch))
 
     found = dq.inspect(step, params, BATCH)
     assert found.findings == ()
-    report = dq.wire_report(EXACT_PARAMS, "data", mesh=mesh, specs=specs)
+    report = dq.wire_report(EXACT_PARAMS, "data", mesh=mesh, specs=specs, method="dynamiq:4")
     assert found.bytes_compressed == report.compressed_bytes
 
 
@@ -101,12 +103,12 @@ def test_axes_in_two_levels_are_sound():
     """Only the slow axis is between hosts, and only that one is compressed."""
     step = manual_step(
         mesh_of(hosts=2, local=4),
-        lambda grads, key: dq.pmean(grads, ("hosts", "local"), key=key),
+        lambda grads, key: dq.pmean(grads, ("hosts", "local"), key=key, method="bf16"),
     )
     found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY, devices_per_host=4)
     assert found.findings == ()
     links = {(row.what, row.link) for row in found.rows if row.over in ("hosts", "local")}
-    assert ("compressed, DynamiQ()", "between hosts") in links
+    assert ("compressed, BF16()", "between hosts") in links
     assert ("exact, fast axes", "inside a host") in links
 
 
@@ -114,7 +116,7 @@ def test_an_exact_sum_over_the_fast_axis_alone_is_sound():
     def reduce(grads, key):
         stacked = jnp.concatenate([grads["w"], grads["w"]])
         norms = jax.lax.pmean(stacked, "local")
-        mean = dq.pmean(grads, ("hosts", "local"), key=key)
+        mean = dq.pmean(grads, ("hosts", "local"), key=key, method="bf16")
         return mean | {"w": mean["w"] + norms[:512]}
 
     step = manual_step(mesh_of(hosts=2, local=4), reduce)
@@ -125,11 +127,11 @@ def test_an_exact_sum_over_the_fast_axis_alone_is_sound():
 
 
 def twice(grads, key):
-    return dq.pmean(jax.lax.pmean(grads, "data"), "data", key=key)
+    return compressed(jax.lax.pmean(grads, "data"), key)
 
 
 def twice_the_other_way(grads, key):
-    return jax.lax.pmean(dq.pmean(grads, "data", key=key), "data")
+    return jax.lax.pmean(compressed(grads, key), "data")
 
 
 @pytest.mark.parametrize("reduce", (twice, twice_the_other_way))
@@ -159,7 +161,7 @@ def sharded_params(mesh: Mesh):
 @pytest.mark.parametrize("specs", (P(), None), ids=("wrong", "missing"))
 def test_gradients_of_sharded_parameters_are_sent_whole(specs):
     mesh = mesh_of(data=4, fsdp=2)
-    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", specs=specs)
+    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", specs=specs, method="bf16")
 
     @jax.jit
     def step(params, batch, key):
@@ -239,7 +241,7 @@ def test_compression_inside_a_host_is_found_where_hosts_are_known(devices_per_ho
 def test_a_large_exact_sum_beside_compressed_ones_is_found():
     def partly(grads, key):
         exact = jax.lax.pmean(jnp.concatenate([grads["w"], grads["w"]]), "data")
-        mean = dq.pmean(grads, "data", key=key)
+        mean = compressed(grads, key)
         return mean | {"w": mean["w"] + exact[:512]}
 
     found = dq.inspect(manual_step(mesh_of(data=4), partly), EXACT_PARAMS, BATCH, KEY)
@@ -296,7 +298,7 @@ def test_a_step_without_collectives_says_so():
 
 def test_metrics_and_the_way_back_have_rows_of_their_own():
     def checked(grads, key):
-        return dq.pmean(grads, "data", key=key, options=dq.Options(max_error=0.1))
+        return dq.pmean(grads, "data", key=key, options=dq.Options(max_error=0.1), method="bf16")
 
     step = manual_step(mesh_of(data=4), checked)
     found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY)
@@ -304,7 +306,7 @@ def test_metrics_and_the_way_back_have_rows_of_their_own():
     assert rows["estimate of the error"].bytes < 0.02 * found.bytes_compressed
     assert rows["exact leaves"].bytes == dq.wire_report(EXACT_PARAMS, 4).exact_bytes
     assert rows["exact, above max_error"].in_branch
-    assert not rows["compressed, DynamiQ()"].in_branch
+    assert not rows["compressed, BF16()"].in_branch
     assert "at most" in str(found)
 
 
