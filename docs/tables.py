@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import stdev
 
 import jax
 
@@ -341,6 +342,23 @@ def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], l
     return ["", "bits", *(f"{rate / 1e6:g} Mbit/s" for rate in rates)], rows
 
 
+def error_estimates() -> str:
+    """Write the ratios of estimated and true errors: error_estimate.json."""
+    ratios: dict[tuple[str, int], list[list[float]]] = {}
+    for row in results_of("error_estimate")["precision"]:
+        ratios.setdefault((row["kind"], row["workers"]), []).append(row["ratios"])
+    rows = []
+    for kind in dict.fromkeys(kind for kind, _ in ratios):
+        cells = []
+        for (of_kind, _), cases in ratios.items():
+            if of_kind == kind:
+                means, stds = zip(*((mean(case), stdev(case)) for case in cases), strict=True)
+                cells.append(f"{min(means):.2f} to {max(means):.2f}, {max(stds):.0%}")
+        rows.append([kind, *cells])
+    counts = dict.fromkeys(workers for _, workers in ratios)
+    return markdown(["values", *(f"{workers} workers" for workers in counts)], rows)
+
+
 def executed() -> str:
     """Write how many bytes of executed kernels differ from the base: executed_ptx.json."""
     approximations = {"nearest": "nearest", "up:1": "one above", "down:1": "one below"}
@@ -482,6 +500,7 @@ _ALL = (
     by_workers,
     allocation,
     limits,
+    error_estimates,
     executed,
     executed_reasons,
     compile_times,

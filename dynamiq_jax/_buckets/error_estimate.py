@@ -104,8 +104,9 @@ def estimate(
     scale = jnp.minimum(largest, LARGEST_UNIT)
     unit = inverse_unit(scale)
     rows = jnp.pad(value, (0, -value.size % SUPER_GROUP_SIZE)).reshape(-1, SUPER_GROUP_SIZE)
-    is_bad = ~jnp.all(jnp.isfinite(rows), axis=1)
-    squares = jnp.sum(jnp.where(is_bad[:, None], np.float32(0), rows * unit) ** 2, axis=1)
+    squares = jnp.sum((rows * unit) ** 2, axis=1)  # at most 4096 where all values are finite
+    is_bad = ~jnp.isfinite(squares)
+    squares = jnp.where(is_bad, np.float32(0), squares)
     square = jnp.sum(squares)
     share = jnp.where(square > 0, squares / square, np.float32(1 / len(squares)))
     chances = np.float32(0.5) * (share + np.float32(1 / len(squares)))  # of rows
