@@ -17,9 +17,9 @@ import jax
 
 import dynamiq_jax as dq
 from docs import choice_tables, method_tables, training_tables
+from docs.advised import at_five_bits, break_even_gbit, gain_of_a_step
 from docs.result_files import RESULTS, exponent, markdown, mean, results_of
 from dynamiq_jax._commands.advise import Advise
-from dynamiq_jax._workshop.advice import Option, predictions
 from dynamiq_jax._workshop.error_law import error_growth
 from dynamiq_jax._workshop.units import format_seconds
 from dynamiq_jax.methods import METHODS, resolve_method
@@ -68,13 +68,10 @@ def break_even() -> str:
     rows = []
     for device, size in (("gpu", "7G"), ("cpu", "100M")):
         for gradient in ("f32", "bf16"):
-            question = Advise(link="10gbit", size=size, device=device, gradient=gradient)
-            plain, ours = (option.all_reduce for option in _best(question))
-            # Wire times shrink as the link gets faster, codec times stay; latencies are nothing.
-            gbit_per_s = 10 * (plain.wire - ours.wire) / (ours.codec - plain.codec)
+            gbit = break_even_gbit(device, size, gradient)
             what = {"f32": "float32", "bf16": "bfloat16"}[gradient]
             ns = f"{CODEC_SPEEDS[device].ns_per_coordinate:g} ns"
-            rows.append([device.upper(), ns, what, f"{float(f'{gbit_per_s:.2g}'):g} Gbit/s"])
+            rows.append([device.upper(), ns, what, f"{gbit:g} Gbit/s"])
     header = ["codec on a", "for a coordinate", "`psum` of", "compress below"]
     return markdown(header, rows)
 
@@ -83,16 +80,15 @@ def steps() -> str:
     """Write the times of a training step on several links by `dynamiq-jax advise --size 7G`."""
     rows = []
     for link in ("1gbit", "10gbit", "25gbit", "100gbit", "400gbit", "1600gbit"):
-        plain, ours = _best(Advise(link=link, size="7G"))
-        hidden, ours_hidden = _best(Advise(link=link, size="7G", overlap=0.5))
+        plain, ours = at_five_bits(Advise(link=link, size="7G"))
         rows.append(
             [
                 link.replace("gbit", " Gbit/s"),
                 format_seconds(plain.all_reduce.total),
                 format_seconds(ours.all_reduce.total),
                 f"{plain.all_reduce.total / ours.all_reduce.total:.2f}x",
-                f"{plain.step / ours.step:.2f}x",
-                f"{hidden.step / ours_hidden.step:.2f}x",
+                f"{gain_of_a_step(link):.2f}x",
+                f"{gain_of_a_step(link, overlap=0.5):.2f}x",
             ]
         )
     header = ["link of each worker", "`psum`, bfloat16", "5 bits", "all-reduce", "step"]
@@ -522,13 +518,6 @@ def rewritten(page: str) -> str:
 
 def _script(name: str) -> str:
     return f"```python\n{(EXAMPLES / f'{name}.py').read_text()}```\n"
-
-
-def _best(question: Advise) -> tuple[Option, Option]:
-    """Return today's `psum` and the fastest topology at 5 bits."""
-    plain, *compressed = predictions(question.question())
-    at_five_bits = [option for option in compressed if option.bits == 5]
-    return plain, min(at_five_bits, key=lambda option: (option.step, option.error_growth))
 
 
 def main() -> None:
