@@ -26,6 +26,16 @@ def test_one_version_everywhere():
     assert f"[{dq.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_one_date_of_the_release():
+    released = re.search(
+        rf"^## \[{re.escape(dq.__version__)}\] - (\d{{4}}-\d\d-\d\d)$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
+    cited = re.search(r"^date-released: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert released[1] == cited[1]
+
+
 def test_requirements_are_valid_and_extras_name_extras_that_exist():
     assert {"bench", "cli", "cuda13", "docs", "examples", "test"} <= EXTRAS.keys()
     for text in (*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)):
