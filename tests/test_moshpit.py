@@ -104,16 +104,19 @@ def test_without_dead_peers_all_have_the_mean_after_a_round_for_each_axis():
     assert np.ptp(two, axis=(0, 1)).max() < 1e-6 < 0.1 < np.ptp(two, axis=2).max()
 
 
+FAST = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
+
+
 def test_an_axis_may_have_a_second_turn_with_a_lossy_method():
     """Its peers have the same values then, which jax.vmap knows."""
 
     def local(values):
-        return moshpit_mean(values, AXES[:2], key=KEY, rounds=3, method="dynamiq:8")
+        return moshpit_mean(values, AXES[:2], key=KEY, rounds=3, method=FAST)
 
     values = np.random.default_rng(0).normal(size=(4, 2, 4096)).astype(np.float32)
     found = jax.vmap(jax.vmap(local, axis_name="y"), axis_name="x")(values)
     assert np.ptp(found, axis=(0, 1)).max() == 0
-    assert 1e-7 < np.mean((found[0, 0] - values.mean((0, 1))) ** 2) < 1e-3
+    assert 1e-7 < np.mean((found[0, 0] - values.mean((0, 1))) ** 2) < 1e-2
 
 
 def test_calls_of_one_round_go_on_with_the_next_axis():
