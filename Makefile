@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast lint docs build benchmarks clean
+.PHONY: help demo test test-fast test-slow lint docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -12,11 +13,13 @@ help:  ## list the targets
 demo: $(VENV)/installed  ## fine-tune a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
 	$(RUN) -m examples.finetune_llm $(ARGS)
 
-test: lint  ## run lint, the type checker and all tests
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: lint test-fast  ## run lint, the type checker and the tests
 
-test-fast: $(VENV)/installed  ## run the tests without the slow ones
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+test-fast: $(VENV)/installed  ## run the tests alone
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed  ## run whole commands, recipes and the notebook, and kill processes
+	$(PYTEST) -m slow $(ARGS)
 
 test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)
