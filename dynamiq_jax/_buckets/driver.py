@@ -149,6 +149,8 @@ class Layout:
             methods,
             split_over=split_over,
             cut=operation.cuts_leaves,
+            rows=operation.planned_rows,
+            bucketing=operation.bucketing(how.options),
         )
         if recording.is_recording():
             recording.record(_record(operation, names, planned, plan))

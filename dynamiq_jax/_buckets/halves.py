@@ -18,7 +18,7 @@ from dynamiq_jax import topologies
 from dynamiq_jax._buckets import checks, scopes
 from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
-from dynamiq_jax._buckets.options import Compression
+from dynamiq_jax._buckets.options import Bucketing, Compression, Options
 from dynamiq_jax._buckets.plan import Bucket, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
@@ -33,6 +33,15 @@ class ScatterMean(AllReduce):
     mean: bool = True
 
     can_estimate: ClassVar[bool] = False
+
+    @override
+    def bucketing(self, options: Options) -> Bucketing:
+        if options.bucketing == "striped":
+            raise ValueError(
+                "bucketing='striped' has no use in training.Pipelined, whose buckets leave while a "
+                "backward pass computes others. Leave it out."
+            )
+        return "in_order"
 
     @override
     def check_method(self, method: Method) -> None:
@@ -163,7 +172,7 @@ def gather(
         for (number,) in (group for group in groups if len(group) == 1)
     }
     token = _all_of([payload for _, payload in encoded.values()]) if encoded else None
-    means: dict[int, Array] = {}
+    means: dict[int, Reduced] = {}
     for group in groups:
         if len(group) == 1:
             codec, payload = encoded[group[0]]
@@ -171,7 +180,7 @@ def gather(
             sent: Sequence[Reduced] = [operation.deliver(of_shards[group[0]], codec, payload)]
         else:
             sent = sender.send(group, ((),) * len(shards), token)
-        means |= {number: one.total for number, one in zip(group, sent, strict=True)}
+        means |= dict(zip(group, sent, strict=True))
         token = sent[-1].token
     return restored(operation, plan, leaves, [means[number] for number in range(len(means))])
 

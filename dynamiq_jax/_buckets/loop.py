@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import AllReduce, Leaves, Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan
+from dynamiq_jax._buckets.stripes import Stripes
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels import compat
@@ -33,6 +34,8 @@ class Sent(Reduced):
     """Result of the collective of one bucket."""
 
     check: Check | None = None  # if errors are estimated
+    # Instead of a total: result rows of the leaves by index, of all stripes, from the first one.
+    striped: Leaves = dataclasses.field(default_factory=dict)
 
 
 def send_all(
@@ -65,7 +68,7 @@ def send_all(
         metrics |= summary(plan, operation.axes, checks, exactly)
     with scopes.scope(scopes.EXACT):
         result = operation.exact({index: leaves[index] for index, _ in plan.exact})
-    result |= restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
+    result |= restored(operation, plan, leaves, [sent[n] for n in range(len(sent))])
     return (
         result,
         tuple(sent[number].state for number in range(len(sent))),
@@ -110,14 +113,17 @@ def send_buckets(
 def runs(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[int, ...]]:
     """Return the numbers of buckets in the order in which they are sent.
 
-    The first `unrolled` ones are alone. Neighbors among the others that are alike come together:
-    they share one compiled codec.
+    Stripes of the same leaves come together: they share one compiled codec. Of the others, the
+    first `unrolled` ones are alone. Neighbors behind them that are alike come together too.
     """
     numbers = range(len(plan.buckets))
     order = list(reversed(numbers) if last_first else numbers)
-    alone = [(number,) for number in order[:unrolled]]
-    alike = itertools.groupby(order[unrolled:], key=lambda number: plan.buckets[number].program)
-    return alone + [tuple(group) for _, group in alike]
+    apart = set([n for n in order if plan.buckets[n].stripe is None][:unrolled])
+
+    def program(number: int) -> Hashable:
+        return number if number in apart else plan.buckets[number].program
+
+    return [tuple(group) for _, group in itertools.groupby(order, key=program)]
 
 
 def after(token: Array | None, flat: Array) -> Array:
@@ -144,6 +150,8 @@ class Sender:
     def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Sent]:
         """Send buckets that are alike, in a loop if there are several."""
         first = self.plan.buckets[numbers[0]]
+        if first.stripe is not None:
+            return self._send_stripes(numbers, states, token)
         if len(numbers) == 1:
             flat = after(token, self._flat(first))
             return [self._send_one(first, flat, numbers[0], states[numbers[0]])]
@@ -154,13 +162,63 @@ class Sender:
             sent = self._send_one(first, flat, number, state)
             return None, (sent.total, sent.token, sent.state, sent.metrics, sent.check)
 
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
         places = np.arange(len(numbers), dtype=np.int32), np.array(numbers, np.int32)
-        _, found = lax.scan(body, None, (*places, stacked))
-        each = [jax.tree.map(lambda leaf, n=n: leaf[n], found) for n in range(len(numbers))]
+        _, found = lax.scan(body, None, (*places, _stacked([states[n] for n in numbers])))
         return [
             Sent(total=total, token=token, state=state, metrics=metrics, check=check)
-            for total, token, state, metrics, check in each
+            for total, token, state, metrics, check in _unstacked(found, len(numbers))
+        ]
+
+    def _send_stripes(
+        self, numbers: tuple[int, ...], states: States, token: Array | None
+    ) -> list[Sent]:
+        """Send the stripes of some leaves in a loop.
+
+        Results replace the values of this worker where they have the same shape, so that no memory
+        is needed for both.
+        """
+        operation, first = self.operation, self.plan.buckets[numbers[0]]
+        assert first.stripe is not None
+        rows = [operation.rows(self.leaves[index]) for index in first.leaves]
+        stripes = Stripes(tuple(leaf.shape[1] for leaf in rows), first.stripe.count)
+        dealt = stripes.deal(rows)
+        in_place = operation.result_rows == len(rows[0])
+        shapes = [(operation.result_rows, *part.shape[1:]) for part in dealt]
+        same: set[str] = set()  # axes over which results do not vary
+
+        def body(carry: tuple[Array, ...], each: Any) -> tuple[tuple[Array, ...], Any]:
+            place, number, state = each
+            stripe = stripes.take(carry if in_place else dealt, place)
+            flat = after(token, self._join(first, [stripe]))
+            sent = self._send_one(first, flat, number, state)
+            same.update(compat.varying_axes(carry[0]) - compat.varying_axes(sent.total))
+            total = compat.match_varying(sent.total.astype(first.dtype), carry[0])
+            (total,) = split(total, [stripes.size], operation.result_rows)
+            rest = sent.token, sent.state, sent.metrics, sent.check
+            return stripes.put(carry, place, total), rest
+
+        carry = dealt if in_place else tuple(
+            compat.match_varying(jnp.zeros(shape, first.dtype), dealt[0]) for shape in shapes
+        )
+        places = [self.plan.buckets[number].stripe.number for number in numbers]
+        each = np.array(places, np.int32), np.array(numbers, np.int32)
+        carry, found = lax.scan(body, carry, (*each, _stacked([states[n] for n in numbers])))
+        for axis in same:
+            carry = compat.same_over(carry, axis)
+        results = dict(zip(first.leaves, stripes.join(carry), strict=True))
+        nothing = jnp.zeros((0,), jnp.float32)
+        return [
+            Sent(
+                total=nothing,
+                token=token,
+                state=state,
+                metrics=metrics,
+                check=check,
+                striped=results if place == 0 else {},
+            )
+            for place, (token, state, metrics, check) in zip(
+                places, _unstacked(found, len(numbers)), strict=True
+            )
         ]
 
     def key_of(self, bucket: Bucket, number: Any) -> Array:
@@ -206,16 +264,20 @@ class Sender:
         return refuse_gradient(join([self.operation.rows(leaf) for leaf in members], multiple))
 
 
-def restored(operation: Operation, plan: Plan, leaves: Leaves, totals: Sequence[Array]) -> Leaves:
+def restored(operation: Operation, plan: Plan, leaves: Leaves, sent: Sequence[Reduced]) -> Leaves:
     """Cut the results of buckets into those of leaves, and join the parts of each leaf."""
     parts: dict[int, list[Array]] = collections.defaultdict(list)
-    for bucket, total in zip(plan.buckets, totals, strict=True):
+    for bucket, one in zip(plan.buckets, sent, strict=True):
+        if isinstance(one, Sent) and bucket.stripe is not None:
+            for index, rows in one.striped.items():
+                parts[index].append(rows)
+            continue
         if bucket.part is not None:
             sizes = [bucket.size]
         else:
             shapes = [operation.shape(leaves[index]) for index in bucket.leaves]
             sizes = [math.prod(shape) // operation.result_rows for shape in shapes]
-        pieces = split(total, sizes, operation.result_rows)
+        pieces = split(one.total, sizes, operation.result_rows)
         for index, piece in zip(bucket.leaves, pieces, strict=True):
             parts[index].append(piece)
     return {
@@ -224,3 +286,11 @@ def restored(operation: Operation, plan: Plan, leaves: Leaves, totals: Sequence[
         ).astype(leaves[index].dtype)
         for index, found in parts.items()
     }
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _unstacked(tree: Any, count: int) -> list[Any]:
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], tree) for n in range(count)]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.options import Bucketing, Options
 from dynamiq_jax._buckets.plan import Bucket
 from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
 from pallas_kernels.compat import override
@@ -54,6 +55,15 @@ class Operation(abc.ABC):
     def planned(self, leaf: Any) -> Any:
         """Return the leaf as the plan counts it: anything with `shape` and `dtype`."""
         return leaf
+
+    def bucketing(self, options: Options) -> Bucketing:
+        """Return what a bucket of this collective holds."""
+        return options.bucketing
+
+    @property
+    def planned_rows(self) -> int:
+        """Rows of a leaf as the plan counts it, one for each worker that has or gets a part."""
+        return 1
 
     @property
     def result_rows(self) -> int:
@@ -152,6 +162,11 @@ class ReduceScatter(Operation):
     def check_shards(self, name: str, leaf: Array, spec: PartitionSpec) -> None:
         checks.check_not_split(name, spec, self._dimension(leaf), "scatter_dimension")
 
+    @property
+    @override
+    def planned_rows(self) -> int:
+        return self.axes.num_workers
+
     @override
     def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
         if self.tiled:
@@ -207,6 +222,16 @@ class AllGather(Operation):
 
     last_first: ClassVar[bool] = False
     salt: ClassVar[int | None] = 0x67617468
+
+    @override
+    def bucketing(self, options: Options) -> Bucketing:
+        # A forward pass can begin with the first leaves, whatever the topology of the transpose.
+        return "in_order" if options.bucketing == "auto" else options.bucketing
+
+    @property
+    @override
+    def planned_rows(self) -> int:
+        return self.axes.num_workers
 
     @property
     @override

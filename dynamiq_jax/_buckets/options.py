@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from dynamiq_jax._buckets.policy import Policy, Rules
-from dynamiq_jax._core import check_integer, check_number
+from dynamiq_jax._core import check_choice, check_integer, check_number
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
+Bucketing = Literal["auto", "striped", "in_order"]
 # Metrics that any method has, on request.
 MEASURED = ("error", "worst_error", "worst_bucket", "norm", "non_finite", "bytes", "fallbacks")
 
@@ -20,7 +21,7 @@ class Options:
     """Options of every collective, beside the method and the topology.
 
     >>> Options(exact_below=0)
-    Options(exact_below=0, bucket_bytes=134217728, unrolled_buckets=8, max_error=None)
+    Options(exact_below=0, bucket_bytes=134217728, bucketing='auto', unrolled_buckets=8, max_error=None)
     """
 
     # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
@@ -31,7 +32,14 @@ class Options:
     # send one bucket while a backward pass still computes another. The default fills the messages
     # of a fast link. It is small enough for the first one to leave early in a backward pass.
     bucket_bytes: int = 2**27
-    # Buckets, from the first that is sent on, that have a codec of their own in the compiled
+    # What a bucket holds, where there are several. "striped": a like share of every leaf, so that the
+    # bits go where they are needed in the whole tree; all buckets are alike and share one compiled
+    # codec. "in_order": neighbors, so that the compiler can send one bucket while a backward pass
+    # still computes another; each has as many bits for a coordinate, needed or not. "auto": striped
+    # where the hops of the topology are a loop, under which nothing else runs, as in the default
+    # ring; in order on other topologies, in an all-gather, and for methods that use shapes.
+    bucketing: Bucketing = "auto"
+    # Buckets in order, from the first that is sent on, that have a codec of their own in the compiled
     # program. The compiler can send them while a backward pass still computes. Further equal ones
     # share one codec in a loop, which waits for all of their leaves: compile time would grow with
     # their number otherwise.
@@ -44,6 +52,7 @@ class Options:
     def __post_init__(self):
         check_integer("exact_below", self.exact_below, 0)
         check_integer("bucket_bytes", self.bucket_bytes, 1)
+        check_choice("bucketing", self.bucketing, get_args(Bucketing))
         check_integer("unrolled_buckets", self.unrolled_buckets, 0)
         if self.max_error is not None:
             check_number("max_error", self.max_error, 0, np.inf, "a vNMSE such as 0.1, or None")

@@ -3,20 +3,22 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.options import Compression
+from dynamiq_jax._buckets.options import Bucketing, Compression
+from dynamiq_jax._buckets.stripes import Stripe, Stripes, number_of_stripes
 from dynamiq_jax._core import WireCost
 from dynamiq_jax.methods import Call, Method
 from dynamiq_jax.topologies import FixedTopology, Topology
 
 _LEAST_PART = 2**16  # coordinates: smaller ones would send more messages than they save memory
 
+_Choice = tuple[Call, WireCost, str | None]  # and why the bucket stays exact
 Part = tuple[int, int]  # first slice along the first dimension, and the one after the last
 
 
@@ -30,13 +32,15 @@ class Bucket:
     size: int  # coordinates
     split_over: tuple[str, ...]  # further axes along which the values of devices differ
     part: Part | None  # of its only leaf, where that is in several buckets
+    stripe: Stripe | None  # of all of its leaves, where these are in several buckets
     call: Call  # the all-reduce of a worker's part, which is less than the bucket beside fast axes
     cost: WireCost
 
     @property
     def program(self) -> Hashable:
         """Everything that the compiled program depends on but the place of the values."""
-        return self.method, self.dtype, self.size, self.split_over, self.call
+        striped = None if self.stripe is None else self.leaves
+        return self.method, self.dtype, self.size, self.split_over, self.call, striped
 
     @property
     def bytes_sent(self) -> int:
@@ -61,6 +65,8 @@ def make_plan(
     *,
     split_over: Sequence[tuple[str, ...]] | None = None,
     cut: bool = True,
+    rows: int = 1,
+    bucketing: Bucketing | None = None,
 ) -> Plan:
     """Sort leaves into buckets.
 
@@ -73,7 +79,10 @@ def make_plan(
         ones never share a bucket: those that are the same along an axis stay the same, since
         everything that their rounding depends on is.
       cut: whether a leaf that is too large for one bucket may be cut into several.
+      rows: rows that each leaf has, one for each worker that gets a part of it or has one.
+      bucketing: what a bucket holds; None for what the options say.
     """
+    bucketing = bucketing or how.options.bucketing
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
     by_kind: dict[tuple[jnp.dtype, tuple[str, ...], Method], list[tuple[int, int]]] = {}
@@ -96,8 +105,18 @@ def make_plan(
             by_kind.setdefault(kind, []).append((index, size))
     buckets = []
     for (dtype, axes_of_shards, method), members in by_kind.items():
+
+        def choose(size: int, shapes: Any = None, method: Method = method) -> _Choice:
+            return _choose(axes.part_size(size, method.granule), axes, shapes, method, how.topology)
+
+        kind = _Kind(method, dtype, axes_of_shards)
+        limit = max(how.options.bucket_bytes // dtype.itemsize, 1)
+        if not method.uses_shapes and (
+            found := _striped(kind, members, leaves, limit, rows, bucketing, choose)
+        ):
+            buckets += found
+            continue
         may_cut = cut and not axes.fast and not method.uses_shapes
-        limit = how.options.bucket_bytes // dtype.itemsize
         for group in _group(members, limit):
             indices, sizes = zip(*group, strict=True)
             shapes = tuple(leaves[index].shape for index in indices)
@@ -106,31 +125,78 @@ def make_plan(
             size = sum(sizes)
             alone = may_cut and len(group) == 1
             step = _step(shapes[0], max(limit, _LEAST_PART)) if alone else size
-
-            @functools.cache
-            def choose(
-                size: int, method: Method = method, known: Any = known
-            ) -> tuple[Call, WireCost, str | None]:
-                part = axes.part_size(size, method.granule)
-                return _choose(part, axes, known, method, how.topology)
-
-            if any(choose(part)[2] for part in {step, size % step} - {0}):
+            if any(choose(part, known)[2] for part in {step, size % step} - {0}):
                 step = size  # parts are too small: rather one bucket
-            if why_exact := choose(step)[2]:
+            if why_exact := choose(step, known)[2]:
                 exact += [(index, why_exact) for index in indices]
                 continue
             for start in range(0, size, step):
                 stop = min(start + step, size)
-                call, cost, _ = choose(stop - start)
-                rows = size // shapes[0][0] if step < size else 1
-                part = (start // rows, stop // rows) if step < size else None
-                bucket = Bucket(
-                    indices, method, dtype, stop - start, axes_of_shards, part, call, cost
-                )
-                buckets.append(bucket)
+                length = size // shapes[0][0] if step < size else 1
+                part = (start // length, stop // length) if step < size else None
+                call, cost, _ = choose(stop - start, known)
+                buckets.append(kind.bucket(indices, stop - start, call, cost, part=part))
     # In the order of the leaves, whatever their methods: a backward pass has the last ones first.
     buckets.sort(key=lambda bucket: bucket.leaves[0])
     return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Everything that leaves need to have in common to share a bucket."""
+
+    method: Method
+    dtype: jnp.dtype
+    split_over: tuple[str, ...]
+
+    def bucket(
+        self,
+        leaves: tuple[int, ...],
+        size: int,
+        call: Call,
+        cost: WireCost,
+        *,
+        part: Part | None = None,
+        stripe: Stripe | None = None,
+    ) -> Bucket:
+        return Bucket(
+            leaves, self.method, self.dtype, size, self.split_over, part, stripe, call, cost
+        )
+
+
+def _striped(
+    kind: _Kind,
+    members: list[tuple[int, int]],
+    leaves: Sequence[Any],
+    limit: int,
+    rows: int,
+    bucketing: Bucketing,
+    choose: Callable[[int], _Choice],
+) -> list[Bucket]:
+    """Return buckets that are stripes of all (leaf, size); none if they are not to be striped.
+
+    Args:
+      kind: of the leaves.
+      members: leaves and their sizes.
+      leaves: all leaves.
+      limit: coordinates of a bucket.
+      rows: rows of each leaf, of which columns are dealt.
+      bucketing: as the user chose it.
+      choose: choice for a bucket of some coordinates.
+    """
+    indices, sizes = zip(*members, strict=True)
+    fewest = -(-sum(sizes) // max(limit, _LEAST_PART))
+    if bucketing == "in_order" or fewest == 1:
+        return []
+    count = number_of_stripes(fewest, [leaves[index].shape for index in indices])
+    size = rows * Stripes(tuple(size // rows for size in sizes), count).size
+    call, cost, why_exact = choose(size)
+    if why_exact or (bucketing == "auto" and not call.topology.is_loop):
+        return []
+    return [
+        kind.bucket(indices, size, call, cost, stripe=Stripe(number, count))
+        for number in range(count)
+    ]
 
 
 def _group(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:
@@ -160,9 +226,10 @@ def _step(shape: tuple[int, ...], limit: int) -> int:
     return -(-shape[0] // next(even, fewest)) * (size // shape[0])
 
 
+@functools.lru_cache(maxsize=1024)
 def _choose(
     size: int, axes: Axes, shapes: Any, method: Method, topology: Topology
-) -> tuple[Call, WireCost, str | None]:
+) -> _Choice:
     """Return the all-reduce of a part, its cost, and the reason to keep it exact, if any."""
     num_workers = axes.slow.size
 

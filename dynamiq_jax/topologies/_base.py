@@ -99,6 +99,11 @@ class FixedTopology(Topology):
         return False
 
     @property
+    def is_loop(self) -> bool:
+        """True if hops are a loop, while which a compiler runs no other computation."""
+        return False
+
+    @property
     def is_far(self) -> bool:
         """True if workers send to others than their neighbors, across the whole network."""
         return True

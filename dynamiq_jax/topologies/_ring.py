@@ -63,6 +63,11 @@ class Ring(FixedTopology):
 
     @property
     @override
+    def is_loop(self) -> bool:
+        return not self.unroll
+
+    @property
+    @override
     def is_far(self) -> bool:
         return False
 

@@ -1,0 +1,116 @@
+"""Stripes: buckets that each have a like share of every leaf, so that all of them are alike.
+
+The rows of 256 coordinates of a leaf are dealt to the stripes in turn. What is left of each leaf
+after the last whole turn is joined, and dealt as well.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
+
+# Stripes beyond the fewest that are tried for a number that no leaf has a structure of.
+_TRIED = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripe:
+    """Place of a bucket among those that share its leaves."""
+
+    number: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripes:
+    """Stripes of some leaves, each [rows, columns]. The columns are dealt, in groups of 256."""
+
+    columns: tuple[int, ...]  # of each leaf
+    count: int  # stripes
+
+    @property
+    def size(self) -> int:
+        """Columns of a stripe, padding included."""
+        return ROW * (sum(self._turns) + self._turns_of_rest)
+
+    @property
+    def _turn(self) -> int:
+        return ROW * self.count
+
+    @property
+    def _turns(self) -> list[int]:
+        """Return how often every stripe gets a row of each leaf."""
+        return [columns // self._turn for columns in self.columns]
+
+    @property
+    def _rest(self) -> int:
+        return sum(columns % self._turn for columns in self.columns)
+
+    @property
+    def _turns_of_rest(self) -> int:
+        return -(-self._rest // self._turn)
+
+    def deal(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
+        """Return leaves [rows, columns], and what is left of them, as [rows, turns, count, 256]."""
+        ends = [turns * self._turn for turns in self._turns]
+        parts = [leaf[:, :end] for leaf, end in zip(leaves, ends, strict=True) if end]
+        if self._rest:
+            rest = jnp.concatenate(
+                [leaf[:, end:] for leaf, end in zip(leaves, ends, strict=True)], axis=1
+            )
+            padding = self._turns_of_rest * self._turn - self._rest
+            parts.append(jnp.pad(rest, ((0, 0), (0, padding))))
+        return tuple(part.reshape(len(part), -1, self.count, ROW) for part in parts)
+
+    def take(self, dealt: Sequence[Array], number: Array) -> Array:
+        """Return the stripe of a number: [rows, size]."""
+        parts = [lax.dynamic_index_in_dim(part, number, 2, keepdims=False) for part in dealt]
+        return jnp.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+    def put(self, dealt: Sequence[Array], number: Array, stripe: Array) -> tuple[Array, ...]:
+        """Return dealt leaves in which the stripe of a number has other values, [rows, size]."""
+        found, start = [], 0
+        for part in dealt:
+            stop = start + part.shape[1] * ROW
+            rows = stripe[:, start:stop].reshape(len(part), -1, ROW)
+            found.append(lax.dynamic_update_index_in_dim(part, rows, number, 2))
+            start = stop
+        return tuple(found)
+
+    def join(self, dealt: Sequence[Array]) -> list[Array]:
+        """Invert `deal`."""
+        flat = [part.reshape(len(part), -1) for part in dealt]
+        rest = flat.pop() if self._rest else None
+        whole, found, start = iter(flat), [], 0
+        for columns, turns in zip(self.columns, self._turns, strict=True):
+            parts = [next(whole)] if turns else []
+            if left := columns % self._turn:
+                assert rest is not None
+                parts.append(rest[:, start : start + left])
+                start += left
+            found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
+        return found
+
+
+def number_of_stripes(fewest: int, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return how many stripes to cut leaves into, at least `fewest`.
+
+    Where a number divides the rows of 256 in a row of a matrix, each stripe has the same columns of
+    all its rows, and the columns of a gradient may differ by magnitudes. So the number is the first
+    one that has no divisor in common with any of these, or with as few coordinates as possible.
+    """
+    if fewest == 1:
+        return 1
+
+    def coordinates_in_step(number: int) -> int:
+        return sum(
+            math.prod(shape)
+            for shape in shapes
+            if len(shape) > 1 and math.gcd(number, shape[-1] // math.gcd(shape[-1], ROW)) > 1
+        )
+
+    return min(range(fewest, fewest + _TRIED), key=coordinates_in_step)
