@@ -29,6 +29,7 @@ from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC, on_mesh, simulated
 
 KEY = jax.random.key(0)
+in_order = functools.partial(dq.Options, bucketing="in_order")  # see test_stripes.py for others
 # Each gives a whole result or the worker's part.
 COLLECTIVES = {
     "pmean": dq.pmean,
@@ -64,7 +65,7 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
         jax.ShapeDtypeStruct((slices, -(-size // slices)), dtype)
         for size, dtype in zip(sizes, kinds, strict=False)
     ]
-    how = resolve("dynamiq", "ring", dq.Options(bucket_bytes=bucket_bytes))
+    how = resolve("dynamiq", "ring", in_order(bucket_bytes=bucket_bytes))
     plan = make_plan(leaves, Axes(Axis("data", 4)), how, how.policy.methods(leaves))
     assert plan.exact == ()
     covered = {index: [] for index in range(len(leaves))}
@@ -98,7 +99,7 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
 
 def test_parts_of_a_large_leaf_are_alike():
     width = 2**14
-    how = resolve("dynamiq", "ring", dq.Options(bucket_bytes=4 * 5 * width))
+    how = resolve("dynamiq", "ring", in_order(bucket_bytes=4 * 5 * width))
 
     def sizes(slices: int) -> list[int]:
         leaf = jax.ShapeDtypeStruct((slices, width), jnp.float32)
@@ -159,7 +160,7 @@ def test_leaves_of_several_sizes_come_back_in_their_places(name, bucket_bytes):
     scale = 4 if name == "all_gather" else 1  # buckets of a gather count once gathered
 
     def local(key, tree):
-        options = dq.Options(bucket_bytes=scale * bucket_bytes, exact_below=0)
+        options = in_order(bucket_bytes=scale * bucket_bytes, exact_below=0)
         return COLLECTIVES[name](tree, "data", key=key, method="bf16", options=options)
 
     found = simulated(local)(KEY, tree)
@@ -175,7 +176,7 @@ def test_buckets_have_rounding_noise_of_their_own(name):
     leaf = of_workers(0, 2, 4096)
 
     def local(key, tree):
-        options = dq.Options(bucket_bytes=1)
+        options = in_order(bucket_bytes=1)
         return COLLECTIVES[name](tree, "data", key=key, method=STOCHASTIC, options=options)
 
     run = simulated(local)
@@ -194,7 +195,7 @@ def test_equal_buckets_share_a_codec_and_keep_their_bits(data_mesh, stacked, unr
     tree = {"w": values} if stacked else {str(n): values[:, n] for n in range(count)}
     results, codecs = [], []
     for alone in (count, unrolled):
-        options = dq.Options(bucket_bytes=4 * size, unrolled_buckets=alone)
+        options = in_order(bucket_bytes=4 * size, unrolled_buckets=alone)
         reduce = functools.partial(
             dq.pmean, axis_name="data", key=KEY, method=STOCHASTIC, options=options
         )
@@ -218,7 +219,7 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
     collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY, method="bf16")
     whole = 8192 * (16 if name == "all_gather" else 4)  # bytes of a leaf in a bucket
     for bucket_bytes, count in ((1, 4), (2 * whole, 2), (1 << 30, 1)):
-        options = dq.Options(bucket_bytes=bucket_bytes)
+        options = in_order(bucket_bytes=bucket_bytes)
         text = compiled(data_mesh(4), tree, functools.partial(collective, options=options))
         found = collectives(text)
         of_loops = [c for c in found if c.kind == "collective-permute" and c.looped]
@@ -237,7 +238,7 @@ def test_memory_beside_the_result_is_that_of_two_buckets(data_mesh):
     """Of sixteen buckets, the first eight of which have codecs of their own."""
     count, size = 16, 1 << 18
     tree = {str(number): jax.ShapeDtypeStruct((size,), jnp.float32) for number in range(count)}
-    options = dq.Options(bucket_bytes=4 * size)
+    options = in_order(bucket_bytes=4 * size)
 
     def mean(tree):
         return dq.pmean(tree, "data", key=KEY, method=STOCHASTIC, options=options)
@@ -257,7 +258,7 @@ def test_a_bucket_waits_for_those_before_it(data_mesh, name):
     tree = {name: jax.ShapeDtypeStruct((2, 8192), jnp.float32) for name in "abc"}
 
     def transfers_for(leaf):
-        how = {"method": "bf16", "options": dq.Options(bucket_bytes=1)}
+        how = {"method": "bf16", "options": in_order(bucket_bytes=1)}
         collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY, **how)
         text = compiled(data_mesh(2), tree, lambda tree: collective(tree)[leaf])
         return len(collectives(text))
@@ -292,7 +293,7 @@ def test_a_bucket_does_not_wait_until_others_are_decoded(data_mesh, name):
 
     def counts(names):
         def fn(tree):
-            options = dq.Options(bucket_bytes=1)
+            options = in_order(bucket_bytes=1)
             how = {"method": Sorting(), "options": options}
             if name != "all_gather":
                 how["topology"] = "all_to_all"

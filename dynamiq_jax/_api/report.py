@@ -113,8 +113,9 @@ def report_of(
     axes, plan, named = plan_without_arrays(tree, axis_size, how, mesh=mesh, specs=specs)
     names, leaves = zip(*named, strict=True) if named else ((), ())
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
-    compressed_size = sum(bucket.size for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
+    in_buckets = {index for bucket in plan.buckets for index in bucket.leaves}
+    compressed_size = sum(sizes[index] for index in in_buckets)
     exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
     sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if how.estimates else 0
     total = compressed + exactly + sampled

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -197,8 +197,12 @@ class Sender:
             rest = sent.token, sent.state, sent.metrics, sent.check
             return stripes.put(carry, place, total), rest
 
-        carry = dealt if in_place else tuple(
-            compat.match_varying(jnp.zeros(shape, first.dtype), dealt[0]) for shape in shapes
+        carry = (
+            dealt
+            if in_place
+            else tuple(
+                compat.match_varying(jnp.zeros(shape, first.dtype), dealt[0]) for shape in shapes
+            )
         )
         places = [self.plan.buckets[number].stripe.number for number in numbers]
         each = np.array(places, np.int32), np.array(numbers, np.int32)
@@ -229,17 +233,14 @@ class Sender:
         return key
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
-        key = self.key_of(bucket, number)
-        with scopes.scope(spelled(bucket.method)):
-            reduced = self.operation.send(bucket, flat, key, state)
-        total, check = reduced.total, None
-        if self.how.estimates:
-            assert isinstance(self.operation, AllReduce)
-            limit = self.how.options.max_error
-            total, check = checked(self.operation, bucket, flat, total, key, limit)
+        alike = dataclasses.replace(bucket, leaves=(), part=None, stripe=None)
+        send = _shared(self.operation, alike, self.how.estimates, self.how.options.max_error)
+        total, token, after_step, all_metrics, check = send(
+            flat, self.key_of(bucket, number), state
+        )
         names = self.how.metrics([bucket.method])
-        metrics = {name: reduced.metrics[name] for name in names if name in reduced.metrics}
-        return Sent(total, reduced.token, reduced.state, metrics=metrics, check=check)
+        metrics = {name: all_metrics[name] for name in names if name in all_metrics}
+        return Sent(total, token, after_step, metrics=metrics, check=check)
 
     def _flat(self, bucket: Bucket) -> Array:
         members = [self.leaves[index] for index in bucket.leaves]
@@ -262,6 +263,24 @@ class Sender:
     def _join(self, bucket: Bucket, members: Sequence[Array]) -> Array:
         multiple = self.operation.multiple(bucket)
         return refuse_gradient(join([self.operation.rows(leaf) for leaf in members], multiple))
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(
+    operation: Operation, bucket: Bucket, estimates: bool, limit: float | None
+) -> Callable[[Array, Array, State], Any]:
+    """Return the collective of one bucket, which is traced once for all that are alike."""
+
+    def send(flat: Array, key: Array, state: State) -> Any:
+        with scopes.scope(spelled(bucket.method)):
+            reduced = operation.send(bucket, flat, key, state)
+        total, check = reduced.total, None
+        if estimates:
+            assert isinstance(operation, AllReduce)
+            total, check = checked(operation, bucket, flat, total, key, limit)
+        return total, reduced.token, reduced.state, reduced.metrics, check
+
+    return jax.jit(send)
 
 
 def restored(operation: Operation, plan: Plan, leaves: Leaves, sent: Sequence[Reduced]) -> Leaves:

@@ -20,29 +20,31 @@ MEASURED = ("error", "worst_error", "worst_bucket", "norm", "non_finite", "bytes
 class Options:
     """Options of every collective, beside the method and the topology.
 
-    >>> Options(exact_below=0)
-    Options(exact_below=0, bucket_bytes=134217728, bucketing='auto', unrolled_buckets=8, max_error=None)
+    >>> Options(exact_below=0).exact_below
+    0
     """
 
     # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
     # and the most sensitive.
     exact_below: int = 1024
-    # Leaves of one dtype are compressed together, in buckets of at most this many bytes. A larger
-    # leaf is cut along its first dimension, except by methods that use shapes. The compiler can
-    # send one bucket while a backward pass still computes another. The default fills the messages
-    # of a fast link. It is small enough for the first one to leave early in a backward pass.
+    # Leaves of one dtype are compressed together, in buckets of at most about this many bytes. The
+    # default fills the messages of a fast link. It is small enough for the first bucket to leave
+    # early in a backward pass, and for a second copy of it in memory.
     bucket_bytes: int = 2**27
-    # What a bucket holds, where there are several. "striped": a like share of every leaf, so that the
-    # bits go where they are needed in the whole tree; all buckets are alike and share one compiled
-    # codec. "in_order": neighbors, so that the compiler can send one bucket while a backward pass
-    # still computes another; each has as many bits for a coordinate, needed or not. "auto": striped
-    # where the hops of the topology are a loop, under which nothing else runs, as in the default
-    # ring; in order on other topologies, in an all-gather, and for methods that use shapes.
+    # What a bucket holds, where there are several.
+    # "striped": a like share of every leaf, so that the bits go where the whole tree needs them. All
+    # buckets are alike. They share one compiled codec, and wait for all gradients.
+    # "in_order": neighbors, so that the compiler can send one bucket while a backward pass still
+    # computes another. Each has as many bits for a coordinate, whether it needs them or not. A leaf
+    # that is larger is cut along its first dimension.
+    # "auto": striped where the hops of the topology are a loop, as in the default ring: nothing
+    # else runs under it. In order on other topologies, in an all-gather, and where methods use
+    # shapes.
     bucketing: Bucketing = "auto"
-    # Buckets in order, from the first that is sent on, that have a codec of their own in the compiled
-    # program. The compiler can send them while a backward pass still computes. Further equal ones
-    # share one codec in a loop, which waits for all of their leaves: compile time would grow with
-    # their number otherwise.
+    # Buckets in order, from the first that is sent on, that have a codec of their own in the
+    # compiled program. The compiler can send them while a backward pass still computes. Further
+    # equal ones share one codec in a loop, which waits for all of their leaves: compile time would
+    # grow with their number otherwise.
     unrolled_buckets: int = 8
     # Largest vNMSE of the mean of a bucket in an all-reduce, estimated in every step from the exact
     # mean of a sample, which takes 1% of the bytes. A bucket that may exceed it is sent again,

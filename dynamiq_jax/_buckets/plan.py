@@ -227,9 +227,7 @@ def _step(shape: tuple[int, ...], limit: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(
-    size: int, axes: Axes, shapes: Any, method: Method, topology: Topology
-) -> _Choice:
+def _choose(size: int, axes: Axes, shapes: Any, method: Method, topology: Topology) -> _Choice:
     """Return the all-reduce of a part, its cost, and the reason to keep it exact, if any."""
     num_workers = axes.slow.size
 
