@@ -127,7 +127,9 @@ def test_zeros_and_equal_values_have_no_error():
 TREE = {"a": of_workers(0, 4, 64 * 4096).reshape(4, 64, 4096), "b": of_workers(1, 4, 9)}
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 2**18, "unrolled_buckets": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_bytes": 2**18, "unrolled_buckets": 1, "bucketing": "in_order"}]
+)
 def test_buckets_are_counted_together_and_alone(options):
     values = {"a": TREE["a"] * np.repeat([1.0, 100.0], 32)[:, None], "b": TREE["b"]}
     mean, metrics = measured("blockint:4", 4, dq.Options(**options))(KEY, values)
@@ -149,7 +151,7 @@ def test_buckets_are_counted_together_and_alone(options):
 def test_the_bucket_with_the_largest_error_has_a_number():
     """Noise takes the errors of 4 bits; few large values among many small ones take less."""
     even, steep = noise(2)[:, : 2**16], of_workers(0, 2, 2**16)
-    options = dq.Options(bucket_bytes=2**18)
+    options = dq.Options(bucket_bytes=2**18, bucketing="in_order")
     for tree, worst in (({"a": even, "b": steep}, 0), ({"a": steep, "b": even}, 1)):
         _, metrics = measured("dynamiq:4", 2, options)(KEY, tree)
         assert metrics["worst_bucket"] == worst
@@ -198,7 +200,9 @@ def hostile(step):
     return values
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 2**17, "unrolled_buckets": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_bytes": 2**17, "unrolled_buckets": 1, "bucketing": "in_order"}]
+)
 def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
     limit, buckets = 1e-2, 2 if options else 1
     reduce = dq.all_reduce_gradients(

@@ -148,9 +148,7 @@ class Layout:
             how,
             methods,
             split_over=split_over,
-            cut=operation.cuts_leaves,
-            rows=operation.planned_rows,
-            bucketing=operation.bucketing(how.options),
+            cuts=operation.cuts(how.options),
         )
         if recording.is_recording():
             recording.record(_record(operation, names, planned, plan))

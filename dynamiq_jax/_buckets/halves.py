@@ -18,8 +18,8 @@ from dynamiq_jax import topologies
 from dynamiq_jax._buckets import checks, scopes
 from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
-from dynamiq_jax._buckets.options import Bucketing, Compression, Options
-from dynamiq_jax._buckets.plan import Bucket, Plan
+from dynamiq_jax._buckets.options import Compression, Options
+from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
@@ -35,13 +35,13 @@ class ScatterMean(AllReduce):
     can_estimate: ClassVar[bool] = False
 
     @override
-    def bucketing(self, options: Options) -> Bucketing:
+    def cuts(self, options: Options) -> Cuts:
         if options.bucketing == "striped":
             raise ValueError(
                 "bucketing='striped' has no use in training.Pipelined, whose buckets leave while a "
                 "backward pass computes others. Leave it out."
             )
-        return "in_order"
+        return Cuts("in_order")
 
     @override
     def check_method(self, method: Method) -> None:

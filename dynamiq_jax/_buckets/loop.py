@@ -204,7 +204,7 @@ class Sender:
                 compat.match_varying(jnp.zeros(shape, first.dtype), dealt[0]) for shape in shapes
             )
         )
-        places = [self.plan.buckets[number].stripe.number for number in numbers]
+        places = [n - min(numbers) for n in numbers]  # stripes are one after the other in a plan
         each = np.array(places, np.int32), np.array(numbers, np.int32)
         carry, found = lax.scan(body, carry, (*each, _stacked([states[n] for n in numbers])))
         for axis in same:

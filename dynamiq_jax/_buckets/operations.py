@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import checks, exact
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.options import Bucketing, Options
-from dynamiq_jax._buckets.plan import Bucket
+from dynamiq_jax._buckets.options import Options
+from dynamiq_jax._buckets.plan import Bucket, Cuts
 from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
 from pallas_kernels.compat import override
 
@@ -28,8 +28,6 @@ class Operation(abc.ABC):
 
     # In a backward pass the gradients of the last leaves are available first.
     last_first: ClassVar[bool] = True
-    # Whether a leaf may be in several buckets, which then hold parts of its first dimension.
-    cuts_leaves: ClassVar[bool] = False
     # Whether errors of results can be estimated.
     can_estimate: ClassVar[bool] = False
     # Folded into the key, so that different kinds with the same key have different noise.
@@ -56,14 +54,9 @@ class Operation(abc.ABC):
         """Return the leaf as the plan counts it: anything with `shape` and `dtype`."""
         return leaf
 
-    def bucketing(self, options: Options) -> Bucketing:
-        """Return what a bucket of this collective holds."""
-        return options.bucketing
-
-    @property
-    def planned_rows(self) -> int:
-        """Rows of a leaf as the plan counts it, one for each worker that has or gets a part."""
-        return 1
+    @abc.abstractmethod
+    def cuts(self, options: Options) -> Cuts:
+        """Return how leaves are cut into buckets."""
 
     @property
     def result_rows(self) -> int:
@@ -105,8 +98,11 @@ class AllReduce(Operation):
 
     mean: bool = False
 
-    cuts_leaves: ClassVar[bool] = True
     can_estimate: ClassVar[bool] = True
+
+    @override
+    def cuts(self, options: Options) -> Cuts:
+        return Cuts(options.bucketing)
 
     @override
     def multiple(self, bucket: Bucket) -> int:
@@ -162,10 +158,9 @@ class ReduceScatter(Operation):
     def check_shards(self, name: str, leaf: Array, spec: PartitionSpec) -> None:
         checks.check_not_split(name, spec, self._dimension(leaf), "scatter_dimension")
 
-    @property
     @override
-    def planned_rows(self) -> int:
-        return self.axes.num_workers
+    def cuts(self, options: Options) -> Cuts:
+        return Cuts(options.bucketing, into_parts=False, rows=self.axes.num_workers)
 
     @override
     def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
@@ -224,14 +219,10 @@ class AllGather(Operation):
     salt: ClassVar[int | None] = 0x67617468
 
     @override
-    def bucketing(self, options: Options) -> Bucketing:
+    def cuts(self, options: Options) -> Cuts:
         # A forward pass can begin with the first leaves, whatever the topology of the transpose.
-        return "in_order" if options.bucketing == "auto" else options.bucketing
-
-    @property
-    @override
-    def planned_rows(self) -> int:
-        return self.axes.num_workers
+        into = "in_order" if options.bucketing == "auto" else options.bucketing
+        return Cuts(into, into_parts=False, rows=self.axes.num_workers)
 
     @property
     @override

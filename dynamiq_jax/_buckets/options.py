@@ -32,7 +32,7 @@ class Options:
     # early in a backward pass, and for a second copy of it in memory.
     bucket_bytes: int = 2**27
     # What a bucket holds, where there are several.
-    # "striped": a like share of every leaf, so that the bits go where the whole tree needs them. All
+    # "striped": a like share of every leaf, so that bits go where the whole tree needs them. All
     # buckets are alike. They share one compiled codec, and wait for all gradients.
     # "in_order": neighbors, so that the compiler can send one bucket while a backward pass still
     # computes another. Each has as many bits for a coordinate, whether it needs them or not. A leaf

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from dynamiq_jax.topologies import FixedTopology, Topology
 
 _LEAST_PART = 2**16  # coordinates: smaller ones would send more messages than they save memory
 
-_Choice = tuple[Call, WireCost, str | None]  # and why the bucket stays exact
+Shapes = Mapping[int, tuple[int, ...]]  # of leaves, by index
 Part = tuple[int, int]  # first slice along the first dimension, and the one after the last
 
 
@@ -49,6 +49,15 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cuts:
+    """How a collective lets leaves be cut into buckets."""
+
+    into: Bucketing
+    into_parts: bool = True  # whether a large leaf may be cut along its first dimension
+    rows: int = 1  # of a leaf, of whose columns a stripe has a share: one for each worker's part
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Buckets and exact leaves of a tree: a function of shapes and dtypes."""
 
@@ -64,9 +73,7 @@ def make_plan(
     methods: Sequence[Method | None],
     *,
     split_over: Sequence[tuple[str, ...]] | None = None,
-    cut: bool = True,
-    rows: int = 1,
-    bucketing: Bucketing | None = None,
+    cuts: Cuts | None = None,
 ) -> Plan:
     """Sort leaves into buckets.
 
@@ -78,14 +85,12 @@ def make_plan(
       split_over: further axes along which the values of each leaf differ. Leaves with different
         ones never share a bucket: those that are the same along an axis stay the same, since
         everything that their rounding depends on is.
-      cut: whether a leaf that is too large for one bucket may be cut into several.
-      rows: rows that each leaf has, one for each worker that gets a part of it or has one.
-      bucketing: what a bucket holds; None for what the options say.
+      cuts: how leaves are cut; None for an all-reduce.
     """
-    bucketing = bucketing or how.options.bucketing
+    cuts = cuts or Cuts(how.options.bucketing)
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
-    by_kind: dict[tuple[jnp.dtype, tuple[str, ...], Method], list[tuple[int, int]]] = {}
+    by_kind: dict[_Kind, list[tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
         size = math.prod(leaf.shape)
         if leaf.dtype == jax.dtypes.float0:
@@ -101,41 +106,19 @@ def make_plan(
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
             axes_of_shards = split_over[index] if split_over is not None else ()
-            kind = jnp.dtype(leaf.dtype), axes_of_shards, method
+            kind = _Kind(axes, how, method, jnp.dtype(leaf.dtype), axes_of_shards)
             by_kind.setdefault(kind, []).append((index, size))
-    buckets = []
-    for (dtype, axes_of_shards, method), members in by_kind.items():
-
-        def choose(size: int, shapes: Any = None, method: Method = method) -> _Choice:
-            return _choose(axes.part_size(size, method.granule), axes, shapes, method, how.topology)
-
-        kind = _Kind(method, dtype, axes_of_shards)
-        limit = max(how.options.bucket_bytes // dtype.itemsize, 1)
-        if not method.uses_shapes and (
-            found := _striped(kind, members, leaves, limit, rows, bucketing, choose)
-        ):
-            buckets += found
+    buckets: list[Bucket] = []
+    for kind, members in by_kind.items():
+        shapes = {index: leaves[index].shape for index, _ in members}
+        striped = () if cuts.into == "in_order" else kind.striped(members, shapes, cuts.rows)
+        if striped and (cuts.into == "striped" or striped[0].call.topology.is_loop):
+            buckets += striped
             continue
-        may_cut = cut and not axes.fast and not method.uses_shapes
-        for group in _group(members, limit):
-            indices, sizes = zip(*group, strict=True)
-            shapes = tuple(leaves[index].shape for index in indices)
-            # A part of a bucket has no shapes.
-            known = shapes if method.uses_shapes and not axes.fast else None
-            size = sum(sizes)
-            alone = may_cut and len(group) == 1
-            step = _step(shapes[0], max(limit, _LEAST_PART)) if alone else size
-            if any(choose(part, known)[2] for part in {step, size % step} - {0}):
-                step = size  # parts are too small: rather one bucket
-            if why_exact := choose(step, known)[2]:
-                exact += [(index, why_exact) for index in indices]
-                continue
-            for start in range(0, size, step):
-                stop = min(start + step, size)
-                length = size // shapes[0][0] if step < size else 1
-                part = (start // length, stop // length) if step < size else None
-                call, cost, _ = choose(stop - start, known)
-                buckets.append(kind.bucket(indices, stop - start, call, cost, part=part))
+        for group in _group(members, kind.limit):
+            in_order, why_exact = kind.in_order(group, shapes, cuts.into_parts)
+            buckets += in_order
+            exact += [(index, why_exact) for index, _ in group if why_exact]
     # In the order of the leaves, whatever their methods: a backward pass has the last ones first.
     buckets.sort(key=lambda bucket: bucket.leaves[0])
     return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
@@ -145,58 +128,73 @@ def make_plan(
 class _Kind:
     """Everything that leaves need to have in common to share a bucket."""
 
+    axes: Axes
+    how: Compression
     method: Method
     dtype: jnp.dtype
     split_over: tuple[str, ...]
 
-    def bucket(
+    @property
+    def limit(self) -> int:
+        """Coordinates of a bucket."""
+        return max(self.how.options.bucket_bytes // self.dtype.itemsize, 1)
+
+    def striped(
+        self, members: list[tuple[int, int]], shapes: Shapes, rows: int
+    ) -> tuple[Bucket, ...]:
+        """Return stripes of all (leaf, size); none where one bucket holds all, or none may."""
+        indices, sizes = zip(*members, strict=True)
+        fewest = -(-sum(sizes) // max(self.limit, _LEAST_PART))
+        if fewest == 1 or self.method.uses_shapes:
+            return ()
+        count = number_of_stripes(fewest, [shapes[index] for index in indices])
+        size = rows * Stripes(tuple(size // rows for size in sizes), count).size
+        if self._choose(size, None)[2]:
+            return ()
+        stripes = (Stripe(number, count) for number in range(count))
+        return tuple(self._bucket(indices, size, None, stripe=stripe) for stripe in stripes)
+
+    def in_order(
+        self, group: list[tuple[int, int]], shapes: Shapes, cut: bool
+    ) -> tuple[list[Bucket], str]:
+        """Return the bucket of some (leaf, size), or those of a large one; or why it is exact."""
+        indices, sizes = zip(*group, strict=True)
+        size, shape = sum(sizes), shapes[indices[0]]
+        # A part of a bucket has no shapes.
+        uses_shapes = self.method.uses_shapes and not self.axes.fast
+        known = tuple(shapes[index] for index in indices) if uses_shapes else None
+        may_cut = cut and not self.axes.fast and not self.method.uses_shapes
+        step = _step(shape, max(self.limit, _LEAST_PART)) if may_cut and len(group) == 1 else size
+        if any(self._choose(part, known)[2] for part in {step, size % step} - {0}):
+            step = size  # parts are too small: rather one bucket
+        if why_exact := self._choose(step, known)[2]:
+            return [], why_exact
+        if step == size:
+            return [self._bucket(indices, size, known)], ""
+        length, buckets = size // shape[0], []
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            part = start // length, stop // length
+            buckets.append(self._bucket(indices, stop - start, known, part=part))
+        return buckets, ""
+
+    def _bucket(
         self,
         leaves: tuple[int, ...],
         size: int,
-        call: Call,
-        cost: WireCost,
+        shapes: Any,
         *,
         part: Part | None = None,
         stripe: Stripe | None = None,
     ) -> Bucket:
+        call, cost, _ = self._choose(size, shapes)
         return Bucket(
             leaves, self.method, self.dtype, size, self.split_over, part, stripe, call, cost
         )
 
-
-def _striped(
-    kind: _Kind,
-    members: list[tuple[int, int]],
-    leaves: Sequence[Any],
-    limit: int,
-    rows: int,
-    bucketing: Bucketing,
-    choose: Callable[[int], _Choice],
-) -> list[Bucket]:
-    """Return buckets that are stripes of all (leaf, size); none if they are not to be striped.
-
-    Args:
-      kind: of the leaves.
-      members: leaves and their sizes.
-      leaves: all leaves.
-      limit: coordinates of a bucket.
-      rows: rows of each leaf, of which columns are dealt.
-      bucketing: as the user chose it.
-      choose: choice for a bucket of some coordinates.
-    """
-    indices, sizes = zip(*members, strict=True)
-    fewest = -(-sum(sizes) // max(limit, _LEAST_PART))
-    if bucketing == "in_order" or fewest == 1:
-        return []
-    count = number_of_stripes(fewest, [leaves[index].shape for index in indices])
-    size = rows * Stripes(tuple(size // rows for size in sizes), count).size
-    call, cost, why_exact = choose(size)
-    if why_exact or (bucketing == "auto" and not call.topology.is_loop):
-        return []
-    return [
-        kind.bucket(indices, size, call, cost, stripe=Stripe(number, count))
-        for number in range(count)
-    ]
+    def _choose(self, size: int, shapes: Any) -> tuple[Call, WireCost, str | None]:
+        part = self.axes.part_size(size, self.method.granule)
+        return _choose(part, self.axes, shapes, self.method, self.how.topology)
 
 
 def _group(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:
@@ -227,7 +225,9 @@ def _step(shape: tuple[int, ...], limit: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(size: int, axes: Axes, shapes: Any, method: Method, topology: Topology) -> _Choice:
+def _choose(
+    size: int, axes: Axes, shapes: Any, method: Method, topology: Topology
+) -> tuple[Call, WireCost, str | None]:
     """Return the all-reduce of a part, its cost, and the reason to keep it exact, if any."""
     num_workers = axes.slow.size
 
