@@ -159,7 +159,7 @@ def test_a_bucket_waits_until_those_before_it_are_whole():
     def transfers_for(names):
         def local(stacked):
             mine = jax.tree.map(lambda leaf: leaf[0, 0], stacked)
-            options = dq.Options(bucket_bytes=1)
+            options = dq.Options(bucket_bytes=1, bucketing="in_order")
             result = dq.psum(mine, AXES, key=KEY, method="bf16", options=options)
             return [result[name] for name in names]
 

@@ -226,7 +226,7 @@ def test_metrics_are_means_over_buckets_by_their_coordinates():
     # Room for half of the blocks. What is exact has no part in it.
     method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
     tree["exact"] = rng.normal(size=(2, 100)).astype(np.float32)
-    options = dq.Options(bucket_bytes=1)
+    options = dq.Options(bucket_bytes=1, bucketing="in_order")
     reduce = dq.all_reduce_gradients("data", method=method, options=options)
     start = reduce.init(jax.tree.map(lambda leaf: leaf[0], tree))
     assert start.metrics == {"left_out": 0.0}
@@ -301,7 +301,7 @@ def test_leaves_that_a_policy_keeps_are_averaged_exactly(policy):
         (dq.Options(), {"kernel": "exact", "": FEEDBACK}, [40 * 128]),
         (dq.Options(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128, None]),
         (dq.Options(exact_below=6000), FEEDBACK, [64 * 96]),
-        (dq.Options(bucket_bytes=1), FEEDBACK, [40 * 128, 64 * 96]),
+        (dq.Options(bucket_bytes=1, bucketing="in_order"), FEEDBACK, [40 * 128, 64 * 96]),
     ),
     ids=("all", "exact", "two methods", "exact_below", "buckets"),
 )

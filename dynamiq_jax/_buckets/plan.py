@@ -50,7 +50,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """How a collective lets leaves be cut into buckets."""
+    """Rules of a collective for cutting leaves into buckets."""
 
     into: Bucketing
     into_parts: bool = True  # whether a large leaf may be cut along its first dimension
@@ -142,11 +142,13 @@ class _Kind:
     def striped(
         self, members: list[tuple[int, int]], shapes: Shapes, rows: int
     ) -> tuple[Bucket, ...]:
-        """Return stripes of all (leaf, size); none where one bucket holds all, or none may."""
+        """Return stripes of all (leaf, size), or one bucket; none where the method needs shapes."""
+        if self.method.uses_shapes:
+            return ()
         indices, sizes = zip(*members, strict=True)
         fewest = -(-sum(sizes) // max(self.limit, _LEAST_PART))
-        if fewest == 1 or self.method.uses_shapes:
-            return ()
+        if fewest == 1 and not self._choose(sum(sizes), None)[2]:
+            return (self._bucket(indices, sum(sizes), None),)
         count = number_of_stripes(fewest, [shapes[index] for index in indices])
         size = rows * Stripes(tuple(size // rows for size in sizes), count).size
         if self._choose(size, None)[2]:

@@ -15,7 +15,9 @@ from tests.support.workers import STOCHASTIC
 
 WORKERS, ROWS, WIDTH = 4, 4, 32
 LAYERS = ("1", "2", "3")
-BUCKETS = dq.Options(bucket_bytes=4 * WIDTH * WIDTH)  # one for each matrix; biases stay exact
+BUCKETS = dq.Options(
+    bucket_bytes=4 * WIDTH * WIDTH, bucketing="in_order"
+)  # one for each matrix; biases stay exact
 NORM_BYTES = 4 * 2 * (WORKERS - 1) / WORKERS
 
 
