@@ -211,6 +211,26 @@ def test_equal_buckets_share_a_codec_and_keep_their_bits(data_mesh, stacked, unr
     assert codecs == [count, unrolled + 1]
 
 
+def test_buckets_that_are_alike_are_traced_once():
+    """Each has its own place in the program, but eight take no more Python than one."""
+    traced = []
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Counted(dq.BF16):
+        def bind(self, values, call, key):
+            traced.append(call.size)
+            return super().bind(values, call, key)
+
+    def mean(tree):
+        return dq.pmean(tree, "data", key=KEY, method=Counted(), options=in_order(bucket_bytes=1))
+
+    tree = {
+        str(n): jax.ShapeDtypeStruct((2, 8192 if n < 8 else 9216), jnp.float32) for n in range(9)
+    }
+    jax.jit(jax.vmap(mean, axis_name="data")).lower(tree)
+    assert traced == [9216, 8192]
+
+
 @every_collective
 def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
     """As many as the options ask for, and together they send the bytes of the report."""

@@ -162,8 +162,7 @@ class Sender:
             sent = self._send_one(first, flat, number, state)
             return None, (sent.total, sent.token, sent.state, sent.metrics, sent.check)
 
-        places = np.arange(len(numbers), dtype=np.int32), np.array(numbers, np.int32)
-        _, found = lax.scan(body, None, (*places, _stacked([states[n] for n in numbers])))
+        _, found = lax.scan(body, None, _counted(numbers, states))
         return [
             Sent(total=total, token=token, state=state, metrics=metrics, check=check)
             for total, token, state, metrics, check in _unstacked(found, len(numbers))
@@ -172,58 +171,43 @@ class Sender:
     def _send_stripes(
         self, numbers: tuple[int, ...], states: States, token: Array | None
     ) -> list[Sent]:
-        """Send the stripes of some leaves in a loop.
+        """Send the stripes of some leaves, from the first to the last, in a loop.
 
         Results replace the values of this worker where they have the same shape, so that no memory
         is needed for both.
         """
         operation, first = self.operation, self.plan.buckets[numbers[0]]
-        assert first.stripe is not None
         rows = [operation.rows(self.leaves[index]) for index in first.leaves]
-        stripes = Stripes(tuple(leaf.shape[1] for leaf in rows), first.stripe.count)
+        stripes = Stripes(tuple(leaf.shape[1] for leaf in rows), len(numbers))
         dealt = stripes.deal(rows)
         in_place = operation.result_rows == len(rows[0])
-        shapes = [(operation.result_rows, *part.shape[1:]) for part in dealt]
-        same: set[str] = set()  # axes over which results do not vary
+        start = dealt if in_place else stripes.zeros(operation.result_rows, dealt)
+        same: set[str] = set()  # axes over which values vary, but results do not
 
-        def body(carry: tuple[Array, ...], each: Any) -> tuple[tuple[Array, ...], Any]:
+        def body(results: tuple[Array, ...], each: Any) -> tuple[tuple[Array, ...], Any]:
             place, number, state = each
-            stripe = stripes.take(carry if in_place else dealt, place)
+            stripe = stripes.take(results if in_place else dealt, place)
             flat = after(token, self._join(first, [stripe]))
             sent = self._send_one(first, flat, number, state)
-            same.update(compat.varying_axes(carry[0]) - compat.varying_axes(sent.total))
-            total = compat.match_varying(sent.total.astype(first.dtype), carry[0])
+            same.update(compat.varying_axes(results[0]) - compat.varying_axes(sent.total))
+            total = compat.match_varying(sent.total.astype(first.dtype), results[0])
             (total,) = split(total, [stripes.size], operation.result_rows)
             rest = sent.token, sent.state, sent.metrics, sent.check
-            return stripes.put(carry, place, total), rest
+            return stripes.put(results, place, total), rest
 
-        carry = (
-            dealt
-            if in_place
-            else tuple(
-                compat.match_varying(jnp.zeros(shape, first.dtype), dealt[0]) for shape in shapes
-            )
-        )
-        places = [n - min(numbers) for n in numbers]  # stripes are one after the other in a plan
-        each = np.array(places, np.int32), np.array(numbers, np.int32)
-        carry, found = lax.scan(body, carry, (*each, _stacked([states[n] for n in numbers])))
+        ascending = tuple(sorted(numbers))
+        results, found = lax.scan(body, start, _counted(ascending, states))
         for axis in same:
-            carry = compat.same_over(carry, axis)
-        results = dict(zip(first.leaves, stripes.join(carry), strict=True))
-        nothing = jnp.zeros((0,), jnp.float32)
-        return [
-            Sent(
-                total=nothing,
-                token=token,
-                state=state,
-                metrics=metrics,
-                check=check,
-                striped=results if place == 0 else {},
+            results = compat.same_over(results, axis)
+        of_leaves = dict(zip(first.leaves, stripes.join(results), strict=True))
+        by_number = {
+            number: Sent(jnp.zeros((0,)), token, state, metrics=metrics, check=check)
+            for number, (token, state, metrics, check) in zip(
+                ascending, _unstacked(found, len(numbers)), strict=True
             )
-            for place, (token, state, metrics, check) in zip(
-                places, _unstacked(found, len(numbers)), strict=True
-            )
-        ]
+        }
+        by_number[ascending[0]] = dataclasses.replace(by_number[ascending[0]], striped=of_leaves)
+        return [by_number[number] for number in numbers]
 
     def key_of(self, bucket: Bucket, number: Any) -> Array:
         """Return the key of a bucket."""
@@ -307,8 +291,11 @@ def restored(operation: Operation, plan: Plan, leaves: Leaves, sent: Sequence[Re
     }
 
 
-def _stacked(trees: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+def _counted(numbers: tuple[int, ...], states: States) -> tuple[Any, Any, Any]:
+    """Return what a loop over buckets runs through: places, numbers and states."""
+    places = np.arange(len(numbers), dtype=np.int32)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
+    return places, np.array(numbers, np.int32), stacked
 
 
 def _unstacked(tree: Any, count: int) -> list[Any]:

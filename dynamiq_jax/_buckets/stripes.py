@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import compat
 from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 
 # Stripes beyond the fewest that are tried for a number that no leaf has a structure of.
@@ -65,6 +66,14 @@ class Stripes:
             padding = self._turns_of_rest * self._turn - self._rest
             parts.append(jnp.pad(rest, ((0, 0), (0, padding))))
         return tuple(part.reshape(len(part), -1, self.count, ROW) for part in parts)
+
+    def zeros(self, rows: int, dealt: Sequence[Array]) -> tuple[Array, ...]:
+        """Return zeros like dealt leaves, with another number of rows."""
+        shapes = [(rows, *part.shape[1:]) for part in dealt]
+        return tuple(
+            compat.match_varying(jnp.zeros(shape, part.dtype), part)
+            for shape, part in zip(shapes, dealt, strict=True)
+        )
 
     def take(self, dealt: Sequence[Array], number: Array) -> Array:
         """Return the stripe of a number: [rows, size]."""

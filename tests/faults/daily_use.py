@@ -26,8 +26,8 @@ FAULTS = (
     Fault(
         "all buckets have the method of the first one",
         "dynamiq_jax/_buckets/plan.py",
-        "kind = jnp.dtype(leaf.dtype), axes_of_shards, method",
-        "kind = jnp.dtype(leaf.dtype), axes_of_shards, methods[0] or method",
+        "kind = _Kind(axes, how, method,",
+        "kind = _Kind(axes, how, methods[0] or method,",
         ("tests/test_policy.py",),
     ),
     Fault(
