@@ -16,7 +16,7 @@ from statistics import stdev
 import jax
 
 import dynamiq_jax as dq
-from docs import choice_tables, method_tables, training_tables
+from docs import bucket_tables, choice_tables, method_tables, training_tables
 from docs.advised import at_five_bits, break_even_gbit, gain_of_a_step
 from docs.result_files import RESULTS, exponent, markdown, mean, results_of
 from dynamiq_jax._commands.advise import Advise
@@ -398,8 +398,8 @@ def compile_times() -> str:
         [str(row["workers"]), *(f"{s:.1f} s" for s in (row["exact"], *row["compressed"].values()))]
         for row in results
     ]
-    buckets = (f"{number} bucket" + "s" * (number != "1") for number in results[0]["compressed"])
-    return markdown(["workers", "`lax.pmean`", *(f"`dq.pmean`, {name}" for name in buckets)], rows)
+    kinds = (f"`dq.pmean`, {kind}" for kind in results[0]["compressed"])
+    return markdown(["workers", "`lax.pmean`", *kinds], rows)
 
 
 def big_models() -> str:
@@ -504,6 +504,8 @@ _ALL = (
     maxtext,
     environments,
     choice_tables.which_method,
+    bucket_tables.buckets_errors,
+    bucket_tables.buckets_steps,
     *method_tables.ALL,
     *training_tables.ALL,
 )

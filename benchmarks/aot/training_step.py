@@ -181,7 +181,7 @@ def _step(case: Case) -> Any:
         how = {
             "method": dq.DynamiQ(implementation="triton"),
             "topology": resolve_topology(case.topology),
-            "options": dq.Options(bucket_bytes=case.matrices * _MATRIX_BYTES),
+            "options": dq.Options(bucket_bytes=case.matrices * _MATRIX_BYTES, bucketing="in_order"),
         }
 
     def cast(matrices: Any, key: jax.Array) -> Any:

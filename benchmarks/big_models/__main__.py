@@ -44,8 +44,10 @@ def cases() -> dict[str, tuple[Case, int]]:
     for form in decoder.FORMS[2:]:
         name = f"8 B on 256 devices, {form}, lowered alone"
         found[name] = decoder.Case(form, 32, (16, 16)), 256
-    for count in (8, 32, 64):
+    for count in (1, 8, 32, 64):
         found[f"{count} buckets of 128 MiB"] = dense.Buckets(count), 4
+    for count in (8, 32):
+        found[f"{count} buckets of 128 MiB in order"] = dense.Buckets(count, "in_order"), 4
     for mesh in dense.MESHES:
         for form in dense.FORMS:
             found[f"dense, {mesh}, {form}"] = dense.Case(mesh, form), 8

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ class Buckets:
     """A `pmean` of leaves of one bucket each, on four workers."""
 
     count: int
+    bucketing: Literal["auto", "in_order"] = "auto"
     bucket_bytes: int = 2**27
 
     def lower(self) -> Any:
@@ -73,7 +74,7 @@ class Buckets:
         )
         leaf = jax.ShapeDtypeStruct((self.bucket_bytes // 4,), jnp.float32)
         tree = {str(number): leaf for number in range(self.count)}
-        options = dq.Options(bucket_bytes=self.bucket_bytes)
+        options = dq.Options(bucket_bytes=self.bucket_bytes, bucketing=self.bucketing)
 
         def local(tree: Any) -> Any:
             return dq.pmean(tree, "data", key=jax.random.key(0), options=options)
