@@ -160,7 +160,7 @@ class ReduceScatter(Operation):
 
     @override
     def cuts(self, options: Options) -> Cuts:
-        return Cuts(options.bucketing, into_parts=False, rows=self.axes.num_workers)
+        return Cuts(options.bucketing, into_parts=False)
 
     @override
     def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
@@ -222,7 +222,7 @@ class AllGather(Operation):
     def cuts(self, options: Options) -> Cuts:
         # A forward pass can begin with the first leaves, whatever the topology of the transpose.
         into = "in_order" if options.bucketing == "auto" else options.bucketing
-        return Cuts(into, into_parts=False, rows=self.axes.num_workers)
+        return Cuts(into, into_parts=False)
 
     @property
     @override

@@ -54,7 +54,6 @@ class Cuts:
 
     into: Bucketing
     into_parts: bool = True  # whether a large leaf may be cut along its first dimension
-    rows: int = 1  # of a leaf, of whose columns a stripe has a share: one for each worker's part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,7 @@ def make_plan(
     buckets: list[Bucket] = []
     for kind, members in by_kind.items():
         shapes = {index: leaves[index].shape for index, _ in members}
-        striped = () if cuts.into == "in_order" else kind.striped(members, shapes, cuts.rows)
+        striped = () if cuts.into == "in_order" else kind.striped(members, shapes)
         if striped and (cuts.into == "striped" or striped[0].call.topology.is_loop):
             buckets += striped
             continue
@@ -139,9 +138,7 @@ class _Kind:
         """Coordinates of a bucket."""
         return max(self.how.options.bucket_bytes // self.dtype.itemsize, 1)
 
-    def striped(
-        self, members: list[tuple[int, int]], shapes: Shapes, rows: int
-    ) -> tuple[Bucket, ...]:
+    def striped(self, members: list[tuple[int, int]], shapes: Shapes) -> tuple[Bucket, ...]:
         """Return stripes of all (leaf, size), or one bucket; none where the method needs shapes."""
         if self.method.uses_shapes:
             return ()
@@ -150,7 +147,7 @@ class _Kind:
         if fewest == 1 and not self._choose(sum(sizes), None)[2]:
             return (self._bucket(indices, sum(sizes), None),)
         count = number_of_stripes(fewest, [shapes[index] for index in indices])
-        size = rows * Stripes(tuple(size // rows for size in sizes), count).size
+        size = Stripes(sizes, count).size
         if self._choose(size, None)[2]:
             return ()
         stripes = (Stripe(number, count) for number in range(count))

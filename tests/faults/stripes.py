@@ -116,13 +116,6 @@ FAULTS = (
         (f"{_TESTS}::test_buckets_are_alike_and_hardly_larger_than_asked_for",),
     ),
     Fault(
-        "stripes of a half have columns of the first part alone",
-        "dynamiq_jax/_buckets/operations.py",
-        "return Cuts(options.bucketing, into_parts=False, rows=self.axes.num_workers)",
-        "return Cuts(options.bucketing, into_parts=False)",
-        (f"{_TESTS}::test_halves_keep_their_contract",),
-    ),
-    Fault(
         "coordinates of padding are reported as compressed",
         "dynamiq_jax/_api/report.py",
         "compressed_size = sum(sizes[index] for index in in_buckets)",
