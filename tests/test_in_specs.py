@@ -148,7 +148,7 @@ def test_several_axes_of_workers():
     run = value_and_grads("value_and_grad", loss_fn, mesh, **how)
     same(run(weights(), batch()["x"], y), jax.value_and_grad(loss_fn)(weights(), batch()["x"], y))
     how["in_specs"] = {"data": {"x": P(("hosts", "local")), "labels": None, "class_weights": None}}
-    with pytest.raises(ValueError, match='"class_weights": P.*"x": P.."hosts", "local"..'):
+    with pytest.raises(ValueError, match=r'"class_weights": P.*"x": P\(\("hosts", "local"\)\)'):
         value_and_grads("value_and_grad", in_a_dict, mesh, **how)(weights(), batch())
 
 
@@ -200,6 +200,24 @@ def test_arrays_without_a_spec_are_as_long_as_those_with_one(data_mesh):
             value_and_grads("data_parallel", by_position, data_mesh(WORKERS), in_specs=given)(
                 weights(), *args
             )
+
+
+def test_specs_in_an_error_keep_those_that_are_given(data_mesh):
+    """A whole array stays so in a dict, and a number has the spec of the arrays around it."""
+
+    def loss_fn(w, data, other):
+        return in_a_dict(w, data)
+
+    data = batch() | {"table": np.ones((ROWS, 2), np.float32), "factor": 0.5, "none": None}
+    entry = {name: P() if name in ("table", "class_weights") else None for name in data}
+    expected = (
+        '(P(), {"class_weights": P(), "factor": P(), "labels": P("data"), "none": P(), '
+        '"table": P(), "x": P("data")}, P())'
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        value_and_grads("data_parallel", loss_fn, data_mesh(WORKERS), in_specs=(None, entry))(
+            weights(), data, np.ones(ROWS // 2, np.float32)
+        )
 
 
 def test_arrays_with_specs_may_have_any_sizes(data_mesh):

@@ -131,9 +131,15 @@ class Signature:
     structure: Any  # of (args, kwargs), with parts in place of modules
     roles: tuple[str, ...]  # of every leaf
     names: tuple[str, ...]  # of every leaf, for errors
-    splits: tuple[PartitionSpec | None, ...]  # of the leaves of the batch; None for the default
+    specs: tuple[PartitionSpec | None, ...]  # of every leaf; None for the default
     static: tuple[Static, ...]  # leaves that are no arrays
     graphs: tuple[tuple[int | str, Any], ...]  # arguments that are modules, and their structures
+
+    @property
+    def splits(self) -> list[PartitionSpec | None]:
+        """Specs of the leaves of the batch."""
+        pairs = zip(self.specs, self.roles, strict=True)
+        return [spec for spec, role in pairs if role == SPLIT]
 
     def rebuild(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments of a call, with parts in place of modules, from leaves by role."""
@@ -176,20 +182,21 @@ def sort_by_role(
         {name: without_structure(name, value) for name, value in kwargs.items()},
     )
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(parted)
-    specs = {
-        where: iter(specs_of_leaves(*roles.entry(where), value))
-        for where, value in (*enumerate(parted[0]), *parted[1].items())
+    values: dict[int | str, Any] = dict(enumerate(parted[0]))
+    values.update(parted[1])
+    left = {
+        where: iter(specs_of_leaves(*roles.entry(where), value)) for where, value in values.items()
     }
     arrays: dict[str, list[Any]] = {DIFFERENTIATED: [], SPLIT: [], WHOLE: []}
     found: list[str] = []
-    splits: list[PartitionSpec | None] = []
+    specs: list[PartitionSpec | None] = []
     static: list[Static] = []
     names: list[str] = []
     for path, leaf in paths_and_leaves:
         where = path[1].idx if path[0].idx == 0 else path[1].key
         is_rest = path[2:3] == (jax.tree_util.GetAttrKey("rest"),)
         is_module = any(where == other for other, _ in graphs)
-        spec = next(specs[where])
+        spec = next(left[where])
         if spec is not None and axes_of(spec) and (is_module or roles.of(where) != SPLIT):
             kind = "a module" if is_module else roles.of(where)
             raise ValueError(
@@ -200,21 +207,19 @@ def sort_by_role(
         role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
         if role == SPLIT and (is_module or not (spec is None or axes_of(spec))):
             role = WHOLE
-        name = f"argument {where!r}{jax.tree_util.keystr(path[2:])}"
         found.append(role)
-        names.append(name)
+        specs.append(spec)
+        names.append(f"argument {where!r}{jax.tree_util.keystr(path[2:])}")
         if role == STATIC:
             static.append(static_value(leaf))
         else:
             arrays[role].append(leaf)
-        if role == SPLIT:
-            splits.append(spec)
     signature = Signature(
         roles.argnums,
         structure,
         tuple(found),
         tuple(names),
-        tuple(splits),
+        tuple(specs),
         tuple(static),
         tuple(graphs),
     )

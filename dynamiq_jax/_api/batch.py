@@ -1,5 +1,6 @@
 """The batch of a call: the arrays that are split over the workers, and checks of their shapes."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,20 +10,19 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.arguments import SPLIT, Signature
-from dynamiq_jax._api.in_specs import axes_of
 from dynamiq_jax._buckets.shards import names_of
 
 P = PartitionSpec
 _NAMED = 4  # arrays of one leading size in an error
 
 
-def check_batch(
+def resolve_batch(
     signature: Signature,
     arrays: Sequence[Any],
     parameters: Sequence[str],
     axes: Mapping[str, int],
-) -> tuple[PartitionSpec, ...]:
-    """Return the specs of the arrays of a batch, after checks of their shapes.
+) -> Signature:
+    """Return a signature with the specs of all arrays of the batch, after checks of their shapes.
 
     Args:
       signature: that of the call.
@@ -57,10 +57,21 @@ def check_batch(
             "P = jax.sharding.PartitionSpec, such as "
             f"in_specs={_proposal(signature, parameters, proposed)}"
         )
-    specs = tuple(spec or default for spec in given)
+    specs = [spec or default for spec in given]
     for name, shape, spec in zip(names, shapes, specs, strict=True):
         _check_shape(name, shape, spec, axes)
-    return specs
+    return dataclasses.replace(signature, specs=_with_splits(signature, specs))
+
+
+def _with_splits(
+    signature: Signature, splits: Sequence[PartitionSpec]
+) -> tuple[PartitionSpec | None, ...]:
+    """Return the specs of all leaves, with others of those of the batch."""
+    left = iter(splits)
+    return tuple(
+        next(left) if role == SPLIT else spec
+        for spec, role in zip(signature.specs, signature.roles, strict=True)
+    )
 
 
 def _by_size(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
@@ -101,8 +112,7 @@ def _proposal(
     signature: Signature, parameters: Sequence[str], specs: Sequence[PartitionSpec]
 ) -> str:
     """Return `in_specs` as Python code: a tuple, or a dict where keywords have arrays too."""
-    left = iter(specs)
-    leaves = [next(left) if role == SPLIT else None for role in signature.roles]
+    leaves = _with_splits(signature, specs)
     args, kwargs = signature.structure.children()
     entries = [_text(part, own) for part, own in _parts(args, leaves)]
     by_name = {
@@ -131,9 +141,9 @@ def _text(structure: Any, specs: Sequence[PartitionSpec | None]) -> str:
 
     None is for leaves that are whole with any spec, such as numbers.
     """
-    found = set(specs) - {None}
+    found = {spec for spec in specs if spec is not None}
     if len(found) <= 1:
-        spec = next(iter(found), P())
+        spec = found.pop() if found else P()
         return f"P({', '.join(map(_quoted, spec))})"
     kind, keys = structure.node_data()
     parts = [_text(part, own) for part, own in _parts(structure, specs)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, unwrap_single, by_position
+from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, by_position, unwrap_single
 from dynamiq_jax._api.transposed import cast_to_sum
 from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
 from dynamiq_jax._buckets.axes import AxisName, find_axes

@@ -22,7 +22,7 @@ from dynamiq_jax._api.arguments import (
     sort_by_role,
     unwrap_single,
 )
-from dynamiq_jax._api.batch import check_batch
+from dynamiq_jax._api.batch import resolve_batch
 from dynamiq_jax._api.in_specs import check_axes
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Compression
@@ -81,8 +81,8 @@ class WorkerLoss:
         else:
             found = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
         axes = {name: self.mesh.shape[name] for name in self.names}
-        splits = check_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
-        return dataclasses.replace(signature, splits=splits), found, arrays
+        signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
+        return signature, found, arrays
 
     def over_workers(
         self, function: Callable[..., Any], signature: Signature, out_sharding: Any
@@ -91,7 +91,7 @@ class WorkerLoss:
 
         Results are the same on all of them. Under explicit axes, `out_sharding` places them.
         """
-        split = {DIFFERENTIATED: P(), SPLIT: list(signature.splits), WHOLE: P()}
+        split = {DIFFERENTIATED: P(), SPLIT: signature.splits, WHOLE: P()}
         mapped = jax.shard_map(
             function,
             mesh=context_or_automatic(self.mesh),
@@ -166,13 +166,15 @@ class WorkerLoss:
 
 def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
     """Return specs with the structure of the differentiated trees, or of the only one."""
-    return None if specs is None else unwrap_single(jax.tree.unflatten(jax.tree.structure(trees), specs))
+    if specs is None:
+        return None
+    return unwrap_single(jax.tree.unflatten(jax.tree.structure(trees), specs))
 
 
 def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
     """Return a jitted function of the arguments of `function` behind static ones.
 
-    It is traced once for static arguments that are equal, of the same types. The structure of a module may hold
+    It is traced once for static arguments that are equal. The structure of a module may hold
     metadata that cannot be hashed. Then it is traced at every call outside of a `jax.jit`.
     """
     try:
