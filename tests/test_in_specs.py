@@ -374,6 +374,13 @@ def test_a_hash_reads_all_bits_and_all_places(dtype):
     assert len(set(words)) == len(words)
 
 
+def test_a_hash_reads_all_bits_of_keys():
+    data = jnp.asarray([[0, 1], [2, 3]], jnp.uint32)
+    arrays = [data, data.at[0, 0].set(5), data.at[1, 1].set(5), data[::-1]]
+    words = [int(word_of([jax.random.wrap_key_data(array)], ())) for array in arrays]
+    assert len(set(words)) == len(words)
+
+
 # ----------------------------------------------------------------------------- parameters and aux
 
 
