@@ -98,7 +98,7 @@ def test_arguments_by_name_are_those_by_position(data_mesh):
         assert kind == "mean"
         return loss_fn(params, x, y) * scale[0]
 
-    mean_loss = wrapped(data_mesh, loss, replicated_argnames="scale", static_argnames="kind")
+    mean_loss = wrapped(data_mesh, loss, in_specs={"scale": P()}, static_argnames="kind")
     x, y = batch()
     value = mean_loss(params(), x=x, y=y, scale=np.full(3, 2, np.float32), kind="mean")
     np.testing.assert_allclose(value, 2 * loss_fn(params(), x, y), rtol=1e-6)

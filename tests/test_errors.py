@@ -370,7 +370,7 @@ def test_value_and_grad_of_a_batch_that_does_not_split(data_mesh):
         lambda params, batch: jnp.sum(batch["x"]), mesh=data_mesh(2), axis_name="data"
     )
     with raises(
-        ValueError, "Argument 1['x']", f"shape {shape}", "2 workers", "'data'", "replicated_argnums"
+        ValueError, "Argument 1['x']", f"shape {shape}", "2 workers", "'data'", "P() for it"
     ):
         grad_fn({"w": jnp.ones(2)}, {"x": jnp.ones(shape)}, key=KEY)
 

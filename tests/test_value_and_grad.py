@@ -165,7 +165,7 @@ def test_aux_is_averaged_exactly(data_mesh):
     close(grads, jax.grad(plain_loss)(plain_params(), x, y))
 
 
-def test_replicated_arguments_are_seen_whole(data_mesh):
+def test_whole_arguments_are_seen_whole(data_mesh):
     """A key for dropout and a table of weights, beside a batch that is split."""
 
     def loss_fn(params, x, dropout_key, y, weights):
@@ -187,7 +187,7 @@ def test_replicated_arguments_are_seen_whole(data_mesh):
         mesh=data_mesh(NUM_WORKERS),
         axis_name="data",
         method="exact",
-        replicated_argnums=(2, 4),
+        in_specs=(P(), P("data"), P(), None, P()),
     )
     loss, grads = jax.jit(grad_fn)(*args, key=KEY)
     expected_loss, expected = jax.value_and_grad(whole)(*args)
@@ -287,15 +287,15 @@ def test_under_set_mesh_with_the_default_axis_types(split):
 
 
 @pytest.mark.parametrize("positions", (3, (1, -1)))
-def test_replicated_positions_that_do_not_exist(positions):
+def test_static_positions_that_do_not_exist(positions):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     grad_fn = dq.value_and_grad(
         lambda params, x, y: params.sum(),
         mesh=mesh,
         axis_name="data",
-        replicated_argnums=positions,
+        static_argnums=positions,
     )
-    with pytest.raises(ValueError, match=r"replicated_argnums names .* Give positions from 0 to 2"):
+    with pytest.raises(ValueError, match=r"static_argnums or .* Give positions from 0 to 2"):
         grad_fn(jnp.ones(4), jnp.ones(2), jnp.ones(2), key=jax.random.key(0))
 
 
@@ -314,8 +314,7 @@ def test_any_positions_may_be_differentiated(data_mesh, argnums):
 
     x, y = batch()
     args = x, plain_params(), {"s": jnp.float32(2)}, y
-    whole = () if argnums == (2, 1) else (2,)
-    grad_fn = exact_grad_fn(data_mesh, loss_fn, argnums, replicated_argnums=whole)
+    grad_fn = exact_grad_fn(data_mesh, loss_fn, argnums, in_specs={"scale": P()})
     loss, grads = grad_fn(*args, key=KEY)
     expected_loss, expected = jax.value_and_grad(loss_fn, argnums)(*args)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
@@ -445,9 +444,9 @@ def test_statistics_of_an_nnx_module_are_those_of_the_whole_batch(data_mesh):
     ("how", "words"),
     (
         ({"argnums": 4}, "argnums names position 4, but there are 3"),
-        ({"static_argnums": -1}, "static_argnums names position -1"),
-        ({"replicated_argnames": "table"}, "names 'table', but the keyword arguments are"),
-        ({"replicated_argnums": 0}, "Argument 0 is given twice"),
+        ({"static_argnums": -1}, "static_argnames names position -1"),
+        ({"static_argnames": "table"}, r"names 'table', but the arguments are \['params', 'x', "),
+        ({"static_argnames": "params"}, "Argument 'params' is given twice"),
     ),
 )
 def test_arguments_that_do_not_exist(data_mesh, how, words):

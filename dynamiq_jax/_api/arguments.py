@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api import modules
+from dynamiq_jax._api.in_specs import Entries, axes_of, entries_of, specs_of_leaves
+from dynamiq_jax._api.static import Static, static_value
 
 DIFFERENTIATED, SPLIT, WHOLE, STATIC = "differentiated", "split", "whole", "static"
 Arrays = Mapping[str, list[Any]]  # role to the leaves that have it
@@ -21,7 +24,7 @@ class Roles:
     """Roles of arguments, as a user gives them."""
 
     given: int | tuple[int, ...]  # position or positions that are differentiated
-    whole: tuple[int | str, ...]  # positions and names that every worker gets whole
+    in_specs: Entries  # how further arguments are split, by position or name
     static: tuple[int | str, ...]  # positions and names that are not arrays
     parameters: tuple[str, ...]  # names of the positions, as far as known
 
@@ -29,15 +32,14 @@ class Roles:
     def of_arguments(
         function: Callable[..., Any],
         argnums: int | Sequence[int],
-        replicated_argnums: int | Sequence[int],
-        replicated_argnames: str | Sequence[str],
+        in_specs: Any,
         static_argnums: int | Sequence[int],
         static_argnames: str | Sequence[str],
     ) -> "Roles":
         """Make roles of the arguments of a function, as for `value_and_grad`."""
         return Roles(
             given=argnums if isinstance(argnums, int) else tuple(argnums),
-            whole=(*_as_tuple(replicated_argnums), *_as_tuple(replicated_argnames)),
+            in_specs=entries_of(in_specs),
             static=(*_as_tuple(static_argnums), *_as_tuple(static_argnames)),
             parameters=_parameters(function),
         )
@@ -47,58 +49,68 @@ class Roles:
         """Positions that are differentiated, in ascending order."""
         return tuple(sorted(_as_tuple(self.given)))
 
-    def sort(self, values: Any) -> tuple[Any, ...]:
+    def in_argnums_order(self, values: Any) -> tuple[Any, ...]:
         """Return values that a user gave for the differentiated arguments by position."""
         if isinstance(self.given, int):
             return (values,)
         by_position = dict(zip(self.given, values, strict=True))
         return tuple(by_position[position] for position in self.argnums)
 
-    def unsort(self, values: Sequence[Any]) -> Any:
-        """Return values by position as a user wants them."""
+    def in_user_order(self, values: Sequence[Any]) -> Any:
+        """Return values by position in the order that a user gave, or the only one."""
         if isinstance(self.given, int):
             return values[0]
         by_position = dict(zip(self.argnums, values, strict=True))
         return tuple(by_position[position] for position in self.given)
 
     def of(self, where: int | str) -> str:
-        """Return the role of an argument's arrays."""
+        """Return the role of an argument's arrays, if no spec says otherwise."""
         if where in self.argnums:
             return DIFFERENTIATED
-        known = {where}
-        if isinstance(where, int):
-            known |= set(self.parameters[where : where + 1])
-        if known & set(self.static):
-            return STATIC
-        return WHOLE if known & set(self.whole) else SPLIT
+        return STATIC if self._known_as(where) & set(self.static) else SPLIT
+
+    def entry(self, where: int | str) -> tuple[int | str, Any]:
+        """Return the key of `in_specs` for an argument, and its specs; None if there are none."""
+        for key in self._known_as(where) & set(self.in_specs):
+            return key, self.in_specs[key]
+        return where, None
 
     def check(self, count: int, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError for roles of arguments that a call does not have, or of two kinds."""
         given = {
             "argnums": self.argnums,
-            "replicated_argnums": [where for where in self.whole if isinstance(where, int)],
-            "static_argnums": [where for where in self.static if isinstance(where, int)],
+            "static_argnums or static_argnames": self.static,
+            "in_specs": tuple(self.in_specs),
         }
-        for argument, positions in given.items():
-            for position in positions:
-                if not 0 <= position < count:
+        for argument, places in given.items():
+            for where in places:
+                if isinstance(where, int) and not 0 <= where < count:
                     raise ValueError(
-                        f"{argument} names position {position}, but there are {count} arguments. "
+                        f"{argument} names position {where}, but there are {count} arguments. "
                         f"Give positions from 0 to {count - 1}."
                     )
-        for name in (where for where in (*self.whole, *self.static) if isinstance(where, str)):
-            if name not in kwargs and name not in self.parameters:
-                raise ValueError(
-                    f"replicated_argnames or static_argnames names {name!r}, but the keyword "
-                    f"arguments are {sorted(kwargs)}. Give their names."
-                )
-        used = [*self.argnums, *self.whole, *self.static]
-        for where in used:
-            if used.count(where) > 1:
-                raise ValueError(
-                    f"Argument {where!r} is given twice in argnums, replicated_ and static_ "
-                    "arguments. Give it once."
-                )
+                if isinstance(where, str) and where not in (*kwargs, *self.parameters):
+                    raise ValueError(
+                        f"{argument} names {where!r}, but the arguments are "
+                        f"{[*self.parameters, *sorted(set(kwargs) - set(self.parameters))]}. Give "
+                        "their names."
+                    )
+        for argument, places in given.items():
+            known = [self._known_as(where) for where in places]
+            others = [{n} for n in self.argnums] if argument.startswith("static") else []
+            for number, (where, names) in enumerate(zip(places, known, strict=True)):
+                if any(names & other for other in known[:number] + others):
+                    raise ValueError(
+                        f"Argument {where!r} is given twice in argnums and static_ arguments, or "
+                        "in in_specs. Give it once."
+                    )
+
+    def _known_as(self, where: int | str) -> set[int | str]:
+        """Return the position and the name of an argument, as far as known."""
+        if isinstance(where, int):
+            return {where, *self.parameters[where : where + 1]}
+        known = where in self.parameters
+        return {where, self.parameters.index(where)} if known else {where}
 
 
 class ModuleParts(NamedTuple):
@@ -119,12 +131,20 @@ class Signature:
     structure: Any  # of (args, kwargs), with parts in place of modules
     roles: tuple[str, ...]  # of every leaf
     names: tuple[str, ...]  # of every leaf, for errors
-    static: tuple[Any, ...]  # leaves that are no arrays
+    specs: tuple[PartitionSpec | None, ...]  # of every leaf; None for the default
+    static: tuple[Static, ...]  # leaves that are no arrays
     graphs: tuple[tuple[int | str, Any], ...]  # arguments that are modules, and their structures
+
+    @property
+    def splits(self) -> list[PartitionSpec | None]:
+        """Specs of the leaves of the batch."""
+        pairs = zip(self.specs, self.roles, strict=True)
+        return [spec for spec, role in pairs if role == SPLIT]
 
     def rebuild(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments of a call, with parts in place of modules, from leaves by role."""
-        left = {role: iter(leaves) for role, leaves in arrays.items()} | {STATIC: iter(self.static)}
+        left = {role: iter(leaves) for role, leaves in arrays.items()}
+        left[STATIC] = iter([static.value for static in self.static])
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
         return list(args), kwargs
 
@@ -136,7 +156,7 @@ class Signature:
         )
 
 
-def sort(
+def sort_by_role(
     args: Sequence[Any], kwargs: Mapping[str, Any], roles: Roles
 ) -> tuple[Signature, dict[str, list[Any]]]:
     """Sort the leaves of the arguments of a call by role.
@@ -145,7 +165,8 @@ def sort(
     and other scalars are whole, and what is neither an array nor a number is static.
 
     Raises:
-      ValueError: a static value that cannot be hashed.
+      ValueError: a static value that cannot be hashed; specs that do not fit an argument, or that
+        split one that is not split.
     """
     graphs: list[tuple[int | str, Any]] = []
 
@@ -161,30 +182,46 @@ def sort(
         {name: without_structure(name, value) for name, value in kwargs.items()},
     )
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(parted)
+    values: dict[int | str, Any] = dict(enumerate(parted[0]))
+    values.update(parted[1])
+    left = {
+        where: iter(specs_of_leaves(*roles.entry(where), value)) for where, value in values.items()
+    }
     arrays: dict[str, list[Any]] = {DIFFERENTIATED: [], SPLIT: [], WHOLE: []}
     found: list[str] = []
-    static: list[Any] = []
+    specs: list[PartitionSpec | None] = []
+    static: list[Static] = []
     names: list[str] = []
     for path, leaf in paths_and_leaves:
         where = path[1].idx if path[0].idx == 0 else path[1].key
         is_rest = path[2:3] == (jax.tree_util.GetAttrKey("rest"),)
         is_module = any(where == other for other, _ in graphs)
+        spec = next(left[where])
+        if spec is not None and axes_of(spec) and (is_module or roles.of(where) != SPLIT):
+            kind = "a module" if is_module else roles.of(where)
+            raise ValueError(
+                f"in_specs[{roles.entry(where)[0]!r}] holds {spec}, but the argument is {kind} and "
+                "not split over the workers. Give None or P(). `specs` says how parameters are "
+                "split over further axes of the mesh."
+            )
         role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
-        if is_module and role == SPLIT:
+        if role == SPLIT and (is_module or not (spec is None or axes_of(spec))):
             role = WHOLE
         found.append(role)
+        specs.append(spec)
         names.append(f"argument {where!r}{jax.tree_util.keystr(path[2:])}")
-        (static if role == STATIC else arrays[role]).append(leaf)
-    for value in static:
-        try:
-            hash(value)
-        except TypeError:
-            raise ValueError(
-                f"{value!r:.80} is neither an array nor a number, and cannot be hashed. Give an "
-                "array, or a value that can be."
-            ) from None
+        if role == STATIC:
+            static.append(static_value(leaf))
+        else:
+            arrays[role].append(leaf)
     signature = Signature(
-        roles.argnums, structure, tuple(found), tuple(names), tuple(static), tuple(graphs)
+        roles.argnums,
+        structure,
+        tuple(found),
+        tuple(names),
+        tuple(specs),
+        tuple(static),
+        tuple(graphs),
     )
     return signature, arrays
 
@@ -201,8 +238,8 @@ def by_position(
     return bound.args, bound.kwargs
 
 
-def alone(trees: Sequence[Any]) -> Any:
-    """Return the only tree of several, else all: names in errors and masks are those of a user."""
+def unwrap_single(trees: Sequence[Any]) -> Any:
+    """Return a single tree as it is, else all: names in errors and policies are those of a user."""
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._api.arguments import DIFFERENTIATED, Roles, Signature, alone, by_position
+from dynamiq_jax._api.arguments import DIFFERENTIATED, Roles, Signature, by_position, unwrap_single
 from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
@@ -33,8 +33,7 @@ def value_and_grad(
     topology: Topology | str = "ring",
     has_aux: bool = False,
     num_targets: Callable[..., Array] | None = None,
-    replicated_argnums: int | Sequence[int] = (),
-    replicated_argnames: str | Sequence[str] = (),
+    in_specs: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
@@ -49,9 +48,17 @@ def value_and_grad(
     Arguments in `argnums` (flax linen parameters, an nnx module or state, any pytree) are the same
     on all workers, and their floating leaves are differentiated. They may be sharded over other
     axes of the mesh, which are left to the compiler: gradients are sharded alike, and every device
-    sends its own shards. All other arrays are split along their leading axis. `loss_fn` gets the
-    part of its worker and should return a mean over it. Numbers, scalars and PRNG keys are the same
-    on all workers, and so are strings and other values that are not arrays.
+    sends its own shards. All other arrays are the batch, which is split along its leading axis.
+    `loss_fn` gets the part of its worker and should return a mean over it. Numbers, scalars and
+    PRNG keys are the same on all workers, and so are strings and other values that are not arrays.
+
+    Arrays that are not part of the batch, such as weights of classes, need a spec. `in_specs` is a
+    tuple with an entry for each positional argument, as for `jax.shard_map`, or a dict from names
+    of arguments to entries, which covers keyword arguments too. An entry is a tree of
+    `PartitionSpec`s like the argument, or a prefix of it:
+
+        in_specs=(None, {"x": P("data"), "class_weights": P()})
+        in_specs={"class_weights": P()}
 
     Gradients of an nnx module are the `nnx.State` of its `nnx.Param`s, as `nnx.value_and_grad`
     returns them. The module gets its state back: counters of random streams go on, and statistics
@@ -72,9 +79,11 @@ def value_and_grad(
       num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
         number of targets that its mean is over, a scalar. Losses, aux and gradients of workers are
         weighted by it.
-      replicated_argnums: positions of further arguments that every worker gets whole, such as a
-        table.
-      replicated_argnames: names of keyword arguments that every worker gets whole.
+      in_specs: how arrays are split over the workers. `P("data")` splits the leading axis,
+        `P(None, "data")` the second one, and `P()` gives an array whole to every worker. None, and
+        arguments without an entry, are split along their leading axis, which has to be as long in
+        all of these arrays. Numbers and scalars are whole with any spec. Differentiated arguments
+        have None or `P()`, and so have modules and static arguments.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
       specs: how the differentiated argument is split over other axes of the mesh; see `psum`. For
@@ -90,13 +99,13 @@ def value_and_grad(
       the same on all workers. Leaves that are not floating have gradients of dtype float0.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; or when called, a leading
-        axis does not divide by the axis size, or an argument is missing.
+      ValueError: the mesh has no such axis; the method carries state; or when called, arrays
+        without a spec have leading axes of different sizes, an axis does not divide by the number
+        of workers, specs do not fit, or an argument is missing.
+      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
     """
     how = resolve(method, topology, options, stateless="value_and_grad", measures=with_metrics)
-    roles = Roles.of_arguments(
-        loss_fn, argnums, replicated_argnums, replicated_argnames, static_argnums, static_argnames
-    )
+    roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
     work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, how)
 
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
@@ -105,7 +114,7 @@ def value_and_grad(
         value, floating, rests, metrics = jit_over(_run, (work, signature, placed))(arrays, key)
         work.give_back(signature, args, kwargs, rests)
         trees = signature.differentiated(arrays)
-        grads = roles.unsort(_like(trees, floating))
+        grads = roles.in_user_order(_like(trees, floating))
         return (value, grads, metrics) if with_metrics else (value, grads)
 
     return value_and_grad_fn
@@ -132,7 +141,7 @@ def _run(
         trees = signature.differentiated(arrays)
         outcome = driver.run(
             AllReduce(find_axes(work.axis_name), mean=True),
-            alone(_like(trees, floating)),
+            unwrap_single(_like(trees, floating)),
             key,
             work.how,
             specs=specs_like(trees, specs),
@@ -142,7 +151,7 @@ def _run(
         return work.value(loss, aux), means, rests, dict(outcome.metrics)
 
     placed = [jax.typeof(leaf).sharding.spec for leaf in arrays[DIFFERENTIATED]]
-    return work.over_workers(local, arrays, (P(), placed, P(), P()))(arrays, key)
+    return work.over_workers(local, signature, (P(), placed, P(), P()))(arrays, key)
 
 
 def _like(trees: tuple[Any, ...], floating: Sequence[Array]) -> tuple[Any, ...]:

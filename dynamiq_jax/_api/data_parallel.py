@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, alone, by_position
+from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, by_position, unwrap_single
 from dynamiq_jax._api.transposed import cast_to_sum
 from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
 from dynamiq_jax._buckets.axes import AxisName, find_axes
@@ -33,8 +33,7 @@ def data_parallel(
     topology: Topology | str = "ring",
     has_aux: bool = False,
     num_targets: Callable[..., Array] | None = None,
-    replicated_argnums: int | Sequence[int] = (),
-    replicated_argnames: str | Sequence[str] = (),
+    in_specs: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
@@ -50,7 +49,7 @@ def data_parallel(
 
     Each worker computes `loss_fn` on its part of the batch, as in `value_and_grad`. Other axes of
     the mesh are left to the compiler. Nothing is sent for parameters that are not differentiated,
-    such as those that adapters leave frozen, nor where the loss alone is computed.
+    such as those that adapters leave frozen, nor where the loss unwrap_single is computed.
 
     No key is needed. The noise of a step follows from all bits of the parameters that are
     differentiated and of the batch, which are read once more for it. So every step has its own,
@@ -67,8 +66,9 @@ def data_parallel(
       num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
         number of targets that its mean is over, a scalar. With it, the loss is the mean over the
         targets of all workers.
-      replicated_argnums: positions of further arguments that every worker gets whole.
-      replicated_argnames: names of keyword arguments that every worker gets whole.
+      in_specs: how arrays are split over the workers: a tuple with an entry for each positional
+        argument, or a dict from names of arguments to entries; see `value_and_grad`. By default
+        along the leading axis, which has to be as long in all arrays.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
       specs: how the parameters are split over other axes of the mesh; see `psum`. For several
@@ -81,13 +81,13 @@ def data_parallel(
       `(loss, aux)`, the same on all workers.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; or when called, a leading
-        axis does not divide by the axis size, or an argument is missing.
+      ValueError: the mesh has no such axis; the method carries state; or when called, arrays
+        without a spec have leading axes of different sizes, an axis does not divide by the number
+        of workers, specs do not fit, or an argument is missing.
+      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
     """
     how = resolve(method, topology, options, stateless="data_parallel")
-    roles = Roles.of_arguments(
-        loss_fn, argnums, replicated_argnums, replicated_argnames, static_argnums, static_argnames
-    )
+    roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
     work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, how)
 
     @functools.wraps(loss_fn)  # its signature gives names to positions
@@ -111,7 +111,7 @@ def _run(
         trees = signature.differentiated(arrays)
         own = cast_to_sum(
             operation,
-            alone(trees),
+            unwrap_single(trees),
             key=None,
             salt=word_of(arrays[SPLIT], work.names),
             how=work.how,
@@ -123,4 +123,4 @@ def _run(
         loss, (aux, rests) = work.loss(signature, arrays, floating)
         return work.value(loss, aux), rests
 
-    return work.over_workers(local, arrays, P())(arrays, ())
+    return work.over_workers(local, signature, P())(arrays, ())

@@ -13,7 +13,17 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._api import modules
-from dynamiq_jax._api.arguments import DIFFERENTIATED, SPLIT, Roles, Signature, alone, sort
+from dynamiq_jax._api.arguments import (
+    DIFFERENTIATED,
+    SPLIT,
+    WHOLE,
+    Roles,
+    Signature,
+    sort_by_role,
+    unwrap_single,
+)
+from dynamiq_jax._api.batch import resolve_batch
+from dynamiq_jax._api.in_specs import check_axes
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.shards import context_or_automatic, is_explicit, leaf_specs
@@ -44,6 +54,7 @@ class WorkerLoss:
                 f"axis_name={self.axis_name!r} is not an axis of the mesh. Give one of "
                 f"{self.mesh.axis_names}."
             )
+        check_axes(self.roles.in_specs, self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,7 +71,7 @@ class WorkerLoss:
           leaves by role.
         """
         self.roles.check(len(args), kwargs)
-        signature, arrays = sort(args, kwargs, self.roles)
+        signature, arrays = sort_by_role(args, kwargs, self.roles)
         trees = signature.differentiated(arrays)
         found: Specs
         if self.specs is None:
@@ -68,18 +79,19 @@ class WorkerLoss:
         elif callable(self.specs):
             found = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
         else:
-            found = tuple(leaf_specs(trees, self.roles.sort(self.specs)))
-        self._check_divides(signature, arrays[SPLIT])
+            found = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
+        axes = {name: self.mesh.shape[name] for name in self.names}
+        signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
         return signature, found, arrays
 
     def over_workers(
-        self, function: Callable[..., Any], arrays: Mapping[str, Any], out_sharding: Any
+        self, function: Callable[..., Any], signature: Signature, out_sharding: Any
     ) -> Callable[..., Any]:
-        """Map a function of `arrays`, and of another argument that is whole, over the workers.
+        """Map a function of leaves by role, and of an argument that is whole, over the workers.
 
         Results are the same on all of them. Under explicit axes, `out_sharding` places them.
         """
-        split = {role: P(self.names) if role == SPLIT else P() for role in arrays}
+        split = {DIFFERENTIATED: P(), SPLIT: signature.splits, WHOLE: P()}
         mapped = jax.shard_map(
             function,
             mesh=context_or_automatic(self.mesh),
@@ -151,26 +163,12 @@ class WorkerLoss:
 
         return weighted
 
-    def _check_divides(self, signature: Signature, split: Sequence[Any]) -> None:
-        names = (
-            name
-            for name, role in zip(signature.names, signature.roles, strict=True)
-            if role == SPLIT
-        )
-        for name, leaf in zip(names, split, strict=True):
-            shape = np.shape(leaf)
-            if shape[0] % self._num_workers:
-                raise ValueError(
-                    f"{name[0].upper()}{name[1:]} has shape {shape}, whose leading axis does not "
-                    f"split over the {self._num_workers} workers of axis {self.axis_name!r}. Pad "
-                    "or trim the batch, or list the argument in replicated_argnums or "
-                    "replicated_argnames."
-                )
-
 
 def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
     """Return specs with the structure of the differentiated trees, or of the only one."""
-    return None if specs is None else alone(jax.tree.unflatten(jax.tree.structure(trees), specs))
+    if specs is None:
+        return None
+    return unwrap_single(jax.tree.unflatten(jax.tree.structure(trees), specs))
 
 
 def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:

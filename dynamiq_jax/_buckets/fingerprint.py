@@ -60,14 +60,24 @@ def _word_of_parts(leaf: Array, number: int, axis_names: Sequence[str]) -> Array
 
 def _word(leaf: Array, salt: Array) -> Array:
     """Return a hash of an array, uint32: the sum of its words, each mixed with its place."""
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        bits = lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-    else:
-        bits = leaf.astype(jnp.uint32)
-    places = jnp.zeros(leaf.shape, jnp.uint32)
-    for dimension in range(leaf.ndim):  # not of a flat array, which the compiler would gather
-        places = places * np.uint32(leaf.shape[dimension] % 2**32) + lax.broadcasted_iota(
-            jnp.uint32, leaf.shape, dimension
+    bits = _bits(leaf)
+    places = jnp.zeros(bits.shape, jnp.uint32)
+    for dimension in range(bits.ndim):  # not of a flat array, which the compiler would gather
+        places = places * np.uint32(bits.shape[dimension] % 2**32) + lax.broadcasted_iota(
+            jnp.uint32, bits.shape, dimension
         )
     places = places * np.uint32(0x9E3779B9)
     return jnp.sum(mix(bits ^ mix(places + mix(salt))), dtype=jnp.uint32)
+
+
+def _bits(leaf: Array) -> Array:
+    """Return all bits of an array, uint32: as many words as fit, those of one number last."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf).astype(jnp.uint32)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return jnp.stack([_bits(leaf.real), _bits(leaf.imag)])
+    if leaf.dtype.itemsize == 8:
+        return lax.bitcast_convert_type(leaf, jnp.uint32)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+    return leaf.astype(jnp.uint32)

@@ -20,11 +20,11 @@ FAULTS = (
         ("tests/test_value_and_grad.py::test_with_compression_only_the_gradients_differ",),
     ),
     Fault(
-        "replicated arguments are split",
+        "arguments with the spec of a whole array are split",
         "dynamiq_jax/_api/arguments.py",
-        "return WHOLE if known & set(self.whole) else SPLIT",
-        "return SPLIT",
-        ("tests/test_value_and_grad.py::test_replicated_arguments_are_seen_whole",),
+        "(is_module or not (spec is None or axes_of(spec)))",
+        "is_module",
+        ("tests/test_value_and_grad.py::test_whole_arguments_are_seen_whole",),
     ),
     Fault(
         "gradients come in the order of the arguments",
