@@ -87,6 +87,9 @@ def all_reduce_gradients(
             "Give schedule.phase(step), or None."
         )
     hows = [resolve(each, topology, options, measures=with_metrics) for each in schedule.methods]
+    settings = {"seed": seed, "phases": list(schedule.phases), "phase": phase}
+    if isinstance(start_step, int):
+        settings["start_step"] = start_step
 
     def names_of(tree: Any) -> list[str]:
         return list(
@@ -128,6 +131,7 @@ def all_reduce_gradients(
                 how,
                 specs=specs,
                 states=(*kept, ())[place] if stateful else None,
+                settings=settings,
             )
             after = (*kept[:place], outcome.states, *kept[place + 1 :]) if stateful else kept
             return outcome.tree, after, {**no_metrics, **outcome.metrics}

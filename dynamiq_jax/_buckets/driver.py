@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import checks, exact, recording
+from dynamiq_jax._buckets import agreement, checks, exact, recording
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
@@ -44,6 +44,7 @@ def run(
     *,
     specs: Any = None,
     states: States | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Run a collective on a tree.
 
@@ -55,6 +56,8 @@ def run(
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods for every bucket, as from `first_states`; None for those of a
         first step.
+      settings: values of the caller that have to be the same in all processes; see
+        `agreement.check`.
     """
     key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
@@ -65,6 +68,7 @@ def run(
         operation.check_values(name, leaf)
     if states is not None:
         layout.check_states(states)
+    agreement.check(operation, how, tree, key, specs=shards.specs, settings=settings)
 
     def local(
         leaves: dict[int, Array], key: Array, states: States | None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dynamiq_jax._buckets.policy import Policy, Rules
-from dynamiq_jax._core import check_integer, check_number
+from dynamiq_jax._core import check_flag, check_integer, check_number
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
@@ -20,7 +20,8 @@ class Options:
     """Options of every collective, beside the method and the topology.
 
     >>> Options(exact_below=0)
-    Options(exact_below=0, bucket_bytes=134217728, unrolled_buckets=8, max_error=None)
+    Options(exact_below=0, bucket_bytes=134217728, unrolled_buckets=8, max_error=None,
+            check_agreement=True)
     """
 
     # Leaves of fewer elements stay exact: biases and scales of norms are a thousandth of the bytes
@@ -40,11 +41,17 @@ class Options:
     # mean of a sample, which takes 1% of the bytes. A bucket that may exceed it is sent again,
     # exactly. None: no limit, and no estimate.
     max_error: float | None = None
+    # Whether the processes of `jax.distributed` compare each collective that they trace, before
+    # they run it. A difference is an error on all of them. It costs some milliseconds while a step
+    # is traced, and nothing in a step or with one process. Processes wait up to 60 seconds for each
+    # other, and go on with a warning then.
+    check_agreement: bool = True
 
     def __post_init__(self):
         check_integer("exact_below", self.exact_below, 0)
         check_integer("bucket_bytes", self.bucket_bytes, 1)
         check_integer("unrolled_buckets", self.unrolled_buckets, 0)
+        check_flag("check_agreement", self.check_agreement)
         if self.max_error is not None:
             check_number("max_error", self.max_error, 0, np.inf, "a vNMSE such as 0.1, or None")
 

@@ -43,6 +43,10 @@ class LocalSGDState(NamedTuple):
     method: tuple[tuple[State, ...], ...]  # states of the method, of each fragment; () if none
 
 
+# Fields that decide which step sends what, and its noise: the same in all processes.
+_SHARED = ("every", "fragments", "delay", "mixing", "seed")
+
+
 class Due(NamedTuple):
     """Fragments that one step sends and applies; None for none."""
 
@@ -279,6 +283,7 @@ class LocalSGD:
             self._of_fragments,
             specs=self.specs,
             states=state.method[fragment] if state.method else None,
+            settings={name: getattr(self, name) for name in _SHARED},
         )
         if state.method:
             state = state._replace(method=_with(state.method, fragment, outcome.states))

@@ -121,6 +121,7 @@ class _Line:
 
     def mean(self, tree: Tree, alive: Array, key: Array, how: Compression, specs: Any) -> Tree:
         """Average over each line, among peers that are alive."""
+        everybody = _is_always(alive)
         # Not a product: zero times NaN is NaN.
         sent = jax.tree.map(lambda leaf: jnp.where(alive, leaf, jnp.zeros_like(leaf)), tree)
         # Lines with other values have noise of their own, so that errors are averaged later. Those
@@ -135,8 +136,8 @@ class _Line:
             functools.reduce(compat.same_over, others, key),
             how,
             specs=specs,
+            settings={"grid": self.grid, "everybody is alive": everybody},
         ).tree
-        everybody = _is_always(alive)
         living: Array | int = lax.axis_size(self.axis)
         if not everybody:
             count = lax.psum(_vary(alive.astype(jnp.float32), self.axis), self.axis)
