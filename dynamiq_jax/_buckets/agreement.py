@@ -22,7 +22,6 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.exchange import Exchange
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
-from dynamiq_jax._core.naming import spelled
 from pallas_kernels import codec, compat
 
 # Flags of JAX on which random bits, or the rounding of sums and products, depend.
@@ -79,7 +78,11 @@ def check(
         return
     description = {
         **_of_collective(operation, how, key),
-        **{name: _text(value) for name, value in (settings or {}).items()},
+        **{
+            field: text
+            for name, value in (settings or {}).items()
+            for field, text in _fields(name, value).items()
+        },
         **_of_process(),
         **_of_leaves(how, tree, specs),
     }
@@ -115,7 +118,7 @@ def _of_collective(operation: Operation, how: Compression, key: Array) -> dict[s
         "collective": type(operation).__name__,
         "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
         "mesh": _text(dict(mesh.shape)),
-        "topology": _text(how.topology),
+        **_fields("topology", how.topology),
         "with_metrics": _text(how.measures),
         "implementation of the key": _text(str(jax.random.key_impl(key))),
     }
@@ -123,9 +126,7 @@ def _of_collective(operation: Operation, how: Compression, key: Array) -> dict[s
         value = getattr(operation, field.name)
         if isinstance(value, bool | int | float | str):
             found[field.name] = _text(value)
-    for field in dataclasses.fields(how.options):
-        found[f"options.{field.name}"] = _text(getattr(how.options, field.name))
-    return found
+    return found | _fields("options", how.options)
 
 
 def _of_process() -> dict[str, str]:
@@ -153,23 +154,36 @@ def _of_leaves(
     how: Compression, tree: Any, specs: Sequence[PartitionSpec] | None
 ) -> dict[str, str]:
     """Describe the leaves of a tree and their methods."""
-    methods = [_text(method or "exact") for method in how.policy.methods(tree)]
+    methods = [method or "exact" for method in how.policy.methods(tree)]
     same = len({*methods}) == 1
-    found = {"number of leaves": _text(len(methods))} | ({"method": methods[0]} if same else {})
+    found = {"number of leaves": _text(len(methods))}
+    if same:
+        found |= _fields("method", methods[0])
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         name = f"tree{jax.tree_util.keystr(path)}"
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         split = f" split as {specs[number]}" if specs is not None and any(specs[number]) else ""
         found[f"leaf {number}"] = _text(f"{name} of {dtype}{list(np.shape(leaf))}{split}")
         if not same:
-            found[f"method of {name}"] = methods[number]
+            found[f"method of {name}"] = _text(methods[number])
+    return found
+
+
+def _fields(name: str, value: Any) -> dict[str, str]:
+    """Describe a value by name, with a field of its own for each field of a dataclass."""
+    if not dataclasses.is_dataclass(value):
+        return {name: _text(value)}
+    found = {name: type(value).__name__}
+    for field in dataclasses.fields(value):
+        found |= _fields(f"{name}.{field.name}", getattr(value, field.name))
     return found
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, without addresses of objects, which differ between processes."""
+    """Return a value as text, the same for equal values in all processes."""
     if dataclasses.is_dataclass(value):
-        text = spelled(value)
-    else:
-        text = value if isinstance(value, str) else repr(value)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+        return ", ".join(f"{name}={each}" for name, each in _fields("", value).items())[1:]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # methods of 4 and 4.0 bits are equal
+    text = value if isinstance(value, str) else repr(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)  # addresses of objects differ

@@ -111,12 +111,16 @@ def _place(digest: str) -> str:
 def difference(descriptions: Mapping[int, Description]) -> str:
     """Return the error for descriptions that differ, by process."""
     fields = dict.fromkeys(field for each in descriptions.values() for field in each)
-    lines = []
+    lines, differing = [], set[str]()
     for field in fields:
+        if field.rpartition(".")[0] in differing:  # of objects of different kinds
+            differing.add(field)
+            continue
         by_value: dict[str, list[int]] = {}
         for process, description in sorted(descriptions.items()):
             by_value.setdefault(description.get(field, "nothing"), []).append(process)
         if len(by_value) > 1:
+            differing.add(field)
             values = (f"{v:.{_SHOWN_LENGTH}} in {named(each)}" for v, each in by_value.items())
             lines.append(f"  {field}: {'; '.join(values)}")
     if len(lines) > _SHOWN:

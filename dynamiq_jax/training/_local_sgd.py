@@ -12,8 +12,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.report import WireReport, report_of
-from dynamiq_jax._buckets import driver
-from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
+from dynamiq_jax._buckets import agreement, driver
+from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options, resolve
 from dynamiq_jax._buckets.policy import Rules
@@ -204,6 +204,7 @@ class LocalSGD:
         if due is not None:
             self._check_due(due)
         axes = find_axes(self.axis_name)
+        self._check_agreement(axes, params)
         params = jax.tree.map(lambda leaf: _vary(leaf, axes.names), params)
         carry = params, state
         if due is not None:
@@ -218,6 +219,17 @@ class LocalSGD:
             carry = self._choose(self._send, taken, carry)
         params, state = carry
         return params, state._replace(step=state.step + 1)
+
+    def _check_agreement(self, axes: Axes, params: Any) -> None:
+        """Check that all processes have the same settings, also in a step that sends nothing."""
+        agreement.check(
+            AllReduce(axes, mean=True),
+            self._how,
+            params,
+            jax.random.key(self.seed),
+            specs=None if self.specs is None else leaf_specs(params, self.specs),
+            settings={name: getattr(self, name) for name in _SHARED},
+        )
 
     def _check_due(self, due: Any) -> None:
         known = (None, *range(self.fragments))
@@ -235,7 +247,11 @@ class LocalSGD:
     def _of_fragments(self) -> Compression:
         """Compression of a fragment, which has no leaf for some patterns of a policy."""
         how = self._how
-        return dataclasses.replace(how, policy=dataclasses.replace(how.policy, all_used=False))
+        return dataclasses.replace(
+            how,
+            policy=dataclasses.replace(how.policy, all_used=False),
+            options=dataclasses.replace(how.options, check_agreement=False),  # `update` does
+        )
 
     def _fragments(self, params: Any) -> Fragments:
         if self.specs is not None:
@@ -283,7 +299,6 @@ class LocalSGD:
             self._of_fragments,
             specs=self.specs,
             states=state.method[fragment] if state.method else None,
-            settings={name: getattr(self, name) for name in _SHARED},
         )
         if state.method:
             state = state._replace(method=_with(state.method, fragment, outcome.states))
