@@ -69,8 +69,9 @@ def test_a_call_after_a_difference_is_compared_anew(found):
 def test_an_inspection_waits_for_nobody_and_hides_nothing(found):
     assert found[0]["inspection"]["error"] is None and not found[0]["inspection"]["warnings"]
     for of_process in found:
-        assert "method: MXFP4 in process 0; DynamiQ in process" in (
-            of_process["after inspection"]["error"]
+        assert (
+            "method: MXFP4 in process 0; DynamiQ in process"
+            in (of_process["after inspection"]["error"])
         )
 
 
@@ -180,6 +181,13 @@ def test_descriptions_are_compared_in_their_order():
     assert agree(all_of_them, [{"step": "a"}] * 2) == [None] * 2  # what differed is forgotten
 
 
+def test_a_call_after_a_difference_raises_again():
+    _, all_of_them = exchanges_of(2)
+    for _ in range(2):
+        first, second = agree(all_of_them, [{"a": "1"}, {"a": "2"}])
+        assert first == second and "a: 1 in process 0; 2 in process 1" in first
+
+
 def test_groups_of_processes_count_on_their_own():
     _, all_of_them = exchanges_of(3)
     pair = all_of_them[1:]
@@ -240,9 +248,7 @@ def described(monkeypatch) -> list[tuple[dict, tuple[int, ...]]]:
     """What this process would send as one of two."""
     sent = []
     monkeypatch.setattr(compat, "job", lambda: compat.Job(object(), 0, 2))
-    monkeypatch.setattr(
-        exchange.Exchange, "agree", lambda self, *arguments: sent.append(arguments)
-    )
+    monkeypatch.setattr(exchange.Exchange, "agree", lambda self, *arguments: sent.append(arguments))
     return sent
 
 
@@ -264,6 +270,43 @@ def test_nothing_is_compared_elsewhere(described):
     jax.jit(jax.vmap(local, axis_name="data")).lower(jnp.ones((2, 4096)))
     dq.inspect(on_mesh(jax.device_count()))
     assert not described
+
+
+def test_workers_of_vmap_are_in_one_process(described):
+    """Also beside a mesh of all devices, as under `jax.set_mesh`."""
+
+    def local(x):
+        return dq.pmean(x, "data", key=jax.random.key(0))
+
+    mesh = jax.make_mesh((jax.device_count(),), ("other",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        jax.vmap(local, axis_name="data"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    jax.jit(mapped).lower(jnp.ones((2, 4096)))
+    assert not described
+
+
+def test_a_step_is_compared_after_its_inspection(described):
+    step = on_mesh(jax.device_count())
+    dq.inspect(step)
+    assert not described
+    step.lower()
+    assert described
+
+
+def test_a_description_has_the_method_of_each_leaf(described):
+    def local():
+        rank = jax.lax.axis_index("data").astype(jnp.float32)
+        tree = {"a": jnp.zeros((4, 1024)) + rank, "b": jnp.zeros((4, 1024)) + rank}
+        rules = {"a": "mxfp8", "b": "exact"}
+        return dq.pmean(tree, "data", key=jax.random.key(0), method=rules)
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
+    jax.jit(mapped).lower()
+    ((description, _),) = described
+    assert "MXFP8" in description["method of tree['a']"]
+    assert description["method of tree['b']"] == "exact"
 
 
 def test_equal_configurations_are_described_alike(described):

@@ -102,7 +102,7 @@ def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     if not {*axes.names} <= {*mesh.manual_axes}:
         return ()
-    device = mesh.abstract_device
+    device = getattr(mesh, "abstract_device", None)
     if mesh.size == jax.device_count(None if device is None else device.platform):
         return tuple(range(num_processes))
     concrete = compat.concrete_mesh()

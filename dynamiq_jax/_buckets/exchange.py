@@ -2,6 +2,7 @@
 
 import base64
 import collections
+import contextlib
 import hashlib
 import json
 import threading
@@ -65,14 +66,13 @@ class Exchange:
             start = time.monotonic()
             try:
                 digests = self._digests(text, digest, processes)
-                others = {one: self._description(one) for one in {*digests.values()} - {digest}}
             except jax.errors.JaxRuntimeError as error:
                 self._end(processes, digest)
-                _warn(f"The coordination service reports an error: {str(error):.200}")
+                _warn(f"The coordination service reports an error: {error!s:.200}")
                 return
-            if others:
+            if others := {*digests.values()} - {digest}:
                 self._numbers[processes] += 1
-                known = {digest: description, **others}
+                known = {digest: description, **{one: self._description(one) for one in others}}
                 raise RuntimeError(difference({p: known[d] for p, d in digests.items()}))
             self._end(processes, digest)
         if missing := sorted({*processes} - {*digests}):
@@ -89,10 +89,9 @@ class Exchange:
         # Equal descriptions have one place. A process that restarts publishes its own again.
         self.client.key_value_set(_place(digest), text, allow_overwrite=True)
         self.client.key_value_set(f"{place}/{self._process}", digest, allow_overwrite=True)
-        try:
+        # It raises an error if some do not come in time, or this process comes after that time.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.client.wait_at_barrier(f"{place}/all", int(1000 * PATIENCE), list(processes))
-        except jax.errors.JaxRuntimeError:
-            pass  # some did not come in time, or this process comes after that time
         found = self.client.key_value_dir_get(f"{place}/")
         return {int(key.rpartition("/")[2]): value for key, value in found}
 

@@ -44,7 +44,8 @@ class THC(ChunkedMethod):
     Clamping is a bias: it takes 2 Q(clamp) of the gradient, Q the tail of the normal distribution,
     and less where the norms of workers differ. The default weighs it against the rounding of a
     wider grid: 2.5 standard deviations and 1.2 % at 4 bits, 3.3 and 0.1 % at 6. A non-finite value,
-    or a norm above 8.47e37, makes its block NaN.
+    or a norm above 8.47e37, makes its block NaN. Keys that differ between workers make everything
+    NaN, on all of them: 4 bytes of a hash travel with the norms.
 
     With `sum_bits`, sums have fewer bits, and saturate at every hop ("Beyond Throughput and
     Compression Ratios", arXiv 2407.01378). The integers of one worker deviate by 2.8 at 4 bits, and
@@ -236,6 +237,7 @@ def _shared_norms(norms: Array, call: Call, key: Array) -> Array:
     are NaN if keys differ: workers would undo rotations of others, and have different results.
     """
     words = jax.random.bits(jax.random.fold_in(key, _KEY_SALT), (_KEY_BYTES // 2,), jnp.uint16)
+    num_words = words.size
 
     def checked(norms: Array, words: Array) -> Array:
         return jnp.where(jnp.all(words == words[:1]), norms, scales.NAN_BITS.astype(np.uint16))
@@ -246,12 +248,11 @@ def _shared_norms(norms: Array, call: Call, key: Array) -> Array:
         return checked(norms, words)
 
     def combine(shares: Array) -> Array:  # as integers, whose order has NaN on top
-        norms, words = jnp.split(shares, [shares.shape[1] - words_of_key], axis=1)
+        norms, words = jnp.split(shares, [shares.shape[1] - num_words], axis=1)
         return checked(jnp.max(norms, axis=0), words)
 
-    words_of_key = words.size
     shares = norms.reshape(call.num_workers, -1)
-    words = jnp.broadcast_to(words, (call.num_workers, words_of_key))
+    words = jnp.broadcast_to(words, (call.num_workers, num_words))
     return call.axis.reduce_by_owners(jnp.concatenate([shares, words], axis=1), combine)
 
 
