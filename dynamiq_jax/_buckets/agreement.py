@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,9 +44,7 @@ def check(
     how: Compression,
     tree: Any,
     key: Array,
-    *,
     specs: Sequence[PartitionSpec] | None = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Check that all processes trace the same collective.
 
@@ -61,11 +59,10 @@ def check(
 
     Args:
       operation: kind of collective, and its axes.
-      how: policy, topology and options.
+      how: policy, topology, options and settings.
       tree: pytree of arrays that it sends.
       key: typed PRNG key.
       specs: how the leaves are split over axes that are not manual here; None if none is.
-      settings: further values that have to be the same, by name.
 
     Raises:
       RuntimeError: processes differ. All of them raise it, and it names the differences.
@@ -80,7 +77,7 @@ def check(
         **_of_collective(operation, how, key),
         **{
             field: text
-            for name, value in (settings or {}).items()
+            for name, value in how.settings
             for field, text in _fields(name, value).items()
         },
         **_of_process(),

@@ -44,7 +44,6 @@ def run(
     *,
     specs: Any = None,
     states: States | None = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Run a collective on a tree.
 
@@ -56,8 +55,6 @@ def run(
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods for every bucket, as from `first_states`; None for those of a
         first step.
-      settings: values of the caller that have to be the same in all processes; see
-        `agreement.check`.
     """
     key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
@@ -68,7 +65,7 @@ def run(
         operation.check_values(name, leaf)
     if states is not None:
         layout.check_states(states)
-    agreement.check(operation, how, tree, key, specs=shards.specs, settings=settings)
+    layout.check_agreement(key)
 
     def local(
         leaves: dict[int, Array], key: Array, states: States | None
@@ -189,6 +186,11 @@ class Layout:
             out_specs=self.state_specs,
         )
         return mapped()
+
+    def check_agreement(self, key: Array) -> None:
+        """Check that all processes trace the same collective; see `agreement.check`."""
+        tree = jax.tree.unflatten(self.structure, self.leaves)
+        agreement.check(self.operation, self.how, tree, key, self.shards.specs)
 
     def check_states(self, states: States) -> None:
         """Raise ValueError for states that were made for other buckets."""

@@ -1,7 +1,7 @@
 """Options of a collective: everything about compression that a user can set."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,8 @@ class Compression:
     options: Options
     stateless: str = ""  # the function, if it cannot keep states of methods
     measures: bool = False  # whether metrics are asked for
+    # Values of the caller, by name, that have to be the same in all processes; see `agreement`.
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def estimates(self) -> bool:
@@ -100,6 +102,7 @@ def resolve(
     *,
     stateless: str = "",
     measures: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Compression:
     """Resolve methods, a topology and options, given by name or by value.
 
@@ -109,6 +112,7 @@ def resolve(
       options: options.
       stateless: name of the function, if it cannot keep states of methods.
       measures: whether metrics are asked for.
+      settings: values of the caller, by name, that have to be the same in all processes.
 
     Raises:
       ValueError: an unknown method or topology, a pattern that is not valid, or a method whose
@@ -117,7 +121,9 @@ def resolve(
     """
     if not isinstance(options, Options):
         raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
-    how = Compression(Policy.of(method), resolve_topology(topology), options, stateless, measures)
+    given = tuple((settings or {}).items())
+    found = Policy.of(method), resolve_topology(topology)
+    how = Compression(*found, options, stateless, measures, given)
     for each in how.policy.known:
         how.check_state(each)
     return how

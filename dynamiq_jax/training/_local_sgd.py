@@ -227,8 +227,7 @@ class LocalSGD:
             self._how,
             params,
             jax.random.key(self.seed),
-            specs=None if self.specs is None else leaf_specs(params, self.specs),
-            settings={name: getattr(self, name) for name in _SHARED},
+            None if self.specs is None else leaf_specs(params, self.specs),
         )
 
     def _check_due(self, due: Any) -> None:
@@ -241,7 +240,8 @@ class LocalSGD:
 
     @property
     def _how(self) -> Compression:
-        return resolve(self.method, self.topology, self.options)
+        settings = {name: getattr(self, name) for name in _SHARED}
+        return resolve(self.method, self.topology, self.options, settings=settings)
 
     @property
     def _of_fragments(self) -> Compression:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.report import plan_without_arrays
-from dynamiq_jax._buckets import agreement, checks, exact, halves, scopes
+from dynamiq_jax._buckets import checks, exact, halves, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.driver import Layout
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
@@ -233,7 +233,7 @@ class Pipelined:
             )
         layout = self._layout(state.params)
         self._check_shards(state, layout)
-        self._check_agreement(layout)
+        layout.check_agreement(self._key(state.step))
         means, norm = self._means(state, layout)
         if self.clip_norm is not None:
             limit = np.float32(self.clip_norm)
@@ -270,7 +270,7 @@ class Pipelined:
         operation, how = ScatterMean(find_axes(self.axis_name)), self._how
         for name, leaf in zip(layout.names, layout.leaves, strict=True):
             operation.check_values(name, leaf)
-        self._check_agreement(layout)
+        layout.check_agreement(self._key(updated.step))
 
         def local(leaves: Leaves, key: Array) -> tuple[tuple[Array, ...], Leaves]:
             shards = halves.scatter(operation, layout.plan, leaves, key, how)
@@ -303,7 +303,8 @@ class Pipelined:
 
     @property
     def _how(self) -> Compression:
-        return resolve(self.method, self.topology, self.options)
+        settings = {"seed": self.seed, "clip_norm": self.clip_norm}
+        return resolve(self.method, self.topology, self.options, settings=settings)
 
     def _layout(self, tree: Any) -> Layout:
         return Layout.of(ScatterMean(find_axes(self.axis_name)), tree, self._how, self.specs)
@@ -314,9 +315,7 @@ class Pipelined:
     def _means(self, state: PipelinedState, layout: Layout) -> tuple[Any, Array]:
         """Gather the mean gradients, and compute their norm before that."""
         plan, operation = layout.plan, GatherMean(find_axes(self.axis_name))
-        local_leaves = {
-            index: layout.shards.local(index, leaf) for index, leaf in enumerate(layout.leaves)
-        }
+        local_leaves = {i: layout.shards.local(i, leaf) for i, leaf in enumerate(layout.leaves)}
 
         def local(shards: tuple[Array, ...], exact: Leaves, key: Array) -> tuple[Leaves, Array]:
             own = tuple(shard[0] for shard in shards)
@@ -334,17 +333,6 @@ class Pipelined:
         means, norm = mapped(state.shards, exact, self._key(state.step - 1))
         leaves = [means[index] for index in range(len(layout.leaves))]
         return jax.tree.unflatten(layout.structure, leaves), norm
-
-    def _check_agreement(self, layout: Layout) -> None:
-        """Check that all processes trace the same halves, which have one layout."""
-        agreement.check(
-            layout.operation,
-            layout.how,
-            jax.tree.unflatten(layout.structure, layout.leaves),
-            self._key(jnp.int32(0)),
-            specs=layout.shards.specs,
-            settings={"seed": self.seed, "clip_norm": self.clip_norm},
-        )
 
     def _check_shards(self, state: PipelinedState, layout: Layout) -> None:
         """Raise ValueError for a state whose pending gradients are not like its parameters."""

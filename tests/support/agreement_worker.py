@@ -252,8 +252,8 @@ DISAGREEING: dict[str, Case] = {
         {"method": dq.Schedule({0: "exact", 10: "mxfp8"})},
         {"method": dq.Schedule({0: "exact", 20: "mxfp8"})},
         "phases",
-        "[0, 10]",
-        "[0, 20]",
+        "(0, 10)",
+        "(0, 20)",
     ),
     "flags of XLA": within(
         lambda: flags_of_xla("--xla_allow_excess_precision=false --xla_dump_to=a"),

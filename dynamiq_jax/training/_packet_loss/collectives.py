@@ -130,12 +130,12 @@ class LossyCollectives:
         axis = find_axis(self.axis_name).slow
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
-        how = resolve(self.method, "all_to_all", self.options)
+        how = resolve(self.method, "all_to_all", self.options, settings=self._settings)
         operation = _LossyReduceScatter(
             find_axis(self.axis_name), lossy=self, key=jax.random.fold_in(key, _GRADIENTS)
         )
         rows = jax.tree.map(lambda leaf: _rows(leaf, axis.size), tree)
-        return driver.run(operation, rows, key, how, settings=self._settings).tree
+        return driver.run(operation, rows, key, how).tree
 
     def own_parts(self, tree: Tree) -> Tree:
         """Return the parts of a pytree that this worker owns.
@@ -169,9 +169,8 @@ class LossyCollectives:
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
         _check_parts(parts, tree, axis.size)
-        how = resolve("exact", "all_to_all", self.options)
-        gather = AllGather(find_axis(self.axis_name))
-        agreement.check(gather, how, parts, key, settings=self._settings)
+        how = resolve("exact", "all_to_all", self.options, settings=self._settings)
+        agreement.check(AllGather(find_axis(self.axis_name)), how, parts, key)
         leaves, structure = jax.tree.flatten(tree)
         words = [_as_words(part) for part in jax.tree.leaves(parts)]
         # The message is all parts, one after the other, those of wide numbers first: so no number
