@@ -3,12 +3,13 @@
 import importlib
 import importlib.util
 import sys
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
 
 if sys.version_info >= (3, 12):
     from typing import override as override
@@ -136,3 +137,34 @@ def mosaic_gpu_store(ref: Any, value: Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+class Job(NamedTuple):
+    """This process among those that `jax.distributed` joined."""
+
+    client: Any  # of the coordination service
+    process: int  # number of this process
+    num_processes: int
+
+
+def job() -> Job | None:
+    """Return this process among those of its job; None if it is the only one.
+
+    JAX has no public function that returns the client of the coordination service.
+    """
+    distributed = importlib.import_module("jax._src.distributed")
+    state = getattr(distributed, "global_state", None)
+    if state is None or state.client is None or state.num_processes < 2:
+        return None
+    return Job(state.client, state.process_id, state.num_processes)
+
+
+def concrete_mesh() -> Mesh | None:
+    """Return the mesh of `jax.set_mesh`, also while tracing, where `jax.sharding.get_mesh` raises.
+
+    None if there is none.
+    """
+    meshes = importlib.import_module("jax._src.mesh")
+    find = getattr(meshes, "get_concrete_mesh", None)
+    mesh = None if find is None else find()
+    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None

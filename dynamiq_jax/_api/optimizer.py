@@ -86,7 +86,16 @@ def all_reduce_gradients(
             f"phase={phase!r} is not one of the {len(schedule.phases)} of method={method!r:.200}. "
             "Give schedule.phase(step), or None."
         )
-    hows = [resolve(each, topology, options, measures=with_metrics) for each in schedule.methods]
+    settings = {
+        "seed": seed,
+        "start_step": start_step,
+        "phases": tuple(schedule.phases),
+        "phase": phase,
+    }
+    hows = [
+        resolve(each, topology, options, measures=with_metrics, settings=settings)
+        for each in schedule.methods
+    ]
 
     def names_of(tree: Any) -> list[str]:
         return list(

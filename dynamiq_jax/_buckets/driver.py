@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import checks, exact, recording
+from dynamiq_jax._buckets import agreement, checks, exact, recording
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
@@ -65,6 +65,7 @@ def run(
         operation.check_values(name, leaf)
     if states is not None:
         layout.check_states(states)
+    layout.check_agreement(key)
 
     def local(
         leaves: dict[int, Array], key: Array, states: States | None
@@ -185,6 +186,11 @@ class Layout:
             out_specs=self.state_specs,
         )
         return mapped()
+
+    def check_agreement(self, key: Array) -> None:
+        """Check that all processes trace the same collective; see `agreement.check`."""
+        tree = jax.tree.unflatten(self.structure, self.leaves)
+        agreement.check(self.operation, self.how, tree, key, self.shards.specs)
 
     def check_states(self, states: States) -> None:
         """Raise ValueError for states that were made for other buckets."""

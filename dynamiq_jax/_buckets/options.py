@@ -1,13 +1,13 @@
 """Options of a collective: everything about compression that a user can set."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from dynamiq_jax._buckets.policy import Policy, Rules
-from dynamiq_jax._core import check_choice, check_integer, check_number
+from dynamiq_jax._core import check_choice, check_flag, check_integer, check_number
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
@@ -50,12 +50,18 @@ class Options:
     # mean of a sample, which takes 1% of the bytes. A bucket that may exceed it is sent again,
     # exactly. None: no limit, and no estimate.
     max_error: float | None = None
+    # Whether the processes of `jax.distributed` compare each collective that they trace, before
+    # they run it. A difference is an error on all of them. It costs some milliseconds while a step
+    # is traced, and nothing in a step or with one process. Processes wait up to 60 seconds for each
+    # other, and go on with a warning then.
+    check_agreement: bool = True
 
     def __post_init__(self):
         check_integer("exact_below", self.exact_below, 0)
         check_integer("bucket_bytes", self.bucket_bytes, 1)
         check_choice("bucketing", self.bucketing, get_args(Bucketing))
         check_integer("unrolled_buckets", self.unrolled_buckets, 0)
+        check_flag("check_agreement", self.check_agreement)
         if self.max_error is not None:
             check_number("max_error", self.max_error, 0, np.inf, "a vNMSE such as 0.1, or None")
 
@@ -69,6 +75,8 @@ class Compression:
     options: Options
     stateless: str = ""  # the function, if it cannot keep states of methods
     measures: bool = False  # whether metrics are asked for
+    # Values of the caller, by name, that have to be the same in all processes; see `agreement`.
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def estimates(self) -> bool:
@@ -104,6 +112,7 @@ def resolve(
     *,
     stateless: str = "",
     measures: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Compression:
     """Resolve methods, a topology and options, given by name or by value.
 
@@ -113,6 +122,7 @@ def resolve(
       options: options.
       stateless: name of the function, if it cannot keep states of methods.
       measures: whether metrics are asked for.
+      settings: values of the caller, by name, that have to be the same in all processes.
 
     Raises:
       ValueError: an unknown method or topology, a pattern that is not valid, or a method whose
@@ -121,7 +131,9 @@ def resolve(
     """
     if not isinstance(options, Options):
         raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
-    how = Compression(Policy.of(method), resolve_topology(topology), options, stateless, measures)
+    given = tuple((settings or {}).items())
+    found = Policy.of(method), resolve_topology(topology)
+    how = Compression(*found, options, stateless, measures, given)
     for each in how.policy.known:
         how.check_state(each)
     return how

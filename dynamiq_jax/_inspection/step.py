@@ -64,11 +64,13 @@ def inspect(
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with recording() as records:
         try:
-            if hasattr(jitted, "trace"):
-                # Otherwise JAX takes what it traced before, and nothing is recorded.
+            if not hasattr(jitted, "trace"):
+                lowered = jitted.lower(*args, **kwargs)
+            else:
+                # Otherwise JAX takes what it traced before, and nothing is recorded. What is traced
+                # here must not be what runs later: processes are not compared here.
                 with set_xla_metadata(dynamiq_jax_inspect=str(next(_numbers))):
-                    jitted.trace(*args, **kwargs)
-            lowered = jitted.lower(*args, **kwargs)
+                    lowered = jitted.trace(*args, **kwargs).lower()
         except MistakeError as error:
             return Inspection((), (Finding(error.kind, str(error)),), is_compiled=False)
     compiled = lowered.compile()

@@ -17,6 +17,8 @@ from pallas_kernels.compat import override
 
 _MAX_WIRE_BITS = packing.WIDTHS[-1]
 _BLOCKS = tuple(2**bits for bits in range(8, 21))
+_KEY_BYTES = 4  # that a worker sends beside norms: all see whether their keys differ
+_KEY_SALT = 0x6B6579
 _MAX_PADDING = 1 / 16  # of a chunk; blocks that would need more are halved
 
 
@@ -42,7 +44,8 @@ class THC(ChunkedMethod):
     Clamping is a bias: it takes 2 Q(clamp) of the gradient, Q the tail of the normal distribution,
     and less where the norms of workers differ. The default weighs it against the rounding of a
     wider grid: 2.5 standard deviations and 1.2 % at 4 bits, 3.3 and 0.1 % at 6. A non-finite value,
-    or a norm above 8.47e37, makes its block NaN.
+    or a norm above 8.47e37, makes its block NaN. Keys that differ between workers make everything
+    NaN, on all of them: 4 bytes of a hash travel with the norms.
 
     With `sum_bits`, sums have fewer bits, and saturate at every hop ("Beyond Throughput and
     Compression Ratios", arXiv 2407.01378). The integers of one worker deviate by 2.8 at 4 bits, and
@@ -107,19 +110,16 @@ class THC(ChunkedMethod):
         layout = self.layout(call)
         norms = 2 * call.num_chunks // call.num_workers * layout.blocks_per_chunk
         if call.collective == "all_gather":
-            return WireCost(layout.payload_bytes, (call.num_workers - 1) * norms)
-        return WireCost(layout.payload_bytes, call.axis.owners_bytes(norms, norms))
+            statistics = (call.num_workers - 1) * (norms + _KEY_BYTES)
+        else:
+            statistics = call.axis.owners_bytes(norms + _KEY_BYTES, norms)
+        return WireCost(layout.payload_bytes, statistics)
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> SummedChunks:
         layout, local = self.layout(call), call.local_chunks(values.astype(jnp.float32))
         blocks = layout.as_blocks(local.values)
-        norms = _norm_words(blocks)
-        if call.collective == "all_gather":
-            norms = call.axis.gather(norms)
-        else:  # as integers, whose order has NaN on top
-            shares = norms.reshape(call.num_workers, -1)
-            norms = call.axis.reduce_by_owners(shares, lambda words: jnp.max(words, axis=0))
+        norms = _shared_norms(_norm_words(blocks), call, key)
         step = np.float32(self.standard_deviations / self.largest / math.sqrt(layout.block))
         steps = scales.bfloat16_value(norms).reshape(layout.num_chunks, -1) * step
         mine = lax.dynamic_slice_in_dim(steps, local.first, len(local.values)).reshape(-1, 1)
@@ -228,6 +228,32 @@ def _round(values: Array, largest: int, worker: Array, seed: Array) -> Array:
     noise = offsets(row_ids, worker, seed, "independent")
     clamped = jnp.clip(rows, np.float32(-largest), np.float32(largest))
     return jnp.floor(clamped + noise).astype(jnp.int16)
+
+
+def _shared_norms(norms: Array, call: Call, key: Array) -> Array:
+    """Return the norms of all blocks, the same on all workers: uint16 [owners, blocks of each].
+
+    They are the largest ones of all workers, or those of the parts that an all-gather joins. All
+    are NaN if keys differ: workers would undo rotations of others, and have different results.
+    """
+    words = jax.random.bits(jax.random.fold_in(key, _KEY_SALT), (_KEY_BYTES // 2,), jnp.uint16)
+    num_words = words.size
+
+    def checked(norms: Array, words: Array) -> Array:
+        return jnp.where(jnp.all(words == words[:1]), norms, scales.NAN_BITS.astype(np.uint16))
+
+    if call.collective == "all_gather":
+        gathered = call.axis.gather(jnp.concatenate([norms, words]))
+        norms, words = jnp.split(gathered, [norms.size], axis=1)
+        return checked(norms, words)
+
+    def combine(shares: Array) -> Array:  # as integers, whose order has NaN on top
+        norms, words = jnp.split(shares, [shares.shape[1] - num_words], axis=1)
+        return checked(jnp.max(norms, axis=0), words)
+
+    shares = norms.reshape(call.num_workers, -1)
+    words = jnp.broadcast_to(words, (call.num_workers, num_words))
+    return call.axis.reduce_by_owners(jnp.concatenate([shares, words], axis=1), combine)
 
 
 def _norm_words(blocks: Array) -> Array:

@@ -12,8 +12,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.report import WireReport, report_of
-from dynamiq_jax._buckets import driver
-from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
+from dynamiq_jax._buckets import agreement, driver
+from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options, resolve
 from dynamiq_jax._buckets.policy import Rules
@@ -41,6 +41,10 @@ class LocalSGDState(NamedTuple):
     # Mean changes that are sent but not applied, of each fragment; () without delay.
     pending: tuple[Any, ...]
     method: tuple[tuple[State, ...], ...]  # states of the method, of each fragment; () if none
+
+
+# Fields that decide which step sends what, and its noise: the same in all processes.
+_SHARED = ("every", "fragments", "delay", "mixing", "seed")
 
 
 class Due(NamedTuple):
@@ -200,6 +204,7 @@ class LocalSGD:
         if due is not None:
             self._check_due(due)
         axes = find_axes(self.axis_name)
+        self._check_agreement(axes, params)
         params = jax.tree.map(lambda leaf: _vary(leaf, axes.names), params)
         carry = params, state
         if due is not None:
@@ -215,6 +220,16 @@ class LocalSGD:
         params, state = carry
         return params, state._replace(step=state.step + 1)
 
+    def _check_agreement(self, axes: Axes, params: Any) -> None:
+        """Check that all processes have the same settings, also in a step that sends nothing."""
+        agreement.check(
+            AllReduce(axes, mean=True),
+            self._how,
+            params,
+            jax.random.key(self.seed),
+            None if self.specs is None else leaf_specs(params, self.specs),
+        )
+
     def _check_due(self, due: Any) -> None:
         known = (None, *range(self.fragments))
         if not isinstance(due, Due) or not {due.sent, due.applied} <= {*known}:
@@ -225,13 +240,18 @@ class LocalSGD:
 
     @property
     def _how(self) -> Compression:
-        return resolve(self.method, self.topology, self.options)
+        settings = {name: getattr(self, name) for name in _SHARED}
+        return resolve(self.method, self.topology, self.options, settings=settings)
 
     @property
     def _of_fragments(self) -> Compression:
         """Compression of a fragment, which has no leaf for some patterns of a policy."""
         how = self._how
-        return dataclasses.replace(how, policy=dataclasses.replace(how.policy, all_used=False))
+        return dataclasses.replace(
+            how,
+            policy=dataclasses.replace(how.policy, all_used=False),
+            options=dataclasses.replace(how.options, check_agreement=False),  # `update` does
+        )
 
     def _fragments(self, params: Any) -> Fragments:
         if self.specs is not None:

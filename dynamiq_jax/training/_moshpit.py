@@ -121,6 +121,8 @@ class _Line:
 
     def mean(self, tree: Tree, alive: Array, key: Array, how: Compression, specs: Any) -> Tree:
         """Average over each line, among peers that are alive."""
+        everybody = _is_always(alive)
+        settings = (("grid", self.grid), ("everybody is alive", everybody))
         # Not a product: zero times NaN is NaN.
         sent = jax.tree.map(lambda leaf: jnp.where(alive, leaf, jnp.zeros_like(leaf)), tree)
         # Lines with other values have noise of their own, so that errors are averaged later. Those
@@ -133,10 +135,9 @@ class _Line:
             AllReduce(find_axes(self.axis)),
             jax.tree.map(lambda leaf: self._as_of_one_line(leaf, others), sent),
             functools.reduce(compat.same_over, others, key),
-            how,
+            dataclasses.replace(how, settings=settings),
             specs=specs,
         ).tree
-        everybody = _is_always(alive)
         living: Array | int = lax.axis_size(self.axis)
         if not everybody:
             count = lax.psum(_vary(alive.astype(jnp.float32), self.axis), self.axis)

@@ -233,6 +233,7 @@ class Pipelined:
             )
         layout = self._layout(state.params)
         self._check_shards(state, layout)
+        layout.check_agreement(self._key(state.step))
         means, norm = self._means(state, layout)
         if self.clip_norm is not None:
             limit = np.float32(self.clip_norm)
@@ -269,6 +270,7 @@ class Pipelined:
         operation, how = ScatterMean(find_axes(self.axis_name)), self._how
         for name, leaf in zip(layout.names, layout.leaves, strict=True):
             operation.check_values(name, leaf)
+        layout.check_agreement(self._key(updated.step))
 
         def local(leaves: Leaves, key: Array) -> tuple[tuple[Array, ...], Leaves]:
             shards = halves.scatter(operation, layout.plan, leaves, key, how)
@@ -301,7 +303,8 @@ class Pipelined:
 
     @property
     def _how(self) -> Compression:
-        return resolve(self.method, self.topology, self.options)
+        settings = {"seed": self.seed, "clip_norm": self.clip_norm}
+        return resolve(self.method, self.topology, self.options, settings=settings)
 
     def _layout(self, tree: Any) -> Layout:
         return Layout.of(ScatterMean(find_axes(self.axis_name)), tree, self._how, self.specs)
@@ -312,9 +315,7 @@ class Pipelined:
     def _means(self, state: PipelinedState, layout: Layout) -> tuple[Any, Array]:
         """Gather the mean gradients, and compute their norm before that."""
         plan, operation = layout.plan, GatherMean(find_axes(self.axis_name))
-        local_leaves = {
-            index: layout.shards.local(index, leaf) for index, leaf in enumerate(layout.leaves)
-        }
+        local_leaves = {i: layout.shards.local(i, leaf) for i, leaf in enumerate(layout.leaves)}
 
         def local(shards: tuple[Array, ...], exact: Leaves, key: Array) -> tuple[Leaves, Array]:
             own = tuple(shard[0] for shard in shards)

@@ -29,3 +29,5 @@ from pallas_kernels.codec.ordering import (
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, WIDTHS, row_bytes
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import l2_norm
+
+WIRE_FORMAT = 1  # version of `docs/wire_format.md`: another one for any change of bytes or meaning

@@ -311,8 +311,8 @@ FAULTS = (
     Fault(
         "workers scale with their own norms",
         "dynamiq_jax/methods/_thc.py",
-        "lambda words: jnp.max(words, axis=0)",
-        "lambda words: words[0]",
+        "checked(jnp.max(norms, axis=0), words)",
+        "checked(norms[0], words)",
         ("tests/test_thc.py",),
     ),
     Fault(

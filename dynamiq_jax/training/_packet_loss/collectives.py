@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._buckets import checks, driver
+from dynamiq_jax._buckets import agreement, checks, driver
 from dynamiq_jax._buckets.axes import find_axis
 from dynamiq_jax._buckets.leaves import join, named_leaves, split
-from dynamiq_jax._buckets.operations import Leaves, ReduceScatter
+from dynamiq_jax._buckets.operations import AllGather, Leaves, ReduceScatter
 from dynamiq_jax._buckets.options import Options, resolve
 from dynamiq_jax._buckets.plan import Bucket
 from dynamiq_jax._buckets.shards import managed_axes
@@ -130,7 +130,7 @@ class LossyCollectives:
         axis = find_axis(self.axis_name).slow
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
-        how = resolve(self.method, "all_to_all", self.options)
+        how = resolve(self.method, "all_to_all", self.options, settings=self._settings)
         operation = _LossyReduceScatter(
             find_axis(self.axis_name), lossy=self, key=jax.random.fold_in(key, _GRADIENTS)
         )
@@ -169,6 +169,8 @@ class LossyCollectives:
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
         _check_parts(parts, tree, axis.size)
+        how = resolve("exact", "all_to_all", self.options, settings=self._settings)
+        agreement.check(AllGather(find_axis(self.axis_name)), how, parts, key)
         leaves, structure = jax.tree.flatten(tree)
         words = [_as_words(part) for part in jax.tree.leaves(parts)]
         # The message is all parts, one after the other, those of wide numbers first: so no number
@@ -192,6 +194,12 @@ class LossyCollectives:
             result[index] = rows.reshape(-1)[: leaf.size].reshape(leaf.shape)
             before += word.size * size
         return jax.tree.unflatten(structure, result)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Settings that decide what is sent, and what is ignored: the same in all processes."""
+        names = ("channel", "estimator", "rows_together")
+        return {name: getattr(self, name) for name in names}
 
     def _check(self, tree: Any) -> None:
         """Raise ValueError for a leaf that is not floating, or that further axes split."""

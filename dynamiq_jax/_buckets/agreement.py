@@ -1,0 +1,186 @@
+"""Agreement of all processes about a collective, before they run it.
+
+Processes that trace different collectives would hang, decode garbage, or get more noise.
+"""
+
+import dataclasses
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._buckets import recording
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.exchange import Exchange
+from dynamiq_jax._buckets.operations import Operation
+from dynamiq_jax._buckets.options import Compression
+from pallas_kernels import codec, compat
+
+# Flags of JAX on which random bits, or the rounding of sums and products, depend.
+_JAX_FLAGS = (
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+)
+# Parts of the names of XLA's flags on which rounding depends. The instruction set of a CPU decides
+# whether a multiplication and an addition are rounded once or twice.
+_XLA_FLAGS = ("excess_precision", "fast_m", "ftz", "precision", "max_isa")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+_exchange: Exchange | None = None
+
+
+def check(
+    operation: Operation,
+    how: Compression,
+    tree: Any,
+    key: Array,
+    specs: Sequence[PartitionSpec] | None = None,
+) -> None:
+    """Check that all processes trace the same collective.
+
+    Processes are compared through the coordination service of `jax.distributed`, once for each
+    collective that they trace. Compiled programs do not change, and run without any check. With one
+    process nothing is done; neither are programs compared that `inspect` traces, or in which the
+    axes are those of `jax.vmap`.
+
+    All processes of the job are compared if the mesh has all of its devices. Otherwise those of the
+    mesh of `jax.set_mesh` are, and without it none: `jax.shard_map` does not say which devices run
+    a part of a program.
+
+    Args:
+      operation: kind of collective, and its axes.
+      how: policy, topology, options and settings.
+      tree: pytree of arrays that it sends.
+      key: typed PRNG key.
+      specs: how the leaves are split over axes that are not manual here; None if none is.
+
+    Raises:
+      RuntimeError: processes differ. All of them raise it, and it names the differences.
+    """
+    job = compat.job() if how.options.check_agreement else None
+    if job is None or recording.is_recording():
+        return
+    processes = _processes(operation.axes, job.num_processes)
+    if len(processes) < 2 or job.process not in processes:
+        return
+    description = {
+        **_of_collective(operation, how, key),
+        **{
+            field: text
+            for name, value in how.settings
+            for field, text in _fields(name, value).items()
+        },
+        **_of_process(),
+        **_of_leaves(how, tree, specs),
+    }
+    exchange_of(job).agree(description, processes)
+
+
+def exchange_of(job: compat.Job) -> Exchange:
+    """Return the exchange of a job: a new one if `jax.distributed` was initialized again."""
+    global _exchange
+    if _exchange is None or _exchange.client is not job.client:
+        _exchange = Exchange(job.client, job.process)
+    return _exchange
+
+
+def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:
+    """Return the processes that run a collective, ascending; none if they are not known."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not {*axes.names} <= {*mesh.manual_axes}:
+        return ()
+    device = getattr(mesh, "abstract_device", None)
+    if mesh.size == jax.device_count(None if device is None else device.platform):
+        return tuple(range(num_processes))
+    concrete = compat.concrete_mesh()
+    if concrete is None or dict(concrete.shape) != dict(mesh.shape):
+        return ()
+    return tuple(sorted({device.process_index for device in concrete.devices.flat}))
+
+
+def _of_collective(operation: Operation, how: Compression, key: Array) -> dict[str, str]:
+    """Describe a collective, but for its leaves."""
+    mesh, axes = jax.sharding.get_abstract_mesh(), operation.axes
+    found = {
+        "collective": type(operation).__name__,
+        "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
+        "mesh": _text(dict(mesh.shape)),
+        **_fields("topology", how.topology),
+        "with_metrics": _text(how.measures),
+        "implementation of the key": _text(str(jax.random.key_impl(key))),
+    }
+    for field in dataclasses.fields(operation):
+        value = getattr(operation, field.name)
+        if isinstance(value, bool | int | float | str):
+            found[field.name] = _text(value)
+    return found | _fields("options", how.options)
+
+
+def _of_process() -> dict[str, str]:
+    """Describe what rounding and random bits depend on besides the program."""
+    package = sys.modules[__name__.partition(".")[0]]
+    device = jax.local_devices()[0]
+    return {
+        "dynamiq_jax.__version__": _text(getattr(package, "__version__", None)),
+        "version of the wire format": _text(codec.WIRE_FORMAT),
+        "jax.__version__": _text(jax.__version__),
+        "jaxlib.__version__": _text(jaxlib.__version__),
+        "device": _text((device.platform, device.device_kind)),
+        "processor": _text(platform.machine() if device.platform == "cpu" else None),
+        **{flag: _text(getattr(jax.config, flag, None)) for flag in _JAX_FLAGS},
+        **{name: _text(_flags(os.environ.get(name, ""))) for name in _VARIABLES},
+    }
+
+
+def _flags(text: str) -> list[str]:
+    """Return those flags of XLA on which rounding depends."""
+    return sorted(flag for flag in text.split() if any(part in flag for part in _XLA_FLAGS))
+
+
+def _of_leaves(
+    how: Compression, tree: Any, specs: Sequence[PartitionSpec] | None
+) -> dict[str, str]:
+    """Describe the leaves of a tree and their methods."""
+    methods = [method or "exact" for method in how.policy.methods(tree)]
+    same = len({*methods}) == 1
+    found = {"number of leaves": _text(len(methods))}
+    if same:
+        found |= _fields("method", methods[0])
+    for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        name = f"tree{jax.tree_util.keystr(path)}"
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        split = f" split as {specs[number]}" if specs is not None and any(specs[number]) else ""
+        found[f"leaf {number}"] = _text(f"{name} of {dtype}{list(np.shape(leaf))}{split}")
+        if not same:
+            found[f"method of {name}"] = _text(methods[number])
+    return found
+
+
+def _fields(name: str, value: Any) -> dict[str, str]:
+    """Describe a value by name, with a field of its own for each field of a dataclass."""
+    if not dataclasses.is_dataclass(value):
+        return {name: _text(value)}
+    found = {name: type(value).__name__}
+    for field in dataclasses.fields(value):
+        found |= _fields(f"{name}.{field.name}", getattr(value, field.name))
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a value as text, the same for equal values in all processes."""
+    if dataclasses.is_dataclass(value):
+        return ", ".join(f"{name}={each}" for name, each in _fields("", value).items())[1:]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # methods of 4 and 4.0 bits are equal
+    text = value if isinstance(value, str) else repr(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)  # addresses of objects differ

@@ -1,0 +1,419 @@
+"""One process of test_agreement.py: `python agreement_worker.py PORT RANK NUM_PROCESSES OUTPUT`.
+
+Runs the cases below, each of which is a collective that this module has not traced before, and
+writes what came of each to OUTPUT (.json): "done", or the error, or the warnings.
+"""
+
+import contextlib
+import functools
+import json
+import pathlib
+import sys
+import time
+import unittest.mock
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax import training
+from dynamiq_jax._buckets import exchange
+from tests.support.hlo import collectives
+
+SIZE = 4096
+SHORT = 0.5  # seconds to wait, in cases of processes that do not come
+
+
+def tree_of(name: str) -> dict[str, jax.Array]:
+    """Values of this worker: the name makes the collective a new one."""
+    return {name: jnp.arange(float(SIZE)).reshape(16, -1) * jax.lax.axis_index("data")}
+
+
+def mean(name: str, *, key: int | jax.Array = 0, **how: Any) -> Any:
+    key = jax.random.key(key) if isinstance(key, int) else key
+    return dq.pmean(tree_of(name), "data", key=key, **how)
+
+
+def on_mesh(function: Callable[[], Any], mesh: jax.sharding.Mesh | None = None) -> Any:
+    if mesh is None:
+        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)
+
+
+def run_mean(name: str, **how: Any) -> None:
+    jax.block_until_ready(on_mesh(lambda: mean(name, **how))())
+
+
+@contextlib.contextmanager
+def flags_of_xla(value: str):
+    with unittest.mock.patch.dict("os.environ", {"XLA_FLAGS": value}):
+        yield
+
+
+def reduce_gradients(name: str, **how: Any) -> Any:
+    reduction = dq.all_reduce_gradients("data", **how)
+    return reduction.update(tree_of(name), reduction.init(tree_of(name)))[0]
+
+
+def local_sgd(name: str, **fields: Any) -> Any:
+    step = training.LocalSGD(axis_name="data", **{"every": 1, **fields})
+    params = {name: jnp.ones((16, 256))}
+    return step.update(params, step.init(params), due=step.due(0))[0]
+
+
+def pipelined(name: str, half: str, **fields: Any) -> Any:
+    step = training.Pipelined(optimizer=optax.sgd(0.1), axis_name="data", **fields)
+    params = {name: jnp.ones((16, 256))}
+    state = step.init(params)
+    with contextlib.nullcontext() if half == "gather" else without_agreement():
+        updated = step.gather(state)
+    return updated.params if half == "gather" else step.scatter(updated, tree_of(name)).shards
+
+
+@contextlib.contextmanager
+def without_agreement():
+    with unittest.mock.patch.object(exchange.Exchange, "agree", lambda *args: None):
+        yield
+
+
+def moshpit(name: str, **how: Any) -> Any:
+    key = jax.random.key(0)
+    return training.moshpit_mean(tree_of(name), ("data",), key=key, **how)
+
+
+def lossy(name: str, broadcast: bool, rate: float) -> Any:
+    channel = training.LossyChannel(rate=rate)
+    step = training.LossyCollectives(axis_name="data", channel=channel)
+    tree, key = tree_of(name), jax.random.key(0)
+    if broadcast:
+        return step.broadcast(step.own_parts(tree), tree, key=key)
+    return step.reduce_scatter(tree, key=key)
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ jax.tree.leaves(params)[0]) ** 2)
+
+
+def differentiated(name: str, by: str, **how: Any) -> Any:
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    params, x, key = {name: np.ones((64, 64), np.float32)}, np.ones((8, 64)), jax.random.key(0)
+    if by == "value_and_grad":
+        return dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **how)(params, x, key=key)
+    if by == "data_parallel":
+        wrapped = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **how)
+        return jax.grad(wrapped)(params, x)
+    replicas = {name: np.ones((jax.device_count(), 64, 64), np.float32)}
+    return dq.mean_of_replicas(replicas, "data", mesh=mesh, key=key, **how)
+
+
+# What one process runs, what the others run, both functions of the name of the case; and what
+# differs: its name, the value of the one, and that of the others.
+Case = tuple[Callable[[str], Any], Callable[[str], Any], tuple[str, ...]]
+
+
+def options(**fields: Any) -> dq.Options:
+    return dq.Options(**fields)
+
+
+def case(function: Callable[..., Any], a: Any, b: Any, *words: str, maps: bool = True) -> Case:
+    def with_fields(fields: Any) -> Callable[[str], Any]:
+        if not maps:
+            return lambda name: function(name, **fields)
+        return lambda name: on_mesh(lambda: function(name, **fields))()
+
+    return with_fields(a), with_fields(b), words
+
+
+def within(a: Any, b: Any, *words: str) -> Case:
+    """A mean that is traced in two contexts."""
+
+    def inside(context: Any) -> Callable[[str], Any]:
+        def run(name: str) -> None:
+            with context():
+                run_mean(name)
+
+        return run
+
+    return inside(a), inside(b), words
+
+
+def topologies(a: str, b: str) -> tuple[dict[str, str], dict[str, str]]:
+    return {"method": "mxfp8", "topology": a}, {"method": "mxfp8", "topology": b}
+
+
+DISAGREEING: dict[str, Case] = {
+    "method": case(mean, {"method": "dynamiq"}, {"method": "mxfp8"}, "method", "DynamiQ", "MXFP8"),
+    "close method": case(
+        mean, {"method": "mxfp8"}, {"method": "mxint8"}, "method", "MXFP8", "MXINT8"
+    ),
+    "exact": case(mean, {"method": "dynamiq"}, {"method": "exact"}, "method", "DynamiQ", "Exact"),
+    "bits": case(mean, {"method": "dynamiq:5"}, {"method": "dynamiq:4"}, "method.bits", "5", "4"),
+    "rounding": case(
+        mean,
+        {"method": "dynamiq:rounding=correlated"},
+        {"method": "dynamiq:rounding=independent"},
+        "method.rounding",
+        "correlated",
+        "independent",
+    ),
+    "method of a leaf": case(
+        mean,
+        {"method": {".*": "dynamiq"}},
+        {"method": {".*": "thc"}},
+        "method",
+        "DynamiQ",
+        "THC",
+    ),
+    "inner method": case(
+        reduce_gradients,
+        {"method": "ef+dynamiq:5"},
+        {"method": "ef+dynamiq:6"},
+        "method.inner.bits",
+        "5",
+        "6",
+    ),
+    "topology": case(mean, *topologies("ring", "all_to_all"), "topology", "Ring", "AllToAll"),
+    "loop": case(mean, *topologies("ring", "ring:unroll=True"), "topology.unroll", "False", "True"),
+    "options": case(
+        mean,
+        {"options": options(bucket_bytes=2**20)},
+        {"options": options(bucket_bytes=2**21)},
+        "options.bucket_bytes",
+        "1048576",
+        "2097152",
+    ),
+    "limit": case(
+        mean,
+        {"options": options(max_error=0.1)},
+        {"options": options()},
+        "options.max_error",
+        "0.1",
+        "None",
+    ),
+    "shapes": (
+        lambda name: on_mesh(lambda: mean(name))(),
+        lambda name: on_mesh(
+            lambda: dq.pmean(
+                {name: jnp.ones((8, 512)) * jax.lax.axis_index("data")},
+                "data",
+                key=jax.random.key(0),
+            )
+        )(),
+        ("leaf 0", "tree['shapes'] of float32[16, 256]", "tree['shapes'] of float32[8, 512]"),
+    ),
+    "more leaves": (
+        lambda name: on_mesh(lambda: mean(name))(),
+        lambda name: on_mesh(
+            lambda: dq.pmean(
+                tree_of(name) | tree_of("more leaves and one"), "data", key=jax.random.key(0)
+            )
+        )(),
+        ("number of leaves", "1", "2"),
+    ),
+    "names of leaves": (
+        lambda name: on_mesh(lambda: mean(name))(),
+        lambda name: on_mesh(lambda: mean("another"))(),
+        (
+            "leaf 0",
+            "tree['names of leaves'] of float32[16, 256]",
+            "tree['another'] of float32[16, 256]",
+        ),
+    ),
+    "collective": (
+        lambda name: on_mesh(lambda: mean(name))(),
+        lambda name: on_mesh(lambda: dq.psum(tree_of(name), "data", key=jax.random.key(0)))(),
+        ("mean", "True", "False"),
+    ),
+    "halves": (
+        lambda name: on_mesh(
+            lambda: dq.psum_scatter(tree_of(name), "data", key=jax.random.key(0), tiled=True)
+        )(),
+        lambda name: on_mesh(
+            lambda: dq.all_gather(tree_of(name), "data", key=jax.random.key(0), tiled=True)
+        )(),
+        ("collective", "ReduceScatter", "AllGather"),
+    ),
+    "implementation of keys": (
+        lambda name: on_mesh(lambda: mean(name, key=jax.random.key(0, impl="rbg")))(),
+        lambda name: on_mesh(lambda: mean(name))(),
+        ("implementation of the key", "rbg", "threefry2x32"),
+    ),
+    "seed": case(reduce_gradients, {"seed": 1}, {"seed": 2}, "seed", "1", "2"),
+    "phases": case(
+        reduce_gradients,
+        {"method": dq.Schedule({0: "exact", 10: "mxfp8"})},
+        {"method": dq.Schedule({0: "exact", 20: "mxfp8"})},
+        "phases",
+        "(0, 10)",
+        "(0, 20)",
+    ),
+    "flags of XLA": within(
+        lambda: flags_of_xla("--xla_allow_excess_precision=false --xla_dump_to=a"),
+        lambda: flags_of_xla("--xla_dump_to=b"),
+        "XLA_FLAGS",
+        "['--xla_allow_excess_precision=false']",
+        "[]",
+    ),
+    "random bits": within(
+        lambda: jax.threefry_partitionable(True),
+        lambda: jax.threefry_partitionable(False),
+        "jax_threefry_partitionable",
+        "True",
+        "False",
+    ),
+    "precision": within(
+        lambda: jax.default_matmul_precision("highest"),
+        contextlib.nullcontext,
+        "jax_default_matmul_precision",
+        "highest",
+        "None",
+    ),
+    "local steps": case(local_sgd, {"every": 1}, {"every": 2}, "every", "1", "2"),
+    "seed of local steps": case(local_sgd, {"seed": 1}, {"seed": 2}, "seed", "1", "2"),
+    "first half": case(
+        pipelined, {"half": "scatter", "seed": 1}, {"half": "scatter", "seed": 2}, "seed", "1", "2"
+    ),
+    "second half": case(
+        pipelined,
+        {"half": "gather", "clip_norm": 1.0},
+        {"half": "gather"},
+        "clip_norm",
+        "1",
+        "None",
+    ),
+    "grid": case(moshpit, {"method": "mxfp8"}, {"method": "mxfp4"}, "method", "MXFP8", "MXFP4"),
+    "lossy sum": case(
+        lossy,
+        {"broadcast": False, "rate": 0.1},
+        {"broadcast": False, "rate": 0.2},
+        "channel.rate",
+        "0.1",
+        "0.2",
+    ),
+    "lossy broadcast": case(
+        lossy,
+        {"broadcast": True, "rate": 0.1},
+        {"broadcast": True, "rate": 0.2},
+        "channel.rate",
+        "0.1",
+        "0.2",
+    ),
+    **{
+        by: case(
+            differentiated,
+            {"by": by, "method": "mxfp8"},
+            {"by": by, "method": "mxint8"},
+            "method",
+            "MXFP8",
+            "MXINT8",
+            maps=False,
+        )
+        for by in ("value_and_grad", "data_parallel", "mean_of_replicas")
+    },
+}
+
+
+def outcome(function: Callable[[], Any]) -> dict[str, Any]:
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            jax.block_until_ready(function())
+            error = None
+        except RuntimeError as raised:
+            error = str(raised)
+    seconds = time.monotonic() - start
+    return {"error": error, "seconds": seconds, "warnings": [str(each.message) for each in caught]}
+
+
+def special(rank: int, number: int) -> dict[str, Any]:
+    """Cases in which processes agree, come late, or are not all of the job."""
+    found: dict[str, Any] = {}
+    times: list[float] = []
+    digests = exchange.Exchange._digests
+
+    def timed(self, *arguments):
+        start = time.perf_counter()
+        result = digests(self, *arguments)
+        times.append(time.perf_counter() - start)
+        return result
+
+    def both(name: str) -> list[Any]:
+        return [
+            on_mesh(functools.partial(mean, name, method="mxfp8", options=how))
+            for how in (options(check_agreement=False), options())
+        ]
+
+    with unittest.mock.patch.object(exchange.Exchange, "_digests", timed):
+        without, checked = both("the same")
+        texts = [step.lower().compile().as_text() for step in (without, checked)]
+        found["bytes"] = [sum(each.sent_bytes(number) for each in collectives(t)) for t in texts]
+        report = dq.wire_report(
+            {"the same": jnp.zeros((16, SIZE // 16))}, axis_size=number, method="mxfp8"
+        )
+        found["reported"] = report.bytes_per_worker
+        found["agreed"] = outcome(checked)
+        for _ in range(3):
+            checked()
+        on_mesh(lambda: mean("the same", method="mxfp8"))()
+        found |= {"exchanges": len(times), "exchange": times[0]}
+    if rank:  # after a difference, as after others, the same call is compared anew
+        found["again"] = outcome(lambda: run_mean("again", method="mxfp8"))
+        found["corrected"] = outcome(lambda: run_mean("again", method="mxfp4"))
+    else:
+        found["again"] = outcome(lambda: run_mean("again", method="mxfp4"))
+        found["corrected"] = outcome(lambda: run_mean("again", method="mxfp4"))
+    # Only process 0 inspects: it must not wait, and the step is compared when it runs.
+    step = on_mesh(lambda: mean("inspected", method="dynamiq" if rank else "mxfp4"))
+    if rank == 0:
+        found["inspection"] = outcome(lambda: dq.inspect(step).rows and None)
+    found["after inspection"] = outcome(step)
+    # A process alone, and the first two.
+    alone = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+    found["alone"] = outcome(
+        on_mesh(lambda: mean("alone", method="mxfp4" if rank else "exact"), alone)
+    )
+    first = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    if rank < 2:
+        with jax.set_mesh(first):
+            mapped = jax.shard_map(
+                lambda: mean("two", method="mxfp8" if rank else "mxfp4"),
+                in_specs=(),
+                out_specs=P(),
+                check_vma=False,
+            )
+            found["two"] = outcome(jax.jit(mapped))
+    with unittest.mock.patch.object(exchange, "PATIENCE", SHORT):
+        if rank == 1:
+            time.sleep(3 * SHORT)
+        found["late"] = outcome(lambda: run_mean("late", method="bf16"))
+        if rank == 1:
+            time.sleep(3 * SHORT)
+        method = "mxfp8" if rank == 1 else "mxfp4"
+        late = on_mesh(lambda: mean("late and different", method=method))
+        found["late and different"] = outcome(lambda: late.lower() and None)
+    return found
+
+
+def main(port: str, rank: int, number: int, target: pathlib.Path) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", number, rank, initialization_timeout=60)
+    differs = rank == number - 1
+    found: dict[str, Any] = {}
+    for name, (one, others, _) in DISAGREEING.items():
+        found[name] = outcome(functools.partial(one if differs else others, name))
+        target.write_text(json.dumps(found))
+    target.write_text(json.dumps(found | special(rank, number)))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4]))

@@ -1,0 +1,355 @@
+"""Processes that do not run the same collective all get one error; those that do pay nothing."""
+
+import json
+import re
+import threading
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._buckets import agreement, exchange
+from pallas_kernels import compat
+from tests.support import processes
+from tests.support.agreement_worker import DISAGREEING
+
+NUMBERS = (2, 4)
+
+
+@pytest.fixture(scope="module", params=NUMBERS)
+def found(request, tmp_path_factory) -> list[dict]:
+    """What came of each case in each process."""
+    number = request.param
+    folder = tmp_path_factory.mktemp(f"processes_{number}")
+    targets = [folder / f"{rank}.json" for rank in range(number)]
+    processes.run("agreement_worker.py", [(number, target) for target in targets])
+    return [json.loads(target.read_text()) for target in targets]
+
+
+def errors(found: list[dict], name: str) -> list[str]:
+    return [of_process[name]["error"] for of_process in found]
+
+
+@pytest.mark.parametrize("name", DISAGREEING)
+def test_all_processes_hear_what_differs_and_between_which(found, name):
+    (error,) = {*errors(found, name)}  # the same on all
+    field, of_one, of_others = DISAGREEING[name][2]
+    others = "process 0" if len(found) == 2 else "processes 0-2"
+    assert f"  {field}: {of_others} in {others}; {of_one} in process {len(found) - 1}\n" in error
+    assert len(error.splitlines()) == (4 if name == "more leaves" else 3)  # nothing else differs
+
+
+def test_processes_that_agree_run(found):
+    for of_process in found:
+        assert of_process["agreed"]["error"] is None and not of_process["agreed"]["warnings"]
+        without, checked = of_process["bytes"]
+        assert without == checked == of_process["reported"]
+        assert of_process["exchanges"] == 1  # of all steps, and of another jit
+
+
+def test_times(found, record_property):
+    """Times are reported, but not tested: a busy machine would fail."""
+    for rank, of_process in enumerate(found):
+        record_property(f"seconds of an exchange in process {rank}", of_process["exchange"])
+        slowest = max(of_process[name]["seconds"] for name in DISAGREEING)
+        record_property(f"seconds until the slowest error in process {rank}", slowest)
+
+
+def test_a_call_after_a_difference_is_compared_anew(found):
+    for of_process in found:
+        assert "MXFP8" in of_process["again"]["error"]
+        assert of_process["corrected"]["error"] is None
+
+
+def test_an_inspection_waits_for_nobody_and_hides_nothing(found):
+    assert found[0]["inspection"]["error"] is None and not found[0]["inspection"]["warnings"]
+    for of_process in found:
+        assert (
+            "method: MXFP4 in process 0; DynamiQ in process"
+            in (of_process["after inspection"]["error"])
+        )
+
+
+def test_only_the_processes_of_a_mesh_are_compared(found):
+    for of_process in found:
+        assert of_process["alone"]["error"] is None and not of_process["alone"]["warnings"]
+    for of_process in found[:2]:
+        assert "method: MXFP4 in process 0; MXFP8 in process 1" in of_process["two"]["error"]
+
+
+def test_late_processes_are_compared_when_they_come(found):
+    late, others = found[1], [found[0], *found[2:]]
+    for of_process in others:
+        assert of_process["late"]["error"] is None
+        (warning,) = of_process["late"]["warnings"]
+        assert "process 1 had not traced the same step" in warning
+        assert "check_agreement=False" in warning
+    assert late["late"]["error"] is None and not late["late"]["warnings"]
+    assert "MXFP8 in process 1" in late["late and different"]["error"]
+
+
+class Store:
+    """The coordination service, for threads: a barrier fails if some do not come in time."""
+
+    def __init__(self, number: int):
+        self.values: dict[str, str] = {}
+        self.arrived: dict[str, set[int]] = {}
+        self.changed = threading.Condition()
+        self.number = number
+        self.calls = 0
+
+    def client(self, process: int) -> "Client":
+        return Client(self, process)
+
+
+class Client:
+    def __init__(self, store: Store, process: int):
+        self.store, self.process = store, process
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.store.changed:
+            self.store.calls += 1
+            assert allow_overwrite or key not in self.store.values
+            self.store.values[key] = value
+            self.store.changed.notify_all()
+
+    def wait_at_barrier(self, name, milliseconds, process_ids):
+        with self.store.changed:
+            self.store.calls += 1
+            here = self.store.arrived.setdefault(name, set())
+            here.add(self.process)
+            self.store.changed.notify_all()
+            if not self.store.changed.wait_for(lambda: here >= {*process_ids}, milliseconds / 1e3):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    def key_value_dir_get(self, prefix):
+        self.store.calls += 1
+        return [pair for pair in self.store.values.items() if pair[0].startswith(prefix)]
+
+    def blocking_key_value_get(self, key, milliseconds):
+        self.store.calls += 1
+        return self.store.values[key]
+
+
+def agree(exchanges, descriptions, group=None, warned=False):
+    """Run one comparison in a thread for each process: errors, None where there is none."""
+    results = [None] * len(exchanges)
+    group = tuple(range(len(exchanges))) if group is None else group
+
+    def run(index):
+        try:
+            exchanges[index].agree(descriptions[index], group)
+        except RuntimeError as error:
+            results[index] = str(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(exchanges))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def exchanges_of(number: int) -> tuple[Store, list[exchange.Exchange]]:
+    store = Store(number)
+    return store, [exchange.Exchange(store.client(rank), rank) for rank in range(number)]
+
+
+def test_each_description_is_exchanged_once():
+    store, all_of_them = exchanges_of(3)
+    assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
+    calls = store.calls
+    assert calls == 4 * 3
+    assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
+    assert store.calls == calls
+    assert agree(all_of_them, [{"a": "2"}] * 3) == [None] * 3
+    assert store.calls == 2 * calls
+
+
+def test_descriptions_are_compared_in_their_order():
+    _, all_of_them = exchanges_of(2)
+    first, second = agree(all_of_them, [{"step": "a"}, {"step": "b"}])
+    assert first == second and "step: a in process 0; b in process 1" in first
+    first, _ = agree(all_of_them, [{"step": "b"}, {"step": "a"}])  # not with those before
+    assert "step: b in process 0; a in process 1" in first
+    assert agree(all_of_them, [{"step": "a"}] * 2) == [None] * 2  # what differed is forgotten
+
+
+def test_a_call_after_a_difference_raises_again():
+    _, all_of_them = exchanges_of(2)
+    for _ in range(2):
+        first, second = agree(all_of_them, [{"a": "1"}, {"a": "2"}])
+        assert first == second and "a: 1 in process 0; 2 in process 1" in first
+
+
+def test_groups_of_processes_count_on_their_own():
+    _, all_of_them = exchanges_of(3)
+    pair = all_of_them[1:]
+    assert agree(pair, [{"a": "1"}, {"a": "1"}], (1, 2)) == [None] * 2
+    assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
+    first, second = agree(pair, [{"a": "2"}, {"a": "3"}], (1, 2))
+    assert first == second and "a: 2 in process 1; 3 in process 2" in first
+
+
+def test_an_error_names_every_field_once():
+    def described(method, bits, leaves):
+        fields = {"method": method, "method.bits": bits, "same": "x"}
+        return fields | {f"leaf {number}": leaf for number, leaf in enumerate(leaves)}
+
+    text = exchange.difference(
+        {
+            0: described("A", "4", ["w", "b"]),
+            1: described("A", "5", ["w", "b"]),
+            2: described("A", "4", ["w"]),
+        }
+    )
+    assert "method.bits: 4 in processes 0, 2; 5 in process 1\n" in text
+    assert "leaf 1: b in processes 0-1; nothing in process 2\n" in text
+    assert "same" not in text.replace("the same", "") and "leaf 0" not in text
+    other = exchange.difference({0: described("A", "4", []), 1: described("B", "5", [])})
+    assert "method: A" in other and "method.bits" not in other
+    many = exchange.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 99)})
+    assert "and 89 more" in many and len(many.splitlines()) == 13
+
+
+def test_a_service_that_fails_stops_no_run():
+    _, (one, _) = exchanges_of(2)
+
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
+
+    one.client.key_value_dir_get = fails
+    one.client.wait_at_barrier = lambda *args: None
+    with pytest.warns(UserWarning, match="UNAVAILABLE: gone.*not checked"):
+        one.agree({"a": "1"}, (0, 1))
+
+
+def on_mesh(size: int, method="mxfp8", **how):
+    mesh = jax.make_mesh(
+        (size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
+    )
+
+    def local():
+        tree = {"w": jnp.zeros((16, 256)) + jax.lax.axis_index("data").astype(jnp.float32)}
+        return dq.pmean(tree, "data", key=jax.random.key(0), method=method, **how)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)
+
+
+@pytest.fixture
+def described(monkeypatch) -> list[tuple[dict, tuple[int, ...]]]:
+    """What this process would send as one of two."""
+    sent = []
+    monkeypatch.setattr(compat, "job", lambda: compat.Job(object(), 0, 2))
+    monkeypatch.setattr(exchange.Exchange, "agree", lambda self, *arguments: sent.append(arguments))
+    return sent
+
+
+def test_a_mesh_of_all_devices_has_all_processes(described):
+    on_mesh(jax.device_count()).lower()
+    ((description, group),) = described
+    assert group == (0, 1)
+    assert description["axes"] == str({"data": jax.device_count()})
+    assert description["version of the wire format"] == "1"
+
+
+def test_nothing_is_compared_elsewhere(described):
+    on_mesh(2).lower()  # who else is on this mesh is not known
+    on_mesh(jax.device_count(), options=dq.Options(check_agreement=False)).lower()
+
+    def local(x):
+        return dq.pmean(x, "data", key=jax.random.key(0))
+
+    jax.jit(jax.vmap(local, axis_name="data")).lower(jnp.ones((2, 4096)))
+    dq.inspect(on_mesh(jax.device_count()))
+    assert not described
+
+
+def test_workers_of_vmap_are_in_one_process(described):
+    """Also beside a mesh of all devices, as under `jax.set_mesh`."""
+
+    def local(x):
+        return dq.pmean(x, "data", key=jax.random.key(0))
+
+    mesh = jax.make_mesh((jax.device_count(),), ("other",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        jax.vmap(local, axis_name="data"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    jax.jit(mapped).lower(jnp.ones((2, 4096)))
+    assert not described
+
+
+def test_a_step_is_compared_after_its_inspection(described):
+    step = on_mesh(jax.device_count())
+    dq.inspect(step)
+    assert not described
+    step.lower()
+    assert described
+
+
+def test_a_description_has_the_method_of_each_leaf(described):
+    def local():
+        rank = jax.lax.axis_index("data").astype(jnp.float32)
+        tree = {"a": jnp.zeros((4, 1024)) + rank, "b": jnp.zeros((4, 1024)) + rank}
+        rules = {"a": "mxfp8", "b": "exact"}
+        return dq.pmean(tree, "data", key=jax.random.key(0), method=rules)
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
+    jax.jit(mapped).lower()
+    ((description, _),) = described
+    assert "MXFP8" in description["method of tree['a']"]
+    assert description["method of tree['b']"] == "exact"
+
+
+def test_equal_configurations_are_described_alike(described):
+    for method in (dq.DynamiQ(bits=4), dq.DynamiQ(bits=4.0), "dynamiq:4"):
+        on_mesh(jax.device_count(), method=method).lower()
+    (first, _), *others = described
+    assert all(description == first for description, _ in others)
+
+
+def test_a_description_has_no_addresses_of_objects():
+    class Thing:
+        pass
+
+    assert not re.search("0x", agreement._text([Thing(), Thing]))
+    assert "Thing" in agreement._text([Thing(), Thing])
+
+
+def test_one_process_compares_nothing(monkeypatch):
+    assert compat.job() is None
+    monkeypatch.setattr(exchange.Exchange, "agree", lambda *args: pytest.fail("compared"))
+    on_mesh(jax.device_count()).lower()
+
+
+def test_a_new_job_has_a_new_exchange():
+    first, second = (compat.Job(object(), 0, 2) for _ in range(2))
+    assert agreement.exchange_of(first) is agreement.exchange_of(first)
+    one = agreement.exchange_of(first)
+    assert agreement.exchange_of(second) is not one
+
+
+def test_time_to_wait_is_that_of_the_longest_start():
+    assert 30 <= exchange.PATIENCE <= 120
+
+
+def test_those_who_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr(exchange, "PATIENCE", 0.01)
+    _, all_of_them = exchanges_of(4)
+    with pytest.warns(UserWarning, match="processes 1-3 had not traced the same step"):
+        all_of_them[0].agree({"a": "1"}, (0, 1, 2, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start = time.monotonic()
+        all_of_them[0].agree({"a": "1"}, (0, 1, 2, 3))  # known: it does not wait again
+        assert time.monotonic() - start < 5
+    with pytest.raises(RuntimeError, match="a: 1 in process 0; 2 in process 1"):
+        all_of_them[1].agree({"a": "2"}, (0, 1, 2, 3))
