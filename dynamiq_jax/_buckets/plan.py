@@ -105,17 +105,18 @@ def make_plan(
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
             axes_of_shards = split_over[index] if split_over is not None else ()
-            kind = _Kind(axes, how, method, jnp.dtype(leaf.dtype), axes_of_shards)
+            kind = _Kind(axes, how.topology, method, jnp.dtype(leaf.dtype), axes_of_shards)
             by_kind.setdefault(kind, []).append((index, size))
     buckets: list[Bucket] = []
     for kind, members in by_kind.items():
         shapes = {index: leaves[index].shape for index, _ in members}
-        striped = () if cuts.into == "in_order" else kind.striped(members, shapes)
+        limit = max(how.options.bucket_bytes // kind.dtype.itemsize, 1)
+        striped = () if cuts.into == "in_order" else kind.striped(members, shapes, limit)
         if striped and (cuts.into == "striped" or striped[0].call.topology.is_loop):
             buckets += striped
             continue
-        for group in _group(members, kind.limit):
-            in_order, why_exact = kind.in_order(group, shapes, cuts.into_parts)
+        for group in _group(members, limit):
+            in_order, why_exact = kind.in_order(group, shapes, limit if cuts.into_parts else None)
             buckets += in_order
             exact += [(index, why_exact) for index, _ in group if why_exact]
     # In the order of the leaves, whatever their methods: a backward pass has the last ones first.
@@ -128,24 +129,22 @@ class _Kind:
     """Everything that leaves need to have in common to share a bucket."""
 
     axes: Axes
-    how: Compression
+    topology: Topology
     method: Method
     dtype: jnp.dtype
     split_over: tuple[str, ...]
 
-    @property
-    def limit(self) -> int:
-        """Coordinates of a bucket."""
-        return max(self.how.options.bucket_bytes // self.dtype.itemsize, 1)
-
-    def striped(self, members: list[tuple[int, int]], shapes: Shapes) -> tuple[Bucket, ...]:
+    def striped(
+        self, members: list[tuple[int, int]], shapes: Shapes, limit: int
+    ) -> tuple[Bucket, ...]:
         """Return stripes of all (leaf, size), or one bucket; none where the method needs shapes."""
         if self.method.uses_shapes:
             return ()
         indices, sizes = zip(*members, strict=True)
-        fewest = -(-sum(sizes) // max(self.limit, _LEAST_PART))
-        if fewest == 1 and not self._choose(sum(sizes), None)[2]:
-            return (self._bucket(indices, sum(sizes), None),)
+        fewest = -(-sum(sizes) // max(limit, _LEAST_PART))
+        if fewest == 1:
+            is_exact = self._choose(sum(sizes), None)[2]
+            return () if is_exact else (self._bucket(indices, sum(sizes), None),)
         count = number_of_stripes(fewest, [shapes[index] for index in indices])
         size = Stripes(sizes, count).size
         if self._choose(size, None)[2]:
@@ -154,16 +153,19 @@ class _Kind:
         return tuple(self._bucket(indices, size, None, stripe=stripe) for stripe in stripes)
 
     def in_order(
-        self, group: list[tuple[int, int]], shapes: Shapes, cut: bool
+        self, group: list[tuple[int, int]], shapes: Shapes, limit: int | None
     ) -> tuple[list[Bucket], str]:
-        """Return the bucket of some (leaf, size), or those of a large one; or why it is exact."""
+        """Return the bucket of some (leaf, size), or parts of one; or why they are exact.
+
+        Parts have at most `limit` coordinates. None: a leaf is not cut.
+        """
         indices, sizes = zip(*group, strict=True)
         size, shape = sum(sizes), shapes[indices[0]]
         # A part of a bucket has no shapes.
         uses_shapes = self.method.uses_shapes and not self.axes.fast
         known = tuple(shapes[index] for index in indices) if uses_shapes else None
-        may_cut = cut and not self.axes.fast and not self.method.uses_shapes
-        step = _step(shape, max(self.limit, _LEAST_PART)) if may_cut and len(group) == 1 else size
+        may_cut = len(group) == 1 and not self.axes.fast and not self.method.uses_shapes
+        step = _step(shape, max(limit, _LEAST_PART)) if may_cut and limit else size
         if any(self._choose(part, known)[2] for part in {step, size % step} - {0}):
             step = size  # parts are too small: rather one bucket
         if why_exact := self._choose(step, known)[2]:
@@ -193,7 +195,7 @@ class _Kind:
 
     def _choose(self, size: int, shapes: Any) -> tuple[Call, WireCost, str | None]:
         part = self.axes.part_size(size, self.method.granule)
-        return _choose(part, self.axes, shapes, self.method, self.how.topology)
+        return _choose(part, self.axes, shapes, self.method, self.topology)
 
 
 def _group(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:

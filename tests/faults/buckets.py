@@ -238,8 +238,8 @@ FAULTS = (
     Fault(
         "buckets are cut by coordinates instead of bytes",
         "dynamiq_jax/_buckets/plan.py",
-        "self.how.options.bucket_bytes // self.dtype.itemsize, 1",
-        "self.how.options.bucket_bytes, 1",
+        "limit = max(how.options.bucket_bytes // kind.dtype.itemsize, 1)",
+        "limit = how.options.bucket_bytes",
         ("tests/test_buckets.py",),
     ),
     Fault(

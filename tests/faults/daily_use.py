@@ -26,8 +26,8 @@ FAULTS = (
     Fault(
         "all buckets have the method of the first one",
         "dynamiq_jax/_buckets/plan.py",
-        "kind = _Kind(axes, how, method,",
-        "kind = _Kind(axes, how, methods[0] or method,",
+        "kind = _Kind(axes, how.topology, method,",
+        "kind = _Kind(axes, how.topology, methods[0] or method,",
         ("tests/test_policy.py",),
     ),
     Fault(

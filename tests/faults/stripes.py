@@ -81,8 +81,8 @@ FAULTS = (
     Fault(
         "buckets are larger than asked for",
         _PLAN,
-        "fewest = -(-sum(sizes) // max(self.limit, _LEAST_PART))",
-        "fewest = max(1, sum(sizes) // max(self.limit, _LEAST_PART))",
+        "fewest = -(-sum(sizes) // max(limit, _LEAST_PART))",
+        "fewest = max(1, sum(sizes) // max(limit, _LEAST_PART))",
         (f"{_TESTS}::test_buckets_are_alike_and_hardly_larger_than_asked_for",),
     ),
     Fault(
