@@ -26,10 +26,10 @@ from dynamiq_jax.methods import (
     SparseBlocks,
     TopKChunked,
 )
+from tests.support.checkpoints import only
 from tests.support.gradients import of_workers
 from tests.support.hlo import collectives
 from tests.support.workers import call_on, simulated
-from tests.support.checkpoints import only
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 8, 64, 1024
 SIZE, ROOM = NUM_BLOCKS * BLOCK, NUM_BLOCKS // 8

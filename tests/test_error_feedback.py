@@ -215,7 +215,8 @@ def test_state_has_the_size_of_its_bucket():
         return reduce.init(tree)
 
     state = jax.eval_shape(jax.vmap(init, axis_name="data"), jnp.zeros(NUM_WORKERS))
-    shapes = jax.tree.map(lambda leaf: leaf.shape[2:], [tuple(s) for s in state.method])
+    states = [tuple(state.method[name]) for name in sorted(state.method)]
+    shapes = jax.tree.map(lambda leaf: leaf.shape[2:], states)
     assert shapes == [((5000,), ()), ((3000,), ((50, 2),))]
     assert {leaf.dtype for leaf in jax.tree.leaves(state.method)} == {jnp.dtype(jnp.float32)}
 

@@ -390,7 +390,8 @@ def test_a_state_of_several_workers():
     reduce = dq.all_reduce_gradients("data", method="ef+bf16")
     state = jax.vmap(reduce.init, axis_name="data", axis_size=2, in_axes=None)(GRADIENT[0])
     both = state._replace(step=state.step[0], method=jax.tree.map(lambda x: x[:, 0], state.method))
-    with raises(ValueError, "state.method['ErrorFeedback-tree-", "].residual has shape (2, 2048)", "P('data')"):
+    words = "state.method['ErrorFeedback-tree-", "].residual has shape (2, 2048)", "P('data')"
+    with raises(ValueError, *words):
         jax.vmap(lambda g: reduce.update(g, both), axis_name="data")(GRADIENT)
 
 

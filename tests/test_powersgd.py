@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Call, ErrorFeedback, Method, PowerSGD, Reduced, WireCost
+from tests.support.checkpoints import only
 from tests.support.gradients import vnmse
 from tests.support.hlo import sent_bytes
 from tests.support.workers import call_on, on_mesh, simulated
-from tests.support.checkpoints import only
 
 NUM_WORKERS = 4
 KEY = jax.random.key(3)

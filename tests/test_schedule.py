@@ -99,11 +99,12 @@ def test_phases_of_like_states_share_them(data_mesh):
     """What a phase leaves out is added in the next one. Other shapes have states of their own."""
     schedule = dq.Schedule({0: "ef+topk_chunked:2", 2: "ef+exact", 3: "ef+powersgd", 4: "exact"})
     run = Run(data_mesh(WORKERS), schedule)
-    assert len(run.start.method) == 2
+    kinds = [name.split("-")[0] for name in sorted(run.start.method)]
+    assert kinds == ["ErrorFeedback", "ErrorFeedback_PowerSGD_rank_4"]
     outputs, state = run.steps(run.start, 0, 3)
     total, truth = sum(outputs), GRADIENTS[:, :3].mean(0, dtype=np.float64).sum(0)
     assert vnmse(total, truth) < 1e-4 < 1e-2 < vnmse(outputs[0], GRADIENTS[:, 0].mean(0))
-    assert np.abs(state.method[0][0].residual).max() < 1e-5
+    assert np.abs(state.method[min(state.method)].residual).max() < 1e-5
 
 
 def test_only_the_phase_that_it_is_in_is_compiled(data_mesh):

@@ -17,10 +17,10 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import Call, ErrorFeedback, SplitSketch
 from dynamiq_jax.methods._split_sketch import threshold
 from tests.support import checkpoints
+from tests.support.checkpoints import only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
-from tests.support.checkpoints import only
 
 NUM_WORKERS, GROUP, SIZE = 4, 16, 8192
 KEY = jax.random.key(4)

@@ -310,18 +310,7 @@ def _check_limit(operation: Operation, how: Compression, used: tuple[Method, ...
 
 
 def check_state_names(states: Any, wanted: Iterable[str]) -> None:
-    """Raise an error for states that belong to something else than the names that are needed.
-
-    Raises:
-      TypeError: not states by their names.
-      ValueError: states of other leaves, or of another kind of method.
-    """
-    if not isinstance(states, Mapping):
-        raise TypeError(
-            f"state.method is a {type(states).__name__}, not a dictionary of states by what they "
-            "belong to. Call init: earlier versions had no such names, and their residuals of "
-            "error feedback cannot be taken over. start_step= counts on."
-        )
+    """Raise an error for states of methods that are not those of some names."""
     check_names(
         "state.method",
         states,

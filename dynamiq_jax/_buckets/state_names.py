@@ -8,7 +8,7 @@ structure of a tree, and it costs no array.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _MOST = 40  # characters of the paths in a name; the hash has all of them
@@ -34,18 +34,27 @@ def state_name(kind: str, leaves: Sequence[str], *facts: Any) -> str:
 
 
 def check_names(
-    argument: str, found: Iterable[str], wanted: Iterable[str], *, user: str, remedy: str
+    argument: str, states: Any, wanted: Iterable[str], *, user: str, remedy: str
 ) -> None:
-    """Raise ValueError for states that belong to something else.
+    """Raise an error for states that belong to something else.
 
     Args:
       argument: what holds the states, for the error.
-      found: names of the states.
+      states: by their names.
       wanted: names of the states that are needed.
       user: what needs them, for the error: the subject of "need".
       remedy: what to do, for the error.
+
+    Raises:
+      TypeError: not states by their names.
+      ValueError: names that are not those that are needed.
     """
-    held, needed = {*found}, {*wanted}
+    if not isinstance(states, Mapping):
+        raise TypeError(
+            f"{argument} is a {type(states).__name__}, not a dictionary of states by what they "
+            f"belong to, as in versions before 0.2. {remedy}"
+        )
+    held, needed = {*states}, {*wanted}
     extra, missing = sorted(held - needed), sorted(needed - held)
     if not extra and not missing:
         return
