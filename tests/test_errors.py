@@ -294,8 +294,67 @@ def test_a_state_of_other_buckets():
         for size in (1 << 20, 1024)
     )
     state = simulated(lambda key, g: wide.init(g))(KEY, tree)
-    with raises(ValueError, "state.method", "these gradients need", "bucket_bytes", "Call init"):
+    with raises(ValueError, "state.method", "these gradients need", "Call init", "bucket_bytes"):
         simulated(lambda key, g, state: narrow.update(g, state))(KEY, tree, state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decaying(Remembering):
+    """Says nothing about its state, which may depend on all of its fields."""
+
+    decay: float = 0.5
+
+
+OVER_PARTS = {"a|c": "ef+bf16", "": "ef+mxfp8"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    (
+        (OVER_PARTS, {"a|b": "ef+bf16", "": "ef+mxfp8"}, ("'ErrorFeedback-a_b-", "leaves differ")),
+        ("ef+bf16", "gc+bf16", ("'GlobalCompensation-", "the kinds differ")),
+        ("ef+bf16", "bf16", ("these gradients need no state",)),
+        ("bf16", "ef+bf16", ("no state, but these gradients need",)),
+        ("powersgd:rank=2", "powersgd:rank=3", ("'PowerSGD_rank_3-", "the kinds differ")),
+        ("split_sketch", "split_sketch:group=32", ("the kinds differ",)),
+        (
+            Decaying(),
+            Decaying(decay=0.25),
+            (
+                "'Decaying_decay_0_25-",
+                "the kinds differ",
+            ),
+        ),
+    ),
+    ids=str,
+)
+def test_a_state_of_another_policy(before, after, words):
+    """Four equal leaves: buckets and states of one policy have the shapes of another's."""
+    tree = dict.fromkeys("abcd", jnp.ones((2, 64, 48)))
+    one, other = (dq.all_reduce_gradients("data", method=each) for each in (before, after))
+    with raises(ValueError, "state.method has", *words, "Call init"):
+        simulated(lambda key, g: other.update(g, one.init(g)))(KEY, tree)
+    jax.eval_shape(simulated(lambda key, g: one.update(g, one.init(g))), KEY, tree)
+
+
+def test_a_state_of_other_leaves():
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16")
+    tree = {"a": jnp.ones((2, 64, 48))}
+    for other in ({"b": tree["a"]}, {"a": tree["a"].reshape(2, 48, 64)}):
+        with raises(ValueError, "state.method has 'ErrorFeedback-a-", "differ", "Call init"):
+            simulated(lambda key, g, h: reduce.update(h, reduce.init(g)))(KEY, tree, other)
+
+
+def test_a_state_of_an_earlier_version():
+    """A tuple of states in the order of buckets."""
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16")
+
+    def update(key, g):
+        state = reduce.init(g)
+        return reduce.update(g, state._replace(method=tuple(state.method.values())))
+
+    with raises(TypeError, "state.method is a tuple", "before 0.2", "Call init"):
+        simulated(update)(KEY, GRADIENT)
 
 
 # ----------------------------------------------------------------------------------------- specs

@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -317,3 +319,73 @@ def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes
     for name, leaf in tree.items():
         assert vnmse(updates[name][0], leaf.mean(axis=0, dtype=np.float64)) < 2e-5
     assert all(np.any(bucket.residual != 0) for bucket in after.method.values())
+
+
+@pytest.mark.parametrize(
+    "how",
+    (
+        {"method": "ef+blockint:8"},
+        {"method": lambda path, leaf: FEEDBACK},
+        {"topology": "butterfly"},
+        {"seed": 5},
+        {"options": dq.Options(unrolled_buckets=0)},
+    ),
+    ids=lambda how: min(how),
+)
+def test_what_may_change_in_a_run_with_the_same_state(how):
+    tree = gradients(0)
+    one, other = (
+        dq.all_reduce_gradients("data", **{"method": FEEDBACK, **each}) for each in ({}, how)
+    )
+    state = jax.eval_shape(jax.vmap(one.init, axis_name="data"), tree)
+    assert jax.eval_shape(jax.vmap(other.init, axis_name="data"), tree) == state
+    _, after = jax.eval_shape(jax.vmap(other.update, axis_name="data"), tree, state)
+    assert after == state
+
+
+def test_a_state_of_parameters_is_one_of_gradients_in_another_dtype():
+    tree = gradients(0)
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+    states = [jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), t) for t in (tree, narrow)]
+    assert states[0] == states[1]
+
+
+def test_names_of_states_are_the_same_in_every_process():
+    """Those of a checkpoint: no change of Python, JAX or the library may alter them."""
+    tree = {"layers": [{"kernel": jnp.ones((4, 64, 96))}], "w": jnp.ones((4, 4096))}
+    options = dq.Options(bucket_bytes=1)
+    reduce = dq.all_reduce_gradients("data", method="ef+powersgd:rank=2", options=options)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+    assert sorted(state.method) == [
+        "ErrorFeedback_PowerSGD_rank_2-layers_0_kernel-fe135b886c8b",
+        "ErrorFeedback_PowerSGD_rank_2-w-e3286f2242b1",
+    ]
+
+
+KINDS = {
+    "ef+bf16": "ErrorFeedback",
+    "ef+blockint:8": "ErrorFeedback",
+    "gc+bf16": "GlobalCompensation",
+    "powersgd": "PowerSGD",
+    "bf16": None,
+}
+POLICIES = st.lists(st.sampled_from(sorted(KINDS)), min_size=4, max_size=4)
+
+
+@given(POLICIES, POLICIES)
+def test_policies_share_the_states_of_one_kind_and_the_same_leaves(one, other):
+    """And no others: four equal leaves, in a bucket for each method."""
+    tree = {name: jnp.ones((2, 64, 32)) for name in "abcd"}
+    names, wanted = [], []
+    for policy in (one, other):
+        of_leaf = dict(zip("abcd", policy, strict=True))
+        reduce = dq.all_reduce_gradients("data", method=lambda path, leaf, of=of_leaf: of[path])
+        state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+        names.append(set(state.method))
+        buckets = {
+            (method, "".join(n for n in "abcd" if of_leaf[n] == method)) for method in policy
+        }
+        wanted.append({(KINDS[method], leaves) for method, leaves in buckets if KINDS[method]})
+        assert len(names[-1]) == len(wanted[-1])
+    assert len(names[0] & names[1]) == len(wanted[0] & wanted[1])

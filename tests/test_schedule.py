@@ -107,6 +107,29 @@ def test_phases_of_like_states_share_them(data_mesh):
     assert np.abs(state.method[min(state.method)].residual).max() < 1e-5
 
 
+def test_phases_of_other_leaves_start_from_states_of_their_own(data_mesh):
+    """A residual is never added to the gradients of other leaves, whatever its shape."""
+    first, second = ({leaves: "ef+bf16", "": "ef+blockint:4"} for leaves in ("a|c", "a|b"))
+    scales = {"a": 1, "b": 100, "c": 0.01, "d": 1}
+
+    def run(schedule, start, steps):
+        reduce = dq.all_reduce_gradients("data", method=schedule, start_step=start)
+
+        def local(stacked):
+            tree = {name: scale * stacked for name, scale in scales.items()}
+            state = reduce.init(tree)
+            for _ in range(steps):
+                mean, state = reduce.update(tree, state)
+            return mean
+
+        return jax.jit(jax.vmap(local, axis_name="data"))(GRADIENTS[:, 0])
+
+    switched = run(dq.Schedule({0: first, 2: second}), 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, switched, run(second, 2, 1))
+    for name, scale in scales.items():
+        assert vnmse(switched[name][0], scale * GRADIENTS[:, 0].mean(0)) < 0.1
+
+
 def test_only_the_phase_that_it_is_in_is_compiled(data_mesh):
     def kinds(phase):
         schedule = dq.Schedule({0: "exact", 2: "marsit"})

@@ -180,10 +180,6 @@ class Layout:
         fast = [[axis.name, axis.size] for axis in self.operation.axes.fast]
         return state_name(kind, leaves, members, bucket.part, bucket.size, fast, *facts)
 
-    def name_of_leaf(self, kind: str, index: int) -> str:
-        """Return the name of something that belongs to a leaf."""
-        return state_name(kind, [self.names[index]], self._member(index))
-
     def _member(self, index: int) -> list[Any]:
         """Return everything that identifies a leaf, and how devices split it."""
         sizes = dict(zip(self.shards.axes, self.shards.sizes, strict=True))

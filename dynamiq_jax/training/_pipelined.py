@@ -27,7 +27,6 @@ from dynamiq_jax.training._pipelined_state import (
     PipelinedState,
     PipelinedUpdate,
     check_state,
-    exact_names,
     shard_names,
 )
 from pallas_kernels import compat
@@ -173,7 +172,7 @@ class Pipelined:
             params=updated.params,
             opt_state=updated.opt_state,
             shards=dict(zip(shard_names(layout), shards, strict=True)),
-            exact={name: exact[index] for index, name in exact_names(layout).items()},
+            exact=tuple(exact[index] for index, _ in plan.exact),
             is_pending=jnp.zeros((), jnp.bool_),
         )
 
@@ -253,7 +252,7 @@ class Pipelined:
             params=updated.params,
             opt_state=updated.opt_state,
             shards=dict(zip(shard_names(layout), shards, strict=True)),
-            exact={name: exact[index] for index, name in exact_names(layout).items()},
+            exact=tuple(exact[index] for index, _ in layout.plan.exact),
             # True, but no constant. A compiler that knows it would drop the selection in `gather`
             # where both are in one program, and fuse, and so round, the optimizer in another way.
             is_pending=~never(updated.step),
@@ -296,7 +295,7 @@ class Pipelined:
             out_specs=(dict(enumerate(layout.shards.specs)), P()),
         )
         shards = tuple(state.shards[name] for name in shard_names(layout))
-        exact = {index: state.exact[name] for index, name in exact_names(layout).items()}
+        exact = {index: leaf for (index, _), leaf in zip(plan.exact, state.exact, strict=True)}
         means, norm = mapped(shards, exact, self._key(state.step - 1))
         leaves = [means[index] for index in range(len(layout.leaves))]
         return jax.tree.unflatten(layout.structure, leaves), norm

@@ -32,7 +32,7 @@ class PipelinedState(NamedTuple):
     # bucket, and how it is cut into shards.
     shards: Mapping[str, Array]
     # Gradients of this worker of the leaves that are in no bucket, [1, *shape]: `gather` sums them.
-    exact: Mapping[str, Array]
+    exact: tuple[Array, ...]
     is_pending: Array  # bool scalar: whether shards and exact leaves are still to be applied
 
 
@@ -70,11 +70,6 @@ def shard_names(layout: Layout) -> list[str]:
     ]
 
 
-def exact_names(layout: Layout) -> dict[int, str]:
-    """Return what the gradient of each leaf that is in no bucket belongs to."""
-    return {index: layout.name_of_leaf("exact", index) for index, _ in layout.plan.exact}
-
-
 def check_state(state: PipelinedState, first: PipelinedState) -> None:
     """Raise ValueError for a state whose pending gradients are not those of its parameters.
 
@@ -82,14 +77,18 @@ def check_state(state: PipelinedState, first: PipelinedState) -> None:
       state: the state.
       first: one of the same parameters in which nothing is pending, or its shapes.
     """
-    for field in ("shards", "exact"):
-        found, needed = getattr(state, field), getattr(first, field)
-        user = "these parameters and options"
-        check_names(f"state.{field}", found, needed, user=user, remedy=_REMEDY)
-        for name, leaf in needed.items():
-            if np.shape(found[name]) != leaf.shape:
-                raise ValueError(
-                    f"state.{field}[{name!r}] has shape {np.shape(found[name])}, not {leaf.shape}: "
-                    "its first axis is not one worker. Pass the state through shard_map with "
-                    f"in_specs and out_specs=pipelined.state_specs. {_REMEDY}"
-                )
+    user = "these parameters and options"
+    check_names("state.shards", state.shards, first.shards, user=user, remedy=_REMEDY)
+    # Leaves that are in no bucket are then the same too.
+    arrays = (leaf for leaf, wanted in _pairs(state, first) if np.shape(leaf) != wanted.shape)
+    for leaf in arrays:
+        raise ValueError(
+            f"state has pending gradients of shape {np.shape(leaf)}, whose first axis is not one "
+            "worker. Pass the state through shard_map with in_specs and "
+            f"out_specs=pipelined.state_specs. {_REMEDY}"
+        )
+
+
+def _pairs(state: PipelinedState, first: PipelinedState) -> list[tuple[Any, Any]]:
+    shards = [(state.shards[name], leaf) for name, leaf in first.shards.items()]
+    return shards + list(zip(state.exact, first.exact, strict=True))
