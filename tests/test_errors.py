@@ -345,6 +345,56 @@ def test_a_state_of_other_leaves():
             simulated(lambda key, g, h: reduce.update(h, reduce.init(g)))(KEY, tree, other)
 
 
+def test_names_of_states_have_every_leaf():
+    """More than a reader sees in them."""
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16")
+    tree = {f"layer_{number}": jnp.ones((2, 2048)) for number in range(30)}
+    other = {**tree, "other": tree["layer_9"]}
+    del other["layer_9"]
+    with raises(ValueError, "-layer_0_", "_and_26_more-", "need", "_and_26_more-", "Call init"):
+        simulated(lambda key, g, h: reduce.update(h, reduce.init(g)))(KEY, tree, other)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    (
+        (P("model"), P(None, "model")),
+        (P("model", "other"), P("other", "model")),
+        (P(("model", "other")), P(("other", "model"))),
+    ),
+    ids=str,
+)
+def test_a_state_of_leaves_that_are_split_in_another_way(specs):
+    """Into shards of the same size, over the same axes, which the compiler manages."""
+    one, other = (dq.all_reduce_gradients("data", method="ef+bf16", specs=each) for each in specs)
+    mapped = jax.shard_map(
+        lambda g: other.update(g, one.init(g))[0],
+        mesh=jax.make_mesh((2, 2, 2), ("data", "model", "other"), axis_types=(AxisType.Auto,) * 3),
+        in_specs=P("data"),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with raises(ValueError, "state.method has", "shapes or shards differ", "Call init"):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((128, 64), jnp.float32))
+
+
+def test_a_state_of_fast_axes_in_another_order():
+    """Each worker has a residual of its part of a bucket."""
+    one, other = (
+        dq.all_reduce_gradients(("slow", *fast), method="ef+bf16")
+        for fast in (("a", "b"), ("b", "a"))
+    )
+
+    def update(g):
+        return other.update(g, one.init(g))[0]
+
+    for name in ("slow", "a", "b"):
+        update = jax.vmap(update, in_axes=None, axis_name=name, axis_size=2)
+    with raises(ValueError, "state.method has", "shapes or shards differ", "Call init"):
+        jax.eval_shape(update, GRADIENT[0])
+
+
 def test_a_state_of_an_earlier_version():
     """A tuple of states in the order of buckets."""
     reduce = dq.all_reduce_gradients("data", method="ef+bf16")

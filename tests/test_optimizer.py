@@ -358,9 +358,18 @@ def test_names_of_states_are_the_same_in_every_process():
     reduce = dq.all_reduce_gradients("data", method="ef+powersgd:rank=2", options=options)
     state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
     assert sorted(state.method) == [
-        "ErrorFeedback_PowerSGD_rank_2-layers_0_kernel-fe135b886c8b",
+        "ErrorFeedback_PowerSGD_rank_2-layers_0_kernel-55e9864c4896",
         "ErrorFeedback_PowerSGD_rank_2-w-e3286f2242b1",
     ]
+
+
+def test_parts_of_a_leaf_have_states_of_their_own():
+    tree = jnp.ones((2, 512, 256))
+    options = dq.Options(bucket_bytes=4 * 256 * 256)
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16", options=options)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+    heads = [name.rpartition("-")[0] for name in sorted(state.method)]
+    assert heads == ["ErrorFeedback-0_256", "ErrorFeedback-256_512"]
 
 
 KINDS = {

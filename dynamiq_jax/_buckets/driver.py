@@ -21,7 +21,7 @@ from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
-from dynamiq_jax._buckets.shards import Shards, find_shards, names_of
+from dynamiq_jax._buckets.shards import Shards, find_shards
 from dynamiq_jax._buckets.state_names import check_names, state_name
 from dynamiq_jax.methods import Method, State
 from pallas_kernels import compat
@@ -176,19 +176,11 @@ class Layout:
         leaves = [self.names[index] for index in bucket.leaves]
         if bucket.part is not None:
             leaves = [f"{leaves[0]}[{bucket.part[0]}:{bucket.part[1]}]"]
-        members = [self._member(index) for index in bucket.leaves]
+        members = [
+            [list(self.leaves[index].shape), self.shards.split_of(index)] for index in bucket.leaves
+        ]
         fast = [[axis.name, axis.size] for axis in self.operation.axes.fast]
         return state_name(kind, leaves, members, bucket.part, bucket.size, fast, *facts)
-
-    def _member(self, index: int) -> list[Any]:
-        """Return everything that identifies a leaf, and how devices split it."""
-        sizes = dict(zip(self.shards.axes, self.shards.sizes, strict=True))
-        split = [
-            [dimension, [[axis, sizes[axis]] for axis in names_of(axes)]]
-            for dimension, axes in enumerate(self.shards.specs[index])
-            if names_of(axes)
-        ]
-        return [self.names[index], list(self.leaves[index].shape), split]
 
     @functools.cached_property
     def state_names(self) -> dict[int, str]:

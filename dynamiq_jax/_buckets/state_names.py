@@ -76,7 +76,11 @@ def _difference(extra: Sequence[str], missing: Sequence[str]) -> str:
     )
     if kinds[0] != kinds[1]:
         return ": the kinds differ"
-    return ": the leaves differ" if leaves[0] != leaves[1] else ": shapes or shards differ"
+    return (
+        ": the leaves differ"
+        if leaves[0] != leaves[1]
+        else ": further leaves, shapes or shards differ"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
