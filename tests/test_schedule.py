@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import METHODS
+from dynamiq_jax._buckets.recording import recording
+from dynamiq_jax.methods import METHODS, resolve_method
 from tests.support.gradients import of_workers, vnmse
 
 WORKERS, STEPS = 4, 6
@@ -146,6 +147,17 @@ def test_only_the_phase_that_it_is_in_is_compiled(data_mesh):
     assert kinds(0) == (False, False)
     assert kinds(1) == (False, True)
     assert kinds(None) == (True, True)
+
+
+def test_a_phase_records_its_own_plan_alone():
+    """Those of other phases, whose states are compared, are no collectives of this program."""
+    schedule = dq.Schedule({0: "ef+bf16", 1: "powersgd"})
+    reduce = dq.all_reduce_gradients("data", method=schedule, phase=0)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), GRADIENTS[:, 0])
+    with recording() as records:
+        jax.eval_shape(jax.vmap(reduce.update, axis_name="data"), GRADIENTS[:, 0], state)
+    (record,) = records
+    assert [bucket.method for bucket in record.plan.buckets] == [resolve_method("ef+bf16")]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_MOST = 40  # characters of the paths in a name; the hash has all of them
+_MOST = 40  # characters of the kind and of the paths in a name; the hash has all of them
 
 
 def state_name(kind: str, leaves: Sequence[str], *facts: Any) -> str:
@@ -30,7 +30,7 @@ def state_name(kind: str, leaves: Sequence[str], *facts: Any) -> str:
     kind = re.sub(r" at 0x[0-9a-fA-F]+", "", kind)  # functions in fields of a user's method
     text = json.dumps([kind, list(leaves), facts], default=int)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return "-".join((_word(kind), _readable(leaves), digest))
+    return "-".join((_word(kind)[:_MOST], _readable(leaves), digest))
 
 
 def check_names(

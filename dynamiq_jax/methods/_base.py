@@ -90,7 +90,7 @@ class Method(abc.ABC):
 
     @property
     def state_kind(self) -> str:
-        """What a state means: methods of one kind take over each other's states.
+        """Kind of the state: methods of one kind can take over each other's states.
 
         These are equal methods, unless a method says which of its fields its state depends on. The
         shapes of the state are compared beside it.

@@ -228,7 +228,7 @@ class LocalSGD:
 
     @property
     def _timing(self) -> tuple[str, ...]:
-        """What says when a change that is pending is applied, if there is a delay."""
+        """Period and delay of changes that are pending; none without a delay."""
         return (f"every_{self.every}_delay_{self.delay}",) if self.delay else ()
 
     def _check_state(self, state: LocalSGDState, fragments: Fragments, params: Any) -> None:
