@@ -318,8 +318,10 @@ def test_a_state_of_other_settings_is_refused(before, after, words):
         LocalSGD(axis_name="data", **{"every": 4, "method": "bf16", **fields})
         for fields in (before, after)
     )
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(simulated(lambda params: other.update(params, one.init(params))), start())
+    for due in (None, Due(None, None)):  # also in a step that sends nothing
+        step = simulated(lambda params, due=due: other.update(params, one.init(params), due=due))
+        with pytest.raises(ValueError, match=words):
+            jax.eval_shape(step, start())
     again = simulated(lambda params: one.update(params, one.init(params)))
     jax.eval_shape(again, start())
 

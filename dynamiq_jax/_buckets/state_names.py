@@ -25,7 +25,7 @@ def state_name(kind: str, leaves: Sequence[str], *facts: Any) -> str:
       *facts: everything else that it belongs to: numbers, strings, and lists of these.
 
     >>> state_name("ErrorFeedback", ["layers/0/kernel", "layers/1/kernel", "layers/2/kernel"], [64])
-    'ErrorFeedback-layers_0_kernel_layers_1_kernel_and_1_more-2e63bb0e4d9d'
+    'ErrorFeedback-layers_0_kernel_layers_1_kernel_and_1_more-3838df686e3a'
     """
     kind = re.sub(r" at 0x[0-9a-fA-F]+", "", kind)  # functions in fields of a user's method
     text = json.dumps([kind, list(leaves), facts], default=int)
