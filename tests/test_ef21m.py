@@ -27,7 +27,7 @@ from dynamiq_jax.methods import (
     resolve_method,
 )
 from dynamiq_jax.methods._ef21m import EF21MState
-from tests.support.checkpoints import Run
+from tests.support.checkpoints import Run, only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import call_on, on_mesh, simulated
 
@@ -263,9 +263,9 @@ def gradient_of(step: int) -> np.ndarray:
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     gradients = np.stack([gradient_of(step) for step in range(4)], axis=1)
     run = Run([EF21M(inner=ARC)] * 4, data_mesh(NUM_WORKERS), gradients)
-    assert run.start.method[0].tracker.shape == (NUM_WORKERS, SIZE)
+    assert only(run.start).tracker.shape == (NUM_WORKERS, SIZE)
     _, half = run.check_resumes(tmp_path)
-    assert drift(jax.tree.map(np.asarray, half.method[0])) < 1e-5
+    assert drift(jax.tree.map(np.asarray, only(half))) < 1e-5
 
 
 def test_a_mesh_does_what_the_simulation_does(data_mesh):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import dynamiq_jax as dq
 from dynamiq_jax.methods import THC, BlockInt, ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
-from tests.support.checkpoints import Run
+from tests.support.checkpoints import Run, only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
 from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
@@ -121,7 +121,7 @@ def steps_of(method: Method | str):
     def local(_, gradients):
         def step(state, gradient):
             output, state = reduce.update(gradient, state)
-            return state, (output, state.method[0].residual[0])
+            return state, (output, only(state).residual[0])
 
         state, (outputs, residuals) = jax.lax.scan(step, reduce.init(gradients[0]), gradients)
         return outputs.reshape(-1, SIZE), residuals, state
@@ -181,7 +181,7 @@ def test_replicas_stay_identical_while_their_residuals_differ(method):
     outputs, residuals, state = simulated_run(method)
     np.testing.assert_array_equal(outputs, outputs[:1].repeat(NUM_WORKERS, axis=0))
     assert np.all(np.any(residuals[1:] != residuals[:-1], axis=-1))
-    for leaf in jax.tree.leaves(state.method[0].inner):
+    for leaf in jax.tree.leaves(only(state).inner):
         np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
 
 
@@ -215,7 +215,8 @@ def test_state_has_the_size_of_its_bucket():
         return reduce.init(tree)
 
     state = jax.eval_shape(jax.vmap(init, axis_name="data"), jnp.zeros(NUM_WORKERS))
-    shapes = jax.tree.map(lambda leaf: leaf.shape[2:], [tuple(s) for s in state.method])
+    states = [tuple(state.method[name]) for name in sorted(state.method)]
+    shapes = jax.tree.map(lambda leaf: leaf.shape[2:], states)
     assert shapes == [((5000,), ()), ((3000,), ((50, 2),))]
     assert {leaf.dtype for leaf in jax.tree.leaves(state.method)} == {jnp.dtype(jnp.float32)}
 
@@ -223,7 +224,7 @@ def test_state_has_the_size_of_its_bucket():
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     """As the docstring of ErrorFeedback says to carry it: each worker's residual is in there."""
     run = Run([FEEDBACK] * 4, data_mesh(NUM_WORKERS), gradients()[:, :4])
-    assert run.start.method[0].residual.shape == (NUM_WORKERS, SIZE)
+    assert only(run.start).residual.shape == (NUM_WORKERS, SIZE)
     run.check_resumes(tmp_path)
 
 

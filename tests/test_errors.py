@@ -294,8 +294,117 @@ def test_a_state_of_other_buckets():
         for size in (1 << 20, 1024)
     )
     state = simulated(lambda key, g: wide.init(g))(KEY, tree)
-    with raises(ValueError, "state.method", "these gradients need", "bucket_bytes", "Call init"):
+    with raises(ValueError, "state.method", "these gradients need", "Call init", "bucket_bytes"):
         simulated(lambda key, g, state: narrow.update(g, state))(KEY, tree, state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decaying(Remembering):
+    """Says nothing about its state, which may depend on all of its fields."""
+
+    decay: float = 0.5
+
+
+OVER_PARTS = {"a|c": "ef+bf16", "": "ef+mxfp8"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    (
+        (OVER_PARTS, {"a|b": "ef+bf16", "": "ef+mxfp8"}, ("'ErrorFeedback-a_b-", "leaves differ")),
+        ("ef+bf16", "gc+bf16", ("'GlobalCompensation-", "the kinds differ")),
+        ("ef+bf16", "bf16", ("these gradients need no state",)),
+        ("bf16", "ef+bf16", ("no state, but these gradients need",)),
+        ("powersgd:rank=2", "powersgd:rank=3", ("'PowerSGD_rank_3-", "the kinds differ")),
+        ("split_sketch", "split_sketch:group=32", ("the kinds differ",)),
+        (
+            Decaying(),
+            Decaying(decay=0.25),
+            (
+                "'Decaying_decay_0_25-",
+                "the kinds differ",
+            ),
+        ),
+    ),
+    ids=str,
+)
+def test_a_state_of_another_policy(before, after, words):
+    """Four equal leaves: buckets and states of one policy have the shapes of another's."""
+    tree = dict.fromkeys("abcd", jnp.ones((2, 64, 48)))
+    one, other = (dq.all_reduce_gradients("data", method=each) for each in (before, after))
+    with raises(ValueError, "state.method has", *words, "Call init"):
+        simulated(lambda key, g: other.update(g, one.init(g)))(KEY, tree)
+    jax.eval_shape(simulated(lambda key, g: one.update(g, one.init(g))), KEY, tree)
+
+
+def test_a_state_of_other_leaves():
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16")
+    tree = {"a": jnp.ones((2, 64, 48))}
+    for other in ({"b": tree["a"]}, {"a": tree["a"].reshape(2, 48, 64)}):
+        with raises(ValueError, "state.method has 'ErrorFeedback-a-", "differ", "Call init"):
+            simulated(lambda key, g, h: reduce.update(h, reduce.init(g)))(KEY, tree, other)
+
+
+def test_names_of_states_have_every_leaf():
+    """More than a reader sees in them."""
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16")
+    tree = {f"layer_{number}": jnp.ones((2, 2048)) for number in range(30)}
+    other = {**tree, "other": tree["layer_9"]}
+    del other["layer_9"]
+    with raises(ValueError, "-layer_0_", "_and_26_more-", "need", "_and_26_more-", "Call init"):
+        simulated(lambda key, g, h: reduce.update(h, reduce.init(g)))(KEY, tree, other)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    (
+        (P("model"), P(None, "model")),
+        (P("model", "other"), P("other", "model")),
+        (P(("model", "other")), P(("other", "model"))),
+    ),
+    ids=str,
+)
+def test_a_state_of_leaves_that_are_split_in_another_way(specs):
+    """Into shards of the same size, over the same axes, which the compiler manages."""
+    one, other = (dq.all_reduce_gradients("data", method="ef+bf16", specs=each) for each in specs)
+    mapped = jax.shard_map(
+        lambda g: other.update(g, one.init(g))[0],
+        mesh=jax.make_mesh((2, 2, 2), ("data", "model", "other"), axis_types=(AxisType.Auto,) * 3),
+        in_specs=P("data"),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with raises(ValueError, "state.method has", "shapes or shards differ", "Call init"):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((128, 64), jnp.float32))
+
+
+def test_a_state_of_fast_axes_in_another_order():
+    """Each worker has a residual of its part of a bucket."""
+    one, other = (
+        dq.all_reduce_gradients(("slow", *fast), method="ef+bf16")
+        for fast in (("a", "b"), ("b", "a"))
+    )
+
+    def update(g):
+        return other.update(g, one.init(g))[0]
+
+    for name in ("slow", "a", "b"):
+        update = jax.vmap(update, in_axes=None, axis_name=name, axis_size=2)
+    with raises(ValueError, "state.method has", "shapes or shards differ", "Call init"):
+        jax.eval_shape(update, GRADIENT[0])
+
+
+def test_a_state_of_an_earlier_version():
+    """A tuple of states in the order of buckets."""
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16")
+
+    def update(key, g):
+        state = reduce.init(g)
+        return reduce.update(g, state._replace(method=tuple(state.method.values())))
+
+    with raises(TypeError, "state.method is a tuple", "before 0.2", "Call init"):
+        simulated(update)(KEY, GRADIENT)
 
 
 # ----------------------------------------------------------------------------------------- specs
@@ -390,7 +499,8 @@ def test_a_state_of_several_workers():
     reduce = dq.all_reduce_gradients("data", method="ef+bf16")
     state = jax.vmap(reduce.init, axis_name="data", axis_size=2, in_axes=None)(GRADIENT[0])
     both = state._replace(step=state.step[0], method=jax.tree.map(lambda x: x[:, 0], state.method))
-    with raises(ValueError, "state.method[0].residual has shape (2, 2048)", "method=P('data')"):
+    words = "state.method['ErrorFeedback-tree-", "].residual has shape (2, 2048)", "P('data')"
+    with raises(ValueError, *words):
         jax.vmap(lambda g: reduce.update(g, both), axis_name="data")(GRADIENT)
 
 

@@ -20,7 +20,7 @@ from dynamiq_jax.methods import (
     PowerSGD,
     resolve_method,
 )
-from tests.support.checkpoints import Run
+from tests.support.checkpoints import Run, only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import call_on, simulated
 
@@ -181,10 +181,10 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path, inner):
     exact = dataclasses.replace(method, exact=True)
     gradients = of_workers(0, NUM_WORKERS, 5 * SIZE).reshape(NUM_WORKERS, 5, SIZE)
     run = Run([method, method, method, exact, method], data_mesh(NUM_WORKERS), gradients)
-    assert run.start.method[0].compensation.shape == (NUM_WORKERS, SIZE)
+    assert only(run.start).compensation.shape == (NUM_WORKERS, SIZE)
     outputs, _ = run.check_resumes(tmp_path)
     # The mean of compensations is part of the exact mean.
-    kept = np.asarray(run.steps(run.start, 0, 3)[1].method[0].compensation)
+    kept = np.asarray(only(run.steps(run.start, 0, 3)[1]).compensation)
     np.testing.assert_allclose(outputs[3], (gradients[:, 3] + kept).mean(axis=0), atol=1e-6)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax.methods import OmniReduce
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
@@ -25,6 +26,26 @@ KEY = jax.random.key(4)
 @functools.cache
 def mesh():
     return jax.make_mesh((HOSTS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def test_a_worker_of_three_fast_axes_knows_its_part():
+    """And parts that are gathered are in their places again."""
+    sizes = {"slow": 1, "a": 2, "b": 3, "c": 4}
+    size, part_size = 90, 4
+
+    def local(flat):
+        axes = find_axes(tuple(sizes))
+        part = axes.scatter(flat, part_size)
+        place = axes.part_index * part_size + jnp.arange(part_size)
+        return part, place, axes.gather(part, size)
+
+    for name, count in reversed(sizes.items()):
+        local = jax.vmap(local, in_axes=None, axis_name=name, axis_size=count)
+    part, place, whole = jax.jit(local)(jnp.arange(1.0, size + 1))
+    expected = np.where(place < size, 24 * (place + 1), 0)
+    np.testing.assert_array_equal(part, expected)
+    np.testing.assert_array_equal(np.unique(place), np.arange(24 * part_size))
+    np.testing.assert_array_equal(whole[0, 0, 0, 0], 24 * np.arange(1, size + 1))
 
 
 def gradients(size: int = 20_001) -> np.ndarray:

@@ -113,7 +113,7 @@ def test_compressed_means_have_metrics_and_exact_ones_have_none():
 def test_what_a_step_leaves_out_is_in_the_next_one():
     """Means and residuals of the workers add up to the gradients."""
     (first, _), (second, state) = two_steps("ef+topk_chunked:4", "ring", 1)
-    (kept,) = state.all_reduce.method
+    (kept,) = state.all_reduce.method.values()
     residual = np.split(np.mean(kept.residual, axis=0), [first["even"].size])
     for name, left_out in zip(("even", "odd"), residual, strict=True):
         found = np.ravel(first[name] + second[name]) + left_out

@@ -7,6 +7,7 @@ import drjax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
@@ -282,6 +283,108 @@ def test_parts_of_another_kind_are_refused(data_mesh):
     for step in (-1, 2.5):
         with pytest.raises(ValueError, match=f"step={step}"):
             local_sgd.due(step)
+
+
+def simulated(function, workers=2):
+    """Of parameters that all workers share."""
+    return jax.vmap(function, in_axes=None, axis_name="data", axis_size=workers)
+
+
+MOMENTUM = optax.sgd(0.7, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    (
+        ({"delay": 1}, {}, "state.pending is of 'every_4_delay_1', but .* 'no delay'.* never"),
+        ({}, {"delay": 1}, "state.pending is of 'no delay'"),
+        ({"delay": 1}, {"delay": 2}, "'every_4_delay_1', but .* 'every_4_delay_2'"),
+        ({"delay": 1}, {"delay": 1, "every": 5}, "'every_5_delay_1'"),
+        ({"fragments": 2}, {"fragments": 3}, "state.outer has 'fragment_0-.*init"),
+        ({}, {"method": "ef+bf16"}, "state.method has no state, but .* need 'ErrorFeedback"),
+        ({"method": "ef+bf16"}, {}, "state.method has 'ErrorFeedback-.* need no state"),
+        ({"method": "ef+bf16"}, {"method": "gc+bf16"}, "the kinds differ"),
+        (
+            {"method": {"[uv]": "ef+bf16", "": "ef+mxfp8"}},
+            {"method": {"[uw]": "ef+bf16", "": "ef+mxfp8"}},
+            "the leaves differ",
+        ),
+        ({"outer": MOMENTUM}, {"outer": optax.adam(0.7)}, "Give the outer optimizer of init"),
+    ),
+)
+def test_a_state_of_other_settings_is_refused(before, after, words):
+    """Every array of it may have the shape that is needed."""
+    one, other = (
+        LocalSGD(axis_name="data", **{"every": 4, "method": "bf16", **fields})
+        for fields in (before, after)
+    )
+    for due in (None, Due(None, None)):  # also in a step that sends nothing
+        step = simulated(lambda params, due=due: other.update(params, one.init(params), due=due))
+        with pytest.raises(ValueError, match=words):
+            jax.eval_shape(step, start())
+    again = simulated(lambda params: one.update(params, one.init(params)))
+    jax.eval_shape(again, start())
+
+
+def test_a_state_of_other_parameters_is_refused():
+    local_sgd, params = LocalSGD(axis_name="data", method="bf16"), start()
+    renamed = {"x" if name == "w" else name: leaf for name, leaf in params.items()}
+    step = simulated(lambda params: local_sgd.update(renamed, local_sgd.init(params)))
+    with pytest.raises(ValueError, match=r"'fragment_0-b_u_v_w-.*the leaves differ"):
+        jax.eval_shape(step, params)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"every": 7},
+        {"mixing": 0.5},
+        {"topology": "butterfly"},
+        {"seed": 3},
+        {"method": "ef+mxfp8"},
+        {"outer": optax.sgd(0.1, momentum=0.5)},
+    ),
+    ids=lambda fields: min(fields),
+)
+def test_settings_that_may_change_in_a_run(fields):
+    same = {"every": 4, "method": "ef+bf16", "outer": MOMENTUM}
+    one, other = (LocalSGD(axis_name="data", **{**same, **each}) for each in ({}, fields))
+    jax.eval_shape(simulated(lambda params: other.update(params, one.init(params))), start())
+
+
+def test_the_outer_optimizer_decays_the_reference(data_mesh):
+    """It is given the weights that all workers share, not those of one of them."""
+    outer = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5))
+    run = Run(data_mesh(WORKERS), every=1, method="exact", outer=outer)
+    (change,) = moves(1)
+    _, state = run.take(run.begin(), [change])
+    for name, before in start().items():
+        expected = before - 0.5 * (0.1 * before - change[name].mean(0))
+        np.testing.assert_allclose(state.reference[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_synchronization_has_noise_of_its_own():
+    """The same changes, which an outer optimizer keeps that moves nothing."""
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda change, state, params: (jax.tree.map(jnp.zeros_like, change), change),
+    )
+    local_sgd = LocalSGD(axis_name="data", every=1, method=STOCHASTIC, outer=keep)
+
+    def run(change):
+        params = {"w": jnp.zeros(2048)}
+        state, sent = local_sgd.init(params), []
+        for _ in range(2):
+            params, state = local_sgd.update(jax.tree.map(jnp.add, params, change), state)
+            (mean,) = state.outer.values()
+            sent.append(mean["w"])
+        return sent
+
+    change = {"w": np.random.default_rng(0).normal(size=(2, 2048)).astype(np.float32)}
+    first, second = jax.jit(jax.vmap(run, axis_name="data"))(change)
+    assert 0.2 < np.mean(np.asarray(first[0] != second[0])) < 1
+    for mean in (first[0], second[0]):
+        np.testing.assert_allclose(mean, -change["w"].mean(0), rtol=0.05, atol=0.02)
 
 
 def test_nan_of_one_worker_surfaces_for_all(data_mesh):

@@ -1,11 +1,14 @@
 """The optax transformation: a mean, a plain state, and a stream of noise that can be resumed."""
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -299,7 +302,7 @@ def test_leaves_that_a_policy_keeps_are_averaged_exactly(policy):
     (
         (dq.Options(), FEEDBACK, [64 * 96 + 40 * 128]),
         (dq.Options(), {"kernel": "exact", "": FEEDBACK}, [40 * 128]),
-        (dq.Options(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128, None]),
+        (dq.Options(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128]),
         (dq.Options(exact_below=6000), FEEDBACK, [64 * 96]),
         (dq.Options(bucket_bytes=1, bucketing="in_order"), FEEDBACK, [40 * 128, 64 * 96]),
     ),
@@ -310,10 +313,116 @@ def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes
     tree = gradients(0)
     reduce = dq.all_reduce_gradients("data", method=method, options=options)
     state = jax.vmap(reduce.init, axis_name="data")(tree)
-    shapes = [bucket.residual.shape if bucket else None for bucket in state.method]
-    assert shapes == [n and (4, 1, n) for n in sizes]
+    shapes = [state.method[name].residual.shape for name in sorted(state.method)]
+    assert shapes == [(4, 1, n) for n in sizes]
     updates, after = jax.jit(jax.vmap(reduce.update, axis_name="data"))(tree, state)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     for name, leaf in tree.items():
         assert vnmse(updates[name][0], leaf.mean(axis=0, dtype=np.float64)) < 2e-5
-    assert all(np.any(bucket.residual != 0) for bucket in after.method if bucket)
+    assert all(np.any(bucket.residual != 0) for bucket in after.method.values())
+
+
+@pytest.mark.parametrize(
+    "how",
+    (
+        {"method": "ef+blockint:8"},
+        {"method": lambda path, leaf: FEEDBACK},
+        {"topology": "butterfly"},
+        {"seed": 5},
+        {"options": dq.Options(unrolled_buckets=0)},
+    ),
+    ids=lambda how: min(how),
+)
+def test_what_may_change_in_a_run_with_the_same_state(how):
+    tree = gradients(0)
+    one, other = (
+        dq.all_reduce_gradients("data", **{"method": FEEDBACK, **each}) for each in ({}, how)
+    )
+    state = jax.eval_shape(jax.vmap(one.init, axis_name="data"), tree)
+    assert jax.eval_shape(jax.vmap(other.init, axis_name="data"), tree) == state
+    _, after = jax.eval_shape(jax.vmap(other.update, axis_name="data"), tree, state)
+    assert after == state
+
+
+def test_a_state_of_parameters_is_one_of_gradients_in_another_dtype():
+    tree = gradients(0)
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+    states = [jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), t) for t in (tree, narrow)]
+    assert states[0] == states[1]
+
+
+def test_names_of_states_are_the_same_in_every_process():
+    """Those of a checkpoint: no change of Python, JAX or the library may alter them."""
+    tree = {"layers": [{"kernel": jnp.ones((4, 64, 96))}], "w": jnp.ones((4, 4096))}
+    options = dq.Options(bucket_bytes=1)
+    reduce = dq.all_reduce_gradients("data", method="ef+powersgd:rank=2", options=options)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+    assert sorted(state.method) == [
+        "ErrorFeedback_PowerSGD_rank_2-layers_0_kernel-55e9864c4896",
+        "ErrorFeedback_PowerSGD_rank_2-w-482a001a57a4",
+    ]
+
+
+def test_a_checkpoint_of_other_leaves_is_not_restored(tmp_path):
+    """Not even where no step is taken: names are a part of what libraries save."""
+    states = [
+        jax.vmap(
+            dq.all_reduce_gradients("data", method=policy).init,
+            in_axes=None,
+            axis_name="data",
+            axis_size=2,
+        )(dict.fromkeys("abc", jnp.ones(2048)))
+        for policy in ({"[ab]": FEEDBACK, "c": "bf16"}, {"[ac]": FEEDBACK, "b": "bf16"})
+    ]
+    saved, other = states
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", saved)
+        with pytest.raises(ValueError, match="ErrorFeedback-a_c-"):
+            checkpointer.restore(tmp_path / "state", other)
+    assert jax.tree.structure(restored) == jax.tree.structure(saved) != jax.tree.structure(other)
+    written = flax.serialization.to_bytes(saved)
+    assert jax.tree.structure(flax.serialization.from_bytes(saved, written)) == jax.tree.structure(
+        saved
+    )
+    with pytest.raises(ValueError, match="ErrorFeedback-a_c-"):
+        flax.serialization.from_bytes(other, written)
+
+
+def test_parts_of_a_leaf_have_states_of_their_own():
+    tree = jnp.ones((2, 512, 256))
+    options = dq.Options(bucket_bytes=4 * 256 * 256)
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16", options=options)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+    heads = [name.rpartition("-")[0] for name in sorted(state.method)]
+    assert heads == ["ErrorFeedback-0_256", "ErrorFeedback-256_512"]
+
+
+KINDS = {
+    "ef+bf16": "ErrorFeedback",
+    "ef+blockint:8": "ErrorFeedback",
+    "gc+bf16": "GlobalCompensation",
+    "powersgd": "PowerSGD",
+    "bf16": None,
+}
+POLICIES = st.lists(st.sampled_from(sorted(KINDS)), min_size=4, max_size=4)
+
+
+@given(POLICIES, POLICIES)
+def test_policies_share_the_states_of_one_kind_and_the_same_leaves(one, other):
+    """And no others: four equal leaves, in a bucket for each method."""
+    tree = {name: jnp.ones((2, 64, 32)) for name in "abcd"}
+    names, wanted = [], []
+    for policy in (one, other):
+        of_leaf = dict(zip("abcd", policy, strict=True))
+        reduce = dq.all_reduce_gradients("data", method=lambda path, leaf, of=of_leaf: of[path])
+        state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+        names.append(set(state.method))
+        buckets = {
+            (method, "".join(n for n in "abcd" if of_leaf[n] == method)) for method in policy
+        }
+        wanted.append({(KINDS[method], leaves) for method, leaves in buckets if KINDS[method]})
+        assert len(names[-1]) == len(wanted[-1])
+    assert len(names[0] & names[1]) == len(wanted[0] & wanted[1])

@@ -94,7 +94,7 @@ def test_it_sends_what_is_reported(data_mesh, topology):
     assert sent(run.gather, state) == at_first
     whole = report.bytes_per_worker + 2 * NORM_BYTES  # the mean loss is as large
     assert sent(run.step, state, batches(1)[0]) == whole
-    held = sum(leaf.nbytes for leaf in (*state.shards, *state.exact)) / WORKERS
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((state.shards, state.exact))) / WORKERS
     assert report.state_bytes == held
     assert report.buckets == len(LAYERS) == len(state.shards)
 
@@ -116,7 +116,7 @@ def test_an_update_waits_for_its_own_bucket_and_those_before_it(data_mesh):
 
     def scatter(number, params, grads):
         updated = PipelinedUpdate(state.step, params, (), np.float32(0))
-        return run.pipelined.scatter(updated, grads).shards[number]
+        return list(run.pipelined.scatter(updated, grads).shards.values())[number]
 
     grads = jax.tree.map(lambda leaf: np.stack([leaf] * WORKERS), start())
     scatters = [
@@ -142,7 +142,7 @@ def test_nan_stays_in_its_bucket_unless_gradients_are_clipped(data_mesh, clipped
     for run, everywhere in ((Run(data_mesh(WORKERS), method="bf16"), False), (clipped, True)):
         state, _ = run.train(run.begin(), batches(1))
         broken = jax.tree.map(np.array, state.shards)
-        broken[1][2, 5] = np.nan
+        broken[sorted(broken)[1]][2, 5] = np.nan
         params = run.gather(state._replace(shards=broken)).params
         assert np.any(np.isnan(params["2"]["w"]))
         others = [params["1"]["w"], params["3"]["w"], params["2"]["b"]]
@@ -291,7 +291,7 @@ def test_noise_of_padding_is_in_no_norm():
         return pipelined.scatter(updated, {"w": grads})
 
     state = jax.jit(jax.vmap(step, axis_name="data"))(grads)
-    (shards,) = state.shards
+    (shards,) = state.shards.values()
     flat = shards.reshape(-1)
     assert flat.size > size and np.all(np.asarray(flat[size:]) == 0)
     assert np.mean(np.asarray(flat[:size]) != 0) > 0.9
@@ -344,5 +344,24 @@ def test_halves_in_another_order_are_refused(clipped, data_mesh):
 
 def test_a_state_of_other_buckets_is_refused(clipped, data_mesh):
     other = Run(data_mesh(WORKERS), options=dq.Options())
-    with pytest.raises(ValueError, match="state_specs"):
+    with pytest.raises(ValueError, match=r"'shard-.*need 'shard-.*: the leaves differ.*to resume"):
         jax.eval_shape(other.gather, clipped.begin())
+    whole = jax.shard_map(
+        clipped.pipelined.gather, mesh=data_mesh(WORKERS), in_specs=(P(),), out_specs=P()
+    )
+    with pytest.raises(ValueError, match=r"whose first axis is not one worker.*state_specs"):
+        jax.eval_shape(whole, clipped.begin())
+
+
+def test_shards_of_other_leaves_of_the_same_shapes_are_refused():
+    """They are of the same methods, sizes and number of workers."""
+    one, other = (
+        Pipelined(optimizer=optax.sgd(1.0), axis_name="data", method={leaves: "bf16", "": "mxfp8"})
+        for leaves in ("[12]/w", "[13]/w")
+    )
+    simulated = jax.vmap(
+        lambda params: other.gather(one.init(params)), in_axes=None, axis_name="data", axis_size=2
+    )
+    words = "state.shards has 'shard-1_w_2_w-.*: the leaves differ"
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(simulated, start())

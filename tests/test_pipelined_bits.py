@@ -32,7 +32,7 @@ def test_losses_are_bit_identical_to_those_of_the_unpipelined_step(clipped, tmp_
     assert losses[-1] < 0.9 * losses[0]
 
     half, before = clipped.train(clipped.begin(), xs[:5])
-    assert all(np.any(shard != 0) for shard in half.shards)
+    assert all(np.any(shard != 0) for shard in half.shards.values())
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "half", half)
     with ocp.StandardCheckpointer() as checkpointer:

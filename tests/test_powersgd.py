@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Call, ErrorFeedback, Method, PowerSGD, Reduced, WireCost
+from tests.support.checkpoints import only
 from tests.support.gradients import vnmse
 from tests.support.hlo import sent_bytes
 from tests.support.workers import call_on, on_mesh, simulated
@@ -194,7 +195,7 @@ def test_leaves_of_a_tree_are_factorized_each_in_its_shape():
         return reduce.update(leaves, reduce.init(leaves))
 
     means, state = simulated(local)(KEY, *matrices)
-    assert [q.shape[2:] for q in state.method[0]] == [(20, 2), (50, 2)]
+    assert [q.shape[2:] for q in only(state)] == [(20, 2), (50, 2)]
     for ours, matrix in zip(means, matrices, strict=True):
         assert vnmse(ours[0], matrix.mean(axis=0)) < 1e-9
 
@@ -278,7 +279,7 @@ def test_a_mesh_gives_what_the_simulation_gives(data_mesh):
         np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
     # Products of matrices are added up in another order.
     np.testing.assert_allclose(means, expected, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(state.method[0][0], expected_state.method[0][0], atol=1e-3)
+    np.testing.assert_allclose(only(state)[0], only(expected_state)[0], atol=1e-3)
 
 
 def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh):
@@ -316,7 +317,7 @@ def test_parts_of_a_bucket_have_factors_of_their_own():
             return state, mean
 
         state, means = jax.lax.scan(step, reduce.init(g[0]), None, 3)
-        return means[-1:], state.method[0][0]
+        return means[-1:], only(state)[0]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
     matrices = low_rank(0, NUM_WORKERS, 32, 32, 1)  # each part of 512 is 23 x 23

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import METHODS
+from dynamiq_jax._buckets.recording import recording
+from dynamiq_jax.methods import METHODS, resolve_method
 from tests.support.gradients import of_workers, vnmse
 
 WORKERS, STEPS = 4, 6
@@ -99,11 +100,35 @@ def test_phases_of_like_states_share_them(data_mesh):
     """What a phase leaves out is added in the next one. Other shapes have states of their own."""
     schedule = dq.Schedule({0: "ef+topk_chunked:2", 2: "ef+exact", 3: "ef+powersgd", 4: "exact"})
     run = Run(data_mesh(WORKERS), schedule)
-    assert len(run.start.method) == 2
+    kinds = [name.split("-")[0] for name in sorted(run.start.method)]
+    assert kinds == ["ErrorFeedback", "ErrorFeedback_PowerSGD_rank_4"]
     outputs, state = run.steps(run.start, 0, 3)
     total, truth = sum(outputs), GRADIENTS[:, :3].mean(0, dtype=np.float64).sum(0)
     assert vnmse(total, truth) < 1e-4 < 1e-2 < vnmse(outputs[0], GRADIENTS[:, 0].mean(0))
-    assert np.abs(state.method[0][0].residual).max() < 1e-5
+    assert np.abs(state.method[min(state.method)].residual).max() < 1e-5
+
+
+def test_phases_of_other_leaves_start_from_states_of_their_own(data_mesh):
+    """A residual is never added to the gradients of other leaves, whatever its shape."""
+    first, second = ({leaves: "ef+bf16", "": "ef+blockint:4"} for leaves in ("a|c", "a|b"))
+    scales = {"a": 1, "b": 100, "c": 0.01, "d": 1}
+
+    def run(schedule, start, steps):
+        reduce = dq.all_reduce_gradients("data", method=schedule, start_step=start)
+
+        def local(stacked):
+            tree = {name: scale * stacked for name, scale in scales.items()}
+            state = reduce.init(tree)
+            for _ in range(steps):
+                mean, state = reduce.update(tree, state)
+            return mean
+
+        return jax.jit(jax.vmap(local, axis_name="data"))(GRADIENTS[:, 0])
+
+    switched = run(dq.Schedule({0: first, 2: second}), 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, switched, run(second, 2, 1))
+    for name, scale in scales.items():
+        assert vnmse(switched[name][0], scale * GRADIENTS[:, 0].mean(0)) < 0.1
 
 
 def test_only_the_phase_that_it_is_in_is_compiled(data_mesh):
@@ -122,6 +147,17 @@ def test_only_the_phase_that_it_is_in_is_compiled(data_mesh):
     assert kinds(0) == (False, False)
     assert kinds(1) == (False, True)
     assert kinds(None) == (True, True)
+
+
+def test_a_phase_records_its_own_plan_alone():
+    """Those of other phases, whose states are compared, are no collectives of this program."""
+    schedule = dq.Schedule({0: "ef+bf16", 1: "powersgd"})
+    reduce = dq.all_reduce_gradients("data", method=schedule, phase=0)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), GRADIENTS[:, 0])
+    with recording() as records:
+        jax.eval_shape(jax.vmap(reduce.update, axis_name="data"), GRADIENTS[:, 0], state)
+    (record,) = records
+    assert [bucket.method for bucket in record.plan.buckets] == [resolve_method("ef+bf16")]
 
 
 @pytest.mark.parametrize(

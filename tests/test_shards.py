@@ -1,6 +1,7 @@
 """Leaves that are sharded over further axes: every device compresses and sends its own shards."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.mesh_bytes import sent_by_axes
+from dynamiq_jax._buckets.shards import Shards
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
@@ -277,7 +279,7 @@ def test_states_are_split_as_the_gradients_are():
     saved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
     second, after = update(own, state)
     again, _ = update(own, saved)
-    of_shards, whole = (kept.residual for kept in after.method)
+    of_shards, whole = (after.method[name].residual for name in sorted(after.method))
     assert of_shards.shape == (8, 256 * 512 // 4) and whole.shape == (2, 4096)
     assert of_shards.sharding.shard_shape(of_shards.shape) == (1, 256 * 512 // 4)
     left_out = np.asarray(of_shards).reshape(2, -1).mean(axis=0)
@@ -392,3 +394,29 @@ def test_axes_of_one_device_do_not_count():
     )
     own = of_workers(0, 2, 4096)
     assert vnmse(jax.jit(mapped)(own.reshape(-1)), own.mean(axis=0, dtype=np.float64)) < 1e-4
+
+
+def test_leaves_are_split_alike_if_and_only_if_devices_hold_the_same_parts():
+    """Every way to split a matrix over three axes."""
+    sizes = {"a": 2, "b": 2, "c": 2}
+    cuts = [
+        (order[:cut], order[cut:]) for order in itertools.permutations(sizes) for cut in range(4)
+    ]
+    found = []
+    for rows, columns in cuts:
+        shards = Shards(tuple(sizes), tuple(sizes.values()), (P(rows, columns),))
+        # Of each device, in the order of the mesh: the numbers of its rows and of its columns.
+        parts = [
+            tuple(
+                int(np.ravel_multi_index([place[name] for name in names], [2] * len(names)))
+                if names
+                else 0
+                for names in (rows, columns)
+            )
+            for place in (
+                dict(zip(sizes, indices, strict=True)) for indices in np.ndindex(*sizes.values())
+            )
+        ]
+        found.append((shards.split_of(0), parts))
+    for (split, parts), (other_split, other_parts) in itertools.combinations(found, 2):
+        assert (split == other_split) == (parts == other_parts)

@@ -155,7 +155,7 @@ def test_the_share_left_out_is_a_metric_of_every_step_on_a_mesh(data_mesh):
             return state, (update, state.metrics["left_out"])
 
         state = reduce.init(gradients[0])
-        assert state.method == ()
+        assert state.method == {}
         return jax.lax.scan(step, state, gradients)[1]
 
     run = on_mesh(local, data_mesh(NUM_WORKERS), check_vma=False)

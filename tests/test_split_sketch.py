@@ -17,6 +17,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import Call, ErrorFeedback, SplitSketch
 from dynamiq_jax.methods._split_sketch import threshold
 from tests.support import checkpoints
+from tests.support.checkpoints import only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
@@ -397,7 +398,7 @@ def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
         np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
     # Additions of another program may be in another order.
     np.testing.assert_allclose(outputs, expected, rtol=1e-5)
-    np.testing.assert_allclose(state.method[0].memory, expected_state.method[0].memory, rtol=1e-5)
+    np.testing.assert_allclose(only(state).memory, only(expected_state).memory, rtol=1e-5)
 
 
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):

@@ -1,6 +1,7 @@
 """The all-reduce as an optax transformation."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ from jax import Array, lax
 from dynamiq_jax._api.schedule import Schedule
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
-from dynamiq_jax._buckets.loop import States
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import Compression, Options, resolve
 from dynamiq_jax._buckets.policy import Rules
@@ -33,8 +33,9 @@ class AllReduceState(NamedTuple):
     """
 
     step: Array  # int32 scalar: steps taken, which with the seed make the key of a step
-    # The method's state for each bucket; () if it has none. With a schedule, a tuple of such.
-    method: tuple[Any, ...]
+    # States of methods, of the buckets whose method carries one. Keys name what a state belongs to:
+    # its kind, its leaves, and a hash of both. With a schedule, those of all phases.
+    method: Mapping[str, Any]
     metrics: Mapping[str, Array] = {}  # of the last step, float32 scalars; {} if it has none
 
 
@@ -61,8 +62,9 @@ def all_reduce_gradients(
     Args:
       axis_name: axis to average over, or several with the slowest link first; see `psum`.
       method: compression method or policy; see `psum`. Or a `Schedule` of several. One program then
-        holds all of them and chooses by the step; states are those of all phases. Phases whose
-        states have the same shapes share them, so that error feedback goes on through a switch.
+        holds all of them and chooses by the step; states are those of all phases. Phases share
+        the state of a bucket that has the same leaves in both, if it is of the same kind: error
+        feedback goes on through a switch.
       topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
@@ -78,7 +80,8 @@ def all_reduce_gradients(
       be saved and restored like any pytree.
 
     Raises:
-      ValueError: as `psum`; a phase that the schedule does not have.
+      ValueError: as `psum`; a phase that the schedule does not have; in `update`, a state of other
+        leaves or of another kind of method.
     """
     schedule = method if isinstance(method, Schedule) else Schedule({0: method})
     if phase is not None and not 0 <= phase < len(schedule.phases):
@@ -103,15 +106,13 @@ def all_reduce_gradients(
         )
 
     def init(params: Any) -> AllReduceState:
-        states: tuple[States, ...] = ()
+        states: dict[str, Any] = {}
         for how in hows:
             if how.is_stateful(params):
-                first = driver.first_states(_mean(axis_name), params, how, specs=specs)
-                if _place(first, states) is None:
-                    states = (*states, first)
+                states |= driver.first_states(_mean(axis_name), params, how, specs=specs)
         return AllReduceState(
             jnp.asarray(start_step, jnp.int32),
-            states if isinstance(method, Schedule) else next(iter(states), ()),
+            states,
             {name: jnp.zeros((), jnp.float32) for name in names_of(params)},
         )
 
@@ -119,36 +120,35 @@ def all_reduce_gradients(
         updates: Any, state: AllReduceState, params: Any = None
     ) -> tuple[Any, AllReduceState]:
         del params
-        kept = state.method if isinstance(method, Schedule) else (state.method,)
         no_metrics = {name: jnp.zeros((), jnp.float32) for name in names_of(updates)}
 
-        def run(how: Compression) -> tuple[Any, tuple[States, ...], dict[str, Array]]:
-            stateful, place = how.is_stateful(updates), 0
-            if stateful and isinstance(method, Schedule):
-                first = jax.eval_shape(
-                    lambda: driver.first_states(_mean(axis_name), updates, how, specs=specs)
-                )
-                found = _place(first, kept)
-                place = len(kept) if found is None else found
+        def names_of_states(how: Compression) -> tuple[str, ...]:
+            if not how.is_stateful(updates):
+                return ()
+            return driver.names_of_states(_mean(axis_name), updates, how, specs=specs)
+
+        own = [names_of_states(how) for how in hows]
+        driver.check_state_names(state.method, itertools.chain(*own))
+
+        def run(number: int) -> tuple[Any, dict[str, Any], dict[str, Array]]:
             outcome = driver.run(
                 _mean(axis_name),
                 updates,
                 jax.random.fold_in(jax.random.key(seed), state.step),
-                how,
+                hows[number],
                 specs=specs,
-                states=(*kept, ())[place] if stateful else None,
+                states={name: state.method[name] for name in own[number]},
             )
-            after = (*kept[:place], outcome.states, *kept[place + 1 :]) if stateful else kept
-            return outcome.tree, after, {**no_metrics, **outcome.metrics}
+            states = {**state.method, **outcome.states}
+            return outcome.tree, states, {**no_metrics, **outcome.metrics}
 
         if len(hows) == 1:
-            tree, after, metrics = run(hows[0])
+            tree, states, metrics = run(0)
         elif phase is not None:
-            tree, after, metrics = run(hows[phase])
+            tree, states, metrics = run(phase)
         else:
-            branches = [functools.partial(run, how) for how in hows]
-            tree, after, metrics = lax.switch(schedule.traced_phase(state.step), branches)
-        states = after if isinstance(method, Schedule) else after[0]
+            branches = [functools.partial(run, number) for number in range(len(hows))]
+            tree, states, metrics = lax.switch(schedule.traced_phase(state.step), branches)
         return tree, AllReduceState(state.step + 1, states, metrics)
 
     return optax.GradientTransformation(init, update)
@@ -156,10 +156,3 @@ def all_reduce_gradients(
 
 def _mean(axis_name: AxisName) -> AllReduce:
     return AllReduce(find_axes(axis_name), mean=True)
-
-
-def _place(states: States, kept: tuple[States, ...]) -> int | None:
-    """Return which of the states of several phases are like those of another phase."""
-    shapes = driver.shapes_of(states)
-    same = (number for number, each in enumerate(kept) if driver.shapes_of(each) == shapes)
-    return next(same, None)

@@ -5,7 +5,8 @@ all axes that split leaves are manual.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,12 +20,14 @@ from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.options import Compression
-from dynamiq_jax._buckets.plan import Plan, make_plan
+from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
 from dynamiq_jax._buckets.shards import Shards, find_shards
-from dynamiq_jax.methods import Method
+from dynamiq_jax._buckets.state_names import check_names, state_name
+from dynamiq_jax.methods import Method, State
 from pallas_kernels import compat
 
 P = PartitionSpec
+NamedStates = Mapping[str, State]  # of the buckets whose method carries one; see `state_names`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Outcome:
     """Result of a collective."""
 
     tree: Any
-    states: States  # for the next step
+    states: NamedStates  # for the next step
     metrics: Mapping[str, Array]  # of the methods: means over buckets, weighted by coordinates
 
 
@@ -43,7 +46,7 @@ def run(
     how: Compression,
     *,
     specs: Any = None,
-    states: States | None = None,
+    states: NamedStates | None = None,
 ) -> Outcome:
     """Run a collective on a tree.
 
@@ -53,7 +56,7 @@ def run(
       key: PRNG key, the same on all workers.
       how: policy, topology and options.
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
-      states: states of the methods for every bucket, as from `first_states`; None for those of a
+      states: states of the methods by their names, as from `first_states`; None for those of a
         first step.
     """
     key = checks.check_key(key, operation.axes.names)
@@ -68,14 +71,14 @@ def run(
     layout.check_agreement(key)
 
     def local(
-        leaves: dict[int, Array], key: Array, states: States | None
-    ) -> tuple[dict[int, Array], States, Mapping[str, Array]]:
-        before = layout.local_states() if states is None else _without_worker_axis(states)
+        leaves: dict[int, Array], key: Array, states: NamedStates | None
+    ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array]]:
+        before = layout.local_states() if states is None else layout.of_buckets(states)
         result, after_step, metrics = send_all(operation, plan, leaves, key, how, before)
         metrics = {**layout.no_metrics(), **metrics}
         if shards.axes:
             metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
-        return result, _with_worker_axis(after_step), metrics
+        return result, layout.named(after_step), metrics
 
     touched = {
         index: leaf for index, leaf in enumerate(layout.leaves) if index not in plan.untouched
@@ -100,13 +103,23 @@ def run(
     )
 
 
-def first_states(operation: Operation, tree: Any, how: Compression, *, specs: Any = None) -> States:
-    """Return the states of a method for every bucket of a tree, before the first step.
+def first_states(
+    operation: Operation, tree: Any, how: Compression, *, specs: Any = None
+) -> NamedStates:
+    """Return the states of methods by their names, before the first step.
 
     Every array has a leading axis: the devices over which leaves of the bucket are split by axes
     that are not manual here, which is one where there are none.
     """
     return Layout.of(operation, tree, how, specs).first_states()
+
+
+def names_of_states(
+    operation: Operation, tree: Any, how: Compression, *, specs: Any = None
+) -> tuple[str, ...]:
+    """Return the names of the states of a tree, as of `first_states`."""
+    with recording.paused():  # nothing is sent
+        return tuple(Layout.of(operation, tree, how, specs).state_names.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +168,67 @@ class Layout:
             recording.record(_record(operation, names, planned, plan))
         return Layout(operation, how, names, leaves, structure, shards, split_over, used, plan)
 
+    def name_of(self, kind: str, bucket: Bucket, *facts: Any) -> str:
+        """Return the name of something that belongs to the leaves of a bucket.
+
+        Dtypes are no part of it: a residual of parameters in float32 is one of gradients in
+        bfloat16 too. With fast axes, it belongs to a worker's part of a bucket.
+        """
+        leaves = [self.names[index] for index in bucket.leaves]
+        if bucket.part is not None:
+            leaves = [f"{leaves[0]}[{bucket.part[0]}:{bucket.part[1]}]"]
+        members = [
+            [list(self.leaves[index].shape), self.shards.split_of(index)] for index in bucket.leaves
+        ]
+        fast = [[axis.name, axis.size] for axis in self.operation.axes.fast]
+        if bucket.stripe is not None:
+            facts = (*facts, [bucket.stripe.number, bucket.stripe.count])
+        return state_name(kind, leaves, members, bucket.part, bucket.size, fast, *facts)
+
+    @functools.cached_property
+    def state_names(self) -> dict[int, str]:
+        """Names of states by the numbers of their buckets, of those whose method carries one.
+
+        They are for methods of the same kind, for the same leaves, and of the same shapes.
+        """
+        names = {}
+        for number, bucket in enumerate(self.plan.buckets):
+            if bucket.method.is_stateful:
+                first = jax.eval_shape(functools.partial(bucket.method.init_state, bucket.call))
+                shapes = [[str(leaf.dtype), list(leaf.shape)] for leaf in jax.tree.leaves(first)]
+                names[number] = self.name_of(bucket.method.state_kind, bucket, shapes)
+        return names
+
     @property
-    def state_specs(self) -> tuple[PartitionSpec, ...]:
-        """Specs of the leading axis of the arrays of each bucket's state."""
+    def bucket_specs(self) -> tuple[PartitionSpec, ...]:
+        """Specs of the leading axis of what devices hold of each bucket."""
         axes = [
             tuple(axis for axis in bucket.split_over if axis in self.shards.axes)
             for bucket in self.plan.buckets
         ]
         return tuple(P(names) if names else P() for names in axes)
+
+    @property
+    def state_specs(self) -> dict[str, PartitionSpec]:
+        """Specs of the leading axis of the arrays of each state."""
+        specs = self.bucket_specs
+        return {name: specs[number] for number, name in self.state_names.items()}
+
+    def named(self, states: States) -> NamedStates:
+        """Return states of all buckets of one device by their names, with a leading axis."""
+        return {
+            name: jax.tree.map(lambda leaf: leaf[None], states[number])
+            for number, name in self.state_names.items()
+        }
+
+    def of_buckets(self, states: NamedStates) -> States:
+        """Invert `named`."""
+        local = jax.tree.map(lambda leaf: leaf[0], dict(states))
+        names = self.state_names
+        return tuple(
+            local[names[number]] if number in names else ()
+            for number in range(len(self.plan.buckets))
+        )
 
     def local_states(self) -> States:
         """Return first states of one device, marked like those after the first step."""
@@ -178,10 +244,10 @@ class Layout:
         """Return zero for the metrics of all methods."""
         return {name: jnp.zeros((), jnp.float32) for name in self.how.metrics(self.used)}
 
-    def first_states(self) -> States:
+    def first_states(self) -> NamedStates:
         """Return first states of all devices; see `first_states`."""
         mapped = self.shards.map(
-            lambda: _with_worker_axis(self.local_states()),
+            lambda: self.named(self.local_states()),
             in_specs=(),
             out_specs=self.state_specs,
         )
@@ -192,26 +258,17 @@ class Layout:
         tree = jax.tree.unflatten(self.structure, self.leaves)
         agreement.check(self.operation, self.how, tree, key, self.shards.specs)
 
-    def check_states(self, states: States) -> None:
-        """Raise ValueError for states that were made for other buckets."""
-        found, wanted = shapes_of(states), shapes_of(jax.eval_shape(self.first_states))
-        if found == wanted:
-            return
-        if [(path, shape[1:]) for path, shape in found] == [
-            (path, shape[1:]) for path, shape in wanted
-        ]:
-            differing = (a for a, b in zip(found, wanted, strict=True) if a != b)
-            path, shape = next(differing)
-            raise ValueError(
-                f"state.method{path} has shape {shape}, whose first axis is not one worker. Give "
-                "shard_map the specs of dq.AllReduceState: "
-                f"method=P({_spelled(self.operation.axes.names)})."
-            )
-        raise ValueError(
-            f"state.method has arrays of shapes {found}, but these gradients need {wanted}. It "
-            "belongs to leaves of other shapes or dtypes, or to another method, exact_below, "
-            "bucket_bytes, specs or number of workers. Call init with gradients like these."
-        )
+    def check_states(self, states: NamedStates) -> None:
+        """Raise ValueError for states of other buckets, or of several workers at once."""
+        check_state_names(states, self.state_names.values())
+        found, wanted = shapes_of(dict(states)), shapes_of(jax.eval_shape(self.first_states))
+        for (path, shape), (_, needed) in zip(found, wanted, strict=True):
+            if shape != needed:
+                raise ValueError(
+                    f"state.method{path} has shape {shape}, not {needed}: its first axis is not "
+                    "one worker. Give shard_map the specs of dq.AllReduceState: "
+                    f"method=P({_spelled(self.operation.axes.names)})."
+                )
 
 
 def _record(
@@ -248,12 +305,16 @@ def _check_limit(operation: Operation, how: Compression, used: tuple[Method, ...
             )
 
 
-def _with_worker_axis(states: States) -> States:
-    return jax.tree.map(lambda leaf: leaf[None], states)
-
-
-def _without_worker_axis(states: States) -> States:
-    return jax.tree.map(lambda leaf: leaf[0], states)
+def check_state_names(states: Any, wanted: Iterable[str]) -> None:
+    """Raise an error for states of methods that are not those of some names."""
+    check_names(
+        "state.method",
+        states,
+        wanted,
+        user="these gradients",
+        remedy="Call init with gradients like these, or go on with the leaves, method, "
+        "exact_below, bucket_bytes and specs that the state was made with.",
+    )
 
 
 def shapes_of(states: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -37,6 +37,16 @@ def recording() -> Iterator[list[Record]]:
         _records.reset(token)
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Collect no records in this context."""
+    token = _records.set(None)
+    try:
+        yield
+    finally:
+        _records.reset(token)
+
+
 def is_recording() -> bool:
     """Return whether somebody collects records."""
     return _records.get() is not None

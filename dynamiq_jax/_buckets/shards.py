@@ -30,6 +30,30 @@ class Shards:
         """Return the axes over which a leaf is split, in the order of the mesh."""
         return axes_in(self.specs[index], self.axes)
 
+    def split_of(self, index: int) -> list[list[int]]:
+        """Return how devices split a leaf, whatever the names of axes.
+
+        The devices are numbered along the axes of the leaf, in the order of the mesh. Neighboring
+        axes that split a dimension in this order count as one.
+
+        Returns:
+          For each axis: its dimension, its place among the axes of this dimension, its devices.
+        """
+        sizes = dict(zip(self.axes, self.sizes, strict=True))
+        places = {
+            name: (dimension, place)
+            for dimension, names in enumerate(self.specs[index])
+            for place, name in enumerate(names_of(names))
+        }
+        found: list[list[int]] = []
+        for name in self.axes_of(index):
+            dimension, place = places[name]
+            if found and found[-1][0] == dimension and found[-1][2] + 1 == place:
+                found[-1][2:] = [place, found[-1][3] * sizes[name]]
+            else:
+                found.append([dimension, place, place, sizes[name]])
+        return [[dimension, first, count] for dimension, first, _, count in found]
+
     def local(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of a device's shard of a leaf."""
         sizes = dict(zip(self.axes, self.sizes, strict=True))

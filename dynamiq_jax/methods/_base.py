@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, Payload, WireCost, as_chunks
+from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.topologies import FixedTopology, Gathered, Scattered, gather
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.compat import override
@@ -86,6 +87,15 @@ class Method(abc.ABC):
     def is_stateful(self) -> bool:
         """True for methods that carry state from step to step."""
         return False
+
+    @property
+    def state_kind(self) -> str:
+        """Kind of the state: methods of one kind can take over each other's states.
+
+        These are equal methods, unless a method says which of its fields its state depends on. The
+        shapes of the state are compared beside it.
+        """
+        return spelled(self)
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ class ErrorFeedback(Feedback):
     >>> state = jax.jit(jax.vmap(reduce.init, axis_name="data"))(gradients)
     >>> step = jax.jit(jax.vmap(reduce.update, axis_name="data"))
     >>> mean, state = step(gradients, state)
-    >>> kept = state.method[0].residual.reshape(gradients.shape)
+    >>> (bucket,) = state.method.values()
+    >>> kept = bucket.residual.reshape(gradients.shape)
     >>> bool(jnp.allclose(mean[0] + kept.mean(axis=0), gradients.mean(axis=0), atol=1e-5))
     True
     """

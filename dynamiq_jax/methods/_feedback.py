@@ -34,6 +34,13 @@ class Feedback(Method):
 
     @property
     @override
+    def state_kind(self) -> str:
+        """Its class: what it keeps is in units of the gradient, whichever method left it out."""
+        name = type(self).__name__
+        return f"{name}({self.inner.state_kind})" if self.inner.is_stateful else name
+
+    @property
+    @override
     def metrics(self) -> tuple[str, ...]:
         return self.inner.metrics
 

@@ -68,6 +68,11 @@ class PowerSGD(Method):
 
     @property
     @override
+    def state_kind(self) -> str:
+        return f"PowerSGD(rank={self.rank})"
+
+    @property
+    @override
     def sums_applied(self) -> bool:
         return self.inner.sums_applied
 

@@ -101,6 +101,11 @@ class SplitSketch(Method):
 
     @property
     @override
+    def state_kind(self) -> str:
+        return f"SplitSketch(group={self.group})"
+
+    @property
+    @override
     def metrics(self) -> tuple[str, ...]:
         return ("kept",)
 

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.shards import names_of
+from dynamiq_jax._buckets.state_names import state_name
 
 Tree = TypeVar("Tree")
 
@@ -43,6 +44,7 @@ class Fragments:
 
     # Leaf index to its slice, or to None for the whole leaf, by fragment.
     members: tuple[dict[int, Slice | None], ...]
+    names: tuple[str, ...]  # of each fragment: what its states belong to
 
     @staticmethod
     def of(tree: Any, specs: Sequence[PartitionSpec], count: int) -> "Fragments":
@@ -81,7 +83,12 @@ class Fragments:
             least = min(free, key=lambda number: filled[number])
             filled[least] += max(size, 1)  # a leaf without elements counts too
             members[least][index] = piece
-        return Fragments(tuple(members))
+        paths = [
+            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        shapes = [np.shape(leaf) for leaf in leaves]
+        names = (_name(number, each, paths, shapes) for number, each in enumerate(members))
+        return Fragments(tuple(members), tuple(names))
 
     def take(self, tree: Tree, number: int) -> Tree:
         """Return a fragment of a tree."""
@@ -116,6 +123,19 @@ def _cut(shape: tuple[int, ...], spec: PartitionSpec, wanted: int) -> list[Slice
         Slice(dimension, int(start), int(stop - start))
         for start, stop in itertools.pairwise(bounds)
     ]
+
+
+def _name(
+    number: int,
+    members: dict[int, Slice | None],
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+) -> str:
+    pieces = [
+        [paths[index], shapes[index], dataclasses.astuple(piece) if piece else None]
+        for index, piece in sorted(members.items())
+    ]
+    return state_name(f"fragment {number}", [paths[index] for index in sorted(members)], pieces)
 
 
 def _bytes(leaf: Any) -> int:

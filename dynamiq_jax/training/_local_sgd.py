@@ -1,7 +1,8 @@
 """Local steps, and now and then an outer step on the mean change of the weights (DiLoCo)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,25 +23,17 @@ from dynamiq_jax._core.validation import check_integer, check_number
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.training._fragments import Fragments
+from dynamiq_jax.training._local_sgd_state import (
+    LocalSGDState,
+    check_fragments,
+    check_method,
+    check_outer,
+    check_timing,
+)
 from dynamiq_jax.training._params import check_shared_params
 from pallas_kernels import compat
 
 P = PartitionSpec
-
-
-class LocalSGDState(NamedTuple):
-    """State of `LocalSGD`: a plain pytree that can be saved and restored.
-
-    All of it is the same on all workers but `method`, whose arrays have a leading axis of size 1,
-    the worker, as in `AllReduceState`. `LocalSGD.state_specs` has the specs of `jax.shard_map`.
-    """
-
-    step: Array  # int32 scalar: local steps taken
-    reference: Any  # parameters after the last outer steps, like those of a worker
-    outer: tuple[optax.OptState, ...]  # of each fragment
-    # Mean changes that are sent but not applied, of each fragment; () without delay.
-    pending: tuple[Any, ...]
-    method: tuple[tuple[State, ...], ...]  # states of the method, of each fragment; () if none
 
 
 # Fields that decide which step sends what, and its noise: the same in all processes.
@@ -79,6 +72,10 @@ class LocalSGD:
 
     The methods are DiLoCo (arXiv 2311.08105, Algorithm 1) and Streaming DiLoCo (arXiv 2501.18512).
     Error feedback is that of the method: `method="ef+dynamiq:3"`.
+
+    A run can go on from a state with another `every` (without a delay), `mixing`, `topology` or
+    `seed`, another rate of `outer`, or another method without state. A state of other leaves,
+    fragments or delays, of another kind of `outer`, or of a method with other states, is refused.
     """
 
     axis_name: AxisName  # axis of the slow link, or several axes, the slowest first; see `psum`
@@ -122,8 +119,7 @@ class LocalSGD:
         Each is a tree like `params`, with None in place of leaves of other fragments, and slices of
         leaves that are cut.
         """
-        fragments = self._fragments(params)
-        return tuple(fragments.take(params, number) for number in range(self.fragments))
+        return _parts(self._fragments(params), params)
 
     def wire_report(
         self, params: Any, axis_size: Any, *, mesh: Any = None
@@ -163,20 +159,20 @@ class LocalSGD:
         """
         axes = find_axes(self.axis_name)
         check_shared_params(params, axes, "mean change")
-        fragments = self.split(params)
-        how = self._of_fragments
-        method: tuple[tuple[State, ...], ...] = ()
+        fragments = self._fragments(params)
+        parts = dict(zip(fragments.names, _parts(fragments, params), strict=True))
+        method: dict[str, Mapping[str, State]] = {}
         if self._how.is_stateful(params):
-            operation = AllReduce(axes, mean=True)
-            method = tuple(
-                driver.first_states(operation, fragment, how, specs=self.specs)
-                for fragment in fragments
-            )
+            operation, how = AllReduce(axes, mean=True), self._of_fragments
+            method = {
+                name: driver.first_states(operation, part, how, specs=self.specs)
+                for name, part in parts.items()
+            }
         return LocalSGDState(
             step=jnp.zeros((), jnp.int32),
             reference=params,
-            outer=tuple(map(self.outer.init, fragments)),
-            pending=tuple(jax.tree.map(jnp.zeros_like, fragments)) if self.delay else (),
+            outer={name: self.outer.init(part) for name, part in parts.items()},
+            pending={timing: jax.tree.map(jnp.zeros_like, parts) for timing in self._timing},
             method=method,
         )
 
@@ -195,6 +191,10 @@ class LocalSGD:
         Returns:
           Parameters of this worker to go on with, and the state. NaN or Inf of any worker surface
           in `reference`, on all workers, as for `psum`.
+
+        Raises:
+          ValueError: a state of other parameters, fragments or delays, or of another outer
+            optimizer or method.
         """
         if not isinstance(state, LocalSGDState):
             raise TypeError(
@@ -203,20 +203,23 @@ class LocalSGD:
             )
         if due is not None:
             self._check_due(due)
+        fragments = self._fragments(params)
+        self._check_state(state, fragments, params)
         axes = find_axes(self.axis_name)
         self._check_agreement(axes, params)
         params = jax.tree.map(lambda leaf: _vary(leaf, axes.names), params)
         carry = params, state
+        send, apply = (functools.partial(act, fragments) for act in (self._send, self._apply))
         if due is not None:
             if self.delay and due.applied is not None:
-                carry = self._apply(due.applied, carry)
+                carry = apply(due.applied, carry)
             if due.sent is not None:
-                carry = self._send(due.sent, carry)
+                carry = send(due.sent, carry)
         else:
             taken = state.step + 1
             if self.delay:
-                carry = self._choose(self._apply, taken - self.delay, carry)
-            carry = self._choose(self._send, taken, carry)
+                carry = self._choose(apply, taken - self.delay, carry)
+            carry = self._choose(send, taken, carry)
         params, state = carry
         return params, state._replace(step=state.step + 1)
 
@@ -237,6 +240,24 @@ class LocalSGD:
                 f"due={due!r:.80} is none of the {self.fragments} fragments. Give "
                 "local_sgd.due(step)."
             )
+
+    @property
+    def _timing(self) -> tuple[str, ...]:
+        """Period and delay of changes that are pending; none without a delay."""
+        return (f"every_{self.every}_delay_{self.delay}",) if self.delay else ()
+
+    def _check_state(self, state: LocalSGDState, fragments: Fragments, params: Any) -> None:
+        """Raise ValueError for a state of another configuration, or of other parameters."""
+        is_stateful, how = self._how.is_stateful(params), self._of_fragments
+        check_fragments(state, fragments.names)
+        check_timing(state, self._timing)
+        for name, part in zip(fragments.names, _parts(fragments, params), strict=True):
+            check_outer(state, name, jax.eval_shape(self.outer.init, part))
+            names: tuple[str, ...] = ()
+            if is_stateful:
+                operation = AllReduce(find_axes(self.axis_name), mean=True)
+                names = driver.names_of_states(operation, part, how, specs=self.specs)
+            check_method(state, name, names)
 
     @property
     def _how(self) -> Compression:
@@ -283,10 +304,12 @@ class LocalSGD:
         ]
         return lax.switch(branch, branches, carry)
 
-    def _send(self, fragment: int, carry: tuple[Any, LocalSGDState]) -> tuple[Any, LocalSGDState]:
+    def _send(
+        self, fragments: Fragments, fragment: int, carry: tuple[Any, LocalSGDState]
+    ) -> tuple[Any, LocalSGDState]:
         """Average the change of a fragment, and apply it unless there is a delay."""
         params, state = carry
-        fragments = self._fragments(params)
+        name = fragments.names[fragment]
         change = jax.tree.map(
             lambda before, now: compat.match_varying(before, now) - now,
             fragments.take(state.reference, fragment),
@@ -298,27 +321,32 @@ class LocalSGD:
             jax.random.fold_in(jax.random.key(self.seed), state.step),
             self._of_fragments,
             specs=self.specs,
-            states=state.method[fragment] if state.method else None,
+            states=state.method[name] if state.method else {},
         )
         if state.method:
-            state = state._replace(method=_with(state.method, fragment, outcome.states))
+            state = state._replace(method={**state.method, name: outcome.states})
         if self.delay:
-            pending = _with(state.pending, fragment, outcome.tree)
+            pending = {
+                timing: {**state.pending[timing], name: outcome.tree} for timing in self._timing
+            }
             return params, state._replace(pending=pending)
-        return self._step(fragment, outcome.tree, params, state)
+        return self._step(fragments, fragment, outcome.tree, (params, state))
 
-    def _apply(self, fragment: int, carry: tuple[Any, LocalSGDState]) -> tuple[Any, LocalSGDState]:
+    def _apply(
+        self, fragments: Fragments, fragment: int, carry: tuple[Any, LocalSGDState]
+    ) -> tuple[Any, LocalSGDState]:
         """Apply the change that a fragment has sent."""
-        params, state = carry
-        return self._step(fragment, state.pending[fragment], params, state)
+        (pending,) = carry[1].pending.values()
+        return self._step(fragments, fragment, pending[fragments.names[fragment]], carry)
 
     def _step(
-        self, fragment: int, change: Any, params: Any, state: LocalSGDState
+        self, fragments: Fragments, fragment: int, change: Any, carry: tuple[Any, LocalSGDState]
     ) -> tuple[Any, LocalSGDState]:
         """Take the outer step of a fragment."""
-        fragments = self._fragments(params)
+        params, state = carry
+        name = fragments.names[fragment]
         before = fragments.take(state.reference, fragment)
-        updates, outer = self.outer.update(change, state.outer[fragment], before)
+        updates, outer = self.outer.update(change, state.outer[name], before)
         after = optax.apply_updates(before, updates)
 
         def merged(after: Array, local: Array) -> Array:
@@ -331,13 +359,13 @@ class LocalSGD:
         own = jax.tree.map(merged, after, fragments.take(params, fragment))
         state = state._replace(
             reference=fragments.put(state.reference, fragment, after),
-            outer=_with(state.outer, fragment, outer),
+            outer={**state.outer, name: outer},
         )
         return fragments.put(params, fragment, own), state
 
 
-def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
-    return (*values[:index], value, *values[index + 1 :])
+def _parts(fragments: Fragments, params: Any) -> tuple[Any, ...]:
+    return tuple(fragments.take(params, number) for number in range(len(fragments.names)))
 
 
 def _vary(leaf: Array, axis_names: tuple[str, ...]) -> Array:

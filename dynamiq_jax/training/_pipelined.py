@@ -1,7 +1,7 @@
 """Steps whose all-reduce runs under two passes: half of it backward, half of it forward (DeAR)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,52 +22,17 @@ from dynamiq_jax._core.validation import check_number
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Ring, Topology
 from dynamiq_jax.training._params import check_shared_params
+from dynamiq_jax.training._pipelined_state import (
+    PipelinedReport,
+    PipelinedState,
+    PipelinedUpdate,
+    check_state,
+    shard_names,
+)
 from pallas_kernels import compat
 from pallas_kernels.schedule import never
 
 P = PartitionSpec
-
-
-class PipelinedState(NamedTuple):
-    """State of `Pipelined` between two steps: a plain pytree that can be saved and restored.
-
-    All of it is the same on all workers but `shards` and `exact`. Their arrays have a leading axis
-    of size 1, the worker, as in `AllReduceState.method`. `Pipelined.state_specs` has the specs
-    of `jax.shard_map`.
-    """
-
-    step: Array  # int32 scalar: gradients scattered so far
-    params: Any  # without the gradients of the last step
-    opt_state: optax.OptState  # likewise
-    shards: tuple[Array, ...]  # this worker's part of the mean of each bucket, float32 [1, size]
-    # Gradients of this worker of the leaves that are in no bucket, [1, *shape]: `gather` sums them.
-    exact: tuple[Array, ...]
-    is_pending: Array  # bool scalar: whether shards and exact leaves are still to be applied
-
-
-class PipelinedUpdate(NamedTuple):
-    """Parameters and optimizer state to which all gradients have been applied."""
-
-    step: Array  # int32 scalar: gradients scattered so far
-    params: Any
-    opt_state: optax.OptState
-    # Norm of the mean gradient that was applied, before clipping; 0 if none was: float32 scalar.
-    gradient_norm: Array
-
-
-class PipelinedReport(NamedTuple):
-    """Static cost of one step, for each worker."""
-
-    scattered_bytes: int  # sent over the slow axis under the backward pass
-    gathered_bytes: int  # sent over the slow axis under the next forward pass
-    exact_bytes: int  # sent for leaves that are in no bucket
-    state_bytes: int  # held between steps: shards and exact leaves
-    buckets: int  # those beyond options.unrolled_buckets run in a loop, under no computation
-
-    @property
-    def bytes_per_worker(self) -> int:
-        """All bytes that each worker sends over the slow axis."""
-        return self.scattered_bytes + self.gathered_bytes + self.exact_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
@@ -200,13 +165,13 @@ class Pipelined:
                 exact[index] = compat.vary_over(zero, (*names, *layout.split_over[index]))
             return shards, exact
 
-        mapped = layout.shards.map(zeros, in_specs=(), out_specs=(layout.state_specs, of_exact))
+        mapped = layout.shards.map(zeros, in_specs=(), out_specs=(layout.bucket_specs, of_exact))
         shards, exact = mapped()
         return PipelinedState(
             step=updated.step,
             params=updated.params,
             opt_state=updated.opt_state,
-            shards=shards,
+            shards=dict(zip(shard_names(layout), shards, strict=True)),
             exact=tuple(exact[index] for index, _ in plan.exact),
             is_pending=jnp.zeros((), jnp.bool_),
         )
@@ -232,7 +197,8 @@ class Pipelined:
                 "or scatter."
             )
         layout = self._layout(state.params)
-        self._check_shards(state, layout)
+        again = PipelinedUpdate(*state[:3], jnp.float32(0))
+        check_state(state, jax.eval_shape(lambda: self.resume(again)))
         layout.check_agreement(self._key(state.step))
         means, norm = self._means(state, layout)
         if self.clip_norm is not None:
@@ -280,14 +246,14 @@ class Pipelined:
         mapped = layout.shards.map(
             local,
             in_specs=(dict(enumerate(layout.shards.specs)), P()),
-            out_specs=(layout.state_specs, _exact_specs(layout)),
+            out_specs=(layout.bucket_specs, _exact_specs(layout)),
         )
         shards, exact = mapped(dict(enumerate(layout.leaves)), self._key(updated.step))
         return PipelinedState(
             step=updated.step + 1,
             params=updated.params,
             opt_state=updated.opt_state,
-            shards=shards,
+            shards=dict(zip(shard_names(layout), shards, strict=True)),
             exact=tuple(exact[index] for index, _ in layout.plan.exact),
             # True, but no constant. A compiler that knows it would drop the selection in `gather`
             # where both are in one program, and fuse, and so round, the optimizer in another way.
@@ -326,26 +292,14 @@ class Pipelined:
 
         mapped = layout.shards.map(
             local,
-            in_specs=(layout.state_specs, _exact_specs(layout), P()),
+            in_specs=(layout.bucket_specs, _exact_specs(layout), P()),
             out_specs=(dict(enumerate(layout.shards.specs)), P()),
         )
+        shards = tuple(state.shards[name] for name in shard_names(layout))
         exact = {index: leaf for (index, _), leaf in zip(plan.exact, state.exact, strict=True)}
-        means, norm = mapped(state.shards, exact, self._key(state.step - 1))
+        means, norm = mapped(shards, exact, self._key(state.step - 1))
         leaves = [means[index] for index in range(len(layout.leaves))]
         return jax.tree.unflatten(layout.structure, leaves), norm
-
-    def _check_shards(self, state: PipelinedState, layout: Layout) -> None:
-        """Raise ValueError for a state whose pending gradients are not like its parameters."""
-        wanted = jax.eval_shape(lambda: self.resume(PipelinedUpdate(*state[:3], jnp.float32(0))))
-        found = [np.shape(leaf) for leaf in (*state.shards, *state.exact)]
-        needed = [leaf.shape for leaf in (*wanted.shards, *wanted.exact)]
-        if found != needed:
-            raise ValueError(
-                f"state has shards and exact leaves of shapes {found}, but these parameters and "
-                f"options need {needed}. Pass the state through shard_map with in_specs and "
-                "out_specs=pipelined.state_specs. To go on with other workers or options, keep "
-                "the result of gather, and give it to resume."
-            )
 
 
 def _check_updated(updated: Any) -> None:

@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         "states of other buckets are not refused",
         "dynamiq_jax/_buckets/driver.py",
-        "if found == wanted:",
-        "if True:",
+        "    check_names(\n",
+        "    () and check_names(\n",
         ("tests/test_errors.py::test_a_state_of_other_buckets",),
     ),
     Fault(
@@ -299,5 +299,19 @@ FAULTS = (
         "if dimension < len(spec) and spec[dimension] is not None:",
         "if False:",
         ("tests/test_errors.py::test_a_dimension_that_is_split_already",),
+    ),
+    Fault(
+        "only a dimension before the last of a spec counts as split",
+        "dynamiq_jax/_buckets/checks.py",
+        "if dimension < len(spec) and spec[dimension] is not None:",
+        "if dimension + 1 < len(spec) and spec[dimension] is not None:",
+        ("tests/test_errors.py::test_a_dimension_that_is_split_already",),
+    ),
+    Fault(
+        "parts are counted from the slowest of the fast axes",
+        "dynamiq_jax/_buckets/axes.py",
+        "        for axis in reversed(self.fast):\n            index",
+        "        for axis in self.fast:\n            index",
+        ("tests/test_hierarchical.py::test_a_worker_of_three_fast_axes_knows_its_part",),
     ),
 )

@@ -47,8 +47,8 @@ FAULTS = (
     Fault(
         "each phase has a state of its own",
         OPTIMIZER,
-        "if _place(first, states) is None:",
-        "if True:",
+        "states = {**state.method, **outcome.states}",
+        "states = {**outcome.states, **state.method}",
         ("tests/test_schedule.py::test_phases_of_like_states_share_them",),
     ),
     Fault(

@@ -27,7 +27,7 @@ FAULTS = (
     Fault(
         "the outer optimizer forgets its momentum",
         "dynamiq_jax/training/_local_sgd.py",
-        "outer=_with(state.outer, fragment, outer)",
+        "outer={**state.outer, name: outer}",
         "outer=state.outer",
         ("tests/test_local_sgd.py",),
     ),
@@ -41,7 +41,7 @@ FAULTS = (
     Fault(
         "residuals of error feedback are lost",
         "dynamiq_jax/training/_local_sgd.py",
-        "state = state._replace(method=_with(state.method, fragment, outcome.states))",
+        "state = state._replace(method={**state.method, name: outcome.states})",
         "pass",
         ("tests/test_local_sgd.py::test_a_run_resumes_bit_identically_during_a_delay",),
     ),

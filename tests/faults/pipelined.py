@@ -20,8 +20,8 @@ FAULTS = (
     Fault(
         "every step gathers with the same key",
         STEP,
-        "mapped(state.shards, exact, self._key(state.step - 1))",
-        "mapped(state.shards, exact, self._key(0 * state.step))",
+        "mapped(shards, exact, self._key(state.step - 1))",
+        "mapped(shards, exact, self._key(0 * state.step))",
         (NOISE,),
     ),
     Fault(

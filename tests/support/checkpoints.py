@@ -16,6 +16,12 @@ from dynamiq_jax.methods import Method
 SPECS = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
 
+def only(state: dq.AllReduceState) -> Any:
+    """The state of the method in a tree of one bucket."""
+    (of_bucket,) = state.method.values()
+    return of_bucket
+
+
 class Run:
     """Steps of `dq.all_reduce_gradients` on a mesh of one axis, "data".
 

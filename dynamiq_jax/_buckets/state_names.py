@@ -1,0 +1,105 @@
+"""Names of states: each says what the arrays under it belong to.
+
+Two states of equal shapes can belong to other leaves, whose errors one of them holds. A name is the
+key of a state in a dictionary. So it is saved with the arrays, JAX compares it as a part of the
+structure of a tree, and it costs no array.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_MOST = 40  # characters of the kind and of the paths in a name; the hash has all of them
+
+
+def state_name(kind: str, leaves: Sequence[str], *facts: Any) -> str:
+    """Return the name of a state: its kind, its leaves, and a hash of both and of further facts.
+
+    It is the same in all processes and versions of Python, and fit for the name of a file.
+
+    Args:
+      kind: what the state means, and which methods can take it over.
+      leaves: paths of the leaves that it belongs to, in their order.
+      *facts: everything else that it belongs to: numbers, strings, and lists of these.
+
+    >>> state_name("ErrorFeedback", ["layers/0/kernel", "layers/1/kernel", "layers/2/kernel"], [64])
+    'ErrorFeedback-layers_0_kernel_layers_1_kernel_and_1_more-3838df686e3a'
+    """
+    kind = re.sub(r" at 0x[0-9a-fA-F]+", "", kind)  # functions in fields of a user's method
+    text = json.dumps([kind, list(leaves), facts], default=int)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return "-".join((_word(kind)[:_MOST], _readable(leaves), digest))
+
+
+def check_names(
+    argument: str, states: Any, wanted: Iterable[str], *, user: str, remedy: str
+) -> None:
+    """Raise an error for states that belong to something else.
+
+    Args:
+      argument: what holds the states, for the error.
+      states: by their names.
+      wanted: names of the states that are needed.
+      user: what needs them, for the error: the subject of "need".
+      remedy: what to do, for the error.
+
+    Raises:
+      TypeError: not states by their names.
+      ValueError: names that are not those that are needed.
+    """
+    if not isinstance(states, Mapping):
+        raise TypeError(
+            f"{argument} is a {type(states).__name__}, not a dictionary of states by what they "
+            f"belong to, as in versions before 0.2. {remedy}"
+        )
+    held, needed = {*states}, {*wanted}
+    extra, missing = sorted(held - needed), sorted(needed - held)
+    if not extra and not missing:
+        return
+    nothing = "no other" if held & needed else "no state"
+    raise ValueError(
+        f"{argument} has {_listed(extra) or nothing}, but {user} need {_listed(missing) or nothing}"
+        f"{_difference(extra, missing)}. {remedy}"
+    )
+
+
+def _difference(extra: Sequence[str], missing: Sequence[str]) -> str:
+    """Say what differs between the names of two sets of states, where both have any."""
+    if not extra or not missing:
+        return ""
+    both = extra, missing
+    kinds, leaves = (
+        [{"".join(name.split("-")[place : place + 1]) for name in names} for names in both]
+        for place in (0, 1)
+    )
+    if kinds[0] != kinds[1]:
+        return ": the kinds differ"
+    return (
+        ": the leaves differ"
+        if leaves[0] != leaves[1]
+        else ": further leaves, shapes or shards differ"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def _readable(leaves: Sequence[str]) -> str:
+    """Return as many paths as fit, and the number of those that do not."""
+    shown, length = list[str](), 0
+    for leaf in leaves:
+        word = _word(leaf) or "tree"
+        length += len(word) + 1
+        if shown and length > _MOST:
+            break
+        shown.append(word[-_MOST:].strip("_"))
+    more = [f"and_{len(leaves) - len(shown)}_more"] if len(leaves) > len(shown) else []
+    return "_".join(shown + more)
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")

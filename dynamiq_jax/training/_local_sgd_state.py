@@ -1,0 +1,82 @@
+"""State of local SGD, and checks that it belongs to the settings that it is used with."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax import Array
+
+from dynamiq_jax._buckets.state_names import check_names
+from dynamiq_jax.methods import State
+
+_ANEW = "or start anew with init(state.reference)"
+
+
+class LocalSGDState(NamedTuple):
+    """State of `LocalSGD`: a plain pytree that can be saved and restored.
+
+    All of it is the same on all workers but `method`, whose arrays have a leading axis of size 1,
+    the worker, as in `AllReduceState`. `LocalSGD.state_specs` has the specs of `jax.shard_map`.
+    """
+
+    step: Array  # int32 scalar: local steps taken
+    reference: Any  # parameters after the last outer steps, like those of a worker
+    # Keys name the leaves of a fragment, and the slices of those that are cut.
+    outer: Mapping[str, optax.OptState]  # of each fragment
+    # Mean changes that are sent but not applied, of each fragment, under the period and the delay
+    # that say when; {} without delay.
+    pending: Mapping[str, Mapping[str, Any]]
+    # States of the method, of each fragment, named as those of `AllReduceState`; {} if it has none.
+    method: Mapping[str, Mapping[str, State]]
+
+
+def check_fragments(state: LocalSGDState, names: Iterable[str]) -> None:
+    """Raise ValueError for a state of other fragments than those of some names."""
+    check_names(
+        "state.outer",
+        state.outer,
+        names,
+        user="these parameters and fragments",
+        remedy=f"Give the parameters, fragments and specs of init, {_ANEW}.",
+    )
+
+
+def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
+    """Raise ValueError for a state whose pending changes are of another period or delay."""
+    found, wanted = (" and ".join(names) or "no delay" for names in (state.pending, timing))
+    if found != wanted:
+        raise ValueError(
+            f"state.pending is of {found!r}, but this LocalSGD is of {wanted!r}: a change that is "
+            "pending would be applied at another step, or never. Go on with every and delay of "
+            f"init, {_ANEW}, which drops changes that are pending."
+        )
+
+
+def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
+    """Raise ValueError for a state of another outer optimizer than that of a first state."""
+    found, wanted = _arrays(state.outer[name]), _arrays(first)
+    if found != wanted:
+        raise ValueError(
+            f"state.outer[{name!r}] has {found!r:.200}, but outer needs {wanted!r:.200}. Give the "
+            f"outer optimizer of init, whose rates may change, {_ANEW}."
+        )
+
+
+def check_method(state: LocalSGDState, name: str, states: Iterable[str]) -> None:
+    """Raise ValueError for states of a fragment that are not those of some names."""
+    check_names(
+        "state.method",
+        state.method.get(name, {}),
+        states,
+        user="the method and options",
+        remedy=f"Go on with the method, exact_below, bucket_bytes and specs of init, {_ANEW}.",
+    )
+
+
+def _arrays(tree: Any) -> list[str]:
+    return [
+        f"{jax.tree_util.keystr(path)}: {np.shape(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
