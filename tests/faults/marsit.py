@@ -34,8 +34,8 @@ FAULTS = (
     Fault(
         "the first message of several is left out",
         "dynamiq_jax/methods/_marsit.py",
-        "merged = jax.tree.map(lambda leaf: leaf[0], payloads)",
-        "merged = jax.tree.map(lambda leaf: leaf[-1], payloads)",
+        "_parts(payloads[0])",
+        "_parts(payloads[-1])",
         ("tests/test_marsit.py",),
     ),
     Fault(
