@@ -117,7 +117,7 @@ def test_every_answer_is_a_number(digits, unit, step_time, overlap, codec_ns):
         assert str(error).startswith("--")
     else:
         assert "nan" not in text
-        assert all(0 < option.step and option.sent >= 0 for option in options)
+        assert all(option.step > 0 and option.sent >= 0 for option in options)
 
 
 def test_the_command_prints_a_table_and_keeps_it(tmp_path, capsys):

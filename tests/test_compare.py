@@ -151,7 +151,9 @@ def test_leaves_that_training_keeps_exact_are_left_out(tmp_path):
     leaves = {f"w{size}": np.ones((WORKERS, size)) for size in sizes}
     np.savez(tmp_path / "g.npz", **leaves)
     ((_, found),) = gradient_files.load(tmp_path / "g.npz").items()
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape[1:], "float32") for name, leaf in leaves.items()}
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], "float32") for name, leaf in leaves.items()
+    }
     report = dq.wire_report(shapes, WORKERS, method="blockint")
     compressed = {leaf.path for leaf in report.leaves if leaf.method is not None}
     assert {name.strip("[]'") for name in compressed} == found.keys()

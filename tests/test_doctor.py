@@ -217,7 +217,7 @@ def test_a_program_of_too_many_devices_is_an_error():
     program = SUM.replace("num_partitions=4", f"num_partitions={10**12}")
     with pytest.raises(CommandError, match="of 1000000000000 devices"):
         doctored(program.replace(", GROUPS", ""))
-    with pytest.raises(CommandError, match="--mesh: .*more than 1048576 devices"):
+    with pytest.raises(CommandError, match=r"--mesh: .*more than 1048576 devices"):
         parse_mesh(("data=1000000", "model=1000000"))
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._workshop.gradients import worker_gradients
 from dynamiq_jax.methods import EF21M, ErrorFeedback, TopK
+from dynamiq_jax.methods._largest import largest
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import compiled_collectives, sent_bytes, sum_on_mesh
 from tests.support.workers import call_on, simulated
@@ -186,9 +187,30 @@ def test_gradients_may_be_sharded_over_another_axis(name):
     (
         ({"bits": 0}, r"bits=0 is out of range\. Give more than 0, and at most 32"),
         ({"bits": math.inf}, "bits=inf"),
-        ({"values": "int8"}, r"values='int8' is not possible\. Give one of \('bfloat16', 'float32'"),
+        (
+            {"values": "int8"},
+            r"values='int8' is not possible\. Give one of \('bfloat16', 'float32'",
+        ),
     ),
 )
 def test_fields_are_checked(options, says):
     with pytest.raises(ValueError, match=says):
         TopK(**options)
+
+
+# -------------------------------------------------------------------------------------- selection
+
+KEYS = st.integers(0, 2**32 - 1) | st.sampled_from((0, 1, 2**31, 2**32 - 1))
+
+
+@settings(deadline=None)
+@given(st.lists(KEYS, min_size=20, max_size=20), st.integers(1, 20))
+def test_the_largest_keys_are_found_and_of_equal_ones_the_first(keys, count):
+    found = np.asarray(selecting(count)(np.array(keys, np.uint32)))
+    expected = sorted(range(20), key=lambda place: (-keys[place], place))[:count]
+    assert found.dtype == np.int32 and found.tolist() == sorted(expected)
+
+
+@functools.cache
+def selecting(count: int):
+    return jax.jit(lambda keys: largest(keys, count))

@@ -16,7 +16,9 @@ def parse_size(text: str, option: str = "--sizes") -> int:
     example = "8Mi (8 * 2**20), 1M (10**6) or 4096"
     size = _parse(text, _SIZES, option, "a number of coordinates", example)
     if size != int(size):
-        raise CommandError(f"{option}: {text!r:.80} is not a whole number. Give one such as {example}.")
+        raise CommandError(
+            f"{option}: {text!r:.80} is not a whole number. Give one such as {example}."
+        )
     return int(size)
 
 

@@ -13,7 +13,7 @@ _sparse_blocks            base of methods that sum some blocks
 _omnireduce
 _budget                   bits for each coordinate
 _budgeted_blocks          base of those with a number of bits: _topk_chunked, _arc_top_k
-_rand_k, _top_k           single coordinates
+_rand_k, _top_k           single coordinates, with `_largest`
 _split_sketch             with `_count_sketch`, a summary that is linear
 _powersgd
 _marsit                   signs

@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from dynamiq_jax._core import WireCost, check_flag
 from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.methods._baselines import BF16
 from dynamiq_jax.methods._budget import check_bits, most_within
+from dynamiq_jax.methods._largest import largest
 from pallas_kernels.compat import override
 
 _PLACES = 0x706C6163  # folded into the key of the places
@@ -67,7 +68,10 @@ class RandK(Method):
     @override
     def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
         count = self.num_chosen(call)
-        places = _draw(jax.random.fold_in(key, _PLACES), call.size, count)
+        words = jax.random.bits(jax.random.fold_in(key, _PLACES), (call.size,), jnp.uint32)
+        # In increasing order: neighbors in the bucket, whose magnitudes are alike, stay together,
+        # as codes with a scale for several values need.
+        places = largest(words, count)
         values = flat.at[places].get(unique_indices=True, indices_are_sorted=True)
         # Places that are not drawn are not sent, but must not hide that a worker diverges.
         values = jnp.where(jnp.all(jnp.isfinite(flat)), values, jnp.asarray(np.nan, flat.dtype))
@@ -87,14 +91,3 @@ class RandK(Method):
             total=put_back(reduced.total, jnp.where(is_lost, np.float32(np.nan), zero)),
             applied=None if applied is None else put_back(applied, zero),
         )
-
-
-def _draw(key: Array, size: int, count: int) -> Array:
-    """Draw `count` of `size` places without replacement, int32 [count], in increasing order.
-
-    Large values lie close together in gradients. So do neighbors among the drawn ones, which codes
-    with a scale for several values need.
-    """
-    words = jax.random.bits(key, (size,), jnp.uint32)
-    _, order = lax.sort((words, lax.iota(jnp.int32, size)), num_keys=1, is_stable=False)
-    return jnp.sort(order[:count])

@@ -9,6 +9,7 @@ from jax import Array, lax
 from dynamiq_jax._core import WireCost, check_choice, take_chunk
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
 from dynamiq_jax.methods._budget import check_bits
+from dynamiq_jax.methods._largest import largest
 from pallas_kernels.compat import match_varying, override
 
 _INDEX_BYTES = 4
@@ -87,9 +88,8 @@ class TopK(Method):
     def _encode(self, values: Array, count: int) -> Array:
         """Return the message of a worker, uint16 [count, 3 or 4]: an index and a value in a row."""
         # Compared as integers, whose order is the same and has NaN on top.
-        magnitudes = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
-        places = lax.top_k(magnitudes, count)[1]
-        chosen = values.at[places].get(unique_indices=True, mode="promise_in_bounds")
+        places = largest(lax.bitcast_convert_type(jnp.abs(values), jnp.uint32), count)
+        chosen = values.at[places].get(unique_indices=True, indices_are_sorted=True)
         words = lax.bitcast_convert_type(chosen.astype(self.values), jnp.uint16)
         return jnp.concatenate(
             [lax.bitcast_convert_type(places, jnp.uint16), words.reshape(count, -1)], axis=1
@@ -106,4 +106,4 @@ class TopK(Method):
 def _put(total: Array, entries: tuple[Array, Array]) -> Array:
     """Add the entries of one message to float32 [size]."""
     places, values = entries
-    return total.at[places].add(values, unique_indices=True, mode="promise_in_bounds")
+    return total.at[places].add(values, unique_indices=True, indices_are_sorted=True)
