@@ -8,16 +8,16 @@ from typing import Any
 from dynamiq_jax._core import WireCost
 from dynamiq_jax.methods._base import Call
 
-MAX_BITS = 32.0
+_MAX_BITS = 32.0
 
 
 def check_bits(bits: Any, low: float, taken_by: str = "") -> None:
     """Raise ValueError unless a budget is a number above `low` and at most 32."""
     is_number = isinstance(bits, numbers.Real) and type(bits) is not bool
-    if not (is_number and low < bits <= MAX_BITS):
+    if not (is_number and low < bits <= _MAX_BITS):
         raise ValueError(
             f"bits={bits!r} is out of range. Give more than {low:g}{taken_by}, and at most "
-            f"{MAX_BITS:g}."
+            f"{_MAX_BITS:g}."
         )
 
 
