@@ -56,7 +56,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Values]]:
         drawn = worker_gradients(most, config.size, 0, agreement=agreement, octaves=0.0)
         yield f"normal, {agreement:g} in common", drawn
     for step, leaves in gradient_files.load(config.gradients).items():
-        flat = [leaf.reshape(len(leaf), -1) for leaf in leaves.values() if leaf[0].size >= 1024]
+        flat = [leaf.reshape(len(leaf), -1) for leaf in leaves.values()]
         yield step, np.concatenate(flat, axis=1)[:most, : config.size]
 
 

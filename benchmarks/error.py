@@ -25,6 +25,7 @@ from benchmarks import common
 from benchmarks.small_lm.gradients import gradient_snapshots
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import new_model
+from dynamiq_jax._workshop.gradient_files import LARGE
 from dynamiq_jax._workshop.settings import Setting
 from dynamiq_jax._workshop.simulate import Simulation, make_devices
 from dynamiq_jax.topologies import resolve_topology
@@ -58,7 +59,7 @@ def stacked_gradients(config: Config) -> dict[int, np.ndarray]:
     )
     result = {}
     for step, tree in snapshots:
-        large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= 1024]
+        large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= LARGE]
         result[step] = np.concatenate(
             [np.asarray(leaf).reshape(leaf.shape[0], -1) for leaf in large], axis=1
         )

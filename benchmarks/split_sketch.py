@@ -31,6 +31,7 @@ from benchmarks import common
 from benchmarks.small_lm.gradients import gradient_snapshots
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import new_model
+from dynamiq_jax._workshop.gradient_files import LARGE
 from dynamiq_jax.methods import Axis, Call, Method, SplitSketch, TopKChunked
 from dynamiq_jax.methods._count_sketch import CountSketch
 from dynamiq_jax.topologies import resolve_topology
@@ -66,7 +67,7 @@ def gradients(config: Config) -> Iterator[np.ndarray]:
     for _, tree in gradient_snapshots(
         structure, params, corpora.reference, workers=config.workers, steps=steps
     ):
-        large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= 1024]
+        large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= LARGE]
         yield np.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in large], axis=1)
 
 

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from benchmarks.small_lm.gradients import gradient_snapshots
 from benchmarks.small_lm.model import ModelConfig
 from benchmarks.small_lm.training import new_model
+from dynamiq_jax._workshop.gradient_files import LARGE
 from examples.llm.corpora import Corpora, load_corpora, random_windows
 from examples.llm.demo import new_decoder, small_config
 from examples.llm.pretraining import Params, loss_of, pretrain
 
 ROW = 256  # coordinates that are taken or left together, as the rows of most weights are as long
-_SMALL = 1024  # coordinates: smaller leaves are summed exactly in training, and left out here
 _BATCH, _CONTEXT = 2, 128  # windows of a worker and step, tokens of a window
 _LOCAL_RATE = 1e-3  # learning rate of local steps
 _SEED = 0
@@ -191,7 +191,7 @@ def _spread_rows(tree: Params, size: int) -> Tensor:
     """Take rows of 256 coordinates at equal distances from all large leaves, each of them
     [workers, *shape], so that all parts of a model have their share.
     """
-    large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= _SMALL]
+    large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= LARGE]
     rows = [np.asarray(leaf).reshape(leaf.shape[0], -1, ROW) for leaf in large]
     ends = np.cumsum([leaf.shape[1] for leaf in rows])
     if size // ROW > ends[-1]:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._workshop.advice import advice, predictions
@@ -78,7 +80,13 @@ def test_topologies_differ_in_error_not_in_bytes():
     ("changes", "says"),
     (
         ({"workers": 1}, "--workers is 1"),
+        ({"workers": 10**400}, "--workers is 10*: give at most 1048576"),
         ({"step_time": 0.0}, "--step-time is 0.0"),
+        ({"step_time": float("nan")}, "--step-time is nan: give seconds above 0 and at most 1e"),
+        ({"step_time": float("inf")}, "--step-time is inf: give seconds above 0"),
+        ({"overlap": float("nan")}, "--overlap is nan"),
+        ({"size": "9" * 400}, r"--size: '9{79} is above 10\*\*18\. Give one such as 8Mi"),
+        ({"link": "9" * 400 + "gbit"}, r"--link: .* is above 10\*\*18"),
         ({"overlap": 1.5}, "--overlap is 1.5"),
         ({"link": "fast"}, "--link: 'fast'"),
         ({"size": "many"}, "--size: 'many'"),
@@ -90,6 +98,26 @@ def test_topologies_differ_in_error_not_in_bytes():
 def test_questions_that_make_no_sense(changes, says):
     with pytest.raises(CommandError, match=says):
         answer(**changes)
+
+
+@settings(deadline=None)
+@given(
+    digits=st.integers(1, 600).flatmap(lambda n: st.text("0123456789", min_size=n, max_size=n)),
+    unit=st.sampled_from(("", "K", "Gi")),
+    step_time=st.floats(),
+    overlap=st.floats(),
+    codec_ns=st.none() | st.floats(),
+)
+def test_every_answer_is_a_number(digits, unit, step_time, overlap, codec_ns):
+    """Or one error that names the option."""
+    changes = {"size": digits + unit, "step_time": step_time, "overlap": overlap}
+    try:
+        text, options = answer(**changes, codec_ns=codec_ns, bits=(5.0,))
+    except CommandError as error:
+        assert str(error).startswith("--")
+    else:
+        assert "nan" not in text
+        assert all(option.step > 0 and option.sent >= 0 for option in options)
 
 
 def test_the_command_prints_a_table_and_keeps_it(tmp_path, capsys):

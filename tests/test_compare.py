@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 import types
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,29 @@ def test_damaged_files_are_refused(tmp_path, suffix, content):
     path.write_bytes(content)
     with pytest.raises(CommandError, match=rf"--gradients .*cannot be read as \.{suffix}.* wrote"):
         gradient_files.load(path)
+
+
+def test_an_archive_of_other_files_is_refused(tmp_path):
+    """NumPy returns the bytes of a member that is no .npy file."""
+    np.savez(tmp_path / "g.npz", w=np.ones((4, 5000)))
+    with zipfile.ZipFile(tmp_path / "g.npz", "a") as archive:
+        archive.writestr("notes.txt", "of last week")
+    with pytest.raises(CommandError, match=r"g\.npz.*member 'notes\.txt' is no \.npy.*np\.savez"):
+        gradient_files.load(tmp_path / "g.npz")
+
+
+def test_leaves_that_training_keeps_exact_are_left_out(tmp_path):
+    """Those, and no others, that a call with default options does not compress."""
+    sizes = [1, 576, 1023, 1024, 1025, 4096]
+    leaves = {f"w{size}": np.ones((WORKERS, size)) for size in sizes}
+    np.savez(tmp_path / "g.npz", **leaves)
+    ((_, found),) = gradient_files.load(tmp_path / "g.npz").items()
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], "float32") for name, leaf in leaves.items()
+    }
+    report = dq.wire_report(shapes, WORKERS, method="blockint")
+    compressed = {leaf.path for leaf in report.leaves if leaf.method is not None}
+    assert {name.strip("[]'") for name in compressed} == found.keys()
 
 
 # ---------------------------------------------------------------------- how methods are written

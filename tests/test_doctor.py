@@ -1,12 +1,16 @@
 """`dynamiq-jax doctor`: scripts and texts of programs."""
 
+import functools
 import json
 import pathlib
+import tempfile
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -105,6 +109,116 @@ def test_a_program_is_read_from_its_text(tmp_path, data_mesh, capsys):
     assert Doctor(target=path, mesh=("hosts=4",), devices_per_host=1).run() == 0
     shown = capsys.readouterr().out
     assert "DynamiQ(bits=4)" in shown and "hosts" in shown and "between hosts" in shown
+
+
+@functools.cache
+def compiled_text() -> str:
+    """Return the text of a sound program, with a loop, fused operations and tables of lines."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    step = jax.shard_map(
+        lambda grads: dq.pmean(grads, "data", key=jax.random.key(0), method="bf16"),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return jax.jit(step).lower(jnp.zeros((64, 1024))).compile().as_text()
+
+
+def doctored(text: str) -> tuple[float, list[str]]:
+    """Return the bytes and the kinds of mistakes that the command finds in a text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, kept = pathlib.Path(folder) / "step.hlo", pathlib.Path(folder) / "found.json"
+        path.write_text(text)
+        status = Doctor(target=path, json=kept).run()
+        found = json.loads(kept.read_text())["results"]
+    assert status == bool(found["findings"])
+    kinds = [finding["kind"] for finding in found["findings"]]
+    return sum(row["bytes"] for row in found["collectives"]), kinds
+
+
+@given(st.floats(0, 1, exclude_max=True))
+@example(0.5)
+@example(0.999)
+def test_a_part_of_a_program_is_never_sound(share):
+    whole = compiled_text().rstrip()
+    with pytest.raises(CommandError, match=r"step\.hlo.* (cut off|neither|damaged|missing).*Write"):
+        doctored(whole[: int(share * len(whole))])
+
+
+@given(st.floats(0, 1, exclude_max=True))
+def test_without_one_of_its_lines_a_program_is_refused_or_sends_the_same(share):
+    lines = compiled_text().splitlines()
+    left = [line for index, line in enumerate(lines) if index != int(share * len(lines))]
+    try:
+        found = doctored("\n".join(left))
+    except CommandError as error:
+        assert "step.hlo" in str(error) and "Write" in str(error)
+    else:
+        assert found == doctored(compiled_text())
+
+
+LOOP = """\
+HloModule jit_step, num_partitions=4
+
+%body (a: f32[64]) -> f32[64] {
+  %a = f32[64]{0} parameter(0)
+  ROOT %again = f32[64]{0} while(%a), condition=%condition, body=%BODY
+}
+
+%condition (b: f32[64]) -> pred[] {
+  %b = f32[64]{0} parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %summed = f32[64]{0} all-reduce(%p), GROUPS, to_apply=%body
+}
+"""
+SUM = LOOP.replace("while(%a), condition=%condition, body=%BODY", "abs(%a)")
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    (
+        (LOOP.replace("BODY", "body"), "'body' calls itself"),
+        (LOOP.replace("BODY", "nothing"), "'nothing' is missing, which 'again' of 'body' calls"),
+        (SUM.replace("(%p), GROUPS", "(%q), GROUPS"), "'summed' of 'main' takes 'q'"),
+        (SUM.replace("ROOT %true", "%true"), "'condition' has no ROOT"),
+        (SUM.replace("ENTRY ", ""), "no ENTRY"),
+        (SUM.replace("pred[] constant(true)", "pred[] constant(true"), "damaged"),
+    ),
+)
+def test_programs_that_cannot_be_are_errors(program, says):
+    with pytest.raises(CommandError, match=f"{says}.*Write step"):
+        doctored(program)
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    (
+        ("replica_groups={{0,1},{2}}", r"'summed' has groups of \[1, 2\] devices"),
+        ("replica_groups={{},{}}", r"groups of \[0\] devices"),
+        ("replica_groups=[1,1000000000000]<=[1000000000000]", "of 1000000000000 devices"),
+        ("replica_groups=[0,4]<=[0]", "of 0 devices"),
+        ("replica_groups=[2,3]<=[4]", "2 groups of 3 devices, but lists 4"),
+        ("replica_groups=mesh['a'=2] {'b'}", "cannot be read: ValueError"),
+    ),
+)
+def test_groups_that_cannot_be_are_errors(groups, says):
+    program = SUM
+    assert doctored(program.replace("GROUPS", "replica_groups=[2,2]<=[4]")) == (256, [])
+    with pytest.raises(CommandError, match=f"{says}.*Write step"):
+        doctored(program.replace("GROUPS", groups))
+
+
+def test_a_program_of_too_many_devices_is_an_error():
+    program = SUM.replace("num_partitions=4", f"num_partitions={10**12}")
+    with pytest.raises(CommandError, match="of 1000000000000 devices"):
+        doctored(program.replace(", GROUPS", ""))
+    with pytest.raises(CommandError, match=r"--mesh: .*more than 1048576 devices"):
+        parse_mesh(("data=1000000", "model=1000000"))
 
 
 def test_a_script_whose_step_is_smaller_is_an_error(script):

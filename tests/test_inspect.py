@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._inspection.collectives import collectives_of
+from dynamiq_jax._inspection.collectives import collectives_of, connected
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.step import inspect_text
 
@@ -222,6 +224,20 @@ def test_a_permutation_of_bf16_that_is_widened_is_found():
     assert "widened" in kinds(found)
 
 
+@pytest.mark.parametrize(("axis", "expected"), (("fsdp", []), ("data", ["widened"])))
+def test_only_sums_over_axes_of_workers_count_as_widened(axis, expected):
+    """A sharded layer sums its partial products over another axis, in whatever type it has."""
+
+    def reduce(grads, key):
+        partial = jax.lax.psum(grads["w"][:64, :64].astype(jnp.bfloat16), axis)
+        mean = compressed(grads, key)
+        return mean | {"bias": mean["bias"] + partial.astype(jnp.float32).sum()}
+
+    mesh = mesh_of(data=2, fsdp=4)
+    found = dq.inspect(manual_step(mesh, reduce), EXACT_PARAMS, BATCH, KEY)
+    assert [kind for kind in kinds(found) if kind == "widened"] == expected
+
+
 def test_an_axis_of_one_worker_has_nothing_to_compress():
     mesh = mesh_of(data=1, model=4)
     found = dq.inspect(manual_step(mesh, compressed), EXACT_PARAMS, BATCH, KEY)
@@ -365,8 +381,71 @@ def test_a_program_without_a_known_mesh_has_groups():
     permuted = next(one for one in collectives_of(PROGRAM, Devices({}, None)))
     assert permuted.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert {row.link for row in found.rows} == {"unknown"}
+    assert kinds(found) == []  # pairs of neighbors are widened, and these are no workers
+    of_all = PROGRAM.replace("replica_groups={}, to_apply=%add", "to_apply=%add_promoted")
+    found = inspect_text(of_all)
     assert kinds(found) == ["widened"]
     assert "in f32 has values of 16 bits" in found.findings[0].text
+    nothing_compressed = inspect_text(PROGRAM.replace("dynamiq_jax.", ""))
+    assert kinds(nothing_compressed) == ["not compressed", "not compressed", "widened"]
+
+
+SCATTERED = """\
+HloModule jit_step, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[400], q: f32[400]) -> f32[100] {
+  %p = f32[400]{0} parameter(0)
+  %q = f32[400]{0} parameter(1)
+  %both = (f32[100]{0}, f32[100]{0}) reduce-scatter(%p, %q), to_apply=%add
+  %first = f32[100]{0} get-tuple-element(%both), index=0, metadata={op_name="one"}
+  ROOT %second = f32[100]{0} get-tuple-element(%both), index=1, metadata={op_name="dynamiq_jax.two"}
+}
+"""
+
+
+def test_a_device_sends_all_of_a_reduce_scatter_but_its_own_part():
+    one, two = collectives_of(SCATTERED, Devices.of({"data": 4}))
+    assert one.bytes == two.bytes == 3 * 400
+    assert one.sizes == two.sizes == (400,)
+
+
+def test_what_the_compiler_combines_is_one_message():
+    """The first part counts as run, and the others travel with it."""
+    one, two = collectives_of(SCATTERED, Devices.of({"data": 4}))
+    assert (one.labels, two.labels) == ((), ("two",))
+    assert (one.times, two.times) == (1, 0)
+    rows = {row.what: row.messages for row in inspect_text(SCATTERED).rows}
+    assert rows == {"reduce-scatter": 1, "compressed, two": 0}
+    assert "joined" in str(inspect_text(SCATTERED))
+
+
+@pytest.mark.parametrize(("percent", "expected"), ((4, []), (6, ["not compressed"])))
+def test_an_exact_sum_matters_from_a_twentieth_of_the_bytes_on(percent, expected):
+    text = SCATTERED.replace("400", "400000").replace("100]", "100000]")
+    text = text.replace("f32[100000]{0} get-tuple-element(%both), index=0", "FIRST", 1)
+    size = 100000 * percent // 100
+    text = text.replace(
+        "(f32[100000]{0}, f32[100000]{0}) reduce", f"(f32[{size}]{{0}}, f32[100000]{{0}}) reduce"
+    )
+    text = text.replace("FIRST", f"f32[{size}]{{0}} get-tuple-element(%both), index=0")
+    assert kinds(inspect_text(text)) == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 12), min_size=2, max_size=2), min_size=1, max_size=20))
+@example([[0, 1], [2, 3], [1, 2]])
+def test_groups_with_common_members_are_one(groups):
+    """As when each group joins all others that it meets, one after the other."""
+    parts: list[set[int]] = []
+    for group in groups:
+        met = [part for part in parts if part & set(group)]
+        parts = [part for part in parts if not part & set(group)] + [set(group).union(*met)]
+    assert connected(np.array(groups)) == tuple(sorted(tuple(sorted(part)) for part in parts))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Marsit: the last sign is that of one worker, each as likely; scales, weights and bytes."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -14,7 +15,7 @@ from dynamiq_jax.methods import ErrorFeedback, Marsit
 from dynamiq_jax.topologies import Butterfly, Ring, resolve_topology
 from pallas_kernels.codec.rounding import half_to_offset
 from tests.support.gradients import of_workers
-from tests.support.hlo import sent_bytes, sum_on_mesh
+from tests.support.hlo import compiled_collectives, sent_bytes, sum_on_mesh
 from tests.support.workers import call_on, simulated
 
 KEY = jax.random.key(3)
@@ -72,6 +73,12 @@ def deviations(shares: np.ndarray, expected: float, draws: int) -> np.ndarray:
     return np.abs(shares - expected) / math.sqrt(expected * (1 - expected) / draws)
 
 
+def as_bytes(signs: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return stacked messages of signs, uint8 [messages, bytes], and weights, uint16 [.., 1]."""
+    low, high = weights & 255, weights >> 8
+    return jnp.concatenate([signs, low.astype(jnp.uint8), high.astype(jnp.uint8)], axis=1)
+
+
 # ------------------------------------------------------------------------------------- the sign
 
 
@@ -114,7 +121,7 @@ def test_a_hop_weighs_messages_by_the_workers_in_them(weights, newer):
 
         def merged(positive, own_is_positive):
             bits = negative if positive is None else negative.at[positive].set(255)
-            message = bits, jnp.array(weights, jnp.uint16)[:, None]
+            message = as_bytes(bits, jnp.array(weights, jnp.uint16)[:, None])
             return codec.hop(message, jnp.int32(2 if own_is_positive else 3), 5)
 
         return [merged(m, False) for m in range(len(weights))], merged(None, True)
@@ -123,9 +130,11 @@ def test_a_hop_weighs_messages_by_the_workers_in_them(weights, newer):
     own[:, 2] = 1
     received, mine = simulated(local)(KEY, own.reshape(8, -1))
     total = sum(weights) + 1
-    for (bits, weight), own_weight in zip([*received, mine], (*weights, 1), strict=True):
-        assert weight.dtype == jnp.uint16 and (np.asarray(weight) == total).all()
-        drawn = np.bitwise_count(np.asarray(bits[0])).sum() / (rows * 256)
+    for merged, own_weight in zip([*received, mine], (*weights, 1), strict=True):
+        merged = np.asarray(merged)
+        assert merged.dtype == np.uint8 and merged.shape == (8, rows * 32 + 2)
+        assert (merged[:, -2:].copy().view(np.uint16) == total).all()
+        drawn = np.bitwise_count(merged[0, :-2]).sum() / (rows * 256)
         assert deviations(drawn, own_weight / total, rows * 256) < 5
     assert 1 / total == newer
 
@@ -138,8 +147,8 @@ def test_noise_of_16_bits_is_as_good_as_exact(weight, monkeypatch):
 
     def local(key, own):
         codec = UNIT.bind(own, call_on(2 * 2**16, 2), key)
-        message = jnp.zeros((1, 2**13), jnp.uint8), jnp.full((1, 1), weight, jnp.uint16)
-        return codec.hop(message, jnp.int32(0), 1)[0]
+        message = as_bytes(jnp.zeros((1, 2**13), jnp.uint8), jnp.full((1, 1), weight, jnp.uint16))
+        return codec.hop(message, jnp.int32(0), 1)[:-2]
 
     bits = simulated(local)(KEY, np.ones((2, 2 * 2**16), np.float32))
     assert abs(np.bitwise_count(np.asarray(bits[0])).sum() - 2**16 / (weight + 1)) < 1
@@ -156,15 +165,16 @@ def test_every_merge_of_a_chunk_has_noise_of_its_own(topology, monkeypatch, num_
     def count(before, newcomer, noise):
         (counts, weight), (others, _) = before, newcomer
         places = jnp.arange(counts.size, dtype=jnp.float32)
-        return counts + others + (places == noise[0, 0]).astype(jnp.uint8), weight
+        merged = counts + others + (places == noise[0, 0]).astype(jnp.uint8)
+        return type(before)(merged, weight)
 
     monkeypatch.setattr("dynamiq_jax.methods._marsit.offsets", number_as_noise)
     monkeypatch.setattr("dynamiq_jax.methods._marsit._merge", count)
     call = call_on(num_workers * 512, num_workers, TOPOLOGIES[topology])
 
     def local(key, values):
-        ((counts, _),) = call.topology.sums(UNIT.bind(values, call, key), call.axis)
-        return counts
+        (payload,) = call.topology.sums(UNIT.bind(values, call, key), call.axis)
+        return payload[:-2]
 
     negative = np.full((num_workers, call.size), -1, np.float32)
     counts = np.asarray(simulated(local)(KEY, negative))
@@ -346,13 +356,32 @@ def test_a_coordinate_has_one_bit_and_its_share_of_a_scale(topology):
 
 @pytest.mark.parametrize(
     ("method", "topology"),
-    ((Marsit(), "ring"), (Marsit(), "all_to_all"), (UNIT, "unrolled")),
+    (
+        *((Marsit(), name) for name in TOPOLOGIES if name != "bidirectional"),
+        (UNIT, "unrolled"),
+        (UNIT, "ring"),
+    ),
 )
 def test_the_compiled_program_sends_the_bytes_of_the_report(data_mesh, method, topology):
     tree = {"w": jax.ShapeDtypeStruct((300, 101), jnp.float32)}
     report = dq.wire_report(tree, 4, method=method, topology=TOPOLOGIES[topology])
     sent = sent_bytes(data_mesh(4), tree, method, TOPOLOGIES[topology])
     assert sent == report.bytes_per_worker
+
+
+@pytest.mark.parametrize(
+    ("topology", "messages"),
+    (
+        ("ring", {"collective-permute": 1, "all-gather": 1}),  # in a loop
+        ("unrolled", {"collective-permute": 3, "all-gather": 1}),
+        ("butterfly", {"collective-permute": 2, "all-gather": 1}),
+        ("all_to_all", {"all-to-all": 1, "all-gather": 1}),
+    ),
+)
+def test_each_hop_is_one_message(data_mesh, topology, messages):
+    tree = {"w": jax.ShapeDtypeStruct((300, 101), jnp.float32)}
+    found = compiled_collectives(data_mesh(4), tree, UNIT, TOPOLOGIES[topology])
+    assert collections.Counter(one.kind for one in found) == messages
 
 
 @pytest.mark.parametrize("topology", ("ring", "all_to_all"))

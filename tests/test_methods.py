@@ -59,6 +59,7 @@ DETERMINISTIC = {
     "flash_communication": (8e-4, 2.1e-3),  # half of 1/31 of what lies between spikes
     "omnireduce": (0.06, 0.09),  # the energy of the smallest of the blocks
     "topk_chunked": (0.17, 0.25),  # and of seven of eight
+    "top_k": (0.28, 0.36),  # of 8% of the coordinates of each worker
     # First steps have one key. Groups are chosen by a hash, and not by their values.
     "split_sketch": (0.8, 1.2),
     "ef21m": (0.25, 0.7),
@@ -83,6 +84,7 @@ RANDOM = {
 # Name to the vNMSE of one sum: the key matters, but the mean over keys is not the sum.
 BIASED = {
     "arc_top_k": (0.2, 0.6),  # as topk_chunked, with estimates of norms
+    "rand_k": (0.8, 0.95),  # all but one of eight
     "marsit": (0.7, 0.85),  # signs: heavy tails get the scale of most of their row
 }
 TOPOLOGY_NAMES = ("ring", "all_to_all")
@@ -172,6 +174,8 @@ def test_fewer_compressions_have_less_error(name):
 # of each chunk with THC, whose own test has the rest.)
 REACH = {
     **dict.fromkeys(("exact", "bf16", "omnireduce", "topk_chunked", "arc_top_k", "ef21m"), 1),
+    "top_k": 1,
+    "rand_k": SIZE,
     **dict.fromkeys((*RECODED, "mxfp8_shared"), 32),
     **dict.fromkeys(("dynamiq", "paper", "marsit", "global_compensation"), 256),
 }

@@ -160,6 +160,7 @@ def test_functions_that_are_not_there(folder, name, match):
     (
         ({"step": "steps_of_a_user:no_step"}, "returned a int"),
         ({"low": "4Mi", "high": "2Mi"}, "larger --high"),
+        ({"low": "4Mi", "high": "4Mi"}, "--low is 4Mi and --high 4Mi: give a larger --high"),
         ({"candidates": 1}, "--candidates is 1"),
         ({"steps": 0}, "--steps is 0"),
         ({"high": "many"}, "--high: 'many'"),

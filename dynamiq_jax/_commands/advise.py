@@ -21,6 +21,9 @@ from dynamiq_jax._workshop.units import (
 )
 from dynamiq_jax.topologies import Network
 
+_MOST_WORKERS = 2**20
+_LONGEST = 1e9  # seconds of a step: 30 years
+
 
 @dataclasses.dataclass(frozen=True)
 class Advise:
@@ -90,8 +93,12 @@ class Advise:
           CommandError: an option makes no sense.
         """
         options.check_least("--workers", self.workers, 2)
-        if self.step_time <= 0:
-            raise CommandError(f"--step-time is {self.step_time}: give seconds above 0.")
+        if self.workers > _MOST_WORKERS:
+            raise CommandError(f"--workers is {self.workers}: give at most {_MOST_WORKERS}.")
+        if not 0 < self.step_time <= _LONGEST:
+            raise CommandError(
+                f"--step-time is {self.step_time}: give seconds above 0 and at most {_LONGEST:g}."
+            )
         if not 0 <= self.overlap <= 1:
             raise CommandError(f"--overlap is {self.overlap}: give a share from 0 to 1.")
         options.check_codec_ns(self.codec_ns)

@@ -41,6 +41,8 @@ DEFAULTS = (
     "omnireduce",
     "topk_chunked:5",
     "arc_top_k:5",
+    "top_k:5",
+    "rand_k:5",
     "split_sketch:5",
     "powersgd",
     "marsit",
@@ -54,7 +56,8 @@ class Compare:
     Simulates an all-reduce of N workers on this machine, with the program that real workers run,
     for each method, topology and number of workers. Gradients come from a file, such as one that
     `python -m benchmarks.dump_gradients --output FILE` writes, or are made up: rows of 256 whose
-    magnitudes spread as in a language model's gradients.
+    magnitudes spread as in a language model's gradients. Arrays of a file that training sums
+    exactly, those below the default of dq.Options.exact_below, are left out of errors and bits.
 
     Errors are those of one all-reduce. A method that is biased, or meant for error feedback, may
     train better or worse than its error says.
@@ -195,6 +198,7 @@ def compare_table(rows: Sequence[dict[str, Any]], rate: float) -> Table:
     table.caption = (
         "of a super-group: mean over groups of 256 of their relative squared error. gain: the "
         "result's share of the truth, 1 if unbiased. codec ns: of one CPU core, for each "
-        "coordinate of each worker. at ...: wire and codec of one all-reduce."
+        "coordinate of each worker. at ...: wire and codec of one all-reduce. Arrays of fewer than "
+        f"{gradient_files.LARGE} coordinates a worker are left out: training sums them exactly."
     )
     return table

@@ -1,6 +1,7 @@
 """`dynamiq-jax doctor`: collectives of a train step, and mistakes in it."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +11,18 @@ import jax
 import tyro
 from rich.text import Text
 
+from dynamiq_jax._inspection.checks import check_program
 from dynamiq_jax._inspection.findings import Finding
+from dynamiq_jax._inspection.hlo import ProgramError
 from dynamiq_jax._inspection.inspection import HEADINGS, Inspection, texts
 from dynamiq_jax._inspection.step import inspect_text
 from dynamiq_jax._workshop import options, records, scripts, tables
 from dynamiq_jax._workshop.environment import environment
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.units import parse_size
+
+_MOST_DEVICES = 2**20  # of a mesh: a list of more would fill the memory
+_REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +119,18 @@ class Doctor:
             text = self.target.read_text()
         except UnicodeDecodeError:
             text = ""
-        if "HloModule" not in text or "ENTRY" not in text:
+        if "HloModule" not in text:
             raise CommandError(
-                f"{self.target} is neither a script (.py) nor the text of an HLO program. Write "
-                "step.lower(...).compile().as_text() to a file, and give that."
+                f"{self.target} is neither a script (.py) nor the text of an HLO program. {_REMEDY}"
             )
-        return inspect_text(text, meshes=meshes, devices_per_host=self.devices_per_host)
+        try:
+            check_program(text)
+            return inspect_text(text, meshes=meshes, devices_per_host=self.devices_per_host)
+        except ProgramError as error:
+            why = str(error)
+        except Exception as error:  # a damaged text ends in any kind
+            why = f"cannot be read: {error!r:.200}."
+        raise CommandError(f"{self.target}: {why} {_REMEDY}")
 
 
 def parse_mesh(texts: tuple[str, ...]) -> dict[str, int]:
@@ -129,6 +141,11 @@ def parse_mesh(texts: tuple[str, ...]) -> dict[str, int]:
         if match is None or match[1] in found:
             raise CommandError(f"--mesh: {text!r} is not a new axis with its size, as in data=4.")
         found[match[1]] = int(match[2])
+    if math.prod(found.values()) > _MOST_DEVICES:
+        raise CommandError(
+            f"--mesh: {' '.join(texts)!r} has more than {_MOST_DEVICES} devices. Give the sizes "
+            "of the axes."
+        )
     return found
 
 

@@ -1,6 +1,7 @@
 """Collectives of a compiled program: over which axes, in which type, and how many bytes."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from dynamiq_jax._inspection.hlo import (
     Computation,
     Instruction,
     Program,
+    ProgramError,
     arrays_of,
     parts_of,
 )
 from dynamiq_jax._inspection.places import Place, Places
 
-# Of the bytes of a result, the share that one of `size` devices sends.
-_SHARES = {
+# Bytes that one of `size` devices sends for each byte of its result.
+_SENT_PER_RESULT_BYTE = {
     "collective-permute": lambda size: 1.0,
     "collective-broadcast": lambda size: 1.0,
     "all-reduce": lambda size: 2 * (size - 1) / size,
@@ -29,6 +31,7 @@ _SHARES = {
     "ragged-all-to-all": lambda size: (size - 1) / size,
     "reduce-scatter": lambda size: size - 1.0,  # the result is a part
 }
+_MOST_DEVICES = 2**20  # above all machines: a list of more would fill the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,9 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
     Args:
       text: text of an optimized program; empty for none.
       devices: devices that it runs on.
+
+    Raises:
+      ProgramError: groups of devices that cannot be.
     """
     program, places = Program(text), Places(text)
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
@@ -82,20 +88,21 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
     def found(name: str, times: int, in_branch: bool) -> Iterator[Collective]:
         computation = program.computations[name]
         for line in computation.values():
-            if line.opcode.removesuffix("-start") in _SHARES:
+            opcode = line.opcode.removesuffix("-start")
+            if opcode in _SENT_PER_RESULT_BYTE:
                 groups = groups_of(line, count)
+                sent = _SENT_PER_RESULT_BYTE[opcode](groups.shape[1])
                 for number, part in enumerate(_parts(line, computation)):
                     arrays, origin = part
-                    share = _SHARES[line.opcode.removesuffix("-start")](groups.shape[1])
                     yield Collective(
-                        opcode=line.opcode.removesuffix("-start"),
+                        opcode=opcode,
                         arrays=tuple(arrays),
-                        groups=_connected(groups),
+                        groups=connected(groups),
                         axes=devices.axes_of(groups),
                         link=devices.link(groups),
                         times=0 if number else times,
                         in_branch=in_branch,
-                        bytes=share * sum(array.bytes for array in arrays) * times,
+                        bytes=sent * sum(array.bytes for array in arrays) * times,
                         labels=labels(origin.source),
                         source=origin.source,
                         place=places.of(origin.attributes),
@@ -151,11 +158,17 @@ def groups_of(line: Instruction, count: int) -> np.ndarray:
     Args:
       line: the collective.
       count: number of all devices, which are one group where none is named.
+
+    Raises:
+      ProgramError: groups of different sizes, without members, or of more devices than exist.
     """
     attributes = line.attributes
     if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{.*?\})\}", attributes):
-        groups = re.findall(r"\{([\d,]*)\}", listed[1])
-        return np.array([[int(device) for device in group.split(",")] for group in groups])
+        groups = [re.findall(r"\d+", group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+        sizes = sorted({len(group) for group in groups})
+        if len(sizes) != 1 or sizes == [0]:
+            raise ProgramError(f"{line.name!r} has groups of {sizes} devices, not of one size.")
+        return np.array([[int(device) for device in group] for group in groups])
     named = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
         r"\{([^}]*)\}",
@@ -165,21 +178,41 @@ def groups_of(line: Instruction, count: int) -> np.ndarray:
         return _of_named_axes(*named.groups())
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota is None:
-        return np.arange(count)[None]
-    shape = [int(size) for size in iota[3].split(",")]
-    devices = np.arange(math.prod(shape)).reshape(shape)
+        return _numbered(line, [count])[None]
+    num_groups, members = int(iota[1]), int(iota[2])
+    devices = _numbered(line, [int(size) for size in iota[3].split(",")])
+    if num_groups * members != devices.size:
+        raise ProgramError(
+            f"{line.name!r} has {num_groups} groups of {members} devices, but lists {devices.size}."
+        )
     if iota[4]:
         devices = devices.transpose([int(d) for d in iota[4].split(",")])
-    return devices.reshape(int(iota[1]), int(iota[2]))
+    return devices.reshape(num_groups, members)
 
 
-def _connected(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Join groups with common members, as pairs along a ring have."""
-    parts: list[set[int]] = []
+def _numbered(line: Instruction, shape: list[int]) -> np.ndarray:
+    """Return the numbers of devices from 0 on, of a shape."""
+    count = math.prod(shape)
+    if not 0 < count <= _MOST_DEVICES:
+        raise ProgramError(
+            f"{line.name!r} is a collective of {count} devices, but a program has 1 to "
+            f"{_MOST_DEVICES}."
+        )
+    return np.arange(count).reshape(shape)
+
+
+def connected(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Join groups with common members, as pairs along a ring have: sorted, each once."""
+    part_of: dict[int, set[int]] = {}
     for group in groups.tolist():
-        others = [part for part in parts if not part & set(group)]
-        parts = [*others, set(group).union(*(part for part in parts if part & set(group)))]
-    return tuple(sorted(tuple(sorted(part)) for part in parts))
+        # Smaller parts go into the largest: each device moves few times.
+        parts = sorted({id(p): p for d in group if (p := part_of.get(d))}.values(), key=len)
+        joined = parts.pop() if parts else set()
+        joined.update(group, *parts)
+        for device in itertools.chain(group, *parts):
+            part_of[device] = joined
+    parts_once = {id(part): part for part in part_of.values()}.values()
+    return tuple(sorted(tuple(sorted(part)) for part in parts_once))
 
 
 def _of_named_axes(axes: str, order: str, transposed: str, grouped: str) -> np.ndarray:

@@ -143,7 +143,9 @@ def _below_threshold(known: Evidence) -> Iterator[Finding]:
 
 def _widened(known: Evidence) -> Iterator[Finding]:
     for one in known.collectives:
-        if one.labels or one.bytes <= _SMALL:
+        # Over axes that are sharded, values of one model are summed: they are no gradients of
+        # workers, and nothing here could send them.
+        if one.labels or one.bytes <= _SMALL or not _is_between_workers(one, known):
             continue
         widest = max((array.bits for array in one.arrays if array.is_floating), default=0)
         narrow = [
@@ -159,6 +161,26 @@ def _widened(known: Evidence) -> Iterator[Finding]:
                 "widens them on this platform, or they are converted first. Send integers, as all "
                 "collectives of dynamiq_jax do: dq.pmean(..., method='bf16') keeps 16 bits.",
             )
+
+
+def _is_between_workers(one: Collective, known: Evidence) -> bool:
+    """Return whether a collective may be over an axis of workers.
+
+    Axes of workers are those of recorded collectives. In a text without records, workers are the
+    devices that exchange compressed bytes. Without any, every axis may be one.
+    """
+    if known.records and one.axes is not None:
+        return any(set(one.axes) & set(record.axes) for record in known.records)
+    compressed = {each.groups for each in known.collectives if each.labels}
+    if not compressed:
+        return True
+    for groups in compressed:
+        group_of = {device: number for number, group in enumerate(groups) for device in group}
+        for members in one.groups:
+            found = [group_of[device] for device in members if device in group_of]
+            if len(set(found)) < len(found):
+                return True
+    return False
 
 
 def _fast_link(known: Evidence) -> Iterator[Finding]:

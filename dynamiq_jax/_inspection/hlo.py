@@ -3,12 +3,22 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _BITS = {"pred": 8}  # of types whose name has no number
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)(e\d\w*)?\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
 _LINE = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*)$")
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+_CALLS = re.compile(
+    r"\b(?:calls|to_apply|body|condition|(?:true|false)_computation)=%?([\w.\-]+)"
+    r"|\b(?:branch|called)_computations=\{([^}]*)\}"
+)
+
+
+class ProgramError(ValueError):
+    """Reason why the text of a program cannot be read, as a clause with its period."""
 
 
 class ArrayType(NamedTuple):
@@ -75,6 +85,12 @@ class Instruction:
         """Return the name of the computation with a role: `calls`, `body` or `condition`."""
         return self.attribute(rf"\b{role}=%?([\w.\-]+)")
 
+    @property
+    def callees(self) -> list[str]:
+        """Names of all computations that it calls, whatever their roles."""
+        found = _CALLS.findall(_TEXT.sub("", self.attributes))
+        return [name for pair in found for name in re.findall(r"[\w.\-]+", ",".join(pair))]
+
     def branches(self) -> list[str]:
         """Return the names of the computations that a conditional chooses from."""
         listed = self.attribute(r"branch_computations=\{([^}]*)\}")
@@ -110,7 +126,7 @@ class Program:
         first, limit = (
             self._constant(computation, loop, condition, name) for name in comparisons[0].operands
         )
-        return None if first is None or limit is None else limit - first
+        return None if first is None or limit is None else max(0, limit - first)
 
     def _constant(
         self, outer: str, loop: Instruction, condition: Computation, name: str
@@ -123,7 +139,17 @@ class Program:
                 return None
             index = int(value.attribute(r"index=(\d+)"))
             value = _origin(self.computations[outer], start.operands[index])
-        return int(value.text) if value.opcode == "constant" else None
+        is_whole = value.opcode == "constant" and re.fullmatch(r"-?\d+", value.text)
+        return int(value.text) if is_whole else None
+
+
+def heads_and_ends(text: str) -> Iterator[str]:
+    """Yield the name of a computation where it starts, and an empty string where one ends."""
+    for line in text.splitlines():
+        if line.rstrip() == "}":
+            yield ""
+        elif head := _HEAD.match(line):
+            yield head[2]
 
 
 def arrays_of(types: str) -> list[ArrayType]:

@@ -39,7 +39,7 @@ def inspect(
     - *not compressed*: gradients are summed exactly only;
     - *whole gradient*: every device sends all of a gradient whose parameters are sharded;
     - *below the threshold*: leaves are so small that most bytes are exact;
-    - *widened*: values of 16 bits are sent as 32;
+    - *widened*: values of 16 bits are sent as 32, over an axis of workers;
     - *one worker*: the axis has nothing to send;
     - *fast link*: the compressed axis is inside a host.
 

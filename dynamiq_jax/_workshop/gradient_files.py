@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamiq_jax._buckets.options import Options
 from dynamiq_jax._workshop.errors import CommandError
 
 Gradients = dict[str, NDArray[np.float32]]  # parameter to [workers, *shape]
 
 _STEP = re.compile(r"(\d+)/(.+)")
 _WRITERS = {".npz": "np.savez", ".safetensors": "safetensors.numpy.save_file"}
-_LARGE = 1024  # coordinates: smaller parameters are summed exactly in training, and left out here
+# Coordinates: training sums smaller parameters exactly, so that they have no error to measure.
+LARGE = Options().exact_below
 
 
 def load(path: Path) -> dict[str, Gradients]:
@@ -52,11 +54,11 @@ def load(path: Path) -> dict[str, Gradients]:
                 f"--gradients {path}: {name!r} holds NaN or Inf. Give gradients without, such as "
                 "those of another step."
             )
-        if values[0].size >= _LARGE:
+        if values[0].size >= LARGE:
             steps.setdefault(f"step {step}" if step else "", {})[parameter] = values
     if not steps:
         raise CommandError(
-            f"--gradients {path}: no array of {_LARGE} coordinates or more for a worker. Give "
+            f"--gradients {path}: no array of {LARGE} coordinates or more for a worker. Give "
             "gradients as [workers, *shape]."
         )
     counts = {len(leaf) for gradients in steps.values() for leaf in gradients.values()}
@@ -117,7 +119,7 @@ def _check_alike(path: Path, steps: dict[str, Gradients]) -> None:
         for name in sorted(shapes[first].keys() | shapes[other].keys()):
             found = [shapes[step].get(name) for step in (first, other)]
             if found[0] != found[1]:
-                first_shape, other_shape = (shape or f"less than {_LARGE}" for shape in found)
+                first_shape, other_shape = (shape or f"less than {LARGE}" for shape in found)
                 raise CommandError(
                     f"--gradients {path}: {name!r} is of {first_shape} coordinates in "
                     f"{first or 'no step'} and of {other_shape} in {other or 'no step'}. Give all "
@@ -146,8 +148,12 @@ def _read(path: Path) -> Mapping[str, NDArray]:
 
 def _read_npz(path: Path) -> Mapping[str, NDArray]:
     # Opened here, as NumPy leaves a damaged one open.
-    with path.open("rb") as file, np.load(file) as arrays:
-        return dict(arrays)
+    with path.open("rb") as file, np.load(file) as members:
+        arrays = dict(members)
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # but the bytes of another file
+            raise ValueError(f"its member {name!r} is no .npy file")
+    return arrays
 
 
 def _read_safetensors(path: Path) -> Mapping[str, NDArray]:

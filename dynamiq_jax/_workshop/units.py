@@ -7,6 +7,7 @@ from dynamiq_jax._workshop.errors import CommandError
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as tc spells them
+_LARGEST = 10**18  # above all gradients and links, and times can still be computed from it
 _NUMBER = re.compile(r"([0-9.]+) ?([A-Za-z]*)")
 
 
@@ -15,7 +16,9 @@ def parse_size(text: str, option: str = "--sizes") -> int:
     example = "8Mi (8 * 2**20), 1M (10**6) or 4096"
     size = _parse(text, _SIZES, option, "a number of coordinates", example)
     if size != int(size):
-        raise CommandError(f"{option}: {text!r} is not a whole number. Give one such as {example}.")
+        raise CommandError(
+            f"{option}: {text!r:.80} is not a whole number. Give one such as {example}."
+        )
     return int(size)
 
 
@@ -65,5 +68,7 @@ def _parse(text: str, units: dict[str, int], option: str, what: str, example: st
     # Decimal: 16.1 * 1000 is not whole in binary floating point.
     number = Decimal(match[1] if match and match[1].count(".") <= 1 and match[1] != "." else 0)
     if match is None or match[2] not in units or number <= 0:
-        raise CommandError(f"{option}: {text!r} is not {what}. Give one such as {example}.")
+        raise CommandError(f"{option}: {text!r:.80} is not {what}. Give one such as {example}.")
+    if number * units[match[2]] > _LARGEST:
+        raise CommandError(f"{option}: {text!r:.80} is above 10**18. Give one such as {example}.")
     return number * units[match[2]]

@@ -11,7 +11,9 @@ _thc                      with `_hadamard`, the rotation
 _entropy_coded            with `_integer_coders` and `_rans`, codes of THC's integers
 _sparse_blocks            base of methods that sum some blocks
 _omnireduce
+_budget                   bits for each coordinate
 _budgeted_blocks          base of those with a number of bits: _topk_chunked, _arc_top_k
+_rand_k, _top_k           single coordinates, with `_largest`
 _split_sketch             with `_count_sketch`, a summary that is linear
 _powersgd
 _marsit                   signs
@@ -46,15 +48,18 @@ from dynamiq_jax.methods._marsit import Marsit
 from dynamiq_jax.methods._mx import MXFP4, MXFP6, MXFP8, MXINT8
 from dynamiq_jax.methods._omnireduce import OmniReduce
 from dynamiq_jax.methods._powersgd import PowerSGD
+from dynamiq_jax.methods._rand_k import RandK
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from dynamiq_jax.methods._split_sketch import SplitSketch
 from dynamiq_jax.methods._thc import THC
+from dynamiq_jax.methods._top_k import TopK
 from dynamiq_jax.methods._topk_chunked import TopKChunked
 
 # The methods, and the parts that a method of one's own is made of.
 __all__ = ["BF16", "EF21M", "MXFP4", "MXFP6", "MXFP8", "MXINT8", "THC", "ARCTopK", "BlockInt"]
 __all__ += ["DynamiQ", "EntropyCoded", "ErrorFeedback", "Exact", "FlashCommunication", "OmniReduce"]
-__all__ += ["GlobalCompensation", "Marsit", "PowerSGD", "SplitSketch", "TopKChunked"]
+__all__ += ["GlobalCompensation", "Marsit", "PowerSGD", "RandK", "SplitSketch", "TopK"]
+__all__ += ["TopKChunked"]
 __all__ += ["Axis", "BlockFormat", "BlockwiseMethod", "Call", "ChunkCodec", "ChunkedMethod"]
 __all__ += ["LocalChunks", "Method", "RecodedChunks", "Reduced", "SparseBlocks", "State"]
 __all__ += ["METHODS", "PRESETS", "SumCodec", "SummedChunks", "WireCost", "resolve_method"]
@@ -75,6 +80,8 @@ METHODS: dict[str, type[Method]] = {
     "omnireduce": OmniReduce,
     "topk_chunked": TopKChunked,
     "arc_top_k": ARCTopK,
+    "top_k": TopK,
+    "rand_k": RandK,
     "split_sketch": SplitSketch,
     "powersgd": PowerSGD,
     "marsit": Marsit,

@@ -1,15 +1,12 @@
 """Base of methods that sum as many blocks as fit into a number of bits."""
 
 import abc
-import bisect
 import dataclasses
-import numbers
 
 from dynamiq_jax.methods._base import Call
+from dynamiq_jax.methods._budget import check_bits, most_within
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from pallas_kernels.compat import override
-
-_MAX_BITS = 32.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,13 +18,8 @@ class BudgetedBlocks(SparseBlocks):
     @override
     def __post_init__(self):
         super().__post_init__()
-        low = self.score_bits / self.block_size
-        is_number = isinstance(self.bits, numbers.Real) and type(self.bits) is not bool
-        if not (is_number and low < self.bits <= _MAX_BITS):
-            raise ValueError(
-                f"bits={self.bits!r} is out of range. Give more than {low:g}, which the scores of "
-                f"blocks of {self.block_size} take, and at most {_MAX_BITS:g}."
-            )
+        taken_by = f", which the scores of blocks of {self.block_size} take"
+        check_bits(self.bits, self.score_bits / self.block_size, taken_by)
 
     @property
     @abc.abstractmethod
@@ -37,10 +29,5 @@ class BudgetedBlocks(SparseBlocks):
     @override
     def num_chosen(self, call: Call) -> int:
         """Return the most blocks that keep the wire within `bits`."""
-
-        def sent(room: int) -> int:
-            return call.topology.bytes_sent(self.cost_of(room, call), call.num_workers)
-
-        allowed = self.bits / 8 * call.size * 2 * (call.num_workers - 1) / call.num_workers
-        rooms = range(1, self.num_blocks(call.size) + 1)
-        return max(1, bisect.bisect_right(rooms, allowed, key=sent))
+        most = self.num_blocks(call.size)
+        return most_within(self.bits, call, most, lambda room: self.cost_of(room, call))

@@ -1,6 +1,7 @@
 """Marsit: one bit a coordinate, the sign of one worker that is drawn at random."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ class Marsit(ChunkedMethod):
             is_finite = jnp.all(jnp.isfinite(rows).reshape(held, -1), axis=1, keepdims=True)
             weights = is_finite.astype(jnp.uint16)
         return _SignChunks(
-            own=match_varying((signs.reshape(held, -1), weights), values),
+            own=match_varying(_Message(signs.reshape(held, -1), weights), values),
             scales=self._scales(rows, values.size, call),
             seed=words[:2],
             size=local.size,
@@ -121,15 +122,23 @@ class Marsit(ChunkedMethod):
         return bfloat16_value(words).reshape(call.num_chunks, -1)
 
 
+class _Message(NamedTuple):
+    """Signs of some workers, and the number of these workers."""
+
+    signs: Array  # uint8 [32 rows]
+    weight: Array  # uint16 [1]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SignChunks(ChunkCodec):
     """Codec of signs: hops merge messages, and nothing is decoded before the end.
 
-    A message is a pair: signs, uint8 [32 rows], a bit for each coordinate that is 1 if positive;
-    and its weight, uint16 [1], which is 0 if a value of any of its workers is not finite.
+    A message holds signs, uint8 [32 rows], a bit for each coordinate that is 1 if positive; and
+    its weight, uint16 [1], which is 0 if a value of any of its workers is not finite. On the wire
+    both are one array of bytes, since each array would be a collective of its own.
     """
 
-    own: Payload  # messages of this worker alone, stacked, of the chunks from `first` on
+    own: _Message  # of this worker alone, stacked, of the chunks from `first` on
     scales: Array  # float32 [chunks, rows], of all chunks
     seed: Array  # uint32 [2], the same on all workers
     size: int  # coordinates of the bucket, before padding
@@ -138,7 +147,7 @@ class _SignChunks(ChunkCodec):
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Payload:
-        return jax.tree.map(lambda leaf: take_chunk(leaf, chunk - self.first), self.own)
+        return _joined(self._own(chunk))
 
     @override
     def hop(self, payloads: Payload, chunk: Array, turn: Index) -> Payload:
@@ -148,24 +157,21 @@ class _SignChunks(ChunkCodec):
         # There are fewer merges in a turn than workers: each merge of a chunk has its own number.
         first_number = jnp.asarray(turn).astype(jnp.uint32) * np.uint32(self.num_workers)
 
-        def merge(before: Payload, newcomer: Payload, number: Index) -> Payload:
+        def merge(before: _Message, newcomer: _Message, number: Index) -> _Message:
             number = first_number + jnp.asarray(number).astype(jnp.uint32)
             noise = jnp.asarray(offsets(row_ids, number, self.seed, "independent"))
             return _merge(before, newcomer, noise)
 
-        def merge_received(number: Array, merged: Payload) -> Payload:
-            newcomer = jax.tree.map(lambda leaf: take_chunk(leaf, number), payloads)
-            return merge(merged, newcomer, number)
+        def merge_received(number: Array, merged: _Message) -> _Message:
+            return merge(merged, _parts(take_chunk(payloads, number)), number)
 
-        merged = jax.tree.map(lambda leaf: leaf[0], payloads)
-        received = len(jax.tree.leaves(payloads)[0])
-        merged = lax.fori_loop(1, received, merge_received, merged)
-        return merge(merged, self.compress(chunk, turn), 0)
+        merged = lax.fori_loop(1, len(payloads), merge_received, _parts(payloads[0]))
+        return _joined(merge(merged, self._own(chunk), 0))
 
     @override
     def accumulate(self, payloads: Payload, chunk: Array) -> Array:
         # Sums of weights are whole numbers: exact, in any order.
-        votes = jnp.sum(jax.vmap(_votes)(payloads), axis=0) + _votes(self.compress(chunk, 0))
+        votes = jnp.sum(jax.vmap(_votes)(_parts(payloads)), axis=0) + _votes(self._own(chunk))
         return (votes * take_chunk(self.scales, chunk)[:, None]).reshape(-1)
 
     @override
@@ -174,7 +180,7 @@ class _SignChunks(ChunkCodec):
 
     @override
     def terms(self, payload: Payload, chunk: Array) -> Array:
-        return (_votes(payload) * take_chunk(self.scales, chunk)[:, None]).reshape(-1)
+        return (_votes(_parts(payload)) * take_chunk(self.scales, chunk)[:, None]).reshape(-1)
 
     @override
     def byte_spans(self, chunk: Array) -> ByteSpans:
@@ -189,14 +195,17 @@ class _SignChunks(ChunkCodec):
 
     @override
     def decompress(self, payloads: Payload) -> Array:
-        return self._decode(payloads, self.scales)
+        return self._decode(_parts(payloads), self.scales)
 
     @override
     def rounded(self, turn: Index) -> "tuple[Array, _SignChunks]":
-        held = len(jax.tree.leaves(self.own)[0])
+        held = len(self.own.signs)
         return self._decode(self.own, lax.dynamic_slice_in_dim(self.scales, self.first, held)), self
 
-    def _decode(self, messages: Payload, scales: Array) -> Array:
+    def _own(self, chunk: Array) -> _Message:
+        return jax.tree.map(lambda leaf: take_chunk(leaf, chunk - self.first), self.own)
+
+    def _decode(self, messages: _Message, scales: Array) -> Array:
         votes = jax.vmap(_votes)(messages)
         return (votes * scales[:, :, None]).reshape(-1)[: self.size]
 
@@ -213,17 +222,29 @@ def _sign_bits(rows: Array, zeros: Array) -> Array:
     return _pack(is_positive)
 
 
-def _merge(before: Payload, newcomer: Payload, noise: Array) -> Payload:
+def _merge(before: _Message, newcomer: _Message, noise: Array) -> _Message:
     """Merge two messages, with noise in (0, 1), float32 [rows, 256]."""
     (signs, weight), (new_signs, new_weight) = before, newcomer
     total = weight + new_weight
     share = new_weight.astype(jnp.float32) / total.astype(jnp.float32)
     is_new = _pack(noise < share)
     is_finite = (weight > 0) & (new_weight > 0)
-    return (signs & ~is_new) | (new_signs & is_new), jnp.where(is_finite, total, np.uint16(0))
+    merged = (signs & ~is_new) | (new_signs & is_new)
+    return _Message(merged, jnp.where(is_finite, total, np.uint16(0)))
 
 
-def _votes(message: Payload) -> Array:
+def _joined(message: _Message) -> Array:
+    """Return a message as bytes, uint8 [32 rows + 2]."""
+    return jnp.concatenate([message.signs, lax.bitcast_convert_type(message.weight, jnp.uint8)[0]])
+
+
+def _parts(payloads: Array) -> _Message:
+    """Invert `_joined`, of one message or of several, stacked."""
+    signs, weight = jnp.split(payloads, [payloads.shape[-1] - _WEIGHT_BYTES], axis=-1)
+    return _Message(signs, lax.bitcast_convert_type(weight, jnp.uint16)[..., None])
+
+
+def _votes(message: _Message) -> Array:
     """Return weight or minus weight of each coordinate, float32 [rows, 256]; NaN if it is 0."""
     signs, weight = message
     rows = signs.size // row_bytes(1)

@@ -43,9 +43,9 @@ FAULTS = (
     ),
     Fault(
         "bits for scores alone are accepted",
-        "dynamiq_jax/methods/_budgeted_blocks.py",
-        "low < self.bits <= _MAX_BITS",
-        "low <= self.bits <= _MAX_BITS",
+        "dynamiq_jax/methods/_budget.py",
+        "low < bits <= _MAX_BITS",
+        "low <= bits <= _MAX_BITS",
         ARC_TESTS,
     ),
     Fault(

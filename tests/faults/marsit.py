@@ -34,8 +34,8 @@ FAULTS = (
     Fault(
         "the first message of several is left out",
         "dynamiq_jax/methods/_marsit.py",
-        "merged = jax.tree.map(lambda leaf: leaf[0], payloads)",
-        "merged = jax.tree.map(lambda leaf: leaf[-1], payloads)",
+        "_parts(payloads[0])",
+        "_parts(payloads[-1])",
         ("tests/test_marsit.py",),
     ),
     Fault(
@@ -156,5 +156,19 @@ FAULTS = (
         "dataclasses.replace(call, feedback=False)",
         "call",
         ("tests/test_global_compensation.py",),
+    ),
+    Fault(
+        "a hop sends half of its weight",
+        "dynamiq_jax/methods/_marsit.py",
+        "        return _joined(merge(merged, self._own(chunk), 0))",
+        "        return _joined(merge(merged, self._own(chunk), 0))[:-1]",
+        ("tests/test_marsit.py::test_the_compiled_program_sends_the_bytes_of_the_report",),
+    ),
+    Fault(
+        "the bytes of a weight are those of the signs before it",
+        "dynamiq_jax/methods/_marsit.py",
+        "[payloads.shape[-1] - _WEIGHT_BYTES], axis=-1)\n",
+        "[payloads.shape[-1] - _WEIGHT_BYTES], axis=-1)\n    weight = payloads[..., :2]\n",
+        ("tests/test_marsit.py::test_a_hop_weighs_messages_by_the_workers_in_them",),
     ),
 )

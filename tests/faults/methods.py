@@ -331,9 +331,9 @@ FAULTS = (
     ),
     Fault(
         "one block more than the bits allow",
-        "dynamiq_jax/methods/_budgeted_blocks.py",
-        "max(1, bisect.bisect_right(rooms, allowed, key=sent))",
-        "max(1, bisect.bisect_right(rooms, allowed, key=sent) + 1)",
+        "dynamiq_jax/methods/_budget.py",
+        "max(1, bisect.bisect_right(range(1, most + 1), allowed, key=sent))",
+        "max(1, bisect.bisect_right(range(1, most + 1), allowed, key=sent) + 1)",
         ("tests/test_sparse_blocks.py",),
     ),
 )
