@@ -154,6 +154,16 @@ def test_buckets_are_striped_where_nothing_runs_under_a_loop(topology, is_stripe
     assert stripes("in_order") == {False}
 
 
+def test_changes_of_local_sgd_are_striped_on_every_topology():
+    """All of a change is there when it is sent. Gradients in an all-to-all leave in order."""
+    params = {name: jax.ShapeDtypeStruct((2 * LEAF,), jnp.float32) for name in "ab"}
+    how = {"topology": "all_to_all", "options": dq.Options(bucket_bytes=4 * LEAF)}
+    (report,) = dq.training.LocalSGD(axis_name="data", every=2, **how).wire_report(params, 4)
+    assert [leaf.buckets for leaf in report.leaves] == [(0, 1, 2, 3)] * 2
+    of_gradients = dq.wire_report(params, 4, **how)
+    assert [leaf.buckets for leaf in of_gradients.leaves] == [(0, 1), (2, 3)]
+
+
 def test_methods_that_use_shapes_take_leaves_as_they_are():
     plan = plan_of((4 * LEAF, 4 * LEAF), method="powersgd", bucket_bytes=1, bucketing="striped")
     assert all(bucket.stripe is None for bucket in plan.buckets)

@@ -266,13 +266,15 @@ class LocalSGD:
 
     @property
     def _of_fragments(self) -> Compression:
-        """Compression of a fragment, which has no leaf for some patterns of a policy."""
-        how = self._how
-        return dataclasses.replace(
-            how,
-            policy=dataclasses.replace(how.policy, all_used=False),
-            options=dataclasses.replace(how.options, check_agreement=False),  # `update` does
-        )
+        """Compression of a fragment, which has no leaf for some patterns of a policy.
+
+        `update` itself checks that processes agree.
+        """
+        how, options = self._how, dataclasses.replace(self.options, check_agreement=False)
+        if options.bucketing == "auto":  # all of a change is there when it is sent
+            options = dataclasses.replace(options, bucketing="striped")
+        policy = dataclasses.replace(how.policy, all_used=False)
+        return dataclasses.replace(how, policy=policy, options=options)
 
     def _fragments(self, params: Any) -> Fragments:
         if self.specs is not None:

@@ -72,6 +72,13 @@ FAULTS = (
         (f"{_TESTS}::test_buckets_are_striped_where_nothing_runs_under_a_loop",),
     ),
     Fault(
+        "changes of local SGD are sent in order",
+        "dynamiq_jax/training/_local_sgd.py",
+        'dataclasses.replace(options, bucketing="striped")',
+        "options",
+        (f"{_TESTS}::test_changes_of_local_sgd_are_striped_on_every_topology",),
+    ),
+    Fault(
         "methods that use shapes get stripes",
         _PLAN,
         "        if self.method.uses_shapes:\n            return ()\n",
