@@ -391,13 +391,20 @@ def test_a_checkpoint_of_other_leaves_is_not_restored(tmp_path):
         flax.serialization.from_bytes(other, written)
 
 
-def test_parts_of_a_leaf_have_states_of_their_own():
+@pytest.mark.parametrize(
+    ("bucketing", "wanted"),
+    (
+        ("in_order", ["ErrorFeedback-0_256", "ErrorFeedback-256_512"]),
+        ("striped", ["ErrorFeedback-stripe_0_of_2_tree", "ErrorFeedback-stripe_1_of_2_tree"]),
+    ),
+)
+def test_parts_of_a_leaf_have_states_of_their_own(bucketing, wanted):
     tree = jnp.ones((2, 512, 256))
-    options = dq.Options(bucket_bytes=4 * 256 * 256)
+    options = dq.Options(bucket_bytes=4 * 256 * 256, bucketing=bucketing)
     reduce = dq.all_reduce_gradients("data", method="ef+bf16", options=options)
     state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
     heads = [name.rpartition("-")[0] for name in sorted(state.method)]
-    assert heads == ["ErrorFeedback-0_256", "ErrorFeedback-256_512"]
+    assert heads == wanted
 
 
 KINDS = {

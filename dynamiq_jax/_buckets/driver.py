@@ -177,12 +177,12 @@ class Layout:
         leaves = [self.names[index] for index in bucket.leaves]
         if bucket.part is not None:
             leaves = [f"{leaves[0]}[{bucket.part[0]}:{bucket.part[1]}]"]
+        if bucket.stripe is not None:
+            leaves = [f"stripe {bucket.stripe.number} of {bucket.stripe.count}", *leaves]
         members = [
             [list(self.leaves[index].shape), self.shards.split_of(index)] for index in bucket.leaves
         ]
         fast = [[axis.name, axis.size] for axis in self.operation.axes.fast]
-        if bucket.stripe is not None:
-            facts = (*facts, [bucket.stripe.number, bucket.stripe.count])
         return state_name(kind, leaves, members, bucket.part, bucket.size, fast, *facts)
 
     @functools.cached_property
