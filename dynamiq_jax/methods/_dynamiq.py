@@ -146,6 +146,12 @@ class DynamiQ(ChunkedMethod):
         )
 
     @property
+    def bit_range(self) -> tuple[float, float]:
+        """Least and largest `bits` that these widths can reach."""
+        low, high = (self._overhead_bits + extreme(self.widths) for extreme in (min, max))
+        return max(low, _MIN_BITS), min(high, _MAX_BITS)
+
+    @property
     @override
     def details(self) -> tuple[str, ...]:
         return DynamiQChunks.METRICS
