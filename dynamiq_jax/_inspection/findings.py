@@ -13,6 +13,7 @@ from dynamiq_jax._inspection.evidence import Evidence
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter
+_WASTED = 1.5  # gain of sharing bits from which on it is worth a change
 _SMALL = 2**12  # bytes: losses, norms and metrics
 
 
@@ -33,6 +34,7 @@ def findings(known: Evidence) -> list[Finding]:
         _below_threshold,
         _widened,
         _fast_link,
+        _wasted_bits,
     )
     found = itertools.chain.from_iterable(rule(known) for rule in rules)
     return list(dict.fromkeys(found))
@@ -178,6 +180,24 @@ def _fast_link(known: Evidence) -> Iterator[Finding]:
                 f"{format_bytes(sent)} are compressed over it. Encoding takes longer than it "
                 "saves. Sum over it exactly by jax.lax.pmean, or give the slow axis first, as in "
                 "axis_name=('hosts', 'local').",
+            )
+
+
+def _wasted_bits(known: Evidence) -> Iterator[Finding]:
+    if known.sharing is None or not known.sharing.gain >= _WASTED:
+        return
+    number = known.sharing.idle_bucket
+    for record in known.records:
+        if number < len(record.plan.buckets) > 1:
+            names = [record.names[index] for index in record.plan.buckets[number].leaves]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield Finding(
+                "wasted bits",
+                f"Bucket {number} over {_spelled(record.axes)}, with leaf {names[0]}{more}, has "
+                "bits that lower the error little. If all buckets shared their bits, the error "
+                f"would be about {known.sharing.gain:.1f} times lower in the same bytes. Give "
+                f"method=dq.allocate_bits(gradients, axis_size={record.num_workers}).policy, or "
+                "larger buckets by dq.Options(bucket_bytes=...).",
             )
 
 

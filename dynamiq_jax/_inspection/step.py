@@ -16,7 +16,7 @@ from dynamiq_jax._buckets.shards import names_of
 from dynamiq_jax._core import check_integer
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._inspection.evidence import Argument, Evidence, Written
+from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Written
 from dynamiq_jax._inspection.findings import Finding, findings
 from dynamiq_jax._inspection.hlo import Instruction, Program
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
@@ -26,7 +26,11 @@ _numbers = itertools.count()
 
 
 def inspect(
-    step: Callable[..., Any], *args: Any, devices_per_host: int | None = None, **kwargs: Any
+    step: Callable[..., Any],
+    *args: Any,
+    devices_per_host: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Inspection:
     """Compile a train step, list what it sends, and find mistakes that make compression useless.
 
@@ -41,13 +45,15 @@ def inspect(
     - *below the threshold*: leaves are so small that most bytes are exact;
     - *widened*: values of 16 bits are sent as 32;
     - *one worker*: the axis has nothing to send;
-    - *fast link*: the compressed axis is inside a host.
+    - *fast link*: the compressed axis is inside a host;
+    - *wasted bits*: with `metrics`, some buckets have much less error than others.
 
     Args:
       step: function that JAX can trace.
       *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`; nothing is donated.
       devices_per_host: devices that share a host, in the order of their ids, where processes do not
         say it: several processes on one host, or virtual devices that stand for hosts.
+      metrics: those of a step that was run, of one collective of the step `with_metrics=True`.
       **kwargs: keyword arguments of the step.
 
     Returns:
@@ -55,12 +61,14 @@ def inspect(
 
     Raises:
       TypeError: `step` is not callable.
-      ValueError: `devices_per_host` is less than 1; or the step itself raises it while traced.
+      ValueError: `devices_per_host` is less than 1; metrics without `sharing_gain`; or the step
+        itself raises it while traced.
     """
     if not callable(step):
         raise TypeError(f"step={step!r:.80} cannot be called. Give a function and its arguments.")
     if devices_per_host is not None:
         check_integer("devices_per_host", devices_per_host, 1)
+    sharing = None if metrics is None else _sharing(metrics)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with recording() as records:
         try:
@@ -79,6 +87,7 @@ def inspect(
         devices_per_host=devices_per_host,
         records=records,
         arguments=_arguments((args, kwargs)),
+        sharing=sharing,
     )
 
 
@@ -90,6 +99,7 @@ def inspect_text(
     devices_per_host: int | None = None,
     records: Iterable[Record] = (),
     arguments: Iterable[Argument] = (),
+    sharing: Sharing | None = None,
 ) -> Inspection:
     """Inspect a compiled program.
 
@@ -100,6 +110,7 @@ def inspect_text(
       devices_per_host: see `inspect`.
       records: of collectives of this library in the program.
       arguments: of the program.
+      sharing: what a step that was run would gain from sharing bits.
     """
     records = tuple(records)
     candidates = [*meshes, *(dict(record.mesh) for record in records), *_meshes_of_text(written)]
@@ -107,8 +118,18 @@ def inspect_text(
     whole = [mesh for mesh in candidates if _size(mesh) == count]
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
-    known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)))
+    known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)), sharing)
     return Inspection(rows_of(collectives), tuple(findings(known)))
+
+
+def _sharing(metrics: Mapping[str, Any]) -> Sharing:
+    missing = [name for name in ("sharing_gain", "idle_bucket") if name not in metrics]
+    if missing:
+        raise ValueError(
+            f"metrics={metrics!r:.200} have no {missing[0]!r}. Give those that a collective with "
+            "with_metrics=True returns, such as state.metrics of dq.all_reduce_gradients."
+        )
+    return Sharing(float(metrics["sharing_gain"]), int(metrics["idle_bucket"]))
 
 
 def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
