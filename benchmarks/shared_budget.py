@@ -89,7 +89,7 @@ FORMS: dict[str, Form] = {"joint": joint, "in order": in_order, "allocated": all
 
 def cases(config: Config) -> list[Case]:
     """List the gradients of the benchmark."""
-    leaves = {name: (config.leaf_size,) for name in "abcd"}
+    leaves = dict.fromkeys("abcd", (config.leaf_size,))
     scales = dict(zip("abcd", (1.0, 0.1, 0.03, 0.01), strict=True))
 
     def spread(path: str, size: int, rng: np.random.Generator) -> NDArray:
@@ -225,7 +225,15 @@ def main(config: Config) -> None:
 def as_table(rows: list[dict[str, Any]]) -> Table:
     """Return errors relative to one joint bucket, with bytes relative to buckets of equal bits."""
     table = Table(title="vNMSE over that of one joint bucket")
-    for heading in ("tree", "workers", "bits", "vNMSE, joint", *list(FORMS)[1:], "bytes", "buckets"):
+    for heading in (
+        "tree",
+        "workers",
+        "bits",
+        "vNMSE, joint",
+        *list(FORMS)[1:],
+        "bytes",
+        "buckets",
+    ):
         table.add_column(heading, justify="left" if heading == "tree" else "right")
     for row in rows:
         least = row["joint"]["vnmse"]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -190,14 +190,13 @@ def _steps_of(gradients: Sequence[Any]) -> list[list[Any]]:
     """
     if not gradients:
         raise ValueError("gradients are missing. Give a tree of gradients, or several trees.")
+    structures: list[Any] = [jax.tree.structure(tree) for tree in gradients]
+    shapes = [list(map(np.shape, jax.tree.leaves(tree))) for tree in gradients]
     for number, tree in enumerate(gradients):
-        if jax.tree.structure(tree) != jax.tree.structure(gradients[0]) or (
-            list(map(np.shape, jax.tree.leaves(tree)))
-            != list(map(np.shape, jax.tree.leaves(gradients[0])))
-        ):
+        if structures[number] != structures[0] or shapes[number] != shapes[0]:
             raise ValueError(
                 f"gradients[{number}] has another structure or other shapes than gradients[0]: "
-                f"{jax.tree.structure(tree)!s:.200}. Give trees of several steps of one model."
+                f"{structures[number]!s:.200}. Give trees of several steps of one model."
             )
         for path, leaf in zip(paths_of(tree), jax.tree.leaves(tree), strict=True):
             if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
@@ -268,8 +267,14 @@ def _by_patterns(patterns: Sequence[str], scopes: Sequence[Scope]) -> list[Group
             f"groups={patterns!r:.200} are no regular expressions: {error}. Give several, which "
             "are searched for in paths such as 'layers/0/kernel'."
         ) from None
-    found = [group for scope in scopes for group in groups_of_patterns(patterns, scope)]
-    return found
+    found = {scope: list(groups_of_patterns(patterns, scope)) for scope in scopes}
+    used = {pattern for own in found.values() for _, pattern in own}
+    if missing := [pattern for pattern in patterns if pattern not in used]:
+        raise ValueError(
+            f"groups={list(patterns)!r:.200}: no leaf is left for {missing[0]!r} that DynamiQ "
+            "compresses. Patterns before may match all. Correct the pattern, or remove it."
+        )
+    return [group for own in found.values() for group, _ in own]
 
 
 def _measured(groups: Sequence[Group], steps: Sequence[Sequence[Any]]) -> SharedBudget:
@@ -339,7 +344,9 @@ def _bytes_sent(scopes: Sequence[Scope], methods: Sequence[Sequence[Method | Non
 
 def _policy(scope: Scope, groups: Sequence[Group], bits: Sequence[float]) -> dict[str, Method]:
     """Return the policy of a call."""
-    floating = [n for n, leaf in enumerate(scope.leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floating = [
+        n for n, leaf in enumerate(scope.leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     # First the leaves of other methods, which a pattern of a group may have too.
     rules: dict[str, Method] = {
         exactly(scope.paths[n]): scope.methods[n] or Exact()

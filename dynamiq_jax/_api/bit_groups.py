@@ -140,8 +140,8 @@ def groups_of_buckets(scope: Scope) -> Iterator[Group]:
     yield from (Group(scope, tuple(buckets)) for buckets in together.values())
 
 
-def groups_of_patterns(patterns: Sequence[str], scope: Scope) -> Iterator[Group]:
-    """Yield a group for every pattern that leaves of DynamiQ have.
+def groups_of_patterns(patterns: Sequence[str], scope: Scope) -> Iterator[tuple[Group, str]]:
+    """Yield a group and its pattern for every pattern that leaves of DynamiQ have.
 
     Raises:
       ValueError: such a leaf has no pattern, or leaves of one have methods that differ.
@@ -166,7 +166,7 @@ def groups_of_patterns(patterns: Sequence[str], scope: Scope) -> Iterator[Group]
                 f"{found_methods[0]!r} and {found_methods[1]!r}. Give patterns of leaves of one."
             )
         if buckets := scope.plan(methods).buckets:
-            yield Group(scope, buckets, None if scope.prefix else pattern)
+            yield Group(scope, buckets, None if scope.prefix else pattern), pattern
 
 
 def exactly(path: str) -> str:

@@ -1,6 +1,7 @@
 """Best bits of groups of leaves under one budget of bytes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -44,12 +45,16 @@ class SharedBudget:
         def mean(field: str, total: str) -> tuple[NDArray[np.float64], ...]:
             sums = [sum(getattr(each, total) for each in step) for step in steps]
             return tuple(
-                np.mean([getattr(step[n], field) / s for step, s in zip(steps, sums, strict=True)], 0)
+                np.mean(
+                    [getattr(step[n], field) / s for step, s in zip(steps, sums, strict=True)], 0
+                )
                 for n in range(len(groups))
             )
 
         energies = np.array(mean("energy", "energy"))
-        return SharedBudget(tuple(groups), energies, mean("errors", "energy"), mean("costs", "cost"))
+        return SharedBudget(
+            tuple(groups), energies, mean("errors", "energy"), mean("costs", "cost")
+        )
 
     @property
     def given(self) -> list[float]:
@@ -101,7 +106,7 @@ class SharedBudget:
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
                 hull.pop()
             hull.append(point)
-        for before, after in zip(hull, hull[1:], strict=False):
+        for before, after in itertools.pairwise(hull):
             sent, saved = after[0] - before[0], before[1] - after[1]
             yield _Piece(number, before[2], after[2], sent, saved)
 
@@ -114,7 +119,8 @@ class SharedBudget:
             middle = (low + high) // 2
             fits = group.bytes_sent(piece.start + middle / _FINEST) - before <= left
             low, high = (middle, high) if fits else (low, middle)
-        return piece.start + low / _FINEST
+        bits = piece.start + low / _FINEST
+        return bits if group.bytes_sent(bits) > before else piece.start
 
 
 def _slope(start: tuple[int, float, float], end: tuple[int, float, float]) -> float:
