@@ -142,7 +142,7 @@ def allocate_bits(
     >>> options = Options(bucket_bytes=2**18)  # so that each leaf has a bucket
     >>> found = allocate_bits({"a": small, "b": large}, axis_size=4, options=options)
     >>> found.bits
-    {'^a$': 3.25, '^b$': 6.75}
+    {'^a$': 3.5, '^b$': 6.5}
     """
     how = resolve(method, topology, options)
     steps = _steps_of(gradients)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dynamiq_jax._api.bit_groups import Expected, Group
 
-_FINEST = 256  # parts of a bit in which one group gets what is left of the bytes
+_FINEST = 100  # parts of a bit in which one group gets what is left of the bytes
 
 
 class _Piece(NamedTuple):
@@ -117,10 +117,15 @@ class SharedBudget:
         low, high = 0, math.ceil((piece.stop - piece.start) * _FINEST)
         while high - low > 1:
             middle = (low + high) // 2
-            fits = group.bytes_sent(piece.start + middle / _FINEST) - before <= left
+            fits = group.bytes_sent(_after(piece, middle)) - before <= left
             low, high = (middle, high) if fits else (low, middle)
-        bits = piece.start + low / _FINEST
+        bits = _after(piece, low)
         return bits if group.bytes_sent(bits) > before else piece.start
+
+
+def _after(piece: _Piece, parts: int) -> float:
+    """Return the start of a piece and some of its parts, in bits."""
+    return round(piece.start + parts / _FINEST, 6)
 
 
 def _slope(start: tuple[int, float, float], end: tuple[int, float, float]) -> float:
