@@ -158,6 +158,13 @@ def test_a_leaf_with_more_energy_never_gets_fewer_bits(octaves, more, bits):
     assert (np.diff(np.array(before)[order])[apart] >= 0).all()
 
 
+def test_the_cost_of_a_piece_counts():
+    """A large leaf saves more error, but a small one saves more for each byte."""
+    tree = {"large": heavy_tailed(0, (2**17,), scale=5e-4), "small": heavy_tailed(1, (8192,))}
+    found = dq.allocate_bits(tree, axis_size=4, options=APART)
+    assert found.bits["^small$"] == pytest.approx(found.bits["^large$"] + 1, abs=0.5)
+
+
 def test_equal_leaves_keep_their_bits():
     leaf = heavy_tailed(0, (8192,))
     found = dq.allocate_bits({"a": leaf, "b": leaf}, axis_size=4, options=APART)
