@@ -158,6 +158,13 @@ def test_a_leaf_with_more_energy_never_gets_fewer_bits(octaves, more, bits):
     assert (np.diff(np.array(before)[order])[apart] >= 0).all()
 
 
+def test_what_is_left_of_a_budget_is_spent():
+    tree = leaves_of({"a": 1.0, "b": 0.01}, 2**15)
+    found = dq.allocate_bits(tree, axis_size=4, method="dynamiq:4.2", options=APART)
+    assert 0.995 * found.uniform_bytes < found.bytes_per_worker <= found.uniform_bytes
+    assert sum(4 * bits % 1 > 0 for bits in found.bits.values()) == 1
+
+
 def test_the_cost_of_a_piece_counts():
     """A large leaf saves more error, but a small one saves more for each byte."""
     tree = {"large": heavy_tailed(0, (2**17,), scale=5e-4), "small": heavy_tailed(1, (8192,))}

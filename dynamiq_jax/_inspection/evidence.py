@@ -38,4 +38,3 @@ class Evidence:
     records: tuple[Record, ...] = ()  # of collectives of this library; none in a file of HLO
     arguments: tuple[Argument, ...] = ()
     written: tuple[Written, ...] = ()
-    sharing: Sharing | None = None  # None: no metrics are given

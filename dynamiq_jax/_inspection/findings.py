@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.recording import Record
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import Collective
-from dynamiq_jax._inspection.evidence import Evidence
+from dynamiq_jax._inspection.evidence import Evidence, Sharing
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter
@@ -34,7 +34,6 @@ def findings(known: Evidence) -> list[Finding]:
         _below_threshold,
         _widened,
         _fast_link,
-        _wasted_bits,
     )
     found = itertools.chain.from_iterable(rule(known) for rule in rules)
     return list(dict.fromkeys(found))
@@ -183,11 +182,12 @@ def _fast_link(known: Evidence) -> Iterator[Finding]:
             )
 
 
-def _wasted_bits(known: Evidence) -> Iterator[Finding]:
-    if known.sharing is None or not known.sharing.gain >= _WASTED:
+def wasted_bits(sharing: Sharing, records: Iterable[Record]) -> Iterator[Finding]:
+    """Yield the bucket with the most bits to give, where sharing them would gain much."""
+    if not sharing.gain >= _WASTED:
         return
-    number = known.sharing.idle_bucket
-    for record in known.records:
+    number = sharing.idle_bucket
+    for record in records:
         if number < len(record.plan.buckets) > 1:
             names = [record.names[index] for index in record.plan.buckets[number].leaves]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -195,7 +195,7 @@ def _wasted_bits(known: Evidence) -> Iterator[Finding]:
                 "wasted bits",
                 f"Bucket {number} over {_spelled(record.axes)}, with leaf {names[0]}{more}, has "
                 "bits that lower the error little. If all buckets shared their bits, the error "
-                f"would be about {known.sharing.gain:.1f} times lower in the same bytes. Give "
+                f"would be about {sharing.gain:.1f} times lower in the same bytes. Give "
                 f"method=dq.allocate_bits(gradients, axis_size={record.num_workers}).policy, or "
                 "larger buckets by dq.Options(bucket_bytes=...).",
             )

@@ -1,5 +1,6 @@
 """Inspection of a train step that is compiled, and of the text of a compiled program."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -17,7 +18,7 @@ from dynamiq_jax._core import check_integer
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Written
-from dynamiq_jax._inspection.findings import Finding, findings
+from dynamiq_jax._inspection.findings import Finding, findings, wasted_bits
 from dynamiq_jax._inspection.hlo import Instruction, Program
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
 from dynamiq_jax._inspection.places import Places
@@ -80,15 +81,17 @@ def inspect(
         except MistakeError as error:
             return Inspection((), (Finding(error.kind, str(error)),), is_compiled=False)
     compiled = lowered.compile()
-    return inspect_text(
+    found = inspect_text(
         compiled.as_text(),
         written=lowered.as_text("hlo", debug_info=True),
         meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
         devices_per_host=devices_per_host,
         records=records,
         arguments=_arguments((args, kwargs)),
-        sharing=sharing,
     )
+    if sharing is None:
+        return found
+    return dataclasses.replace(found, findings=(*found.findings, *wasted_bits(sharing, records)))
 
 
 def inspect_text(
@@ -99,7 +102,6 @@ def inspect_text(
     devices_per_host: int | None = None,
     records: Iterable[Record] = (),
     arguments: Iterable[Argument] = (),
-    sharing: Sharing | None = None,
 ) -> Inspection:
     """Inspect a compiled program.
 
@@ -110,7 +112,6 @@ def inspect_text(
       devices_per_host: see `inspect`.
       records: of collectives of this library in the program.
       arguments: of the program.
-      sharing: what a step that was run would gain from sharing bits.
     """
     records = tuple(records)
     candidates = [*meshes, *(dict(record.mesh) for record in records), *_meshes_of_text(written)]
@@ -118,7 +119,7 @@ def inspect_text(
     whole = [mesh for mesh in candidates if _size(mesh) == count]
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
-    known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)), sharing)
+    known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)))
     return Inspection(rows_of(collectives), tuple(findings(known)))
 
 

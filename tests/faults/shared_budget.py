@@ -30,7 +30,7 @@ FAULTS = (
         BUDGET,
         "bits[piece.group] = self._part(piece, left)\n",
         "pass\n",
-        (f"{TESTS}the_policy_sends_no_more_bytes_and_nearly_as_many",),
+        (f"{TESTS}what_is_left_of_a_budget_is_spent",),
     ),
     Fault(
         "rows of zeros take bits before others",
@@ -98,8 +98,8 @@ FAULTS = (
     Fault(
         "a sound step wastes bits",
         FINDINGS,
-        "not known.sharing.gain >= _WASTED",
-        "not known.sharing.gain >= 0",
+        "not sharing.gain >= _WASTED",
+        "not sharing.gain >= 0",
         ("tests/test_inspect.py::test_bits_that_a_bucket_wastes_show_in_metrics",),
     ),
 )
