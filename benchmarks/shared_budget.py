@@ -43,7 +43,7 @@ class Config:
     bits: tuple[float, ...] = (3.0, 4.0, 5.0, 6.0)  # on the wire
     workers: tuple[int, ...] = (2, 4, 8)
     leaf_size: int = 2**20  # coordinates of each of four leaves
-    reduced: int = 5  # divides layers, vocabulary and the larger bucket of the language model
+    reduced: int = 10  # divides layers, vocabulary and the larger bucket of the language model
     octaves: float = 1.5  # spread of the magnitudes of rows of 256
     agreement: float = 0.5  # share of the energy that workers have in common
     trees: tuple[str, ...] = ()  # names of trees; all if none is given
@@ -106,7 +106,8 @@ def cases(config: Config) -> list[Case]:
         "norm": (_WIDTH,),
     }
     model = {
-        "embedding": (_VOCABULARY // reduced, _WIDTH),
+        # A multiple of four tokens are whole rows of 256, as the whole vocabulary is.
+        "embedding": (_VOCABULARY // reduced // 4 * 4, _WIDTH),
         "layers": [layer] * (_LAYERS // reduced),
     }
     sizes: dict[str, int] = {}

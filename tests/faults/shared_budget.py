@@ -72,7 +72,7 @@ FAULTS = (
         ALLOCATION,
         "if sent <= most and sum(",
         "if sum(",
-        (f"{TESTS}the_policy_sends_no_more_bytes_and_nearly_as_many",),
+        (f"{TESTS}leaves_that_join_a_bucket_do_not_send_more",),
     ),
     Fault(
         "exact leaves of a policy are compressed",
