@@ -6,6 +6,7 @@
 
 from dynamiq_jax import methods, topologies, training
 from dynamiq_jax._api.autodiff import value_and_grad
+from dynamiq_jax._api.bit_allocation import BitAllocation, allocate_bits
 from dynamiq_jax._api.collectives import all_gather, pmean, psum, psum_scatter
 from dynamiq_jax._api.data_parallel import data_parallel
 from dynamiq_jax._api.metrics import vnmse
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BF16",
     "AllReduceState",
+    "BitAllocation",
     "DynamiQ",
     "Exact",
     "Inspection",
@@ -33,6 +35,7 @@ __all__ = [
     "WireReport",
     "all_gather",
     "all_reduce_gradients",
+    "allocate_bits",
     "data_parallel",
     "inspect",
     "mean_of_replicas",

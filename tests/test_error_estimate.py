@@ -72,7 +72,17 @@ def test_the_error_of_every_method_is_estimated(name):
     assert set(state.metrics) == {*method.metrics, *method.details, *MEASURED}
 
 
-MEASURED = {"error", "worst_error", "worst_bucket", "norm", "non_finite", "bytes", "fallbacks"}
+MEASURED = {
+    "error",
+    "worst_error",
+    "worst_bucket",
+    "sharing_gain",
+    "idle_bucket",
+    "norm",
+    "non_finite",
+    "bytes",
+    "fallbacks",
+}
 WIDTHS = {"width_min", "width_max", "width_std"}
 
 

@@ -29,9 +29,9 @@ def raises(kind: type[Exception], *fragments: str):
 # ----------------------------------------------------------------------------------- dq.DynamiQ
 
 
-@pytest.mark.parametrize("bits", (1.0, 2.4, 16.5, float("nan"), "5", None))
+@pytest.mark.parametrize("bits", (1.0, 2.3, 16.5, float("nan"), "5", None))
 def test_bits_out_of_range(bits):
-    with raises(ValueError, f"bits={bits!r}", "Give 2.5 to 16"):
+    with raises(ValueError, f"bits={bits!r}", "Give 2.375 to 16"):
         dq.DynamiQ(bits=bits)
 
 

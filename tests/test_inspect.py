@@ -468,3 +468,53 @@ def test_hosts_are_processes_where_nothing_else_is_said():
         cluster = Mesh(np.array(processors).reshape(2, 2), ("hosts", "local"))
         assert Devices.of(cluster).link(groups["hosts"]) == expected
         assert Devices.of(cluster).link(groups["local"]) == "inside a host"
+
+
+# ---------------------------------------------------------------------------- wasted bits
+
+
+@functools.cache
+def measuring_step(bucket_bytes: int):
+    """A step that returns its metrics: of two leaves whose gradients differ by a factor of 1000."""
+    mesh = mesh_of(data=4)
+    options = dq.Options(bucket_bytes=bucket_bytes)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+    def step(gradients):
+        own = jax.tree.map(lambda leaf: leaf[0], gradients)
+        return dq.pmean(own, "data", key=KEY, options=options, with_metrics=True)
+
+    return step
+
+
+def gradients_of_scales(**scales: float):
+    rng = np.random.default_rng(0)
+    return {name: scale * rng.standard_normal((4, 8192), "f4") for name, scale in scales.items()}
+
+
+@pytest.mark.parametrize(
+    ("scales", "bucket_bytes", "found"),
+    [
+        ({"a": 1.0, "b": 1e-3}, 2**15, ["wasted bits"]),
+        ({"a": 1e-3, "b": 1.0}, 2**15, ["wasted bits"]),
+        ({"a": 1.0, "b": 1e-3}, 2**16, []),  # one bucket shares its bits
+        ({"a": 1.0, "b": 1.0}, 2**15, []),
+    ],
+)
+def test_bits_that_a_bucket_wastes_show_in_metrics(scales, bucket_bytes, found):
+    step, gradients = measuring_step(bucket_bytes), gradients_of_scales(**scales)
+    _, metrics = step(gradients)
+    assert "wasted bits" not in kinds(dq.inspect(step, gradients))
+    findings = dq.inspect(step, gradients, metrics=metrics).findings
+    assert [each.kind for each in findings if each.kind == "wasted bits"] == found
+    for each in findings:
+        if each.kind == "wasted bits":
+            small = min(scales, key=scales.get)
+            assert f"leaf ['{small}']" in each.text and "axis_size=4" in each.text
+            assert f"{float(metrics['sharing_gain']):.1f} times" in each.text
+
+
+def test_metrics_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match=r"metrics=.*have no 'sharing_gain'.*with_metrics=True"):
+        dq.inspect(measuring_step(2**15), gradients_of_scales(a=1.0), metrics={"loss": 1.0})

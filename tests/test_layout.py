@@ -29,7 +29,7 @@ def layout_of(rows: int, code_bits: float, group_size: int = 32) -> Layout:
     )
 
 
-@given(size=st.integers(1, 1 << 21), num_workers=st.integers(1, 9), bits=st.floats(2.5, 16))
+@given(size=st.integers(1, 1 << 21), num_workers=st.integers(1, 9), bits=st.floats(2.375, 16))
 def test_layouts_follow_the_page(size, num_workers, bits):
     layout = dq.DynamiQ(bits=bits).layout(size, num_workers)
     rows = oracle.rows_per_chunk(size, num_workers)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._buckets import exact, scopes
+from dynamiq_jax._buckets import exact, scopes, sharing
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.error_estimate import Estimate, estimate, joined, sample_bytes
 from dynamiq_jax._buckets.operations import AllReduce
@@ -67,7 +67,8 @@ def summary(plan: Plan, axes: Axes, checks: Iterable[Check], exact_leaves: list[
     """
     sent = np.float32(exact.bytes_sent(axes, exact_leaves))
     if not plan.buckets:
-        return dict.fromkeys(MEASURED, jnp.float32(0)) | {"bytes": jnp.float32(sent)}
+        nothing = {"bytes": jnp.float32(sent), "sharing_gain": jnp.float32(1)}
+        return dict.fromkeys(MEASURED, jnp.float32(0)) | nothing
     found, fell_back = zip(*checks, strict=True)
     whole, bytes_sent = joined(found), jnp.float32(sent)
     for bucket, again in zip(plan.buckets, fell_back, strict=True):
@@ -75,10 +76,13 @@ def summary(plan: Plan, axes: Axes, checks: Iterable[Check], exact_leaves: list[
         sent = np.float32(bucket.bytes_sent + sample_bytes(bucket, axes))
         bytes_sent = bytes_sent + sent + again * np.float32(whole_again)
     errors = jnp.stack([each.vnmse for each in found])
+    gain, idle = sharing.gain_of_sharing(plan.buckets, found)
     return {
         "error": whole.vnmse,
         "worst_error": jnp.max(errors),
         "worst_bucket": jnp.argmax(errors).astype(jnp.float32),
+        "sharing_gain": gain,
+        "idle_bucket": idle,
         "norm": whole.scale * jnp.sqrt(whole.square),
         "non_finite": whole.bad_rows / whole.rows,
         "bytes": bytes_sent,

@@ -13,7 +13,17 @@ from dynamiq_jax.topologies import Topology, resolve_topology
 
 Bucketing = Literal["auto", "striped", "in_order"]
 # Metrics that any method has, on request.
-MEASURED = ("error", "worst_error", "worst_bucket", "norm", "non_finite", "bytes", "fallbacks")
+MEASURED = (
+    "error",
+    "worst_error",
+    "worst_bucket",
+    "sharing_gain",
+    "idle_bucket",
+    "norm",
+    "non_finite",
+    "bytes",
+    "fallbacks",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

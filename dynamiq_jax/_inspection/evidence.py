@@ -23,6 +23,13 @@ class Written(NamedTuple):
     bits: int  # of the narrowest floating type that goes in
 
 
+class Sharing(NamedTuple):
+    """Metrics of a step that was run: what its buckets would gain from sharing their bits."""
+
+    gain: float
+    idle_bucket: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """Facts about a program."""

@@ -2,17 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.recording import Record
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import Collective
-from dynamiq_jax._inspection.evidence import Evidence
+from dynamiq_jax._inspection.evidence import Evidence, Sharing
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter
+_WASTED = 1.5  # gain of sharing bits from which on it is worth a change
 _SMALL = 2**12  # bytes: losses, norms and metrics
 
 
@@ -200,6 +201,25 @@ def _fast_link(known: Evidence) -> Iterator[Finding]:
                 f"{format_bytes(sent)} are compressed over it. Encoding takes longer than it "
                 "saves. Sum over it exactly by jax.lax.pmean, or give the slow axis first, as in "
                 "axis_name=('hosts', 'local').",
+            )
+
+
+def wasted_bits(sharing: Sharing, records: Iterable[Record]) -> Iterator[Finding]:
+    """Yield the bucket with the most bits to give, where sharing them would gain much."""
+    if not sharing.gain >= _WASTED:
+        return
+    number = sharing.idle_bucket
+    for record in records:
+        if number < len(record.plan.buckets) > 1:
+            names = [record.names[index] for index in record.plan.buckets[number].leaves]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield Finding(
+                "wasted bits",
+                f"Bucket {number} over {_spelled(record.axes)}, with leaf {names[0]}{more}, has "
+                "bits that lower the error little. If all buckets shared their bits, the error "
+                f"would be about {sharing.gain:.1f} times lower in the same bytes. Give "
+                f"method=dq.allocate_bits(gradients, axis_size={record.num_workers}).policy, or "
+                "larger buckets by dq.Options(bucket_bytes=...).",
             )
 
 

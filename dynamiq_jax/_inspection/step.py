@@ -1,5 +1,6 @@
 """Inspection of a train step that is compiled, and of the text of a compiled program."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -16,8 +17,8 @@ from dynamiq_jax._buckets.shards import names_of
 from dynamiq_jax._core import check_integer
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._inspection.evidence import Argument, Evidence, Written
-from dynamiq_jax._inspection.findings import Finding, findings
+from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Written
+from dynamiq_jax._inspection.findings import Finding, findings, wasted_bits
 from dynamiq_jax._inspection.hlo import Instruction, Program
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
 from dynamiq_jax._inspection.places import Places
@@ -26,7 +27,11 @@ _numbers = itertools.count()
 
 
 def inspect(
-    step: Callable[..., Any], *args: Any, devices_per_host: int | None = None, **kwargs: Any
+    step: Callable[..., Any],
+    *args: Any,
+    devices_per_host: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Inspection:
     """Compile a train step, list what it sends, and find mistakes that make compression useless.
 
@@ -41,13 +46,15 @@ def inspect(
     - *below the threshold*: leaves are so small that most bytes are exact;
     - *widened*: values of 16 bits are sent as 32, over an axis of workers;
     - *one worker*: the axis has nothing to send;
-    - *fast link*: the compressed axis is inside a host.
+    - *fast link*: the compressed axis is inside a host;
+    - *wasted bits*: with `metrics`, some buckets have much less error than others.
 
     Args:
       step: function that JAX can trace.
       *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`; nothing is donated.
       devices_per_host: devices that share a host, in the order of their ids, where processes do not
         say it: several processes on one host, or virtual devices that stand for hosts.
+      metrics: those of a step that was run, of one collective of the step `with_metrics=True`.
       **kwargs: keyword arguments of the step.
 
     Returns:
@@ -55,12 +62,14 @@ def inspect(
 
     Raises:
       TypeError: `step` is not callable.
-      ValueError: `devices_per_host` is less than 1; or the step itself raises it while traced.
+      ValueError: `devices_per_host` is less than 1; metrics without `sharing_gain`; or the step
+        itself raises it while traced.
     """
     if not callable(step):
         raise TypeError(f"step={step!r:.80} cannot be called. Give a function and its arguments.")
     if devices_per_host is not None:
         check_integer("devices_per_host", devices_per_host, 1)
+    sharing = None if metrics is None else _sharing(metrics)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with recording() as records:
         try:
@@ -74,7 +83,7 @@ def inspect(
         except MistakeError as error:
             return Inspection((), (Finding(error.kind, str(error)),), is_compiled=False)
     compiled = lowered.compile()
-    return inspect_text(
+    found = inspect_text(
         compiled.as_text(),
         written=lowered.as_text("hlo", debug_info=True),
         meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
@@ -82,6 +91,9 @@ def inspect(
         records=records,
         arguments=_arguments((args, kwargs)),
     )
+    if sharing is None:
+        return found
+    return dataclasses.replace(found, findings=(*found.findings, *wasted_bits(sharing, records)))
 
 
 def inspect_text(
@@ -111,6 +123,16 @@ def inspect_text(
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
     known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)))
     return Inspection(rows_of(collectives), tuple(findings(known)))
+
+
+def _sharing(metrics: Mapping[str, Any]) -> Sharing:
+    missing = [name for name in ("sharing_gain", "idle_bucket") if name not in metrics]
+    if missing:
+        raise ValueError(
+            f"metrics={metrics!r:.200} have no {missing[0]!r}. Give those that a collective with "
+            "with_metrics=True returns, such as state.metrics of dq.all_reduce_gradients."
+        )
+    return Sharing(float(metrics["sharing_gain"]), int(metrics["idle_bucket"]))
 
 
 def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:

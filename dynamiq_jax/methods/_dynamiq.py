@@ -28,7 +28,7 @@ from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
 from pallas_kernels.compat import override
 
 _GROUP_SIZES = (8, 16, 32)
-_MIN_BITS, _MAX_BITS = 2.5, 16.0
+_MIN_BITS, _MAX_BITS = 2.375, 16.0  # the least: codes of 2 bits, scales and norms
 _EXPONENTS = 0.1, 2.0
 
 
@@ -70,7 +70,7 @@ class DynamiQ(ChunkedMethod):
     >>> DynamiQ(bits=1.0)
     Traceback (most recent call last):
     ...
-    ValueError: bits=1.0 is out of range. Give 2.5 to 16.
+    ValueError: bits=1.0 is out of range. Give 2.375 to 16.
     """
 
     bits: float = 5.0  # per coordinate, everything included; one more divides the error by 4
@@ -144,6 +144,12 @@ class DynamiQ(ChunkedMethod):
                 rounding=self.rounding or ("correlated" if summed else "nearest"),
             ),
         )
+
+    @property
+    def bit_range(self) -> tuple[float, float]:
+        """Least and largest `bits` that these widths can reach."""
+        low, high = (self._overhead_bits + extreme(self.widths) for extreme in (min, max))
+        return max(low, _MIN_BITS), min(high, _MAX_BITS)
 
     @property
     @override
