@@ -1,7 +1,8 @@
 """The two halves of a mean over workers: shards of buckets, and back.
 
-A shard is the part of a bucket's mean that one worker holds, whatever leaves lie in it. Between the
-halves, shards can be kept: each bucket of the plan has the same call in both.
+A shard is the part of a bucket's mean that one worker holds. Between the halves, shards can be kept:
+each bucket of the plan has the same call in both. Nothing but the two halves reads them, so that rows
+of a bucket are dealt over them, and each is about like the bucket.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from jax import Array
 
 from dynamiq_jax import topologies
 from dynamiq_jax._buckets import checks, scopes
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
 from dynamiq_jax._buckets.options import Compression
@@ -46,17 +49,16 @@ class ScatterMean(AllReduce):
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
-        axes, size = self.axes, shard_size(bucket)
-        call = _call(bucket, "psum_scatter")
-        part = axes.scatter(flat, bucket.call.size)
-        part = jnp.pad(part, (0, call.size - part.size))
+        axes, call = self.axes, _call(bucket, "psum_scatter")
+        dealing = dealing_of(bucket, axes)
+        part = axes.scatter(dealing.deal(flat), call.size)
         assert isinstance(bucket.method, ChunkedMethod)
         scattered = bucket.method.reduce_scatter(part, call, axes.fold_in(key))
-        place = axes.slow.index * size + jnp.arange(size)
+        worker = axes.part_index * axes.slow.size + axes.slow.index
+        each = call.topology.chunks_per_worker
+        places = dealing.places(worker * each + jnp.arange(each, dtype=jnp.int32))
         # A method may make something of padding, which is no part of a gradient's norm.
-        is_padding = (place >= bucket.call.size) | (
-            axes.part_index * bucket.call.size + place >= bucket.size
-        )
+        is_padding = places >= bucket.size
         mean = scattered.values * np.float32(1 / self.divisor)
         return Reduced(jnp.where(is_padding, 0, mean), scattered.token)
 
@@ -93,8 +95,9 @@ class GatherMean(AllReduce):
         """Gather payloads and decode them."""
         with scopes.scope(spelled(bucket.method)):
             gathered = topologies.gather(codec, (payload,), self.axes.slow)
-            part = gathered.decode()[: bucket.call.size].astype(bucket.dtype)
-        total = self.axes.gather(part, bucket.size)
+            part = gathered.decode().astype(bucket.dtype)
+        dealing = dealing_of(bucket, self.axes)
+        total = dealing.collect(self.axes.gather(part, dealing.size))[: bucket.size]
         return Reduced(total, total if self.axes.fast else gathered.token)
 
 
@@ -102,6 +105,13 @@ def shard_size(bucket: Bucket) -> int:
     """Return the coordinates of a worker's shard of a bucket, padding included."""
     each = bucket.call.topology.chunks_per_worker * bucket.method.granule
     return -(-bucket.call.size // (bucket.call.num_workers * each)) * each
+
+
+def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
+    """Return how the rows of a bucket are dealt over the chunks of all workers."""
+    pieces = axes.num_fast * bucket.call.num_chunks
+    size, granule = shard_size(bucket), bucket.method.granule
+    return Dealing(pieces, size // (bucket.call.topology.chunks_per_worker * granule), granule)
 
 
 def scatter(
