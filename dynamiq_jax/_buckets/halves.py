@@ -1,8 +1,8 @@
 """The two halves of a mean over workers: shards of buckets, and back.
 
-A shard is the part of a bucket's mean that one worker holds. Between the halves, shards can be kept:
-each bucket of the plan has the same call in both. Nothing but the two halves reads them, so that rows
-of a bucket are dealt over them, and each is about like the bucket.
+A shard is the part of a bucket's mean that one worker holds. Between the halves, shards can be
+kept: each bucket of the plan has the same call in both. Nothing but the halves reads them. So rows
+of a bucket are dealt over them, and each shard is about like the bucket.
 """
 
 import dataclasses
@@ -53,14 +53,17 @@ class ScatterMean(AllReduce):
         dealing = dealing_of(bucket, axes)
         part = axes.scatter(dealing.deal(flat), call.size)
         assert isinstance(bucket.method, ChunkedMethod)
-        scattered = bucket.method.reduce_scatter(part, call, axes.fold_in(key))
+        codec = bucket.method.bind(part, call, axes.fold_in(key))
+        scattered = call.topology.reduce_scatter(codec, axes.slow)
         worker = axes.part_index * axes.slow.size + axes.slow.index
         each = call.topology.chunks_per_worker
         places = dealing.places(worker * each + jnp.arange(each, dtype=jnp.int32))
         # A method may make something of padding, which is no part of a gradient's norm.
         is_padding = places >= bucket.size
         mean = scattered.values * np.float32(1 / self.divisor)
-        return Reduced(jnp.where(is_padding, 0, mean), scattered.token)
+        carried = bucket.method.carried(codec, call)
+        mean = jnp.concatenate([jnp.where(is_padding, 0, mean), carried])
+        return Reduced(mean, scattered.token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +88,16 @@ class GatherMean(AllReduce):
 
     def encode(self, bucket: Bucket, shard: Array, key: Array) -> tuple[ChunkCodec, Payload]:
         """Return the payload of a shard, and the codec that decodes those of all workers."""
-        assert isinstance(bucket.method, ChunkedMethod)
-        call = _call(bucket, "all_gather")
+        assert isinstance(bucket.method, ChunkedMethod) and self.salt is not None
+        call, axes = _call(bucket, "all_gather"), self.axes
+        part, carried = jnp.split(shard, [shard_size(bucket)])
         with scopes.scope(spelled(bucket.method)):
-            codec = bucket.method.bind(shard, call, self.axes.fold_in(key))
-            return codec, codec.compress(self.axes.slow.index, 0)
+            if carried.size:  # the last compression of the sum, with the noise of those before it
+                codec = bucket.method.bind_carried(part, carried, call, axes.fold_in(key))
+                return codec, codec.compress(axes.slow.index, axes.slow.size - 1)
+            key = jax.random.fold_in(key, self.salt)
+            codec = bucket.method.bind(part, call, axes.fold_in(key))
+            return codec, codec.compress(axes.slow.index, 0)
 
     def deliver(self, bucket: Bucket, codec: ChunkCodec, payload: Payload) -> Reduced:
         """Gather payloads and decode them."""
@@ -105,6 +113,15 @@ def shard_size(bucket: Bucket) -> int:
     """Return the coordinates of a worker's shard of a bucket, padding included."""
     each = bucket.call.topology.chunks_per_worker * bucket.method.granule
     return -(-bucket.call.size // (bucket.call.num_workers * each)) * each
+
+
+def held_size(bucket: Bucket) -> int:
+    """Return the numbers that a worker holds of a bucket between the halves.
+
+    They are its shard, and behind it what the method carries over.
+    """
+    assert isinstance(bucket.method, ChunkedMethod)
+    return shard_size(bucket) + bucket.method.carried_size(_call(bucket, "psum_scatter"))
 
 
 def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
@@ -127,7 +144,8 @@ def scatter(
       how: method, topology and options.
 
     Returns:
-      The worker's shard of each bucket's mean, float32 [shard size].
+      The worker's shard of each bucket's mean, and what the method carries over: float32
+      [held_size].
     """
     sent = send_buckets(operation, plan, leaves, key, how, ((),) * len(plan.buckets))
     return tuple(sent[number].total for number in range(len(sent)))
@@ -158,8 +176,6 @@ def gather(
         dataclasses.replace(bucket, leaves=(number,), part=None)
         for number, bucket in enumerate(plan.buckets)
     )
-    assert operation.salt is not None
-    key = jax.random.fold_in(key, operation.salt)
     all_shards = Plan(of_shards, (), ())
     sender = Sender(operation, all_shards, dict(enumerate(shards)), key, how)
     groups = runs(all_shards, operation.last_first, how.options.unrolled_buckets)

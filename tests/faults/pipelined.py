@@ -48,15 +48,15 @@ FAULTS = (
     Fault(
         "the norm is that of one worker's shards",
         STEP,
-        "add(shard, (*layout.operation.axes.names, *bucket.split_over))",
-        "add(shard, bucket.split_over)",
+        "add(own, (*layout.operation.axes.names, *bucket.split_over))",
+        "add(own, bucket.split_over)",
         (ORDINARY,),
     ),
     Fault(
         "the norm of a sharded model is that of one shard",
         STEP,
-        "add(shard, (*layout.operation.axes.names, *bucket.split_over))",
-        "add(shard, layout.operation.axes.names)",
+        "add(own, (*layout.operation.axes.names, *bucket.split_over))",
+        "add(own, layout.operation.axes.names)",
         (f"{FILE}::test_shards_of_a_model_travel_alone",),
     ),
     Fault(
@@ -69,8 +69,8 @@ FAULTS = (
     Fault(
         "padding is part of a shard",
         HALVES,
-        "jnp.where(is_padding, 0, mean)",
-        "mean",
+        "jnp.where(is_padding, 0, mean), carried",
+        "mean, carried",
         (f"{FILE}::test_noise_of_padding_is_in_no_norm",),
     ),
     Fault(
