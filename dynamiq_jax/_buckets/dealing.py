@@ -7,16 +7,22 @@ much more error than a bucket whose bits go to all of its large values.
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from numpy.typing import NDArray
+
+from pallas_kernels.codec.rounding import mix
+
+_ORDERS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Dealing:
     """Static permutation of rows: of each `pieces` consecutive ones, every piece gets one.
 
-    A piece gets row r of the consecutive ones at r plus a hash of their number, modulo `pieces`.
-    Without the hash, one piece would have all large rows of a matrix whose rows are `pieces` of
-    these.
+    These are a group, and row r of a group goes to piece r plus a shift, modulo `pieces`. If all
+    groups had the same shift, one piece would get all large rows of a matrix each of whose rows is
+    a group. So consecutive groups have all shifts, in an order that seems random.
     """
 
     pieces: int
@@ -54,14 +60,20 @@ class Dealing:
         return jnp.arange(self.rows, dtype=jnp.int32) * self.pieces + place
 
     def _shifts(self) -> Array:
-        """Return a hash of the numbers of all groups of rows: int32 [rows], below `pieces`."""
-        # Arithmetic rather than a table, which would be a large constant in every program.
-        bits = jnp.arange(1, self.rows + 1, dtype=jnp.uint32)
-        for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
-            bits = bits * jnp.uint32(factor)
-            bits = bits ^ (bits >> shift)
-        return (bits % jnp.uint32(self.pieces)).astype(jnp.int32)
+        """Return the shifts of all groups, int32 [rows], at least 0 and below `pieces`."""
+        group = jnp.arange(self.rows, dtype=jnp.uint32)
+        block, place = group // np.uint32(self.pieces), group % np.uint32(self.pieces)
+        bits = mix(block + np.uint32(1))
+        # One of a few orders and a shift of that. A table of all groups would be a large constant.
+        order = jnp.asarray(_orders(self.pieces))[bits % np.uint32(_ORDERS), place]
+        return ((order + (bits >> np.uint32(8))) % np.uint32(self.pieces)).astype(jnp.int32)
 
     def _take(self, flat: Array, rows: Array) -> Array:
         table = flat.reshape(-1, self.granule).at[rows.reshape(-1)]
         return table.get(mode="promise_in_bounds", unique_indices=True).reshape(-1)
+
+
+def _orders(pieces: int) -> NDArray[np.uint32]:
+    """Return permutations that seem random and are the same everywhere: [_ORDERS, pieces]."""
+    words = np.arange(1, _ORDERS * pieces + 1, dtype=np.uint32).reshape(_ORDERS, pieces)
+    return np.argsort(mix(words), axis=1, kind="stable").astype(np.uint32)
