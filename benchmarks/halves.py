@@ -32,6 +32,7 @@ from dynamiq_jax._workshop.gradients import worker_gradients
 _AXIS = "data"
 _ONE_BUCKET = 2**40  # bytes
 _TRAINED = ("transformer gradient 100", "decoder gradient 100")
+_TRAINED_SIZE = 2**20
 _ROW = 256
 
 Tree = list[NDArray[np.float32]]  # leaves [workers, *shape]
@@ -45,7 +46,7 @@ class Config:
     workers: tuple[int, ...] = (2, 4, 8)
     bits: tuple[float, ...] = (3.0, 4.0, 5.0, 6.0)
     topologies: tuple[str, ...] = ("ring",)
-    size: int = 2**20  # coordinates of a tensor, a multiple of 8192
+    size: int = 2**20  # coordinates of a tensor: a multiple of 8192, and no more than that
     trained: bool = True  # gradients of trained models too, which takes minutes
     folder: Path = Path(tempfile.gettempdir()) / "dynamiq-jax-tensors"  # these are kept here
     seed: int = 0
@@ -139,9 +140,9 @@ def language_model(size: int, workers: int, seed: int) -> NDArray[np.float32]:
 def trained(config: Config) -> dict[str, Tree]:
     """Return gradients of two small language models, made once and kept in files."""
     workers = max(config.workers)
-    recipe = tensors.Recipe(workers=workers, size=config.size, steps=(100,))
+    recipe = tensors.Recipe(workers=workers, size=_TRAINED_SIZE, steps=(100,))
     folder = tensors.make(recipe, config.folder, _TRAINED)
-    return {name: [tensors.load(folder, name, workers)] for name in _TRAINED}
+    return {name: [tensors.load(folder, name, workers)[:, : config.size]] for name in _TRAINED}
 
 
 # ------------------------------------------------------------------------------------------- errors

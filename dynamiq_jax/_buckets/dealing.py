@@ -5,6 +5,7 @@ much more error than a bucket whose bits go to all of its large values.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,5 +76,6 @@ class Dealing:
 
 def _orders(pieces: int) -> NDArray[np.uint32]:
     """Return permutations that seem random and are the same everywhere: [_ORDERS, pieces]."""
-    words = np.arange(1, _ORDERS * pieces + 1, dtype=np.uint32).reshape(_ORDERS, pieces)
-    return np.argsort(mix(words), axis=1, kind="stable").astype(np.uint32)
+    words: Any = np.arange(1, _ORDERS * pieces + 1, dtype=np.uint32)  # no array of JAX: static
+    hashes = np.asarray(mix(words)).reshape(_ORDERS, pieces)
+    return np.argsort(hashes, axis=1, kind="stable").astype(np.uint32)
