@@ -44,7 +44,9 @@ class Dealing:
         """Invert `deal`: [size], of which the first coordinates are the bucket."""
         place = jnp.arange(self.pieces, dtype=jnp.int32)
         piece = (place + self._shifts()[:, None]) % self.pieces
-        return self._take(dealt, piece * self.rows + jnp.arange(self.rows)[:, None])
+        return self._take(
+            dealt, piece * self.rows + jnp.arange(self.rows, dtype=jnp.int32)[:, None]
+        )
 
     def places(self, piece: Array) -> Array:
         """Return the places in the bucket of the coordinates of pieces: int32 [coordinates].
@@ -53,7 +55,7 @@ class Dealing:
           piece: indices of some pieces, int32 [number of them].
         """
         first = self._rows_of(piece).reshape(-1, 1) * self.granule
-        return (first + jnp.arange(self.granule)).reshape(-1)
+        return (first + jnp.arange(self.granule, dtype=jnp.int32)).reshape(-1)
 
     def _rows_of(self, piece: Array) -> Array:
         """Return the rows of the bucket that pieces hold, int32 [number of pieces, rows]."""
