@@ -199,6 +199,34 @@ def pipelined_schedules() -> str:
     return markdown(header, rows)
 
 
+def halves() -> str:
+    """Write errors of pipelined steps relative to an all-reduce: halves.json."""
+    return _relative_errors("pipelined")
+
+
+def scattered() -> str:
+    """Write errors of reduce-scatters relative to an all-reduce: halves.json."""
+    return _relative_errors("psum_scatter")
+
+
+def _relative_errors(name: str) -> str:
+    """Write the range of an error over that of an all-reduce, by tensor and workers."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in results_of("halves"):
+        found.setdefault((row["tensor"], row["workers"]), []).append(row[name] / row["pmean"])
+    workers = sorted({workers for _, workers in found})
+    budgets = sorted({row["bits"] for row in results_of("halves")})
+    rows = [
+        [
+            tensor,
+            *(f"{min(found[tensor, n]):.2f} to {max(found[tensor, n]):.2f}" for n in workers),
+        ]
+        for tensor in dict.fromkeys(tensor for tensor, _ in found)
+    ]
+    of_bits = f"{budgets[0]:g} to {budgets[-1]:g} bits"
+    return markdown([of_bits, *(f"{n} workers" for n in workers)], rows)
+
+
 def pipelined_times() -> str:
     """Write times of steps over emulated links, beside those of their parts: pipelined.json."""
     names = ("forward", "backward", "scatter", "gather", "model_serial")
@@ -218,6 +246,8 @@ ALL: tuple[Callable[[], str], ...] = (
     local_sgd,
     local_sgd_times,
     pipelined_schedules,
+    halves,
+    scattered,
     pipelined_times,
     drop_compute_simulated,
     drop_compute_processes,

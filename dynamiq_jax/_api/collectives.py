@@ -144,7 +144,8 @@ def psum_scatter(
     """Sum a pytree over a mesh axis, each worker its own part, compressed on the wire.
 
     Like `jax.lax.psum_scatter`. The sums themselves are never compressed, only the messages: one
-    compression less than `psum`.
+    compression less than `psum`. The parts of all workers take equal bytes, so that the error is
+    larger than that of `psum` if some parts of the tree have much larger values than others.
 
     Args:
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are

@@ -1,7 +1,8 @@
 """The two halves of a mean over workers: shards of buckets, and back.
 
-A shard is the part of a bucket's mean that one worker holds, whatever leaves lie in it. Between the
-halves, shards can be kept: each bucket of the plan has the same call in both.
+A shard is the part of a bucket's mean that one worker holds. Between the halves, shards can be
+kept: each bucket of the plan has the same call in both. Nothing but the halves reads them. So rows
+of a bucket are dealt over them, and each shard is about like the bucket.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from jax import Array
 
 from dynamiq_jax import topologies
 from dynamiq_jax._buckets import checks, scopes
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
 from dynamiq_jax._buckets.options import Compression, Options
@@ -55,19 +58,21 @@ class ScatterMean(AllReduce):
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
-        axes, size = self.axes, shard_size(bucket)
-        call = _call(bucket, "psum_scatter")
-        part = axes.scatter(flat, bucket.call.size)
-        part = jnp.pad(part, (0, call.size - part.size))
+        axes, call = self.axes, _call(bucket, "psum_scatter")
+        dealing = dealing_of(bucket, axes)
+        part = axes.scatter(dealing.deal(flat), call.size)
         assert isinstance(bucket.method, ChunkedMethod)
-        scattered = bucket.method.reduce_scatter(part, call, axes.fold_in(key))
-        place = axes.slow.index * size + jnp.arange(size)
+        codec = bucket.method.bind(part, call, axes.fold_in(key))
+        scattered = call.topology.reduce_scatter(codec, axes.slow)
+        worker = axes.part_index * axes.slow.size + axes.slow.index
+        each = call.topology.chunks_per_worker
+        places = dealing.places(worker * each + jnp.arange(each, dtype=jnp.int32))
         # A method may make something of padding, which is no part of a gradient's norm.
-        is_padding = (place >= bucket.call.size) | (
-            axes.part_index * bucket.call.size + place >= bucket.size
-        )
+        is_padding = places >= bucket.size
         mean = scattered.values * np.float32(1 / self.divisor)
-        return Reduced(jnp.where(is_padding, 0, mean), scattered.token)
+        carried = bucket.method.carried(codec, call)
+        mean = jnp.concatenate([jnp.where(is_padding, 0, mean), carried])
+        return Reduced(mean, scattered.token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +97,24 @@ class GatherMean(AllReduce):
 
     def encode(self, bucket: Bucket, shard: Array, key: Array) -> tuple[ChunkCodec, Payload]:
         """Return the payload of a shard, and the codec that decodes those of all workers."""
-        assert isinstance(bucket.method, ChunkedMethod)
-        call = _call(bucket, "all_gather")
+        assert isinstance(bucket.method, ChunkedMethod) and self.salt is not None
+        call, axes = _call(bucket, "all_gather"), self.axes
+        part, carried = jnp.split(shard, [shard_size(bucket)])
         with scopes.scope(spelled(bucket.method)):
-            codec = bucket.method.bind(shard, call, self.axes.fold_in(key))
-            return codec, codec.compress(self.axes.slow.index, 0)
+            if carried.size:  # the last compression of the sum, with the noise of those before it
+                codec = bucket.method.bind_carried(part, carried, call, axes.fold_in(key))
+                return codec, codec.compress(axes.slow.index, axes.slow.size - 1)
+            key = jax.random.fold_in(key, self.salt)
+            codec = bucket.method.bind(part, call, axes.fold_in(key))
+            return codec, codec.compress(axes.slow.index, 0)
 
     def deliver(self, bucket: Bucket, codec: ChunkCodec, payload: Payload) -> Reduced:
         """Gather payloads and decode them."""
         with scopes.scope(spelled(bucket.method)):
             gathered = topologies.gather(codec, (payload,), self.axes.slow)
-            part = gathered.decode()[: bucket.call.size].astype(bucket.dtype)
-        total = self.axes.gather(part, bucket.size)
+            part = gathered.decode().astype(bucket.dtype)
+        dealing = dealing_of(bucket, self.axes)
+        total = dealing.collect(self.axes.gather(part, dealing.size))[: bucket.size]
         return Reduced(total, total if self.axes.fast else gathered.token)
 
 
@@ -111,6 +122,22 @@ def shard_size(bucket: Bucket) -> int:
     """Return the coordinates of a worker's shard of a bucket, padding included."""
     each = bucket.call.topology.chunks_per_worker * bucket.method.granule
     return -(-bucket.call.size // (bucket.call.num_workers * each)) * each
+
+
+def held_size(bucket: Bucket) -> int:
+    """Return the numbers that a worker holds of a bucket between the halves.
+
+    They are its shard, and behind it what the method carries over.
+    """
+    assert isinstance(bucket.method, ChunkedMethod)
+    return shard_size(bucket) + bucket.method.carried_size(_call(bucket, "psum_scatter"))
+
+
+def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
+    """Return how the rows of a bucket are dealt over the chunks of all workers."""
+    pieces = axes.num_fast * bucket.call.num_chunks
+    size, granule = shard_size(bucket), bucket.method.granule
+    return Dealing(pieces, size // (bucket.call.topology.chunks_per_worker * granule), granule)
 
 
 def scatter(
@@ -126,7 +153,8 @@ def scatter(
       how: method, topology and options.
 
     Returns:
-      The worker's shard of each bucket's mean, float32 [shard size].
+      The worker's shard of each bucket's mean, and what the method carries over: float32
+      [held_size].
     """
     sent = send_buckets(operation, plan, leaves, key, how, ((),) * len(plan.buckets))
     return tuple(sent[number].total for number in range(len(sent)))
@@ -157,8 +185,6 @@ def gather(
         dataclasses.replace(bucket, leaves=(number,), part=None)
         for number, bucket in enumerate(plan.buckets)
     )
-    assert operation.salt is not None
-    key = jax.random.fold_in(key, operation.salt)
     all_shards = Plan(of_shards, (), ())
     sender = Sender(operation, all_shards, dict(enumerate(shards)), key, how)
     groups = runs(all_shards, operation.last_first, how.options.unrolled_buckets)

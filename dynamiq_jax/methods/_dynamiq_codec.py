@@ -26,6 +26,11 @@ from pallas_kernels.compat import override
 _MIN_WORKERS_TO_REORDER = 8
 
 
+def reorders_sums(num_workers: int) -> bool:
+    """Return whether a sum that is compressed once, of all workers, gets an order of its own."""
+    return num_workers >= _MIN_WORKERS_TO_REORDER
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamiQChunks(ChunkCodec):
     """Codec of one bucket."""
@@ -34,6 +39,7 @@ class DynamiQChunks(ChunkCodec):
     layout: Layout
     implementation: str | None
     first: Index = 0  # row of the bucket that the local rows start with
+    row_norms: Array | None = None  # of all rows, uint16 bits of bfloat16: they gave the places
 
     METRICS: ClassVar[tuple[str, ...]] = ("width_min", "width_max", "width_std")
 
@@ -85,7 +91,7 @@ class DynamiQChunks(ChunkCodec):
 
     @override
     def of_sums(self, num_workers: int) -> SumCodec:
-        return ReorderedSums(self) if num_workers >= _MIN_WORKERS_TO_REORDER else self
+        return ReorderedSums(self) if reorders_sums(num_workers) else self
 
     def sums(self, payloads: Array, chunk: Array) -> Array:
         """Sum received and local rows of a chunk: float32 [rows_per_chunk, 256].

@@ -117,7 +117,7 @@ class Pipelined:
         axes, plan, named = plan_without_arrays(params, axis_size, how, mesh=mesh, specs=specs)
         leaves = [named[index][1] for index, _ in plan.exact]
         scattering, gathering = ScatterMean(axes), GatherMean(axes)
-        sizes = [halves.shard_size(bucket) for bucket in plan.buckets]
+        sizes = [halves.held_size(bucket) for bucket in plan.buckets]
         return PipelinedReport(
             scattered_bytes=sum(scattering.bytes_sent(b) for b in plan.buckets),
             gathered_bytes=sum(gathering.bytes_sent(b) for b in plan.buckets),
@@ -153,7 +153,7 @@ class Pipelined:
         def zeros() -> tuple[tuple[Array, ...], Leaves]:
             shards = tuple(
                 compat.vary_over(
-                    jnp.zeros((1, halves.shard_size(bucket)), jnp.float32),
+                    jnp.zeros((1, halves.held_size(bucket)), jnp.float32),
                     (*names, *bucket.split_over),
                 )
                 for bucket in plan.buckets
@@ -325,7 +325,8 @@ def _norm(shards: tuple[Array, ...], exact: Leaves, layout: Layout) -> Array:
         squares[axes] = squares[axes] + square if axes in squares else square
 
     for bucket, shard in zip(layout.plan.buckets, shards, strict=True):
-        add(shard, (*layout.operation.axes.names, *bucket.split_over))
+        own = shard[: halves.shard_size(bucket)]  # without what the method carries
+        add(own, (*layout.operation.axes.names, *bucket.split_over))
     for index, mean in exact.items():
         add(mean, layout.split_over[index])
     sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]

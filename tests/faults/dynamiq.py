@@ -83,8 +83,8 @@ FAULTS = (
     Fault(
         "sums of eight workers keep the order of the table",
         "dynamiq_jax/methods/_dynamiq_codec.py",
-        "if num_workers >= _MIN_WORKERS_TO_REORDER",
-        "if num_workers > _MIN_WORKERS_TO_REORDER",
+        "return num_workers >= _MIN_WORKERS_TO_REORDER",
+        "return num_workers > _MIN_WORKERS_TO_REORDER",
         ("tests/test_codec_oracle.py",),
     ),
     Fault(

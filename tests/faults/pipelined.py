@@ -7,6 +7,9 @@ FILE = "tests/test_pipelined.py"
 ORDINARY = f"{FILE}::test_it_is_ordinary_training_with_exact_means"
 FIRST = f"{FILE}::test_nothing_happens_in_the_first_step_before_there_is_a_gradient"
 NOISE = f"{FILE}::test_every_step_has_noise_of_its_own_in_both_halves"
+LAWS, DEALING = "tests/test_halves.py", "dynamiq_jax/_buckets/dealing.py"
+INVERSE = f"{LAWS}::test_collecting_inverts_dealing"
+PERIODS = f"{LAWS}::test_every_piece_gets_its_share_of_rows_with_any_period"
 ORDER = f"{FILE}::test_an_update_waits_for_its_own_bucket_and_those_before_it"
 
 FAULTS = (
@@ -48,15 +51,15 @@ FAULTS = (
     Fault(
         "the norm is that of one worker's shards",
         STEP,
-        "add(shard, (*layout.operation.axes.names, *bucket.split_over))",
-        "add(shard, bucket.split_over)",
+        "add(own, (*layout.operation.axes.names, *bucket.split_over))",
+        "add(own, bucket.split_over)",
         (ORDINARY,),
     ),
     Fault(
         "the norm of a sharded model is that of one shard",
         STEP,
-        "add(shard, (*layout.operation.axes.names, *bucket.split_over))",
-        "add(shard, layout.operation.axes.names)",
+        "add(own, (*layout.operation.axes.names, *bucket.split_over))",
+        "add(own, layout.operation.axes.names)",
         (f"{FILE}::test_shards_of_a_model_travel_alone",),
     ),
     Fault(
@@ -69,8 +72,8 @@ FAULTS = (
     Fault(
         "padding is part of a shard",
         HALVES,
-        "jnp.where(is_padding, 0, mean)",
-        "mean",
+        "jnp.where(is_padding, 0, mean), carried",
+        "mean, carried",
         (f"{FILE}::test_noise_of_padding_is_in_no_norm",),
     ),
     Fault(
@@ -100,5 +103,84 @@ FAULTS = (
         "if not isinstance(updated, PipelinedUpdate):",
         "if False:",
         (f"{FILE}::test_halves_in_another_order_are_refused",),
+    ),
+    Fault(
+        "shards are consecutive rows",
+        DEALING,
+        "piece[:, None] - self._shifts()) % self.pieces\n        return jnp.arange(self.rows, "
+        "dtype=jnp.int32) * self.pieces + place",
+        "piece[:, None] + 0 * self._shifts()) % self.pieces\n        return place * self.rows + "
+        "jnp.arange(self.rows, dtype=jnp.int32)",
+        (INVERSE,),
+    ),
+    Fault(
+        "all groups of rows have the same shift",
+        DEALING,
+        "return ((order + (bits >> np.uint32(8))) % np.uint32(self.pieces)).astype(jnp.int32)",
+        "return 0 * order.astype(jnp.int32)",
+        (PERIODS,),
+    ),
+    Fault(
+        "shifts of consecutive groups only count up",
+        DEALING,
+        "bits = mix(block + np.uint32(1))",
+        "bits = 0 * block",
+        (PERIODS,),
+    ),
+    Fault(
+        "rows are collected with the wrong sign of the shift",
+        DEALING,
+        "piece = (place + self._shifts()[:, None]) % self.pieces",
+        "piece = (place - self._shifts()[:, None]) % self.pieces",
+        (INVERSE,),
+    ),
+    Fault(
+        "places are those of rows, not of coordinates",
+        DEALING,
+        "self._rows_of(piece).reshape(-1, 1) * self.granule",
+        "self._rows_of(piece).reshape(-1, 1)",
+        (INVERSE,),
+    ),
+    Fault(
+        "padding is where consecutive shards would have it",
+        HALVES,
+        "worker = axes.part_index * axes.slow.size + axes.slow.index",
+        "worker = axes.slow.index * axes.num_fast + axes.part_index",
+        (f"{LAWS}::test_three_axes",),
+    ),
+    Fault(
+        "shards of fast axes are not dealt",
+        HALVES,
+        "pieces = axes.num_fast * bucket.call.num_chunks",
+        "pieces = bucket.call.num_chunks",
+        (f"{LAWS}::test_three_axes",),
+    ),
+    Fault(
+        "the second half has noise of its own",
+        "dynamiq_jax/methods/_dynamiq.py",
+        'if self.rounding != "correlated" or',
+        'if self.rounding == "correlated" or',
+        (f"{LAWS}::test_errors_of_the_halves_cancel",),
+    ),
+    Fault(
+        "the second half repeats the noise of the first turn",
+        HALVES,
+        "codec.compress(axes.slow.index, axes.slow.size - 1)",
+        "codec.compress(axes.slow.index, 0)",
+        (f"{LAWS}::test_errors_of_the_halves_cancel",),
+    ),
+    Fault(
+        "a worker carries the norms of the first chunk",
+        "dynamiq_jax/methods/_dynamiq.py",
+        "codec.row_norms, call.axis.index * size, size)",
+        "codec.row_norms, 0 * call.axis.index, size)",
+        (f"{LAWS}::test_errors_of_the_halves_cancel",),
+    ),
+    Fault(
+        "what the method carries is in the norm",
+        STEP,
+        "own = shard[: halves.shard_size(bucket)]",
+        "own = shard",
+        (f"{LAWS}::test_three_axes",),
     ),
 )
