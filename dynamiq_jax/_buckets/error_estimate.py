@@ -147,6 +147,6 @@ def _drawn(chances: Array, number: int, size: int, key: Array) -> tuple[Array, A
     starts = even + jax.random.uniform(row_key, (number,), jnp.float32)
     row = jnp.searchsorted(ends, starts * (ends[-1] / np.float32(number)), method="sort")
     row = jnp.minimum(row, len(chances) - 1)
-    place = jax.random.randint(place_key, (number,), 0, SUPER_GROUP_SIZE)
+    place = jax.random.randint(place_key, (number,), 0, SUPER_GROUP_SIZE, jnp.int32)
     index = row * SUPER_GROUP_SIZE + place
     return jnp.minimum(index, size - 1), index < size, row

@@ -52,7 +52,7 @@ class ScatterMean(AllReduce):
         part = jnp.pad(part, (0, call.size - part.size))
         assert isinstance(bucket.method, ChunkedMethod)
         scattered = bucket.method.reduce_scatter(part, call, axes.fold_in(key))
-        place = axes.slow.index * size + jnp.arange(size)
+        place = axes.slow.index * size + jnp.arange(size, dtype=jnp.int32)
         # A method may make something of padding, which is no part of a gradient's norm.
         is_padding = (place >= bucket.call.size) | (
             axes.part_index * bucket.call.size + place >= bucket.size

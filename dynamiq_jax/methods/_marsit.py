@@ -218,7 +218,7 @@ def _merge(before: Payload, newcomer: Payload, noise: Array) -> Payload:
     (signs, weight), (new_signs, new_weight) = before, newcomer
     total = weight + new_weight
     share = new_weight.astype(jnp.float32) / total.astype(jnp.float32)
-    is_new = _pack(noise < share)
+    is_new = _pack(noise < share[:, None])
     is_finite = (weight > 0) & (new_weight > 0)
     return (signs & ~is_new) | (new_signs & is_new), jnp.where(is_finite, total, np.uint16(0))
 
