@@ -22,6 +22,7 @@ SAME = {"mxfp6", "mxfp4", "mxint8", "paper"}
 STATELESS = [name for name, case in CASES.items() if not case.is_stateful and name not in SAME]
 STATEFUL = [name for name, case in CASES.items() if case.is_stateful]
 
+
 def gradients() -> np.ndarray:
     """Gradients of several models, float32 [workers, models, *shape], of very different sizes."""
     values = of_workers(0, NUM_WORKERS * MODELS, int(np.prod(SHAPE)))
