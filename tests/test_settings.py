@@ -198,7 +198,8 @@ def test_steps_of_trainers(step, data_mesh):
             return jax.tree.map(lambda leaf: leaf[None], mine)
 
     else:
-        train = Pipelined(optimizer=optax.sgd(1e-2, momentum=0.9), axis_name="data", method=TWO_WIDTHS)
+        optimizer = optax.sgd(1e-2, momentum=0.9)
+        train = Pipelined(optimizer=optimizer, axis_name="data", method=TWO_WIDTHS)
 
         def run(params, moves):
             state = train.init(params)

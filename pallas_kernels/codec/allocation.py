@@ -111,7 +111,7 @@ class Allocation:
         # What is left at the next price goes to some of those that would be wider at this one.
         more = wider - rows
         before = jnp.cumsum(more * sizes) - more * sizes
-        rows = rows + jnp.clip((units - rows @ sizes - before) // sizes, np.int32(0), more)
+        rows = rows + jnp.clip((units - rows @ sizes - before) // sizes, 0, more)
         step_of_bit = [
             next((i for i, step in enumerate(self.steps) if bit < step.after), len(self.steps))
             for bit in range(MAX_WIDTH)
