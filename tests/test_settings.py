@@ -175,9 +175,9 @@ def test_train_steps(data_mesh):
     check_same(lambda: lambda params, batch: explicit(params, batch, key=key()), params, batch)
 
     def cast(params, batch):
-        return jax.grad(lambda p: loss(dq.pcast(p, "data", key=key(), method=method), batch))(
-            params
-        )
+        return jax.grad(
+            lambda p: loss(dq.pcast(p, "data", to="varying", key=key(), method=method), batch)
+        )(params)
 
     mapped = jax.shard_map(cast, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     check_same(lambda: mapped, params, batch)

@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "shards are not added up",
         ESTIMATE,
-        "_over_shards(lax.psum, bucket, sums)\n    return Estimate(error, square, scale, bad_rows, all_rows), variance",
-        "_over_shards(lax.pmean, bucket, sums)\n    return Estimate(error, square, scale, bad_rows, all_rows), variance",
+        "error, variance, square, bad_rows, all_rows = _over_shards(lax.psum",
+        "error, variance, square, bad_rows, all_rows = _over_shards(lax.pmean",
         (f"{OF_ESTIMATE}::test_shards_are_counted_once",),
     ),
     Fault(
