@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# What every method, topology and collective owes.
+X64 := $(patsubst %,tests/test_%.py,methods topologies collectives buckets error_estimate error_limits vmapped)
 
-.PHONY: help demo test test-fast test-slow lint docs build benchmarks clean
+.PHONY: help demo test test-fast test-slow test-x64 test-tunix lint docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -20,6 +22,9 @@ test-fast: $(VENV)/installed  ## run the tests alone
 
 test-slow: $(VENV)/installed  ## run whole commands, recipes and the notebook, and kill processes
 	$(PYTEST) -m slow $(ARGS)
+
+test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
+	$(PYTEST) --x64 $(X64) $(ARGS)
 
 test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)

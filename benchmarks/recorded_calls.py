@@ -185,7 +185,7 @@ def cases() -> list[Case]:
         Case("pmean", "dynamiq", "auto", tree="mixed"),
         Case("psum", "dynamiq", tree="mixed", options=(("bucket_bytes", 1),)),
         Case("psum", "dynamiq", tree="mixed", options=(("exact_below", 0),)),
-        Case("psum", "dynamiq", tree="mixed", options=(("mask", "a"),)),
+        Case("psum", "dynamiq", tree="mixed", options=(("exact leaf", "a"),)),
         Case("all_reduce_gradients", "ef+powersgd", tree="mixed", options=(("bucket_bytes", 1),)),
     ]
     return found
@@ -203,8 +203,6 @@ def program(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
     tree = make_tree(case.tree, case.workers)
     options = dict(case.options)
-    if options.get("mask") == "a":
-        options["mask"] = {name: name != "a" for name in tree}
 
     def local(stacked: Any) -> Any:
         mine = jax.tree.map(lambda leaf: leaf[0], stacked)
@@ -220,8 +218,14 @@ def program(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def reduce(case: Case, mine: Any, axes: Any, options: dict[str, Any]) -> Any:
     """The call itself, on one worker."""
     name, key = case.function.split()[0], jax.random.key(KEY)
-    function = getattr(dq, name)
-    how = {"method": METHODS[case.method]} | call_options(function, **options)
+    function, method = getattr(dq, name), METHODS[case.method]
+    exact = options.get("exact leaf")
+    options = {name: value for name, value in options.items() if name != "exact leaf"}
+    if exact and "mask" in inspect.signature(dq.Options).parameters:
+        options["mask"] = {name: name != exact for name in mine}
+    elif exact:
+        method = {f"^{exact}$": "exact", ".*": method}
+    how = {"method": method} | call_options(function, **options)
     if name != "all_gather":
         how["topology"] = TOPOLOGIES.get(case.topology, case.topology)
     if name == "all_reduce_gradients":

@@ -1,4 +1,4 @@
-"""Eight CPU devices, strict dtypes, and the fixtures that every file shares."""
+"""Eight CPU devices, strict dtypes and ranks, and the fixtures that every file shares."""
 
 import functools
 import gc
@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # XLA reads its flags again for each program, so that a file can have flags of its own.
 READ_AGAIN = "--xla_flags_reset=true"
@@ -38,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--optimized", action="store_true", help="compile all programs as users do, which is slower"
     )
+    parser.addoption("--x64", action="store_true", help="run with numbers of 64 bits")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.config.update("jax_enable_x64", config.getoption("--x64"))
 
 
 def pytest_collection_finish() -> None:

@@ -109,6 +109,29 @@ def test_what_is_not_finite_surfaces_and_is_not_kept(name, value):
     assert np.isfinite(one_step(name)(KEY, good, kept)[0]).all()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saturating(dq.Exact):
+    """Sums of values that are clipped, so that Inf enters them as a finite number."""
+
+    def all_reduce(self, flat, call, key, state):
+        clipped = jnp.clip(flat, -1, 1)
+        reduced = super().all_reduce(clipped, call, key, state)
+        return dataclasses.replace(reduced, applied=clipped)
+
+
+@pytest.mark.parametrize("value", (np.inf, -np.inf))
+def test_what_a_method_saturates_is_not_kept_as_infinity(value):
+    feedback, call = ErrorFeedback(inner=Saturating()), call_on(8, 2)
+    gradient = np.array([[0.5, value, 3, 1e38], [0.5, 2, 0, 0]], np.float32).repeat(2, axis=1)
+
+    def local(key, gradient):
+        state = feedback.all_reduce(gradient, call, key, feedback.init_state(call)).state
+        return state.residual
+
+    kept = simulated(local)(KEY, gradient)
+    np.testing.assert_array_equal(kept[0, ::2], np.float32([0, 0, 2, 1e38]))
+
+
 # ----------------------------------------------------------------------------------- over steps
 
 

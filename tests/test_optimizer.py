@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -238,6 +239,24 @@ def test_metrics_are_means_over_buckets_by_their_coordinates():
     state = update(tree)
     assert jax.tree.structure(state) == jax.tree.structure(start)
     np.testing.assert_allclose(state.metrics["left_out"], [0.5 * 10 / 16] * 2, rtol=1e-6)
+
+
+def test_metrics_are_means_over_shards():
+    """One shard leaves out half of what it wants, and the other nothing."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    values = np.ones((2, 2, 4096), np.float32)
+    values[:, 1, 1024:] = 0  # what is zero is not wanted
+    method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
+    reduce = dq.all_reduce_gradients("data", method=method, specs=P("model"))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+    def metrics(stacked):
+        return reduce.update(stacked[0], reduce.init(stacked[0]))[1].metrics
+
+    sharded = jax.NamedSharding(mesh, P("data", "model"))
+    found = metrics(jax.device_put(values, sharded))
+    np.testing.assert_allclose(found["left_out"], 0.25, rtol=1e-6)
 
 
 def test_a_method_without_metrics_has_none():

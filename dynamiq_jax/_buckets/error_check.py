@@ -9,7 +9,13 @@ from jax import Array, lax
 
 from dynamiq_jax._buckets import exact, scopes, sharing
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.error_estimate import Estimate, estimate, joined, sample_bytes
+from dynamiq_jax._buckets.error_estimate import (
+    Estimate,
+    estimate,
+    joined,
+    sample_bytes,
+    without_error,
+)
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._buckets.options import MEASURED
 from dynamiq_jax._buckets.plan import Bucket, Plan
@@ -28,6 +34,9 @@ def checked(
 ) -> tuple[Array, Check]:
     """Estimate the error of a bucket, and send it again if that may be above a limit.
 
+    A result that is not finite is sent again too, since no sample shows whether the exact one is:
+    what is not finite there has NaN or Inf at its own coordinates, and nowhere else.
+
     Args:
       operation: the all-reduce.
       bucket: the bucket.
@@ -37,22 +46,20 @@ def checked(
       limit: largest vNMSE, or None.
     """
     with scopes.scope(scopes.ESTIMATE):
-        found = estimate(operation.axes, bucket, flat, total, key, operation.divisor)
-    zero = jnp.zeros_like(found.error)
+        found, variance = estimate(operation.axes, bucket, flat, total, key, operation.divisor)
     if limit is None:
-        return total, Check(found, zero)
-    is_over = found.may_exceed(limit)
+        return total, Check(found, jnp.zeros_like(found.error))
+    is_over = found.may_exceed(limit, variance) | (found.bad_rows > 0)
 
     @scopes.scope(scopes.FALLBACK)
-    def exactly() -> Array:
+    def exactly() -> tuple[Array, Estimate]:
         (again,) = exact.all_reduce({0: flat}, operation.axes, operation.divisor).values()
-        return compat.match_varying(again, total).astype(total.dtype)
+        again = again.astype(total.dtype)
+        return compat.match_varying(again, total), compat.match_varying(
+            without_error(bucket, again), found.error
+        )
 
-    result = lax.cond(is_over, exactly, lambda: total)
-    kept = found._replace(
-        error=jnp.where(is_over, zero, found.error),
-        variance=jnp.where(is_over, zero, found.variance),
-    )
+    result, kept = lax.cond(is_over, exactly, lambda: (total, found))
     return result, Check(kept, is_over.astype(jnp.float32))
 
 

@@ -6,8 +6,8 @@ for those whose errors follow the norms. Each coordinate counts by the inverse o
 with which it was drawn (Horvitz and Thompson, 1952).
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,22 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.plan import Bucket
 from pallas_kernels import compat
 from pallas_kernels.codec import SUPER_GROUP_SIZE
-from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
+from pallas_kernels.codec.rows import inverse_unit
 
 _SHARE = 0.008  # of the bytes of a bucket
 _LEAST, _MOST = 64, 2**14  # coordinates
 _SALT = 0x65737469
+# XLA may multiply its reciprocal by that of the number of workers, which must not underflow.
+_LARGEST_SCALE = np.float32(2.0**112)
 
 
 class Estimate(NamedTuple):
     """Sums over the coordinates of a bucket: float32 scalars, the same on all devices.
 
-    Squares are in units of `scale**2`, the largest magnitude: those of 1e-30 would underflow.
+    Squares are in units of `scale**2`, about the largest magnitude: those of 1e-30 would underflow.
     """
 
     error: Array  # squared error
-    variance: Array  # of `error` as an estimate
     square: Array  # squared norm of the exact result
     scale: Array
     bad_rows: Array  # rows of 256 in which the result is not finite
@@ -43,31 +44,30 @@ class Estimate(NamedTuple):
         """Squared error over the squared norm; 0 if there is no error."""
         return jnp.where(self.error == 0, np.float32(0), self.error / self.square)
 
-    def may_exceed(self, limit: float) -> Array:
-        """Return whether the vNMSE may be above a limit: within two standard deviations."""
-        return (
-            self.error + np.float32(2) * jnp.sqrt(self.variance) > np.float32(limit) * self.square
-        )
+    def may_exceed(self, limit: float, variance: Array) -> Array:
+        """Return whether the vNMSE may be above a limit: within two standard deviations.
+
+        Args:
+          limit: largest vNMSE.
+          variance: variance of `error` as an estimate.
+        """
+        return self.error + np.float32(2) * jnp.sqrt(variance) > np.float32(limit) * self.square
 
 
 def joined(estimates: Sequence[Estimate]) -> Estimate:
     """Return the estimate of several buckets together."""
     scale = jnp.max(jnp.stack([each.scale for each in estimates]))
-    inverse = inverse_unit(scale)
-    weights = [(each.scale * inverse) ** 2 for each in estimates]
+    weights = [_ratio(each.scale, scale) for each in estimates]
 
-    def total(field: str, power: int) -> Array:
-        values = [getattr(each, field) for each in estimates]
-        terms = [v * w**power for v, w in zip(values, weights, strict=True)]
-        return jnp.sum(jnp.stack(terms))
+    def total(values: Iterable[Array]) -> Array:
+        return jnp.sum(jnp.stack(list(values)))
 
     return Estimate(
-        error=total("error", 1),
-        variance=total("variance", 2),
-        square=total("square", 1),
+        error=total(each.error * weight for each, weight in zip(estimates, weights, strict=True)),
+        square=total(each.square * weight for each, weight in zip(estimates, weights, strict=True)),
         scale=scale,
-        bad_rows=total("bad_rows", 0),
-        rows=total("rows", 0),
+        bad_rows=total(each.bad_rows for each in estimates),
+        rows=total(each.rows for each in estimates),
     )
 
 
@@ -86,7 +86,7 @@ def sample_bytes(bucket: Bucket, axes: Axes) -> int:
 
 def estimate(
     axes: Axes, bucket: Bucket, flat: Array, total: Array, key: Array, divisor: int
-) -> Estimate:
+) -> tuple[Estimate, Array]:
     """Estimate the error of the all-reduce of a bucket.
 
     Args:
@@ -96,44 +96,84 @@ def estimate(
       total: the result, [size], the same on all workers.
       key: typed PRNG key, the same on all workers.
       divisor: what the exact sum is divided by.
+
+    Returns:
+      The estimate, and the variance of its `error`.
     """
     number, value = sample_size(bucket, axes), total.astype(jnp.float32)
-    largest = jnp.max(jnp.where(jnp.isfinite(value), jnp.abs(value), np.float32(0)), initial=0)
-    if bucket.split_over:
-        largest = lax.pmax(largest, bucket.split_over)
-    scale = jnp.minimum(largest, LARGEST_UNIT)
-    unit = inverse_unit(scale)
-    rows = jnp.pad(value, (0, -value.size % SUPER_GROUP_SIZE)).reshape(-1, SUPER_GROUP_SIZE)
-    squares = jnp.sum((rows * unit) ** 2, axis=1)  # at most 4096 where all values are finite
-    is_bad = ~jnp.isfinite(squares)
-    squares = jnp.where(is_bad, np.float32(0), squares)
-    square = jnp.sum(squares)
-    share = jnp.where(square > 0, squares / square, np.float32(1 / len(squares)))
-    chances = np.float32(0.5) * (share + np.float32(1 / len(squares)))  # of rows
+    rows = _rows_of(value)
+    count = len(rows.squares)
+    square = jnp.sum(rows.squares)
+    share = jnp.where(square > 0, rows.squares / square, np.float32(1 / count))
+    chances = np.float32(0.5) * (share + np.float32(1 / count))  # of rows
     index, is_inside, row = _drawn(chances, number, value.size, key)
     weight = jnp.where(
         is_inside, np.float32(SUPER_GROUP_SIZE / number) / chances[row], np.float32(0)
     )
     exact = lax.psum(flat[index].astype(jnp.float32), axes.names) * np.float32(1 / divisor)
+    # Of both: a result that underflowed to zero has no magnitude of its own.
+    scale = _over_shards(lax.pmax, bucket, jnp.maximum(rows.scale, _scale_of(exact)))
+    unit = inverse_unit(scale)
     found = value[index] * unit
     off = found - exact * unit
     off = jnp.where(jnp.isfinite(off), off, np.float32(0))  # what is not finite is counted apart
     errors = weight * off**2
     error, spread = jnp.sum(errors), jnp.var(errors) * np.float32(number)
-    exact_square = (
-        square - 2 * jnp.sum(weight * jnp.where(off == 0, np.float32(0), off * found)) + error
-    )
-    sums = (
-        error,
-        spread,
-        jnp.maximum(exact_square, np.float32(0)),
-        jnp.sum(is_bad, dtype=jnp.float32),
-        compat.match_varying(jnp.float32(len(squares)), error),
-    )
-    if bucket.split_over:
-        sums = lax.psum(sums, bucket.split_over)
-    error, variance, square, bad_rows, number_of_rows = sums
-    return Estimate(error, variance, square, scale, bad_rows, number_of_rows)
+    cross = jnp.sum(weight * jnp.where(off == 0, np.float32(0), off * found))
+    exact_square = square * _ratio(rows.scale, scale) - 2 * cross + error
+    exact_square = jnp.maximum(exact_square, np.float32(0))
+    sums = (error, spread, exact_square, *rows.counts)
+    error, variance, square, bad_rows, all_rows = _over_shards(lax.psum, bucket, sums)
+    return Estimate(error, square, scale, bad_rows, all_rows), variance
+
+
+def without_error(bucket: Bucket, total: Array) -> Estimate:
+    """Return the sums of an exact result, [size], the same on all workers."""
+    rows = _rows_of(total.astype(jnp.float32))
+    scale = _over_shards(lax.pmax, bucket, rows.scale)
+    square = jnp.sum(rows.squares) * _ratio(rows.scale, scale)
+    sums = (jnp.zeros_like(square), square, *rows.counts)
+    error, square, bad_rows, all_rows = _over_shards(lax.psum, bucket, sums)
+    return Estimate(error, square, scale, bad_rows, all_rows)
+
+
+class _Rows(NamedTuple):
+    """Squared norms of rows of 256."""
+
+    squares: Array  # in units of `scale**2`, 0 of rows that are not finite: float32 [rows]
+    is_bad: Array  # rows that are not finite: bool [rows]
+    scale: Array  # largest magnitude
+
+    @property
+    def counts(self) -> tuple[Array, Array]:
+        """Rows that are not finite, and all rows: float32 scalars."""
+        count = compat.match_varying(jnp.float32(len(self.squares)), self.squares)
+        return jnp.sum(self.is_bad, dtype=jnp.float32), count
+
+
+def _rows_of(value: Array) -> _Rows:
+    """Return the squared norms of the rows of float32 [size]."""
+    scale = _scale_of(value)
+    rows = jnp.pad(value, (0, -value.size % SUPER_GROUP_SIZE)).reshape(-1, SUPER_GROUP_SIZE)
+    squares = jnp.sum((rows * inverse_unit(scale)) ** 2, axis=1)  # at most 2^40 of finite rows
+    is_bad = ~jnp.isfinite(squares)
+    return _Rows(jnp.where(is_bad, np.float32(0), squares), is_bad, scale)
+
+
+def _scale_of(values: Array) -> Array:
+    """Return the largest finite magnitude, up to `_LARGEST_SCALE`."""
+    largest = jnp.max(jnp.where(jnp.isfinite(values), jnp.abs(values), np.float32(0)), initial=0)
+    return jnp.minimum(largest, _LARGEST_SCALE)
+
+
+def _ratio(scale: Array, largest: Array) -> Array:
+    """Return the factor of squares in units of `scale**2` that makes them those of a larger one."""
+    return (scale * inverse_unit(largest)) ** 2
+
+
+def _over_shards(reduce: Callable[..., Any], bucket: Bucket, values: Any) -> Any:
+    """Reduce numbers over the axes that split the leaves of a bucket."""
+    return reduce(values, bucket.split_over) if bucket.split_over else values
 
 
 def _drawn(chances: Array, number: int, size: int, key: Array) -> tuple[Array, Array, Array]:
@@ -147,6 +187,6 @@ def _drawn(chances: Array, number: int, size: int, key: Array) -> tuple[Array, A
     starts = even + jax.random.uniform(row_key, (number,), jnp.float32)
     row = jnp.searchsorted(ends, starts * (ends[-1] / np.float32(number)), method="sort")
     row = jnp.minimum(row, len(chances) - 1)
-    place = jax.random.randint(place_key, (number,), 0, SUPER_GROUP_SIZE)
+    place = jax.random.randint(place_key, (number,), 0, SUPER_GROUP_SIZE, jnp.int32)
     index = row * SUPER_GROUP_SIZE + place
     return jnp.minimum(index, size - 1), index < size, row

@@ -55,7 +55,7 @@ class ByteSpans(NamedTuple):
 
     def side_by_side(self) -> "ByteSpans":
         """Return the spans of a message that has the bytes of a group next to each other."""
-        sizes = jnp.sum(self.stops - self.starts, axis=1, keepdims=True)
+        sizes = jnp.sum(self.stops - self.starts, axis=1, keepdims=True, dtype=jnp.int32)
         stops = jnp.cumsum(sizes, axis=0, dtype=jnp.int32)
         return ByteSpans(stops - sizes, stops, self.size)
 
@@ -204,12 +204,12 @@ class RecodedChunks(ChunkCodec):
 
     @override
     def decompress(self, payloads: Payload) -> Array:
-        values = jax.vmap(self.decode)(payloads, jnp.arange(_length(payloads)))
+        values = jax.vmap(self.decode)(payloads, jnp.arange(_length(payloads), dtype=jnp.int32))
         return values.reshape(-1)[: self.local.size]
 
     @override
     def rounded(self, turn: Index) -> "tuple[Array, RecodedChunks]":
-        chunks = jnp.arange(len(self.local.values))
+        chunks = jnp.arange(len(self.local.values), dtype=jnp.int32)
         values = lax.map(lambda chunk: self.decode(self.compress(chunk, turn), chunk), chunks)
         local = dataclasses.replace(self.local, values=values)
         return values.reshape(-1)[: local.size], dataclasses.replace(self, local=local)

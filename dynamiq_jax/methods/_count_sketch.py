@@ -45,7 +45,7 @@ class CountSketch:
         of_shifts, of_words = jax.random.split(key)
         stretches = num_stretches(size, width)
         shifts = jax.random.randint(of_shifts, (stretches, rows), 0, width, jnp.int32)
-        return CountSketch(shifts, jax.random.bits(of_words, (stretches,)), size, width)
+        return CountSketch(shifts, jax.random.bits(of_words, (stretches,), jnp.uint32), size, width)
 
     def encode(self, values: Array) -> Array:
         """Sketch float32 [size]: [rows, width]. The sketch of a sum is the sum of the sketches."""

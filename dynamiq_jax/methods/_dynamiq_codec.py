@@ -84,7 +84,7 @@ class DynamiQChunks(ChunkCodec):
 
     @override
     def rounded(self, turn: Index) -> "tuple[Array, DynamiQChunks]":
-        chunks = jnp.arange(self.layout.num_chunks)
+        chunks = jnp.arange(self.layout.num_chunks, dtype=jnp.int32)
         rows = self._decoded(lax.map(lambda chunk: self.compress(chunk, turn), chunks))
         local = self.local._replace(rows=rows)
         return self.layout.as_flat(rows), dataclasses.replace(self, local=local)

@@ -184,7 +184,8 @@ class CodedChunks(ChunkCodec):
         total = self._local(chunk) + jnp.sum(received, axis=0, dtype=jnp.int16)
         # A coarse message may be a little above the largest possible sum.
         most = np.int16(self.largest * workers)
-        return self._encode(jnp.clip(total, -most, most), workers, chunk, turn, jnp.sum(coarse))
+        before = jnp.sum(coarse, dtype=jnp.int32)
+        return self._encode(jnp.clip(total, -most, most), workers, chunk, turn, before)
 
     @override
     def accumulate(self, payloads: Payload, chunk: Array) -> Array:

@@ -98,7 +98,7 @@ class FlashCommunication(BlockwiseMethod):
         if self.spikes:
             lanes = np.arange(self.block, dtype=np.uint8)
             for bits, place in zip(sides[2:4], sides[4:], strict=True):
-                is_spike = lanes == place[:, :, None]
+                is_spike = lanes[None, None, :] == place[:, :, None]
                 blocks = jnp.where(is_spike, bfloat16_value(bits)[:, :, None], blocks)
         return blocks.reshape(codes.shape)
 
@@ -131,7 +131,7 @@ def _extremes(keys: Array) -> _Extremes:
 
 def _extremes_without(keys: Array, *places: Array) -> tuple[Array, Array]:
     """Find the smallest and the largest value of every block, except those at `places`: float32."""
-    lanes = np.arange(keys.shape[-1], dtype=np.int32)
+    lanes = np.arange(keys.shape[-1], dtype=np.int32)[None, None, :]
     is_left = (lanes != places[0][:, :, None]) & (lanes != places[1][:, :, None])
     low = jnp.min(jnp.where(is_left, keys, _LARGEST_INT), axis=-1)
     high = jnp.max(jnp.where(is_left, keys, -_LARGEST_INT), axis=-1)

@@ -18,7 +18,9 @@ _FACTOR_BITS = 7  # 128 x 128 is the largest matrix: what a matrix unit takes in
 
 def random_signs(key: Array, block: int) -> Array:
     """Draw +1 or -1 for each coordinate of a block, float32 [block], which all blocks share."""
-    return jax.random.rademacher(key, (block,), jnp.float32)
+    # `rademacher` draws other signs where numbers have 64 bits.
+    is_positive = jax.random.bernoulli(key, np.float32(0.5), (block,))
+    return np.float32(2) * is_positive.astype(jnp.float32) - np.float32(1)
 
 
 def rotate(blocks: Array, signs: Array) -> Array:
@@ -26,12 +28,12 @@ def rotate(blocks: Array, signs: Array) -> Array:
 
     A block is a power of two of coordinates.
     """
-    return _transform(blocks * (signs * _scale(signs.size)))
+    return _transform(blocks * (signs * _scale(signs.size))[None, :])
 
 
 def unrotate(blocks: Array, signs: Array) -> Array:
     """Invert `rotate`."""
-    return _transform(blocks * _scale(signs.size)) * signs
+    return _transform(blocks * _scale(signs.size)) * signs[None, :]
 
 
 def _scale(block: int) -> np.float32:

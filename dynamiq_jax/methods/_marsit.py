@@ -227,7 +227,7 @@ def _merge(before: _Message, newcomer: _Message, noise: Array) -> _Message:
     (signs, weight), (new_signs, new_weight) = before, newcomer
     total = weight + new_weight
     share = new_weight.astype(jnp.float32) / total.astype(jnp.float32)
-    is_new = _pack(noise < share)
+    is_new = _pack(noise < share[:, None])
     is_finite = (weight > 0) & (new_weight > 0)
     merged = (signs & ~is_new) | (new_signs & is_new)
     return _Message(merged, jnp.where(is_finite, total, np.uint16(0)))

@@ -91,7 +91,7 @@ def block_scales(maxima: Array, element: Element) -> Array:
     """
     exponents = (maxima >> np.uint32(_MANTISSA_BITS)).astype(jnp.int32)
     scales = jnp.maximum(exponents - element.max_exponent, 0)
-    return jnp.where(exponents == 255, NAN_SCALE, scales).astype(jnp.uint8)
+    return jnp.where(exponents == 255, np.int32(NAN_SCALE), scales).astype(jnp.uint8)
 
 
 def encode(values: Array, scales: Array, element: Element) -> Array:
@@ -113,7 +113,7 @@ def encode(values: Array, scales: Array, element: Element) -> Array:
     if element.twos_complement:
         codes = jnp.where(bits < 0, -codes, codes) & (2**element.bits - 1)
     else:
-        codes = codes | jnp.where(bits < 0, 1 << (element.bits - 1), 0)
+        codes = codes | jnp.where(bits < 0, np.int32(1 << (element.bits - 1)), np.int32(0))
     return codes.astype(jnp.uint16)
 
 

@@ -225,4 +225,5 @@ def _scale_columns(matrix: Array) -> Array:
     bits = jnp.max(lax.bitcast_convert_type(jnp.abs(matrix), jnp.int32), axis=0)
     largest = lax.bitcast_convert_type(bits, jnp.float32)
     is_zero = largest < np.finfo(np.float32).tiny
-    return jnp.where(is_zero, np.float32(0), matrix / jnp.where(is_zero, np.float32(1), largest))
+    divisor = jnp.where(is_zero, np.float32(1), largest)
+    return jnp.where(is_zero[None, :], np.float32(0), matrix / divisor[None, :])

@@ -146,7 +146,7 @@ class RansCoder(IntegerCoder):
         blocks = integers.reshape(self._blocks, self.block).astype(jnp.float32)
         square = jnp.mean(blocks**2, axis=1) * np.float32(4.0**-self.shift)
         limits = _limits(min(self.shift, 3))
-        return jnp.sum((square[:, None] > limits).astype(jnp.int32), axis=1)
+        return jnp.sum(square[:, None] > limits[None, :], axis=1, dtype=jnp.int32)
 
     def _of_steps(self, of_blocks: Array) -> Array:
         """Repeat a number of each block for every step of the lanes."""

@@ -88,7 +88,7 @@ class Allocation:
         energies = jnp.where(energies > 0, energies, -needed[-1])
 
         def rows_of_steps(prices: Array) -> Array:
-            thresholds = jnp.minimum(prices[:, None] + needed, most)
+            thresholds = jnp.minimum(prices[:, None] + needed[None, :], most[None, :])
             return lax.platform_dependent(
                 energies, thresholds, cpu=search_at_least, default=count_at_least
             )
@@ -96,13 +96,13 @@ class Allocation:
         # The largest price at which the rows take too much, some digits of it at a time.
         lowest = -2 * int(needed[-1]) - 1
         rounds = math.ceil(math.log(ENERGY_LIMIT - lowest, _PRICES))
-        scales = jnp.array([_PRICES**power for power in reversed(range(rounds))])
+        scales = jnp.array([_PRICES**power for power in reversed(range(rounds))], jnp.int32)
 
         def narrow(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
             price, _ = found
             prices = price + scales[index] * np.arange(_PRICES + 1, dtype=np.int32)
             rows = rows_of_steps(prices)
-            last = jnp.sum((rows[1:-1] @ sizes > units).astype(jnp.int32))
+            last = jnp.sum(rows[1:-1] @ sizes > units, dtype=jnp.int32)
             return prices[last], lax.dynamic_slice_in_dim(rows, last, 2)
 
         nothing = jnp.zeros((2, len(sizes)), jnp.int32)
@@ -116,7 +116,7 @@ class Allocation:
             next((i for i, step in enumerate(self.steps) if bit < step.after), len(self.steps))
             for bit in range(MAX_WIDTH)
         ]
-        return jnp.append(rows, 0)[np.array(step_of_bit)]
+        return jnp.append(rows, 0)[np.array(step_of_bit, np.int32)]
 
 
 def _gain(before: int, after: int) -> float:
@@ -141,4 +141,5 @@ def search_at_least(values: Array, thresholds: Array) -> Array:
 
 def count_at_least(values: Array, thresholds: Array) -> Array:
     """Compute `search_at_least` without a search, whose gathers are slow on a TPU."""
+    values = jnp.expand_dims(values, range(thresholds.ndim))
     return jnp.sum(values >= thresholds[..., None], axis=-1, dtype=jnp.int32)

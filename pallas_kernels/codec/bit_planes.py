@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
+from pallas_kernels.compat import match_varying
 
 UNIT = SUPER_GROUP_SIZE // 8  # bytes of a row in a plane
 
@@ -55,6 +56,10 @@ def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
       Codes, uint16 [count, 8, 32]: each row in eighths.
     """
 
+    # `jax.vmap` computes both branches below with operands that vary as their condition does. A
+    # constant of a branch would be one that JAX marks as varying for a second time.
+    flags = match_varying(jnp.asarray(np.uint8(1) << _EIGHTHS)[None, :, None], widths)
+
     def byte(units: Array, low: int) -> Array:
         # All eight bits at once: XLA:CPU makes one pass of it, which is faster than a loop over
         # those that the rows have. What a row lacks is masked below.
@@ -62,7 +67,7 @@ def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
             lax.dynamic_slice_in_dim(units, starts[low + bit] + first, len(widths))
             for bit in range(8)
         ]
-        fields = [_spread(slab, bit) for bit, slab in enumerate(slabs)]
+        fields = [_spread(slab, flags, bit) for bit, slab in enumerate(slabs)]
         return functools.reduce(operator.or_, fields).astype(jnp.uint16)
 
     def wide(units: Array) -> Array:
@@ -136,15 +141,18 @@ def _write(
 def _plane(codes: Array, bit: Index) -> Array:
     """Take one bit of codes, uint16 [rows, 256]: uint8 [rows, 32]."""
     fields = ((codes >> jnp.asarray(bit).astype(jnp.uint16)) & np.uint16(1)).astype(jnp.uint8)
-    fields = fields.reshape(-1, 8, UNIT) << _EIGHTHS[:, None]
+    fields = fields.reshape(-1, 8, UNIT) << _EIGHTHS[None, :, None]
     # An OR-reduction over the lanes that share a byte. XLA:CPU vectorizes a reduction over a middle
     # axis; spelled as slices and ORs of one fused value it runs at a fifth of the speed.
     return lax.reduce(fields, np.uint8(0), lax.bitwise_or, (1,))
 
 
-def _spread(plane: Array, bit: int) -> Array:
-    """Spread the bits of bytes, uint8 [rows, 32], to one bit of uint8 [rows, 8, 32]."""
+def _spread(plane: Array, flags: Array, bit: int) -> Array:
+    """Spread the bits of bytes, uint8 [rows, 32], to one bit of uint8 [rows, 8, 32].
+
+    `flags` are the bits of a byte, uint8 [1, 8, 1].
+    """
     # An eighth of a row is the largest piece that is one slice at one bit. With an axis of its own
     # for it, XLA:CPU fuses all of this and vectorizes inside the eighth. Bytes have no shift there.
-    has_bit = (plane[:, None, :] & (np.uint8(1) << _EIGHTHS)[:, None]) != 0
+    has_bit = (plane[:, None, :] & flags) != 0
     return jnp.where(has_bit, np.uint8(1 << bit), np.uint8(0))

@@ -146,15 +146,15 @@ class Layout:
         """
         place = lax.broadcasted_iota(jnp.int32, (self.rows_per_chunk, 1), 0)
         unit = plane_starts[None, :MAX_WIDTH] + place
-        has_plane = widths[:, None] > np.arange(MAX_WIDTH, dtype=np.int32)
+        has_plane = widths[:, None] > np.arange(MAX_WIDTH, dtype=np.int32)[None, :]
         starts = [
             UNIT * unit,
             self.group_scales_start + place * self.groups,
             self.super_scales_start + place * 2,
         ]
         sizes = [
-            jnp.where(has_plane, UNIT, 0),
-            jnp.where(widths[:, None] > 0, self.groups, 0),
+            jnp.where(has_plane, np.int32(UNIT), np.int32(0)),
+            jnp.where(widths[:, None] > 0, np.int32(self.groups), np.int32(0)),
             jnp.full_like(place, 2),
         ]
         first = jnp.concatenate(starts, axis=1)

@@ -67,9 +67,10 @@ def place_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -
 
 def make_places(order: Array, plane_rows: Array) -> Places:
     """Return the places for the rows of every plane, int32 [..., 16]."""
-    index = jnp.arange(order.shape[-1], dtype=jnp.int32)
-    has_bit = index[:, None] < plane_rows[..., None, :]
-    widths = jnp.sum(has_bit.astype(jnp.int32), axis=-1)
+    shape = (*(1,) * (plane_rows.ndim - 1), order.shape[-1], 1)
+    index = jnp.arange(order.shape[-1], dtype=jnp.int32).reshape(shape)
+    has_bit = index < plane_rows[..., None, :]
+    widths = jnp.sum(has_bit, axis=-1, dtype=jnp.int32)
     ends = jnp.cumsum(plane_rows, axis=-1, dtype=jnp.int32)
     return Places(order, widths, jnp.pad(ends, [(0, 0)] * (ends.ndim - 1) + [(1, 0)]))
 

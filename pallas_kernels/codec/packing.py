@@ -70,7 +70,7 @@ def unpack(packed: Array, rows: int, width: int) -> Array:
         plane = packed[start:stop].reshape(rows, 1, bits, 32)
         shifts = np.arange(lanes, dtype=np.uint8) * np.uint8(bits)
         shares = jnp.broadcast_to(plane, (rows, lanes, bits, 32))
-        field = (shares >> shifts[:, None, None]) & np.uint8(2**bits - 1)
+        field = (shares >> shifts[None, :, None, None]) & np.uint8(2**bits - 1)
         field = field.reshape(rows, 8, 32).astype(jnp.uint16) << np.uint16(low)
         codes = codes | field if low else field
         low, start = low + bits, stop

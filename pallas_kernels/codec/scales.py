@@ -82,7 +82,8 @@ def row_energies(group_bytes: Array, super_bits: Array) -> Array:
     Returns:
       uint16 [...] below 2^15, 32 steps an octave; 0 for a row that decodes to NaN anyway.
     """
-    squares = jnp.sum(jnp.square(group_bytes.astype(jnp.int32)), axis=-1)  # below 2^24: exact
+    squared = jnp.square(group_bytes.astype(jnp.int32))
+    squares = jnp.sum(squared, axis=-1, dtype=jnp.int32)  # below 2^24: exact
     # The upper half of the bits of a float is a logarithm, if linear within each octave.
     log_squares = lax.bitcast_convert_type(squares.astype(jnp.float32), jnp.uint32) >> np.uint32(16)
     words = super_bits.astype(jnp.uint32)

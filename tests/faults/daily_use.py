@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "shards are not added up",
         ESTIMATE,
-        "        sums = lax.psum(sums, bucket.split_over)",
-        "        sums = lax.pmean(sums, bucket.split_over)",
+        "error, variance, square, bad_rows, all_rows = _over_shards(lax.psum",
+        "error, variance, square, bad_rows, all_rows = _over_shards(lax.pmean",
         (f"{OF_ESTIMATE}::test_shards_are_counted_once",),
     ),
     Fault(
@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "a bucket over the limit is returned as it is",
         CHECK,
-        "result = lax.cond(is_over, exactly, lambda: total)",
-        "result = lax.cond(is_over, lambda: total, lambda: total)",
+        "lax.cond(is_over, exactly, lambda: (total, found))",
+        "lax.cond(is_over, lambda: (total, exactly()[1]), lambda: (total, found))",
         (f"{OF_ESTIMATE}::test_a_limit_holds_in_every_step_and_lets_go_afterwards",),
     ),
     Fault(

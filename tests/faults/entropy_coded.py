@@ -72,8 +72,8 @@ FAULTS = (
     Fault(
         "hops lose count of coarse messages",
         "dynamiq_jax/methods/_entropy_coded.py",
-        "turn, jnp.sum(coarse))",
-        "turn, jnp.int32(0))",
+        "before = jnp.sum(coarse, dtype=jnp.int32)",
+        "before = jnp.int32(0)",
         ("tests/test_entropy_coded.py",),
     ),
     Fault(

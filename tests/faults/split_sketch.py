@@ -29,8 +29,8 @@ FAULTS = (
     Fault(
         "all stretches have the same signs",
         SKETCH,
-        "jax.random.bits(of_words, (stretches,))",
-        "jax.random.bits(of_words, (1,)).repeat(stretches)",
+        "jax.random.bits(of_words, (stretches,), jnp.uint32)",
+        "jax.random.bits(of_words, (1,), jnp.uint32).repeat(stretches)",
         ("tests/test_count_sketch.py::test_rows_collide_independently",),
     ),
     Fault(
