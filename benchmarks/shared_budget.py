@@ -71,7 +71,12 @@ def joint(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Met
 
 def in_order(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
     """Return the method and options of buckets of the same bits."""
-    return dq.DynamiQ(bits=bits), dq.Options(bucket_bytes=bucket_bytes)
+    return dq.DynamiQ(bits=bits), dq.Options(bucket_bytes=bucket_bytes, bucketing="in_order")
+
+
+def striped(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
+    """Return the method and options of buckets with a like share of every leaf."""
+    return dq.DynamiQ(bits=bits), dq.Options(bucket_bytes=bucket_bytes, bucketing="striped")
 
 
 def allocated(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Any, dq.Options]:
@@ -82,7 +87,12 @@ def allocated(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple
     return found.policy, options
 
 
-FORMS: dict[str, Form] = {"joint": joint, "in order": in_order, "allocated": allocated}
+FORMS: dict[str, Form] = {
+    "joint": joint,
+    "striped": striped,
+    "in order": in_order,
+    "allocated": allocated,
+}
 
 # ----------------------------------------------------------------------------------------- trees
 

@@ -20,7 +20,9 @@ from tests.support.gradients import heavy_tailed, vnmse
 from tests.support.workers import simulated
 
 KEY = jax.random.key(0)
-APART = dq.Options(bucket_bytes=2**15)  # leaves of 8192 coordinates have buckets of their own
+APART = dq.Options(
+    bucket_bytes=2**15, bucketing="in_order"
+)  # leaves of 8192 coordinates have buckets of their own
 SCALES = {"a": 1.0, "b": 0.1, "c": 0.03, "d": 0.01}
 
 
@@ -60,7 +62,10 @@ def error_of_mean(stacked, method, options):
 )
 def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
     stacked = of_workers(leaves_of(SCALES, 2**15, spread=spread), workers)
-    apart, joint = dq.Options(bucket_bytes=2**17), dq.Options(bucket_bytes=2**19)
+    apart, joint = (
+        dq.Options(bucket_bytes=2**17, bucketing="in_order"),
+        dq.Options(bucket_bytes=2**19, bucketing="in_order"),
+    )
     one = jax.tree.map(lambda leaf: leaf[0], stacked)
     uniform = dq.DynamiQ(bits=bits)
     found = dq.allocate_bits(one, axis_size=workers, method=uniform, options=apart)
@@ -175,7 +180,7 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
         "c": heavy_tailed(0, (size,)),
         "d": heavy_tailed(2, (2 * size,), scale=1e-4),
     }
-    how = {"options": dq.Options(bucket_bytes=8 * size)}
+    how = {"options": dq.Options(bucket_bytes=8 * size, bucketing="in_order")}
     found = dq.allocate_bits(tree, axis_size=2, **how)
     report = dq.wire_report(tree, 2, method=found.policy, **how)
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
@@ -206,7 +211,7 @@ def test_steps_count_alike_whatever_their_norms():
 
 def test_leaves_of_one_bucket_share_bits_and_so_do_parts_of_a_leaf():
     tree = leaves_of(SCALES) | {"e": heavy_tailed(9, (32, 8192))}  # e is cut into four buckets
-    options = dq.Options(bucket_bytes=2**18)
+    options = dq.Options(bucket_bytes=2**18, bucketing="in_order")
     found = dq.allocate_bits(tree, axis_size=4, options=options)
     assert [group.patterns for group in found.groups] == [
         ("^a$", "^b$", "^c$", "^d$"),
@@ -257,7 +262,7 @@ def layered(seed=0):
 
 
 def test_layers_of_a_scan_share_bits_and_bytes():
-    tree, options = layered(), dq.Options(bucket_bytes=4 * WIDTH**2)
+    tree, options = layered(), dq.Options(bucket_bytes=4 * WIDTH**2, bucketing="in_order")
     found = dq.allocate_bits(tree, axis_size=2, layers="layers", options=options)
     assert list(found.policy) == ["^head$"]
     assert list(found.layer_policy) == ["^big$", "^small$"]
@@ -280,7 +285,7 @@ def test_layers_of_a_scan_share_bits_and_bytes():
 
 
 def test_pcast_in_a_scan_takes_the_policy_of_a_layer(data_mesh):
-    options = dq.Options(bucket_bytes=4 * WIDTH**2)
+    options = dq.Options(bucket_bytes=4 * WIDTH**2, bucketing="in_order")
 
     def gradients(policy, stacked):
         """The transpose of a sum of products is the gradients that are given."""

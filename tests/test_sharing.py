@@ -22,7 +22,7 @@ def gain_of(errors, rows, bits, scales=None):
     """Return the gain and the idle bucket, of squared errors in units of squared scales."""
     scales = scales or [1.0] * len(errors)
     found = [
-        Estimate(jnp.float32(e), jnp.float32(0), jnp.float32(1), jnp.float32(s), 0, jnp.float32(r))
+        Estimate(jnp.float32(e), jnp.float32(1), jnp.float32(s), jnp.float32(0), jnp.float32(r))
         for e, r, s in zip(errors, rows, scales, strict=True)
     ]
     buckets = [
@@ -99,7 +99,7 @@ def test_an_all_reduce_has_the_gain_among_its_metrics(bucket_bytes, least, most)
         name: np.stack([heavy_tailed(n, (8192,), spread=0, scale=scale) for n in range(4)])
         for name, scale in SCALES.items()
     }
-    options = dq.Options(bucket_bytes=bucket_bytes)
+    options = dq.Options(bucket_bytes=bucket_bytes, bucketing="in_order")
 
     def local(key, tree):
         return dq.pmean(tree, "data", key=key, options=options, with_metrics=True)[1]

@@ -100,12 +100,15 @@ def allocate_bits(
 ) -> BitAllocation:
     """Give each bucket the bits that its gradients need, in the bytes of equal bits.
 
+    For buckets in order: striped ones share their bits already, see `Options.bucketing`.
+
     DynamiQ spends the bits of a bucket where its energy is, but no bits of another bucket. This
     function compares buckets: it takes the bits of those whose error hardly counts, and gives them
     to those that have most of the error. The result is a policy for `method=`:
 
-        found = dq.allocate_bits(gradients, axis_size=8, method="dynamiq:5")
-        grads = dq.pmean(grads, "data", key=key, method=found.policy)
+        options = dq.Options(bucketing="in_order")
+        found = dq.allocate_bits(gradients, axis_size=8, method="dynamiq:5", options=options)
+        grads = dq.pmean(grads, "data", key=key, method=found.policy, options=options)
 
     From the norms of rows of 256 coordinates follows the expected error of a bucket at every
     budget. The best budgets have the same return for a byte. They are multiples of a quarter of a
@@ -123,7 +126,7 @@ def allocate_bits(
         bits, and these methods keep their other fields. Errors are counted as their `exponent`
         says.
       topology: as for `psum`.
-      options: as for `psum`.
+      options: as for `psum`, but that buckets are in order.
       groups: patterns of paths, as in a policy: the leaves that the first matching pattern has in
         common share bits. None: the leaves of a bucket do.
       layers: path of a part of the tree, such as "layers", whose leaves have a leading axis of
@@ -133,9 +136,9 @@ def allocate_bits(
       A `BitAllocation`. It sends no more bytes than `method`, and about as many.
 
     Raises:
-      ValueError: no gradients, or trees that differ; values that are NaN or Inf, or all zero; no
-        leaf that DynamiQ compresses; patterns that do not fit; arrays that are traced; or as
-        `wire_report`.
+      ValueError: striped buckets; no gradients, or trees that differ; values that are NaN or Inf,
+        or all zero; no leaf that DynamiQ compresses; patterns that do not fit; arrays that are
+        traced; or as `wire_report`.
 
     >>> rng = np.random.default_rng(0)
     >>> small, large = (rng.normal(0, scale, 2**16).astype(np.float32) for scale in (0.1, 1))
@@ -144,7 +147,12 @@ def allocate_bits(
     >>> found.bits
     {'^a$': 3.5, '^b$': 6.5}
     """
-    how = resolve(method, topology, options)
+    if options.bucketing == "striped":
+        raise ValueError(
+            "bucketing='striped': striped buckets share their bits already, and none has bits to "
+            "give to another. Give dq.Options(bucketing='in_order'), for buckets that need it."
+        )
+    how = resolve(method, topology, dataclasses.replace(options, bucketing="in_order"))
     steps = _steps_of(gradients)
     scopes = _scopes(gradients[0], axis_size, how, layers)
     equal = [group for scope in scopes for group in groups_of_buckets(scope)]

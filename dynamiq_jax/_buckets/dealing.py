@@ -43,10 +43,9 @@ class Dealing:
     def collect(self, dealt: Array) -> Array:
         """Invert `deal`: [size], of which the first coordinates are the bucket."""
         place = jnp.arange(self.pieces, dtype=jnp.int32)
-        piece = (place + self._shifts()[:, None]) % self.pieces
-        return self._take(
-            dealt, piece * self.rows + jnp.arange(self.rows, dtype=jnp.int32)[:, None]
-        )
+        group = jnp.arange(self.rows, dtype=jnp.int32)
+        piece = (place[None, :] + self._shifts()[:, None]) % self.pieces
+        return self._take(dealt, piece * self.rows + group[:, None])
 
     def places(self, piece: Array) -> Array:
         """Return the places in the bucket of the coordinates of pieces: int32 [coordinates].
@@ -55,12 +54,12 @@ class Dealing:
           piece: indices of some pieces, int32 [number of them].
         """
         first = self._rows_of(piece).reshape(-1, 1) * self.granule
-        return (first + jnp.arange(self.granule, dtype=jnp.int32)).reshape(-1)
+        return (first + jnp.arange(self.granule, dtype=jnp.int32)[None, :]).reshape(-1)
 
     def _rows_of(self, piece: Array) -> Array:
         """Return the rows of the bucket that pieces hold, int32 [number of pieces, rows]."""
-        place = (piece[:, None] - self._shifts()) % self.pieces
-        return jnp.arange(self.rows, dtype=jnp.int32) * self.pieces + place
+        place = (piece[:, None] - self._shifts()[None, :]) % self.pieces
+        return jnp.arange(self.rows, dtype=jnp.int32)[None, :] * self.pieces + place
 
     def _shifts(self) -> Array:
         """Return the shifts of all groups, int32 [rows], at least 0 and below `pieces`."""

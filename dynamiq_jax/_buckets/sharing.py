@@ -46,10 +46,10 @@ def gain_of_sharing(buckets: Sequence[Bucket], found: Sequence[Estimate]) -> tup
     # run out that reach their last at a lower level. Any other choice of them makes it too low.
     nobody = jnp.zeros((1, len(which)), bool)
     runs_out = jnp.concatenate([nobody, last[None, :] <= last[:, None]])  # [choices, buckets]
-    given = jnp.sum(jnp.where(runs_out, sizes * spare, np.float32(0)), axis=1)
-    others = jnp.where(runs_out, np.float32(0), sizes)
+    given = jnp.sum(jnp.where(runs_out, (sizes * spare)[None, :], np.float32(0)), axis=1)
+    others = jnp.where(runs_out, np.float32(0), sizes[None, :])
     total = jnp.sum(others, axis=1)
-    levels = (jnp.sum(others * now, axis=1) - given) / jnp.maximum(total, np.float32(1))
+    levels = (jnp.sum(others * now[None, :], axis=1) - given) / jnp.maximum(total, np.float32(1))
     level = jnp.max(jnp.where(total > 0, levels, jnp.min(now)))
     after = jnp.minimum(last, level)
     before, shared = (jnp.sum(sizes * jnp.exp2(2 * (each - level))) for each in (now, after))

@@ -218,8 +218,8 @@ def wasted_bits(sharing: Sharing, records: Iterable[Record]) -> Iterator[Finding
                 f"Bucket {number} over {_spelled(record.axes)}, with leaf {names[0]}{more}, has "
                 "bits that lower the error little. If all buckets shared their bits, the error "
                 f"would be about {sharing.gain:.1f} times lower in the same bytes. Give "
-                f"method=dq.allocate_bits(gradients, axis_size={record.num_workers}).policy, or "
-                "larger buckets by dq.Options(bucket_bytes=...).",
+                "dq.Options(bucketing='striped'), or, for buckets in order, "
+                f"method=dq.allocate_bits(gradients, axis_size={record.num_workers}).policy.",
             )
 
 
