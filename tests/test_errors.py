@@ -290,7 +290,11 @@ def test_a_state_of_other_buckets():
     """Made for all leaves at once, and used for each by itself."""
     tree = {"a": GRADIENT, "b": GRADIENT}
     wide, narrow = (
-        dq.all_reduce_gradients("data", method=Remembering(), options=dq.Options(bucket_bytes=size))
+        dq.all_reduce_gradients(
+            "data",
+            method=Remembering(),
+            options=dq.Options(bucket_bytes=size, bucketing="in_order"),
+        )
         for size in (1 << 20, 1024)
     )
     state = simulated(lambda key, g: wide.init(g))(KEY, tree)
