@@ -13,6 +13,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from pallas_kernels.codec.rounding import mix
+from pallas_kernels.schedule import zeros_after
 
 _ORDERS = 16
 
@@ -43,10 +44,11 @@ class Dealing:
     def collect(self, dealt: Array) -> Array:
         """Invert `deal`: [size], of which the first coordinates are the bucket."""
         place = jnp.arange(self.pieces, dtype=jnp.int32)
-        piece = (place + self._shifts()[:, None]) % self.pieces
-        return self._take(
-            dealt, piece * self.rows + jnp.arange(self.rows, dtype=jnp.int32)[:, None]
-        )
+        # Equal buckets must not share the shifts. XLA for GPUs would join the permutations of all
+        # of them, so that the first would wait for the transfer of the last.
+        shifts = self._shifts() + zeros_after(dealt, (self.rows,), jnp.int32)
+        number = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
+        return self._take(dealt, (place + shifts[:, None]) % self.pieces * self.rows + number)
 
     def places(self, piece: Array) -> Array:
         """Return the places in the bucket of the coordinates of pieces: int32 [coordinates].
