@@ -44,9 +44,9 @@ class Dealing:
     def collect(self, dealt: Array) -> Array:
         """Invert `deal`: [size], of which the first coordinates are the bucket."""
         place = jnp.arange(self.pieces, dtype=jnp.int32)
-        # Equal buckets must not share the shifts. XLA for GPUs would join the permutations of all
-        # of them, so that the first would wait for the transfer of the last.
-        shifts = self._shifts() + zeros_after(dealt, (self.rows,), jnp.int32)
+        # Equal buckets must not share their shifts. Otherwise XLA for GPUs joins the permutations
+        # of all of them, and the first waits for the transfer of the last.
+        shifts = self._shifts(zeros_after(dealt, (self.rows,), jnp.uint32))
         number = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
         return self._take(dealt, (place + shifts[:, None]) % self.pieces * self.rows + number)
 
@@ -64,9 +64,12 @@ class Dealing:
         place = (piece[:, None] - self._shifts()) % self.pieces
         return jnp.arange(self.rows, dtype=jnp.int32) * self.pieces + place
 
-    def _shifts(self) -> Array:
-        """Return the shifts of all groups, int32 [rows], at least 0 and below `pieces`."""
-        group = jnp.arange(self.rows, dtype=jnp.uint32)
+    def _shifts(self, zeros: Array | np.uint32 = np.uint32(0)) -> Array:
+        """Return the shifts of all groups, int32 [rows], at least 0 and below `pieces`.
+
+        They are computed when `zeros` are available.
+        """
+        group = jnp.arange(self.rows, dtype=jnp.uint32) + zeros
         block, place = group // np.uint32(self.pieces), group % np.uint32(self.pieces)
         bits = mix(block + np.uint32(1))
         # One of a few orders and a shift of that. A table of all groups would be a large constant.
