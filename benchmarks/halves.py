@@ -5,9 +5,9 @@
 Pipelined      `training.Pipelined`: both halves of a mean, with correlated rounding as in `pmean`
 psum_scatter   the parts of all workers together. It rounds once less than `pmean`
 
-Each tensor is one bucket, so that all have the same budget. All but one are vectors, of which
-`psum_scatter` gives each worker a consecutive part. The four leaves are a tree: every worker gets
-a part of each.
+Each tensor is one bucket, so that all have the same budget. Most are vectors, of which
+`psum_scatter` gives each worker a consecutive part. Of tensors with leaves, it gives every worker a
+part of each leaf.
 """
 
 import dataclasses
@@ -97,11 +97,12 @@ def made_up(size: int, workers: int, seed: int) -> dict[str, Tree]:
     return {
         "equal rows": [white],
         "four regions": [four],
-        "four leaves": np.split(four, 4, axis=1),
+        "four regions, leaves": np.split(four, 4, axis=1),
         "two regions": [scaled(1, 0.03)],
         "every 8th row large": [white * hot],
         "embedding by Zipf": [embedding(size, workers, seed)],
-        "language model": [language_model(size, workers, seed)],
+        "language model": [joined(language_model(size, workers, seed, layers=30), size)],
+        "language model, leaves": language_model(size, workers, seed, layers=6),
     }
 
 
@@ -116,25 +117,30 @@ def embedding(size: int, workers: int, seed: int, width: int = 64) -> NDArray[np
     return white * np.repeat((1 / np.sqrt(ranks)).astype(np.float32), width)
 
 
-def language_model(size: int, workers: int, seed: int) -> NDArray[np.float32]:
+def language_model(size: int, workers: int, seed: int, *, layers: int) -> Tree:
     """Draw gradients of the shapes of SmolLM2-135M, of a twelfth of its width.
 
     It has an embedding and 30 layers of seven matrices, with 3 heads of keys and values beside 9 of
-    queries. The embedding takes what 30 layers leave of the coordinates.
+    queries. The embedding takes what the layers leave of the coordinates.
     """
     width, hidden, heads = 48, 128, 16  # 576, 1536 and 3 x 64
     wide, narrow = (width, width), (width, heads)
     matrices = [wide, narrow, narrow, wide, (width, hidden), (width, hidden), (hidden, width)]
-    layers = [shape for _ in range(30) for shape in matrices]
-    tokens = max(8, (size - sum(a * b for a, b in layers)) // width // 8 * 8)
+    shapes = [shape for _ in range(layers) for shape in matrices]
+    tokens = max(8, (size - sum(a * b for a, b in shapes)) // width // 8 * 8)
     random = np.random.default_rng([seed, 2])
-    leaves = [embedding(tokens * width, workers, seed, width)]
-    for number, shape in enumerate(layers):
+    leaves = [embedding(tokens * width, workers, seed, width).reshape(workers, tokens, width)]
+    for number, shape in enumerate(shapes):
         own = worker_gradients(workers, shape[0] * shape[1], 3 + number, octaves=0.5)
         norm = 2.0 ** random.normal(-3 - number / 15, 1.0)
-        leaves.append(np.float32(norm) * own)
-    joined = np.concatenate(leaves, axis=1)[:, :size]
-    return np.pad(joined, ((0, 0), (0, size - joined.shape[1])))
+        leaves.append((np.float32(norm) * own).reshape(workers, *shape))
+    return leaves
+
+
+def joined(leaves: Tree, size: int) -> NDArray[np.float32]:
+    """Join leaves to a vector of some size, [workers, size]."""
+    flat = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)[:, :size]
+    return np.pad(flat, ((0, 0), (0, size - flat.shape[1])))
 
 
 def trained(config: Config) -> dict[str, Tree]:
@@ -177,7 +183,7 @@ def measure(measures: dict[str, Function], tree: Tree) -> dict[str, float]:
         squares, norms = 0.0, 0.0
         for leaf, result in zip(tree, results, strict=True):
             truth = leaf.sum(0, np.float64)
-            whole = result.reshape(-1) if name == "psum_scatter" else result[0] * len(leaf)
+            whole = result.reshape(truth.shape) if name == "psum_scatter" else result[0] * len(leaf)
             squares += float(np.sum((np.asarray(whole, np.float64) - truth) ** 2))
             norms += float(np.sum(truth**2))
         found[name] = squares / norms

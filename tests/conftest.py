@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # XLA reads its flags again for each program, so that a file can have flags of its own.
 READ_AGAIN = "--xla_flags_reset=true"
@@ -29,6 +28,9 @@ QUICK = (
 
 # Trainers that others wrote have environments of their own: see `make test-tunix`.
 collect_ignore = [] if importlib.util.find_spec("tunix") else ["trainers"]
+
+# Files that run examples, pages and trainers, whose own code may promote ranks.
+OF_USERS = ("arc_top_k", "docs", "llm", "notebook", "trainers", "tunix", "upgrading")
 
 # Examples are the same in every run, and none fails for being slow on a busy machine.
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
@@ -69,6 +71,15 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {QUICK}")
         yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let no code of the library rely on implicit promotion of ranks."""
+    name = request.module.__name__.rpartition(".")[2].removeprefix("test_")
+    jax.config.update("jax_numpy_rank_promotion", "allow" if name.startswith(OF_USERS) else "raise")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def plain_params():
 
 
 def plain_loss(params, x, y):
-    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :])
     return jnp.mean((hidden @ params["out"] - y) ** 2)
 
 
@@ -172,13 +172,13 @@ def test_whole_arguments_are_seen_whole(data_mesh):
         assert x.shape == (BATCH // NUM_WORKERS, IN)
         assert weights.shape == (OUT,)
         keep = jax.random.bernoulli(dropout_key, 0.5, (HIDDEN,)).astype(jnp.float32)
-        hidden = jnp.tanh(x @ params["in"] + params["bias"]) * keep
-        return jnp.mean(weights * (hidden @ params["out"] - y) ** 2)
+        hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :]) * keep[None, :]
+        return jnp.mean(weights[None, :] * (hidden @ params["out"] - y) ** 2)
 
     def whole(params, x, dropout_key, y, weights):
         keep = jax.random.bernoulli(dropout_key, 0.5, (HIDDEN,)).astype(jnp.float32)
-        hidden = jnp.tanh(x @ params["in"] + params["bias"]) * keep
-        return jnp.mean(weights * (hidden @ params["out"] - y) ** 2)
+        hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :]) * keep[None, :]
+        return jnp.mean(weights[None, :] * (hidden @ params["out"] - y) ** 2)
 
     (x, y), weights = batch(), jnp.linspace(0.0, 1.0, OUT)
     args = plain_params(), x, jax.random.key(9), y, weights

@@ -13,6 +13,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from pallas_kernels.codec.rounding import mix
+from pallas_kernels.schedule import zeros_after
 
 _ORDERS = 16
 
@@ -43,9 +44,12 @@ class Dealing:
     def collect(self, dealt: Array) -> Array:
         """Invert `deal`: [size], of which the first coordinates are the bucket."""
         place = jnp.arange(self.pieces, dtype=jnp.int32)
-        group = jnp.arange(self.rows, dtype=jnp.int32)
-        piece = (place[None, :] + self._shifts()[:, None]) % self.pieces
-        return self._take(dealt, piece * self.rows + group[:, None])
+        # Equal buckets must not share their shifts. Otherwise XLA for GPUs joins the permutations
+        # of all of them, and the first waits for the transfer of the last.
+        shifts = self._shifts(zeros_after(dealt, (self.rows,), jnp.uint32))
+        piece = (place[None, :] + shifts[:, None]) % self.pieces
+        number = jnp.arange(self.rows, dtype=jnp.int32)
+        return self._take(dealt, piece * self.rows + number[:, None])
 
     def places(self, piece: Array) -> Array:
         """Return the places in the bucket of the coordinates of pieces: int32 [coordinates].
@@ -61,9 +65,12 @@ class Dealing:
         place = (piece[:, None] - self._shifts()[None, :]) % self.pieces
         return jnp.arange(self.rows, dtype=jnp.int32)[None, :] * self.pieces + place
 
-    def _shifts(self) -> Array:
-        """Return the shifts of all groups, int32 [rows], at least 0 and below `pieces`."""
-        group = jnp.arange(self.rows, dtype=jnp.uint32)
+    def _shifts(self, zeros: Array | np.uint32 = np.uint32(0)) -> Array:
+        """Return the shifts of all groups, int32 [rows], at least 0 and below `pieces`.
+
+        They are computed when `zeros` are available.
+        """
+        group = jnp.arange(self.rows, dtype=jnp.uint32) + zeros
         block, place = group // np.uint32(self.pieces), group % np.uint32(self.pieces)
         bits = mix(block + np.uint32(1))
         # One of a few orders and a shift of that. A table of all groups would be a large constant.

@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "rows are collected with the wrong sign of the shift",
         DEALING,
-        "piece = (place + self._shifts()[:, None]) % self.pieces",
-        "piece = (place - self._shifts()[:, None]) % self.pieces",
+        "(place + shifts[:, None])",
+        "(place - shifts[:, None])",
         (INVERSE,),
     ),
     Fault(
