@@ -162,7 +162,7 @@ class Timed(ChunkCodec):
         return self._noted(jnp.zeros(self.n, jnp.int32), turn)
 
     def hop(self, payloads, chunk, turn):
-        return self._noted(payloads.sum(0), turn)
+        return self._noted(payloads.sum(0, dtype=jnp.int32), turn)
 
     def decompress(self, payloads):
         return payloads
