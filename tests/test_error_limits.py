@@ -23,20 +23,26 @@ NO_LIMIT, LIMIT = dq.Options(), dq.Options(max_error=0.1)
 
 
 @functools.cache
-def measured(method, options):
-    """A compiled mean with metrics, of workers on one device, for a batch of keys."""
+def of_workers(method, options, *, many_keys=False):
+    """A compiled mean with metrics, of workers on one device, and for a batch of keys."""
 
     def local(key, values):
         return dq.pmean(values, "data", key=key, method=method, options=options, with_metrics=True)
 
-    of_workers = jax.vmap(local, axis_name="data", in_axes=(None, 0))
-    run = jax.jit(jax.vmap(of_workers, in_axes=(0, None)))
-    return lambda keys, values: jax.tree.map(lambda leaf: np.asarray(leaf)[:, 0], run(keys, values))
+    run = jax.vmap(local, axis_name="data", in_axes=(None, 0))
+    return jax.jit(jax.vmap(run, in_axes=(0, None)) if many_keys else run)
 
 
 def mean_of(method, options, values):
     """The mean and its metrics with one key."""
-    return jax.tree.map(lambda leaf: leaf[0], measured(method, options)(KEY[None], values))
+    found = of_workers(method, options)(KEY, values)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[0], found)
+
+
+def means_of(method, options, keys, values):
+    """The means and their metrics with each of several keys."""
+    found = of_workers(method, options, many_keys=True)(jax.random.split(KEY, keys), values)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:, 0], found)
 
 
 def check_exact(mean, values):
@@ -123,14 +129,10 @@ def test_a_limit_and_shards():
 # ------------------------------------------------------------------------------------- precision
 
 
-def keys(number: int) -> jax.Array:
-    return jax.random.split(KEY, number)
-
-
 def test_the_smallest_sample_is_precise_enough():
     """A small bucket affords fewer than ten coordinates. Its estimate is within a fourth."""
     values = np.random.default_rng(0).normal(size=(2, SIZE)).astype(np.float32)
-    means, metrics = measured("mxint8", NO_LIMIT)(keys(300), values)
+    means, metrics = means_of("mxint8", NO_LIMIT, 300, values)
     truth = vnmse(means[0], values.mean(axis=0, dtype=np.float64))
     assert metrics["error"].mean() == pytest.approx(truth, rel=0.05)
     assert 0.05 < metrics["error"].std() / truth < 0.25
@@ -143,10 +145,7 @@ def test_a_bucket_at_the_limit_is_nearly_always_sent_again():
     values = np.random.default_rng(0).normal(size=(2, SIZE)).astype(np.float32)
     mean, _ = mean_of("mxint8", NO_LIMIT, values)
     truth = vnmse(mean, values.mean(axis=0, dtype=np.float64))
-    kept = [
-        1
-        - measured("mxint8", dq.Options(max_error=times * truth))(keys(500), values)[1]["fallbacks"]
-        for times in (1, 3)
-    ]
+    limits = (dq.Options(max_error=times * truth) for times in (1, 3))
+    kept = [1 - means_of("mxint8", limit, 500, values)[1]["fallbacks"] for limit in limits]
     assert 0.005 < kept[0].mean() < 0.1
     assert kept[1].mean() == 1

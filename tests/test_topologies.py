@@ -84,9 +84,9 @@ class Counted(ChunkCodec):
         received, expected = payloads["chunk"], jnp.asarray(chunk, jnp.int32)
         right = jnp.all((received == expected) | (received == -1))
         return {
-            "workers": jnp.where(right, payloads["workers"].sum(0) + own, -1),
-            "turns": payloads["turns"].sum(0),
-            "sizes": payloads["sizes"].sum(0),
+            "workers": jnp.where(right, payloads["workers"].sum(0, dtype=jnp.int32) + own, -1),
+            "turns": payloads["turns"].sum(0, dtype=jnp.int32),
+            "sizes": payloads["sizes"].sum(0, dtype=jnp.int32),
             "depth": payloads["depth"].max(0),
         }
 
@@ -162,7 +162,7 @@ class Timed(ChunkCodec):
         return self._noted(jnp.zeros(self.n, jnp.int32), turn)
 
     def hop(self, payloads, chunk, turn):
-        return self._noted(payloads.sum(0), turn)
+        return self._noted(payloads.sum(0, dtype=jnp.int32), turn)
 
     def decompress(self, payloads):
         return payloads
