@@ -15,6 +15,7 @@ from dynamiq_jax.methods._largest import largest
 from pallas_kernels.compat import override
 
 _PLACES = 0x706C6163  # folded into the key of the places
+_KEY_BYTES = 4  # that a worker gathers of all others: all see whether their keys differ
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class RandK(Method):
     the second is above the norm for K below half of the size, and residuals would grow.
 
     NaN or Inf in any coordinate, drawn or not, make the whole bucket NaN on all workers. That costs
-    no bytes: a worker sends NaN in place of its values.
+    no bytes: a worker sends NaN in place of its values. So do keys that differ between workers,
+    whose places differ: a hash of 4 bytes from each shows it.
 
     >>> RandK(bits=4.0).unbiased
     False
@@ -57,18 +59,21 @@ class RandK(Method):
         return self.inner.sums_applied
 
     def num_chosen(self, call: Call) -> int:
-        """Return K, the most coordinates that keep the wire within `bits`. Static."""
+        """Return K, the most coordinates that keep the values within `bits`. Static."""
         cost_of = self.inner.wire_cost
         return most_within(self.bits, call, call.size, lambda count: cost_of(call.of_size(count)))
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
-        return self.inner.wire_cost(call.of_size(self.num_chosen(call)))
+        hashes = WireCost(0, (call.num_workers - 1) * _KEY_BYTES)
+        return self.inner.wire_cost(call.of_size(self.num_chosen(call))) + hashes
 
     @override
     def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
         count = self.num_chosen(call)
-        words = jax.random.bits(jax.random.fold_in(key, _PLACES), (call.size,), jnp.uint32)
+        place_key = jax.random.fold_in(key, _PLACES)
+        words = jax.random.bits(place_key, (call.size,), jnp.uint32)
+        hashes = call.axis.gather(jax.random.bits(place_key, (1,), jnp.uint32))
         # In increasing order: neighbors in the bucket, whose magnitudes are alike, stay together,
         # as codes with a scale for several values need.
         places = largest(words, count)
@@ -84,10 +89,10 @@ class RandK(Method):
             return at.set(values * weight, unique_indices=True, indices_are_sorted=True)
 
         zero = jnp.zeros((), jnp.float32)
-        is_lost = ~jnp.any(jnp.isfinite(reduced.total))
+        is_lost = ~jnp.any(jnp.isfinite(reduced.total)) | jnp.any(hashes != hashes[:1])
         applied = reduced.applied
         return dataclasses.replace(
             reduced,
-            total=put_back(reduced.total, jnp.where(is_lost, np.float32(np.nan), zero)),
+            total=jnp.where(is_lost, np.float32(np.nan), put_back(reduced.total, zero)),
             applied=None if applied is None else put_back(applied, zero),
         )
