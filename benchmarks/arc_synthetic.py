@@ -109,7 +109,7 @@ def loss(parameters: Array, side: Array) -> Array:
     """Compute the loss of a worker on one side, 1 or -1, of the opposition."""
     blocks = parameters.reshape(BLOCKS, BLOCK)
     signal, others = blocks[OPPOSED], blocks[:OPPOSED]
-    pulled = others - side * (OPPOSITION + COUPLING * signal)
+    pulled = others - (side * (OPPOSITION + COUPLING * signal))[None, :]
     return 0.5 * (jnp.sum((signal - TARGET) ** 2) + jnp.sum(pulled**2) / OPPOSED)
 
 

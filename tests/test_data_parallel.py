@@ -195,7 +195,7 @@ class Stacked(nnx.Module):
         keys = self.rngs.default.key.get_value()
         assert keys.shape == (2,)
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, shape=(OUT,)))(keys)
-        return x @ self.w[...] * (kept[0] & ~kept[1]).astype(x.dtype)
+        return x @ self.w[...] * (kept[0] & ~kept[1]).astype(x.dtype)[None, :]
 
 
 @pytest.mark.parametrize("form", ("data_parallel", "value_and_grad"))

@@ -31,7 +31,7 @@ def mesh_of(**sizes: int) -> Mesh:
 
 
 def loss_fn(params, batch):
-    return jnp.mean((batch @ params["w"] + params["bias"] - 1) ** 2)
+    return jnp.mean((batch @ params["w"] + params["bias"][None, :] - 1) ** 2)
 
 
 def updated(params, grads):

@@ -34,7 +34,7 @@ def plain_params():
 
 
 def plain_loss(params, x, y):
-    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :])
     return jnp.mean((hidden @ params["out"] - y) ** 2)
 
 
@@ -172,13 +172,13 @@ def test_replicated_arguments_are_seen_whole(data_mesh):
         assert x.shape == (BATCH // NUM_WORKERS, IN)
         assert weights.shape == (OUT,)
         keep = jax.random.bernoulli(dropout_key, 0.5, (HIDDEN,)).astype(jnp.float32)
-        hidden = jnp.tanh(x @ params["in"] + params["bias"]) * keep
-        return jnp.mean(weights * (hidden @ params["out"] - y) ** 2)
+        hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :]) * keep[None, :]
+        return jnp.mean(weights[None, :] * (hidden @ params["out"] - y) ** 2)
 
     def whole(params, x, dropout_key, y, weights):
         keep = jax.random.bernoulli(dropout_key, 0.5, (HIDDEN,)).astype(jnp.float32)
-        hidden = jnp.tanh(x @ params["in"] + params["bias"]) * keep
-        return jnp.mean(weights * (hidden @ params["out"] - y) ** 2)
+        hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :]) * keep[None, :]
+        return jnp.mean(weights[None, :] * (hidden @ params["out"] - y) ** 2)
 
     (x, y), weights = batch(), jnp.linspace(0.0, 1.0, OUT)
     args = plain_params(), x, jax.random.key(9), y, weights
@@ -358,7 +358,7 @@ def test_workers_are_weighted_by_their_targets(data_mesh):
     mask = (np.arange(BATCH) % 8 < np.arange(BATCH) // 4).astype(np.float32)
 
     def loss_fn(params, x, y, mask):
-        hidden = jnp.tanh(x @ params["in"] + params["bias"])
+        hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :])
         squared = jnp.mean((hidden @ params["out"] - y) ** 2, axis=1)
         mean = jnp.sum(squared * mask) / jnp.maximum(jnp.sum(mask), 1)
         return mean, {"loss": mean}

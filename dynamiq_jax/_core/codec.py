@@ -67,7 +67,7 @@ class ByteSpans(NamedTuple):
           groups: number of groups.
           sizes: bytes of a group in each section, in the order of the sections.
         """
-        before = np.array(groups * np.cumsum([0, *sizes])[:-1], np.int32)[None, :]
+        before = jnp.asarray(groups * np.cumsum([0, *sizes])[None, :-1], jnp.int32)
         of_group = np.array(sizes, np.int32)[None, :]
         index = lax.broadcasted_iota(jnp.int32, (groups, len(sizes)), 0)
         starts = before + index * of_group

@@ -62,7 +62,8 @@ class RMSNorm(nnx.Module):
         """Normalize the last axis; shape and dtype are kept."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
-        return (y * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        scale = self.offset + self.weight[...].astype(jnp.float32)
+        return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
@@ -258,15 +259,18 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.arange(time, dtype=jnp.int32)[None]
         at = positions[:, :, None, None].astype(jnp.float32)
-        size = config.head_dim
+
+        def angles(theta: float, scaling: RopeScaling | None) -> Array:
+            return at * rope_frequencies(config.head_dim, theta, scaling)[None, None, None, :]
+
         # Angles and mask of global blocks, and those of local ones.
         views = {
             False: (
-                at * rope_frequencies(size, config.rope_theta, config.rope_scaling),
+                angles(config.rope_theta, config.rope_scaling),
                 attention_mask(time, segments, None),
             ),
             True: (
-                at * rope_frequencies(size, config.local_rope_theta, None),
+                angles(config.local_rope_theta, None),
                 attention_mask(time, segments, config.sliding_window),
             ),
         }

@@ -52,7 +52,7 @@ def batches(steps: int, workers: int = WORKERS) -> list[np.ndarray]:
 def loss_fn(params, x):
     y = x
     for name in LAYERS:
-        y = y + jnp.tanh(y @ params[name]["w"] + params[name]["b"])
+        y = y + jnp.tanh(y @ params[name]["w"] + params[name]["b"][None, :])
     return jnp.mean((y - jnp.flip(x, 1)) ** 2)
 
 
