@@ -107,10 +107,9 @@ FAULTS = (
     Fault(
         "shards are consecutive rows",
         DEALING,
-        "piece[:, None] - self._shifts()) % self.pieces\n        return jnp.arange(self.rows, "
-        "dtype=jnp.int32) * self.pieces + place",
-        "piece[:, None] + 0 * self._shifts()) % self.pieces\n        return place * self.rows + "
-        "jnp.arange(self.rows, dtype=jnp.int32)",
+        "return jnp.arange(self.rows, dtype=jnp.int32)[None, :] * self.pieces + place",
+        "return (place + self._shifts()[None, :]) % self.pieces * self.rows + "
+        "jnp.arange(self.rows, dtype=jnp.int32)[None, :]",
         (INVERSE,),
     ),
     Fault(
@@ -130,8 +129,8 @@ FAULTS = (
     Fault(
         "rows are collected with the wrong sign of the shift",
         DEALING,
-        "(place + shifts[:, None])",
-        "(place - shifts[:, None])",
+        "(place[None, :] + shifts[:, None])",
+        "(place[None, :] - shifts[:, None])",
         (INVERSE,),
     ),
     Fault(
