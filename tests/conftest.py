@@ -96,19 +96,3 @@ def data_mesh() -> Callable[[int], Mesh]:
         )
 
     return make
-
-
-@pytest.fixture
-def patch_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`patch_library(target, name, value)`: set an attribute, and trace everything anew.
-
-    Buckets that are alike are traced once in a process.
-    """
-
-    def patch(*arguments: object) -> None:
-        monkeypatch.setattr(*arguments)
-        jax.clear_caches()
-
-    yield patch
-    monkeypatch.undo()
-    jax.clear_caches()

@@ -186,7 +186,7 @@ def test_a_width_of_zero_that_is_allowed_is_for_the_smallest_rows():
 
 
 @pytest.mark.parametrize("equal", (True, False), ids=("one_tie", "many_ties"))
-def test_replicas_agree_where_all_rows_tie(equal, patch_library):
+def test_replicas_agree_where_all_rows_tie(equal, monkeypatch):
     """Also workers whose hardware computes other norms: here by up to a thirtieth."""
     method, size, workers = dq.DynamiQ(), 256 * 4 * 33, 4
     rng = np.random.default_rng(0)
@@ -204,8 +204,8 @@ def test_replicas_agree_where_all_rows_tie(equal, patch_library):
 
         return wrong
 
-    patch_library(_norms, "l2_norm", imprecise(_norms.l2_norm))
-    patch_library(operations, "statistics", imprecise(operations.statistics))
+    monkeypatch.setattr(_norms, "l2_norm", imprecise(_norms.l2_norm))
+    monkeypatch.setattr(operations, "statistics", imprecise(operations.statistics))
 
     def places(gradient: jax.Array):
         return method.bind(gradient, call, jax.random.key(0)).local.places

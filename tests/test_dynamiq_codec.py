@@ -158,7 +158,7 @@ def test_an_all_to_all_is_as_unbiased_as_its_rounding(rounding, least, most):
     assert least < of_mean / single - 1 / keys < most
 
 
-def test_sums_in_which_much_cancels_have_less_error(patch_library):
+def test_sums_in_which_much_cancels_have_less_error(monkeypatch):
     """Half of the rows are large at all workers and small in the sum: statistics cannot know."""
     gradients = of_workers(7, WORKERS, 128 * 256, agreement=1.0).reshape(WORKERS, 128, 256)
     gradients[1::2, ::2] *= -0.9
@@ -171,5 +171,5 @@ def test_sums_in_which_much_cancels_have_less_error(patch_library):
         return vnmse(total[0], truth)
 
     ordered = error(reorders=True)
-    patch_library(_dynamiq_codec, "_MIN_WORKERS_TO_REORDER", WORKERS + 1)
+    monkeypatch.setattr(_dynamiq_codec, "_MIN_WORKERS_TO_REORDER", WORKERS + 1)
     assert 0.3 < ordered / error(reorders=False) < 0.6

@@ -140,10 +140,10 @@ def test_a_hop_weighs_messages_by_the_workers_in_them(weights, newer):
 
 
 @pytest.mark.parametrize("weight", (1, 2, 6, 14, 62))
-def test_noise_of_16_bits_is_as_good_as_exact(weight, patch_library):
+def test_noise_of_16_bits_is_as_good_as_exact(weight, monkeypatch):
     """All values that noise has, each once: a probability is off by less than 2^-16."""
     grid = half_to_offset(jnp.arange(2**16, dtype=jnp.uint32)).reshape(256, 256)
-    patch_library("dynamiq_jax.methods._marsit.offsets", lambda *_: grid)
+    monkeypatch.setattr("dynamiq_jax.methods._marsit.offsets", lambda *_: grid)
 
     def local(key, own):
         codec = UNIT.bind(own, call_on(2 * 2**16, 2), key)
@@ -155,7 +155,7 @@ def test_noise_of_16_bits_is_as_good_as_exact(weight, patch_library):
 
 
 @pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
-def test_every_merge_of_a_chunk_has_noise_of_its_own(topology, patch_library, num_workers=8):
+def test_every_merge_of_a_chunk_has_noise_of_its_own(topology, monkeypatch, num_workers=8):
     """Also in hops of several messages, on the way of all of them to the last one."""
 
     def number_as_noise(row_ids, number, seed, rounding):
@@ -168,8 +168,8 @@ def test_every_merge_of_a_chunk_has_noise_of_its_own(topology, patch_library, nu
         merged = counts + others + (places == noise[0, 0]).astype(jnp.uint8)
         return type(before)(merged, weight)
 
-    patch_library("dynamiq_jax.methods._marsit.offsets", number_as_noise)
-    patch_library("dynamiq_jax.methods._marsit._merge", count)
+    monkeypatch.setattr("dynamiq_jax.methods._marsit.offsets", number_as_noise)
+    monkeypatch.setattr("dynamiq_jax.methods._marsit._merge", count)
     call = call_on(num_workers * 512, num_workers, TOPOLOGIES[topology])
 
     def local(key, values):

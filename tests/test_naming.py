@@ -151,7 +151,7 @@ def test_something_that_is_neither_a_name_nor_a_method(other):
         ("dynamiq:5:ring", r"'ring' is not an option of dynamiq\. .* topology='ring'\.$"),
         ("bf16:ring", r"'ring' is not an option of bf16\. .* topology='ring'\.$"),
         # Values that the class refuses.
-        ("dynamiq:99", r"bits=99 is out of range\. Give 2\.5 to 16\.$"),
+        ("dynamiq:99", r"bits=99 is out of range\. Give 2\.375 to 16\.$"),
         ("dynamiq:nan", r"bits=nan is out of range\."),
         ("blockint:4.5", r"code_bits=4\.5 is not possible\."),
         (

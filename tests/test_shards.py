@@ -60,9 +60,9 @@ def batch():
 
 def loss_fn(params, x):
     scale = params["scale"].reshape(-1, HIDDEN).mean(0)
-    hidden = jnp.tanh(x @ params["in"]) * (1 + scale)
+    hidden = jnp.tanh(x @ params["in"]) * (1 + scale)[None, :]
     shift = jnp.concatenate([params["shift"]] * 2)
-    return jnp.mean(((hidden + shift) @ params["out"]) ** 2)
+    return jnp.mean(((hidden + shift[None, :]) @ params["out"]) ** 2)
 
 
 def placed(mesh):

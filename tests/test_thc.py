@@ -378,10 +378,10 @@ def test_the_mean_over_keys_is_the_sum():
     assert 0.87 / keys < vnmse(np.mean(results, axis=0), truth) / single < 1.13 / keys
 
 
-def test_noise_depends_on_the_key(patch_library):
+def test_noise_depends_on_the_key(monkeypatch):
     """Even if the rotation did not."""
     signs = hadamard.random_signs(jax.random.key(0), 1024)
-    patch_library(hadamard, "random_signs", lambda key, block: signs)
+    monkeypatch.setattr(hadamard, "random_signs", lambda key, block: signs)
     g = of_workers(9, N, SIZE)
     reduce = simulated(lambda key, g: dq.psum(g, "data", key=key, method=THC(block=1024)))
     first, other = (np.asarray(reduce(jax.random.key(k), g)[0]) for k in (0, 1))

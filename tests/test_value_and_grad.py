@@ -357,7 +357,7 @@ def test_workers_are_weighted_by_their_targets(data_mesh):
     mask = (np.arange(BATCH) % 8 < np.arange(BATCH) // 4).astype(np.float32)
 
     def loss_fn(params, x, y, mask):
-        hidden = jnp.tanh(x @ params["in"] + params["bias"])
+        hidden = jnp.tanh(x @ params["in"] + params["bias"][None, :])
         squared = jnp.mean((hidden @ params["out"] - y) ** 2, axis=1)
         mean = jnp.sum(squared * mask) / jnp.maximum(jnp.sum(mask), 1)
         return mean, {"loss": mean}

@@ -146,6 +146,10 @@ class Sender:
     leaves: Leaves
     key: Array
     how: Compression
+    # Collectives of one bucket, each traced once for all buckets that are alike.
+    traced: dict[Bucket, Callable[[Array, Array, State], Any]] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
 
     def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Sent]:
         """Send buckets that are alike, in a loop if there are several."""
@@ -218,13 +222,24 @@ class Sender:
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
         alike = dataclasses.replace(bucket, leaves=(), part=None, stripe=None)
-        send = _shared(self.operation, alike, self.how.estimates, self.how.options.max_error)
-        total, token, after_step, all_metrics, check = send(
-            flat, self.key_of(bucket, number), state
-        )
+        if alike not in self.traced:
+            self.traced[alike] = jax.jit(functools.partial(self._send_flat, alike))
+        found = self.traced[alike](flat, self.key_of(bucket, number), state)
+        total, token, after_step, all_metrics, check = found
         names = self.how.metrics([bucket.method])
         metrics = {name: all_metrics[name] for name in names if name in all_metrics}
         return Sent(total, token, after_step, metrics=metrics, check=check)
+
+    def _send_flat(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Any:
+        operation = self.operation
+        with scopes.scope(spelled(bucket.method)):
+            reduced = operation.send(bucket, flat, key, state)
+        total, check = reduced.total, None
+        if self.how.estimates:
+            assert isinstance(operation, AllReduce)
+            limit = self.how.options.max_error
+            total, check = checked(operation, bucket, flat, total, key, limit)
+        return total, reduced.token, reduced.state, reduced.metrics, check
 
     def _flat(self, bucket: Bucket) -> Array:
         members = [self.leaves[index] for index in bucket.leaves]
@@ -247,24 +262,6 @@ class Sender:
     def _join(self, bucket: Bucket, members: Sequence[Array]) -> Array:
         multiple = self.operation.multiple(bucket)
         return refuse_gradient(join([self.operation.rows(leaf) for leaf in members], multiple))
-
-
-@functools.lru_cache(maxsize=256)
-def _shared(
-    operation: Operation, bucket: Bucket, estimates: bool, limit: float | None
-) -> Callable[[Array, Array, State], Any]:
-    """Return the collective of one bucket, which is traced once for all that are alike."""
-
-    def send(flat: Array, key: Array, state: State) -> Any:
-        with scopes.scope(spelled(bucket.method)):
-            reduced = operation.send(bucket, flat, key, state)
-        total, check = reduced.total, None
-        if estimates:
-            assert isinstance(operation, AllReduce)
-            total, check = checked(operation, bucket, flat, total, key, limit)
-        return total, reduced.token, reduced.state, reduced.metrics, check
-
-    return jax.jit(send)
 
 
 def restored(operation: Operation, plan: Plan, leaves: Leaves, sent: Sequence[Reduced]) -> Leaves:

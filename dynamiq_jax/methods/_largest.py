@@ -20,10 +20,11 @@ def largest(keys: Array, count: int) -> Array:
       int32 [count].
     """
     least = _key_of_rank(keys, count)
-    above = jnp.cumsum((keys > least).astype(jnp.int32))
-    equal = jnp.cumsum((keys == least).astype(jnp.int32))
+    above = jnp.cumsum(keys > least, dtype=jnp.int32)
+    equal = jnp.cumsum(keys == least, dtype=jnp.int32)
     chosen_before = above + jnp.minimum(equal, count - above[-1])  # and the place itself
-    return jnp.searchsorted(chosen_before, jnp.arange(1, count + 1)).astype(jnp.int32)
+    wanted = jnp.arange(1, count + 1, dtype=jnp.int32)
+    return jnp.searchsorted(chosen_before, wanted).astype(jnp.int32)
 
 
 def _key_of_rank(keys: Array, rank: int) -> Array:
@@ -31,6 +32,6 @@ def _key_of_rank(keys: Array, rank: int) -> Array:
 
     def step(number: Array, found: Array) -> Array:
         tried = found | (np.uint32(1) << (_BITS - 1 - number).astype(jnp.uint32))
-        return jnp.where(jnp.sum(keys >= tried) >= rank, tried, found)
+        return jnp.where(jnp.sum(keys >= tried, dtype=jnp.int32) >= rank, tried, found)
 
     return lax.fori_loop(0, _BITS, step, match_varying(jnp.uint32(0), keys))

@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "buckets that are alike are traced again and again",
         _LOOP,
-        "@functools.lru_cache(maxsize=256)\ndef _shared(",
-        "def _shared(",
+        "if alike not in self.traced:",
+        "if True:",
         ("tests/test_buckets.py::test_buckets_that_are_alike_are_traced_once",),
     ),
 )
