@@ -30,7 +30,10 @@ QUICK = (
 collect_ignore = [] if importlib.util.find_spec("tunix") else ["trainers"]
 
 # Files that run examples, pages and trainers, whose own code may promote ranks.
-OF_USERS = ("arc_top_k", "docs", "llm", "notebook", "trainers", "tunix", "upgrading")
+OF_USERS = (
+    *("allocation_benchmark", "arc_top_k", "compare", "docs", "llm", "notebook"),
+    *("time_to_accuracy", "tunix", "upgrading"),
+)
 
 # Examples are the same in every run, and none fails for being slow on a busy machine.
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
