@@ -58,7 +58,13 @@ def error_of_mean(stacked, method, options):
 
 
 @pytest.mark.parametrize(
-    ("workers", "bits", "spread"), [(2, 3, 1.0), (4, 4, 0.0), (4, 6, 1.0), (8, 5, 1.0)]
+    ("workers", "bits", "spread"),
+    [
+        pytest.param(2, 3, 1.0, marks=pytest.mark.slow),
+        (4, 4, 0.0),
+        (4, 6, 1.0),
+        pytest.param(8, 5, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
     stacked = of_workers(leaves_of(SCALES, 2**15, spread=spread), workers)
@@ -327,6 +333,7 @@ def test_pcast_in_a_scan_takes_the_policy_of_a_layer(data_mesh):
     assert found.gain > 3
 
 
+@pytest.mark.slow
 def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
     tree = leaves_of(SCALES)
     stacked = of_workers(tree, 2)
@@ -354,6 +361,7 @@ def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
     assert errors[0] > 4 * errors[1]
 
 
+@pytest.mark.slow
 def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
     early, late = leaves_of({"a": 1.0, "b": 1e-3}), leaves_of({"a": 1e-3, "b": 1.0})
     policies = [dq.allocate_bits(each, axis_size=2, options=APART).policy for each in (early, late)]
