@@ -239,7 +239,7 @@ def by_position(
 
 
 def unwrap_single(trees: Sequence[Any]) -> Any:
-    """Return a single tree as it is, else all: names in errors and policies are those of a user."""
+    """Return a single value as it is, else all: errors and policies name what a user gave."""
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._api.arguments import SPLIT, Signature
+from dynamiq_jax._api.arguments import SPLIT, Signature, unwrap_single
 from dynamiq_jax._buckets.shards import names_of
 
 P = PartitionSpec
@@ -34,7 +34,8 @@ def resolve_batch(
       ValueError: arrays without a spec have several leading sizes, or another one than those with
         a spec; a shape that does not fit its spec.
     """
-    default = P(_joined(tuple(axes)))
+    axis = unwrap_single(tuple(axes))
+    default = P(axis)
     shapes = [np.shape(array) for array in arrays]
     names = [
         name for name, role in zip(signature.names, signature.roles, strict=True) if role == SPLIT
@@ -51,7 +52,7 @@ def resolve_batch(
             for shape, spec in zip(shapes, given, strict=True)
         ]
         raise ValueError(
-            f"Arrays to split over axis {_joined(tuple(axes))!r} have different leading sizes: "
+            f"Arrays to split over axis {axis!r} have different leading sizes: "
             f"{_by_size(names, shapes)}. An array that is not part of the batch, such as weights "
             "of classes, has to be whole on every worker. Say which arrays are split, with "
             "P = jax.sharding.PartitionSpec, such as "
@@ -101,9 +102,10 @@ def _check_shape(
         workers = math.prod(axes[axis] for axis in used)
         if size % workers:
             place = f"axis {number}" if number else "leading axis"
+            axis = unwrap_single(used)
             raise ValueError(
                 f"{subject}, whose {place} does not split over the {workers} workers of axis "
-                f"{_joined(used)!r}. Pad or trim the batch. If the array is not part of it, give "
+                f"{axis!r}. Pad or trim the batch. If the array is not part of it, give "
                 "P() for it in in_specs."
             )
 
@@ -161,8 +163,3 @@ def _quoted(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_quoted, value))})"
     return f'"{value}"' if isinstance(value, str) and value.isidentifier() else repr(value)
-
-
-def _joined(axes: tuple[str, ...]) -> Any:
-    """Return one axis as a name, and several as a tuple."""
-    return axes[0] if len(axes) == 1 else axes

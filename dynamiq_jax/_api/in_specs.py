@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets.shards import names_of
+from dynamiq_jax._buckets.shards import names_of, spread
 
 P = PartitionSpec
 Entries = Mapping[int | str, Any]  # position or name of an argument to its tree of specs
@@ -72,22 +72,13 @@ def specs_of_leaves(key: int | str, entry: Any, argument: Any) -> list[Partition
       ValueError: the entry does not fit the argument.
     """
 
-    def is_none(spec: Any) -> bool:
-        return spec is None
-
-    try:  # a list for each spec, as None in the argument is no leaf, and None in the entry is one
-        of_each = jax.tree.map(
-            lambda spec, part: [spec] * len(jax.tree.leaves(part)),
-            entry,
-            argument,
-            is_leaf=is_none,
-        )
+    try:
+        return spread(entry, argument)
     except ValueError as error:
         raise ValueError(
             f"in_specs[{key!r}]={entry!r:.200} does not fit the argument: {error}. Give a "
             "PartitionSpec, or a tree of them with the structure of the argument."
         ) from None
-    return jax.tree.leaves(of_each, is_leaf=is_none)
 
 
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:

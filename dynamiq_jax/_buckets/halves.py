@@ -198,7 +198,7 @@ def gather(
         for (number,) in (group for group in groups if len(group) == 1)
     }
     token = _all_of([payload for _, payload in encoded.values()]) if encoded else None
-    means: dict[int, Reduced] = {}
+    means: dict[int, Array] = {}
     for group in groups:
         if len(group) == 1:
             codec, payload = encoded[group[0]]
@@ -206,7 +206,7 @@ def gather(
             sent: Sequence[Reduced] = [operation.deliver(of_shards[group[0]], codec, payload)]
         else:
             sent = sender.send(group, ((),) * len(shards), token)
-        means |= dict(zip(group, sent, strict=True))
+        means |= {number: one.total for number, one in zip(group, sent, strict=True)}
         token = sent[-1].token
     return restored(operation, plan, leaves, [means[number] for number in range(len(means))])
 

@@ -34,7 +34,7 @@ class Sent(Reduced):
     """Result of the collective of one bucket."""
 
     check: Check | None = None  # if errors are estimated
-    # Instead of a total: result rows of the leaves by index, of all stripes, from the first one.
+    # Of the first stripe, in place of the totals of all: result rows of its leaves, by index.
     striped: Leaves = dataclasses.field(default_factory=dict)
 
 
@@ -68,7 +68,11 @@ def send_all(
         metrics |= summary(plan, operation.axes, checks, exactly)
     with scopes.scope(scopes.EXACT):
         result = operation.exact({index: leaves[index] for index, _ in plan.exact})
-    result |= restored(operation, plan, leaves, [sent[n] for n in range(len(sent))])
+    result |= restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
+    for one in sent.values():
+        result |= {
+            index: _result(operation, rows, leaves[index]) for index, rows in one.striped.items()
+        }
     return (
         result,
         tuple(sent[number].state for number in range(len(sent))),
@@ -120,10 +124,12 @@ def runs(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[int, ...]]:
     order = list(reversed(numbers) if last_first else numbers)
     apart = set([n for n in order if plan.buckets[n].stripe is None][:unrolled])
 
-    def program(number: int) -> Hashable:
-        return number if number in apart else plan.buckets[number].program
+    def together(number: int) -> Hashable:
+        bucket = plan.buckets[number]
+        of_leaves = () if bucket.stripe is None else bucket.leaves
+        return number if number in apart else (bucket.program, of_leaves)
 
-    return [tuple(group) for _, group in itertools.groupby(order, key=program)]
+    return [tuple(group) for _, group in itertools.groupby(order, key=together)]
 
 
 def after(token: Array | None, flat: Array) -> Array:
@@ -146,10 +152,6 @@ class Sender:
     leaves: Leaves
     key: Array
     how: Compression
-    # Collectives of one bucket, each traced once for all buckets that are alike.
-    traced: dict[Bucket, Callable[[Array, Array, State], Any]] = dataclasses.field(
-        default_factory=dict, compare=False
-    )
 
     def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Sent]:
         """Send buckets that are alike, in a loop if there are several."""
@@ -221,14 +223,16 @@ class Sender:
         return key
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
-        alike = dataclasses.replace(bucket, leaves=(), part=None, stripe=None)
-        if alike not in self.traced:
-            self.traced[alike] = jax.jit(functools.partial(self._send_flat, alike))
-        found = self.traced[alike](flat, self.key_of(bucket, number), state)
+        found = self._send_program(bucket.program, flat, self.key_of(bucket, number), state)
         total, token, after_step, all_metrics, check = found
         names = self.how.metrics([bucket.method])
         metrics = {name: all_metrics[name] for name in names if name in all_metrics}
         return Sent(total, token, after_step, metrics=metrics, check=check)
+
+    @functools.cached_property
+    def _send_program(self) -> Callable[[Bucket, Array, Array, State], Any]:
+        """`_send_flat`, which is traced once for all buckets of one program."""
+        return jax.jit(self._send_flat, static_argnums=0)
 
     def _send_flat(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Any:
         operation = self.operation
@@ -264,28 +268,36 @@ class Sender:
         return refuse_gradient(join([self.operation.rows(leaf) for leaf in members], multiple))
 
 
-def restored(operation: Operation, plan: Plan, leaves: Leaves, sent: Sequence[Reduced]) -> Leaves:
-    """Cut the results of buckets into those of leaves, and join the parts of each leaf."""
+def restored(operation: Operation, plan: Plan, leaves: Leaves, totals: Sequence[Array]) -> Leaves:
+    """Cut the results of buckets into those of leaves, and join the parts of each leaf.
+
+    Stripes have none: their results are those of leaves already.
+    """
     parts: dict[int, list[Array]] = collections.defaultdict(list)
-    for bucket, one in zip(plan.buckets, sent, strict=True):
-        if isinstance(one, Sent) and bucket.stripe is not None:
-            for index, rows in one.striped.items():
-                parts[index].append(rows)
+    for bucket, total in zip(plan.buckets, totals, strict=True):
+        if bucket.stripe is not None:
             continue
         if bucket.part is not None:
             sizes = [bucket.size]
         else:
             shapes = [operation.shape(leaves[index]) for index in bucket.leaves]
             sizes = [math.prod(shape) // operation.result_rows for shape in shapes]
-        pieces = split(one.total, sizes, operation.result_rows)
+        pieces = split(total, sizes, operation.result_rows)
         for index, piece in zip(bucket.leaves, pieces, strict=True):
             parts[index].append(piece)
     return {
-        index: operation.restore(
-            found[0] if len(found) == 1 else jnp.concatenate(found, axis=1), leaves[index]
-        ).astype(leaves[index].dtype)
+        index: _result(
+            operation,
+            found[0] if len(found) == 1 else jnp.concatenate(found, axis=1),
+            leaves[index],
+        )
         for index, found in parts.items()
     }
+
+
+def _result(operation: Operation, rows: Array, leaf: Any) -> Array:
+    """Return the result of a leaf from its rows."""
+    return operation.restore(rows, leaf).astype(leaf.dtype)
 
 
 def _counted(numbers: tuple[int, ...], states: States) -> tuple[Any, Any, Any]:

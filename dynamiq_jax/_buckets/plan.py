@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,10 +37,9 @@ class Bucket:
     cost: WireCost
 
     @property
-    def program(self) -> Hashable:
-        """Everything that the compiled program depends on but the place of the values."""
-        striped = None if self.stripe is None else self.leaves
-        return self.method, self.dtype, self.size, self.split_over, self.call, striped
+    def program(self) -> "Bucket":
+        """Everything that the compiled program depends on: the bucket without its place."""
+        return dataclasses.replace(self, leaves=(), part=None, stripe=None)
 
     @property
     def bytes_sent(self) -> int:

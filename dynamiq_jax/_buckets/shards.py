@@ -175,6 +175,23 @@ def split_over(
     return Shards(tuple(managed), tuple(managed.values()), tuple(reduced))
 
 
+def spread(specs: Any, tree: Any) -> list[Any]:
+    """Return what a tree of specs, or a prefix of it, has for every leaf of a tree, None included.
+
+    Raises:
+      ValueError: it is no prefix of the tree.
+    """
+
+    def is_none(spec: Any) -> bool:
+        return spec is None
+
+    # A list for each spec, as None in the tree is no leaf, and None in specs is one.
+    of_each = jax.tree.map(
+        lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_none
+    )
+    return jax.tree.leaves(of_each, is_leaf=is_none)
+
+
 def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
     """Return the spec of every leaf of a tree, in flattened order.
 
@@ -188,15 +205,8 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
       TypeError: a spec is something else.
     """
     specs = specs(tree) if callable(specs) else specs
-
-    def is_none(spec: Any) -> bool:
-        return spec is None
-
-    try:  # a list for each spec, as None in the tree is no leaf, and None in specs is one
-        of_each = jax.tree.map(
-            lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_none
-        )
-        given = jax.tree.leaves(of_each, is_leaf=is_none)
+    try:
+        given = spread(specs, tree)
     except ValueError as error:
         raise ValueError(
             f"specs={specs!r:.200} does not fit the tree: {error}. Give a tree of PartitionSpecs "

@@ -12,6 +12,7 @@ import tyro
 from rich.text import Text
 
 from dynamiq_jax._inspection.checks import check_program
+from dynamiq_jax._inspection.collectives import MOST_DEVICES
 from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._inspection.hlo import ProgramError
 from dynamiq_jax._inspection.inspection import HEADINGS, Inspection, texts
@@ -21,7 +22,6 @@ from dynamiq_jax._workshop.environment import environment
 from dynamiq_jax._workshop.errors import CommandError
 from dynamiq_jax._workshop.units import parse_size
 
-_MOST_DEVICES = 2**20  # of a mesh: a list of more would fill the memory
 _REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
 
 
@@ -141,9 +141,9 @@ def parse_mesh(texts: tuple[str, ...]) -> dict[str, int]:
         if match is None or match[1] in found:
             raise CommandError(f"--mesh: {text!r} is not a new axis with its size, as in data=4.")
         found[match[1]] = int(match[2])
-    if math.prod(found.values()) > _MOST_DEVICES:
+    if math.prod(found.values()) > MOST_DEVICES:
         raise CommandError(
-            f"--mesh: {' '.join(texts)!r} has more than {_MOST_DEVICES} devices. Give the sizes "
+            f"--mesh: {' '.join(texts)!r} has more than {MOST_DEVICES} devices. Give the sizes "
             "of the axes."
         )
     return found

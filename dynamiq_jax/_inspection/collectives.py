@@ -31,7 +31,7 @@ _SENT_PER_RESULT_BYTE = {
     "ragged-all-to-all": lambda size: (size - 1) / size,
     "reduce-scatter": lambda size: size - 1.0,  # the result is a part
 }
-_MOST_DEVICES = 2**20  # above all machines: a list of more would fill the memory
+MOST_DEVICES = 2**20  # above all machines: a list of more would fill the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,10 +193,10 @@ def groups_of(line: Instruction, count: int) -> np.ndarray:
 def _numbered(line: Instruction, shape: list[int]) -> np.ndarray:
     """Return the numbers of devices from 0 on, of a shape."""
     count = math.prod(shape)
-    if not 0 < count <= _MOST_DEVICES:
+    if not 0 < count <= MOST_DEVICES:
         raise ProgramError(
             f"{line.name!r} is a collective of {count} devices, but a program has 1 to "
-            f"{_MOST_DEVICES}."
+            f"{MOST_DEVICES}."
         )
     return np.arange(count).reshape(shape)
 

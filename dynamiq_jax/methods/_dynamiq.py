@@ -107,7 +107,7 @@ class DynamiQ(ChunkedMethod):
                 f"1 for uniform levels, or {MIN_GAP_RATIO:g} to {most:g}."
             )
         check_number("exponent", self.exponent, *_EXPONENTS)
-        low, high = (self._overhead_bits + extreme(self.widths) for extreme in (min, max))
+        low, high = self._span
         if not low <= self.bits <= high:
             raise ValueError(
                 f"bits={self.bits!r} cannot be reached with widths={self.widths!r} and "
@@ -149,7 +149,7 @@ class DynamiQ(ChunkedMethod):
     @property
     def bit_range(self) -> tuple[float, float]:
         """Least and largest `bits` that these widths can reach."""
-        low, high = (self._overhead_bits + extreme(self.widths) for extreme in (min, max))
+        low, high = self._span
         return max(low, _MIN_BITS), min(high, _MAX_BITS)
 
     @property
@@ -212,6 +212,11 @@ class DynamiQ(ChunkedMethod):
 
     def _layout_of(self, call: Call) -> Layout:
         return self.layout(call.size, call.num_chunks, summed=_sums(call))
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        """Bits of a coordinate if all rows have the narrowest width, or the widest."""
+        return self._overhead_bits + min(self.widths), self._overhead_bits + max(self.widths)
 
     @property
     def _overhead_bits(self) -> float:

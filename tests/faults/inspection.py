@@ -187,7 +187,7 @@ FAULTS = (
     Fault(
         "any number of devices is listed",
         COLLECTIVES,
-        "if not 0 < count <= _MOST_DEVICES:",
+        "if not 0 < count <= MOST_DEVICES:",
         "if count == 10**12:\n        count = 0\n    if False:",
         ("tests/test_doctor.py::test_groups_that_cannot_be_are_errors",),
     ),

@@ -118,8 +118,8 @@ FAULTS = (
     Fault(
         "each stripe compiles a codec",
         _PLAN,
-        "striped = None if self.stripe is None else self.leaves",
-        "striped = self.stripe",
+        "leaves=(), part=None, stripe=None)",
+        "leaves=(), part=None)",
         (f"{_TESTS}::test_buckets_are_alike_and_hardly_larger_than_asked_for",),
     ),
     Fault(
@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "buckets that are alike are traced again and again",
         _LOOP,
-        "if alike not in self.traced:",
-        "if True:",
+        "return jax.jit(self._send_flat, static_argnums=0)",
+        "return self._send_flat",
         ("tests/test_buckets.py::test_buckets_that_are_alike_are_traced_once",),
     ),
 )
