@@ -36,13 +36,6 @@ APART = ("bucket_bytes", 1), ("bucketing", "in_order")  # a bucket for each leaf
 KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce-scatter")
 
 
-def renamed(cls: type, **fields: Any) -> Any:
-    """Make a method, whose fields may have had other names."""
-    known = {field.name for field in dataclasses.fields(cls)}
-    older = {"code_bits": "bits", "inner": "method"}
-    return cls(**{n if n in known else older.get(n, n): value for n, value in fields.items()})
-
-
 def call_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """Spell options as keywords or, where the function takes one, as a `dq.Options`."""
     if options and "options" in inspect.signature(function).parameters:
@@ -51,6 +44,29 @@ def call_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]
     return options
 
 
+# By name, so that a method may move from one package to another.
+NAMES = (
+    *("paper", "exact", "bf16", "blockint", "blockint:4:rounding=stochastic", "equarx", "qgz"),
+    *("mxfp8", "mxfp6", "mxfp4", "mxint8", "flash_communication", "thc", "thc:6:block=1024"),
+    *("flash_communication:3:spikes=False", "topk_chunked", "powersgd", "omnireduce"),
+    *(
+        "entropy_coded",
+        "entropy_coded:coder=patched",
+        "arc_top_k",
+        "top_k",
+        "rand_k",
+        "split_sketch",
+    ),
+    *("marsit", "ef+dynamiq:4", "ef+bf16", "ef+topk_chunked:2", "ef+omnireduce", "ef+thc"),
+    *(
+        "ef+blockint",
+        "ef+arc_top_k",
+        "ef+top_k",
+        "ef+split_sketch",
+        "ef21m+topk_chunked:2:inner=exact",
+    ),
+    *("ef21m+arc_top_k:1:inner=exact", "gc+marsit"),
+)
 METHODS = {
     "dynamiq": dq.DynamiQ(),
     "dynamiq:3": dq.DynamiQ(bits=3.0),
@@ -61,35 +77,11 @@ METHODS = {
     "dynamiq independent": dq.DynamiQ(rounding="independent"),
     "dynamiq groups of 8": dq.DynamiQ(bits=6.0, group_size=8),
     "dynamiq uniform": dq.DynamiQ(gap_ratio=1),
-    "paper": dq.DynamiQ.paper(),
-    "exact": dq.Exact(),
-    "bf16": dq.BF16(),
-    "blockint": methods.BlockInt(),
-    "blockint:4 stochastic": renamed(methods.BlockInt, code_bits=4, rounding="stochastic"),
-    "equarx": methods.BlockInt.equarx(),
-    "qgz": methods.BlockInt.qgz(),
-    "mxfp8": methods.MXFP8(),
     "mxfp8 e5m2": methods.MXFP8(element="e5m2"),
     "mxfp8 shared": methods.MXFP8(shared_scale=True),
-    "mxfp6": methods.MXFP6(),
-    "mxfp4": methods.MXFP4(),
-    "mxint8": methods.MXINT8(),
-    "flash_communication": methods.FlashCommunication(),
-    "flash_communication:3": renamed(methods.FlashCommunication, code_bits=3, spikes=False),
-    "thc": methods.THC(),
-    "thc:6": renamed(methods.THC, code_bits=6, block=1024),
-    "topk_chunked": methods.TopKChunked(),
-    "powersgd": methods.PowerSGD(),
-    "omnireduce": methods.OmniReduce(),
-    "ef+powersgd": renamed(methods.ErrorFeedback, inner=methods.PowerSGD(rank=2)),
-    "ef+dynamiq": renamed(methods.ErrorFeedback, inner=dq.DynamiQ(bits=4.0)),
-    "ef+bf16": renamed(methods.ErrorFeedback, inner=dq.BF16()),
-    "ef+topk_chunked": renamed(methods.ErrorFeedback, inner=methods.TopKChunked(bits=2.0)),
-    "ef+omnireduce": renamed(methods.ErrorFeedback, inner=methods.OmniReduce()),
-    "ef+thc": renamed(methods.ErrorFeedback, inner=methods.THC()),
-    "ef+blockint": renamed(methods.ErrorFeedback, inner=methods.BlockInt()),
-}
-NEEDS_STATE = ("powersgd", "omnireduce", "ef+")
+    "ef+powersgd": methods.ErrorFeedback(inner=methods.PowerSGD(rank=2)),
+} | {name: methods.resolve_method(name) for name in NAMES}
+NEEDS_STATE = ("powersgd", "omnireduce", "ef+", "ef21m+", "gc+")
 TOPOLOGIES = {
     "ring": topologies.Ring(),
     "bidirectional": topologies.Ring(bidirectional=True),
@@ -169,7 +161,7 @@ def cases() -> list[Case]:
         found += [Case("pmean", m, tree=dtype) for m in ("dynamiq", "paper", "mxfp6", "blockint")]
     found += [
         Case("all_gather", m, tree=tree)
-        for m in ("dynamiq", "bf16", "exact", "thc", "mxfp4", "blockint:4 stochastic")
+        for m in ("dynamiq", "bf16", "exact", "thc", "mxfp4", "blockint:4:rounding=stochastic")
         for tree in ("small", "mixed")
     ]
     found += [Case("psum_scatter", m, tree="mixed") for m in ("dynamiq", "bf16", "mxfp8")]

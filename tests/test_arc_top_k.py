@@ -5,7 +5,6 @@ does.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from dynamiq_jax.methods import (
 from tests.support.checkpoints import only
 from tests.support.gradients import of_workers
 from tests.support.hlo import collectives
-from tests.support.workers import call_on, simulated
+from tests.support.workers import call_on, reducing, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 8, 64, 1024
 SIZE, ROOM = NUM_BLOCKS * BLOCK, NUM_BLOCKS // 8
@@ -47,20 +46,9 @@ def with_room(cls: type[SparseBlocks], blocks: int = ROOM, **fields) -> SparseBl
     return method
 
 
-@functools.cache
-def runner(method: Method, size: int, num_workers: int):
-    call = call_on(size, num_workers, feedback=True)
-
-    def local(key, flat):
-        reduced = method.all_reduce(flat, call, key, ())
-        return reduced.total, reduced.applied
-
-    return simulated(local)
-
-
 def reduced(method: Method, gradients: np.ndarray, key=KEY) -> tuple[np.ndarray, np.ndarray]:
     """Return the sum [size], which all workers have, and what each applied [n, size]."""
-    run = runner(method, gradients.shape[1], len(gradients))
+    run = reducing(method, gradients.shape[1], len(gradients))
     total, applied = map(np.asarray, run(key, gradients))
     assert {replica.tobytes() for replica in total} == {total[0].tobytes()}
     return total[0], applied

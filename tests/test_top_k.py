@@ -18,27 +18,16 @@ from dynamiq_jax.methods import EF21M, ErrorFeedback, TopK
 from dynamiq_jax.methods._largest import largest
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import compiled_collectives, sent_bytes, sum_on_mesh
-from tests.support.workers import call_on, simulated
+from tests.support.workers import call_on, reducing, simulated
 
 WORKERS, SIZE = 4, 3000
 FULL = TopK(bits=4.0, values="float32")
 KEY = jax.random.key(0)
 
 
-@functools.cache
-def summing(method: TopK, size: int, workers: int):
-    call = call_on(size, workers, feedback=True)
-
-    def local(key, values):
-        found = method.all_reduce(values, call, key, ())
-        return found.total, found.applied
-
-    return simulated(local)
-
-
 def reduced(method: TopK, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the sum, which all workers have, and what each applied, [workers, size]."""
-    total, applied = summing(method, values.shape[1], len(values))(KEY, values)
+    total, applied = reducing(method, values.shape[1], len(values))(KEY, values)
     total = np.asarray(total)
     assert {replica.tobytes() for replica in total} == {total[0].tobytes()}
     return total[0], np.asarray(applied)

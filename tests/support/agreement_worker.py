@@ -290,22 +290,17 @@ DISAGREEING: dict[str, Case] = {
         "None",
     ),
     "grid": case(moshpit, {"method": "mxfp8"}, {"method": "mxfp4"}, "method", "MXFP8", "MXFP4"),
-    "lossy sum": case(
-        lossy,
-        {"broadcast": False, "rate": 0.1},
-        {"broadcast": False, "rate": 0.2},
-        "channel.rate",
-        "0.1",
-        "0.2",
-    ),
-    "lossy broadcast": case(
-        lossy,
-        {"broadcast": True, "rate": 0.1},
-        {"broadcast": True, "rate": 0.2},
-        "channel.rate",
-        "0.1",
-        "0.2",
-    ),
+    **{
+        name: case(
+            lossy,
+            {"broadcast": is_broadcast, "rate": 0.1},
+            {"broadcast": is_broadcast, "rate": 0.2},
+            "channel.rate",
+            "0.1",
+            "0.2",
+        )
+        for name, is_broadcast in (("lossy sum", False), ("lossy broadcast", True))
+    },
     **{
         by: case(
             differentiated,

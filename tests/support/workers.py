@@ -3,6 +3,7 @@ that compile fast.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Axis, Call, ChunkedMethod, RecodedChunks, WireCost
+from dynamiq_jax.methods import Axis, Call, ChunkedMethod, Method, RecodedChunks, WireCost
 from dynamiq_jax.topologies import FixedTopology, resolve_topology
 
 # With two widths, an all-reduce has larger steps to take.
@@ -75,6 +76,18 @@ def on_mesh(fn: PerWorker, mesh: Mesh, *, check_vma: bool = True) -> Callable[..
     )
     jitted = jax.jit(mapped)
     return lambda key, *stacked: jitted(key, stacked)
+
+
+@functools.cache
+def reducing(method: Method, size: int, num_workers: int) -> Callable[..., Any]:
+    """All-reduce of one bucket on a ring: `(key, stacked vectors)` to totals and applied values."""
+    call = call_on(size, num_workers, feedback=True)
+
+    def local(key: jax.Array, values: Any) -> Any:
+        reduced = method.all_reduce(values, call, key, ())
+        return reduced.total, reduced.applied
+
+    return simulated(local)
 
 
 def call_on(
