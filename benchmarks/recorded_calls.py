@@ -81,7 +81,7 @@ METHODS = {
     "mxfp8 shared": methods.MXFP8(shared_scale=True),
     "ef+powersgd": methods.ErrorFeedback(inner=methods.PowerSGD(rank=2)),
 } | {name: methods.resolve_method(name) for name in NAMES}
-NEEDS_STATE = ("powersgd", "omnireduce", "ef+", "ef21m+", "gc+")
+NEEDS_STATE = ("powersgd", "omnireduce", "split_sketch", "ef+", "ef21m+", "gc+")
 TOPOLOGIES = {
     "ring": topologies.Ring(),
     "bidirectional": topologies.Ring(bidirectional=True),
