@@ -42,9 +42,9 @@ build: $(VENV)/installed  ## build the wheel and the source distribution into di
 	$(RUN) -m build --outdir dist
 
 benchmarks: $(VENV)/installed  ## measure the codec and the error on this machine
-	$(RUN) -m benchmarks.codec
-	$(RUN) -m benchmarks.error
-	$(RUN) -m benchmarks.compile_time
+	$(RUN) -m benchmarks.speed.codec
+	$(RUN) -m benchmarks.error.codecs
+	$(RUN) -m benchmarks.speed.compile_time
 
 clean:  ## remove the virtual environments, caches and what was built
 	rm -rf dist site $(VENV) .venv-newest .venv-tunix .pytest_cache .mypy_cache .ruff_cache .hypothesis

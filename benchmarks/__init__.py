@@ -1,1 +1,1 @@
-"""Benchmarks, each run from the root of a checkout: `python -m benchmarks.codec`."""
+"""Benchmarks, each run from the root of a checkout: `python -m benchmarks.speed.codec`."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from dynamiq_jax._workshop import environment as workshop_environment
-from dynamiq_jax._workshop import records
+from dynamiq_jax._console import environment as workshop_environment
+from dynamiq_jax._console import records
 
 RESULTS = Path(__file__).parent / "results"
 

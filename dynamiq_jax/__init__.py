@@ -5,17 +5,17 @@
 """
 
 from dynamiq_jax import methods, topologies, training
-from dynamiq_jax._api.autodiff import value_and_grad
-from dynamiq_jax._api.bit_allocation import BitAllocation, allocate_bits
+from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
+from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
 from dynamiq_jax._api.collectives import all_gather, pmean, psum, psum_scatter
 from dynamiq_jax._api.data_parallel import data_parallel
-from dynamiq_jax._api.metrics import vnmse
-from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
-from dynamiq_jax._api.replicas import mean_of_replicas
-from dynamiq_jax._api.report import LeafReport, WireReport, wire_report
+from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
+from dynamiq_jax._api.pcast import pcast
 from dynamiq_jax._api.schedule import Schedule
-from dynamiq_jax._api.transposed import pcast
-from dynamiq_jax._buckets.options import Options
+from dynamiq_jax._api.value_and_grad import value_and_grad
+from dynamiq_jax._api.vnmse import vnmse
+from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
+from dynamiq_jax._inputs.options import Options
 from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect
 from dynamiq_jax.methods import BF16, DynamiQ, Exact

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import dynamiq_jax as dq
+from dynamiq_jax import contrib
 
 # As many peers as there are devices: 8 on a 4 x 2 grid, 4 on a 2 x 2 grid.
 mesh = jax.make_mesh((jax.device_count() // 2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -25,7 +25,7 @@ def train_step(carry, x, alive, key):
     updates, opt_state = optimizer.update(jax.grad(loss_fn)(w, x), opt_state)
     w = optax.apply_updates(w, updates)
     # The peers that are here average their parameters. One that is not keeps its own.
-    w = dq.training.moshpit_mean(w, ("x", "y"), key=key, alive=alive[0])
+    w = contrib.moshpit_mean(w, ("x", "y"), key=key, alive=alive[0])
     return jax.tree.map(lambda leaf: leaf[None], (w, opt_state))
 
 

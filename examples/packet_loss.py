@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.training import LossyChannel, LossyCollectives, drift
+from dynamiq_jax.contrib import LossyChannel, LossyCollectives, drift
 
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 optimizer = optax.adam(3e-3)

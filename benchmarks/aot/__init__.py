@@ -1,4 +1,4 @@
-"""Sections of `benchmarks.aot_h200` and `benchmarks.aot_pipelined`.
+"""Sections of `benchmarks.aot.h200` and `benchmarks.aot.pipelined`.
 
 kernels         registers, spills, bytes and instructions of every kernel
 pmean           a compressed `pmean` alone, for several GPUs

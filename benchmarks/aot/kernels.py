@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import dynamiq_jax as dq
-from benchmarks import h200
-from benchmarks.plain_tables import print_table
+from benchmarks.error.plain_tables import print_table
+from benchmarks.gpu import h200_model as h200
 from pallas_kernels import operations
 
 # Rows of a program are no choice of users: coordinates of a thread follow from the backends.

@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import dynamiq_jax as dq
-from benchmarks import h200
 from benchmarks.aot.transfers import transfers_of
-from benchmarks.plain_tables import print_table
+from benchmarks.error.plain_tables import print_table
+from benchmarks.gpu import h200_model as h200
 from dynamiq_jax.topologies import resolve_topology
 
 TOPOLOGIES = (

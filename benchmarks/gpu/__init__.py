@@ -12,5 +12,5 @@
     profiling    section `profiler`: kernels of single calls, without the host
 
 A section is a function of the bench and of a dict to which it adds its results as it goes; what it
-hands on to later sections is in the bench. `benchmarks.gpu_kernels` runs them.
+hands on to later sections is in the bench. `benchmarks.gpu.kernels` runs them.
 """

@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from benchmarks.error.plain_codecs import PLAIN_CODECS
 from benchmarks.gpu.bench import Bench, Program
 from benchmarks.gpu.jobs import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
-from benchmarks.plain_codecs import PLAIN_CODECS
-from dynamiq_jax._workshop.gradients import worker_gradient
+from dynamiq_jax._measurement.gradients import worker_gradient
 from pallas_kernels.codec import SUPER_GROUP_SIZE, LocalRows
 
 _CACHE_BYTES = 256 * 2**20  # several times the L2 of any GPU: inputs rotate through at least this

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import h200
+from benchmarks.gpu import h200_model as h200
 from benchmarks.gpu.bench import Bench, Program
 from benchmarks.gpu.jobs import KERNELS, floor_bytes
 from benchmarks.gpu.record import Results

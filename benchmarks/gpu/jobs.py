@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks.plain_codecs import PLAIN_CODECS, PlainCodec
+from benchmarks.error.plain_codecs import PLAIN_CODECS, PlainCodec
 from pallas_kernels import operations
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, Places, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.options import Options
-from dynamiq_jax._workshop.records import write_json
+from dynamiq_jax._console.records import write_json
 
 Results = dict[str, Any]
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.error.plain_codecs import PLAIN_CODECS
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.jobs import KERNELS, program_key
-from benchmarks.plain_codecs import PLAIN_CODECS
 
 SHORT_US = 50.0  # calls below this are near what the host needs to start one
 ALTERNATIVES = ("xla", *PLAIN_CODECS)  # to the kernels

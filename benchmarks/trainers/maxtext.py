@@ -31,7 +31,7 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
-from benchmarks.mesh_bytes import sent_by_axes
+from benchmarks.speed.mesh_bytes import sent_by_axes
 
 NUM_DEVICES, FRAGMENTS = 8, 3
 MODEL: dict[str, Any] = {

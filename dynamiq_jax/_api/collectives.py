@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._api.unreduced import is_unreduced, reduce_unreduced
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes, find_axis
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, ReduceScatter
-from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax._buckets.policy import Rules
-from dynamiq_jax._buckets.shards import leaf_specs
+from dynamiq_jax._buckets.unreduced import is_unreduced, reduce_unreduced
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import compat

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._api.arguments import SPLIT, Roles, Signature, by_position, unwrap_single
-from dynamiq_jax._api.transposed import cast_to_sum
-from dynamiq_jax._api.worker_loss import Specs, WorkerLoss, jit_over, specs_like
+from dynamiq_jax._api.pcast import cast_to_sum
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.fingerprint import word_of
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax._buckets.policy import Rules
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._worker_loss.arguments import SPLIT, Roles, Signature, by_position, unwrap_single
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, jit_over, specs_like
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._buckets.policy import Policy, Rules
+from dynamiq_jax._inputs.policy import Policy, Rules
 from dynamiq_jax.methods import Method
 
 

@@ -21,7 +21,7 @@ from dynamiq_jax._buckets import recording
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.exchange import Exchange
 from dynamiq_jax._buckets.operations import Operation
-from dynamiq_jax._buckets.options import Compression
+from dynamiq_jax._inputs.options import Compression
 from pallas_kernels import codec, compat
 
 # Flags of JAX on which random bits, or the rounding of sums and products, depend.

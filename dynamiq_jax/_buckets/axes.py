@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._buckets import checks, scopes
+from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core import Axis
+from dynamiq_jax._inputs import checks
 
 AxisName = str | tuple[str, ...]
 

@@ -15,14 +15,15 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import agreement, checks, exact, recording
+from dynamiq_jax._buckets import agreement, exact, recording
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
-from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
-from dynamiq_jax._buckets.shards import Shards, find_shards
 from dynamiq_jax._buckets.state_names import check_names, state_name
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.shards import Shards, find_shards
 from dynamiq_jax.methods import Method, State
 from pallas_kernels import compat
 

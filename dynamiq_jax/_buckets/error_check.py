@@ -17,8 +17,8 @@ from dynamiq_jax._buckets.error_estimate import (
     without_error,
 )
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._buckets.options import MEASURED
 from dynamiq_jax._buckets.plan import Bucket, Plan
+from dynamiq_jax._inputs.options import MEASURED
 from pallas_kernels import compat
 
 

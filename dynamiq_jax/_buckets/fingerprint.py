@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets.leaves import named_leaves
-from dynamiq_jax._buckets.shards import P, find_shards
+from dynamiq_jax._inputs.shards import P, find_shards
 from pallas_kernels.codec.rounding import mix
 
 

@@ -16,15 +16,16 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax import topologies
-from dynamiq_jax._buckets import checks, scopes
+from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
-from dynamiq_jax._buckets.options import Compression, Options
 from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Compression, Options
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
 from pallas_kernels.compat import override
 

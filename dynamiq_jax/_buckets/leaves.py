@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._buckets import checks
+from dynamiq_jax._inputs import checks
 
 
 def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:

@@ -18,10 +18,10 @@ from dynamiq_jax._buckets.error_check import Check, checked, summary
 from dynamiq_jax._buckets.leaves import join, split
 from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import AllReduce, Leaves, Operation
-from dynamiq_jax._buckets.options import Compression
 from dynamiq_jax._buckets.plan import Bucket, Plan
 from dynamiq_jax._buckets.stripes import Stripes
 from dynamiq_jax._core.naming import spelled
+from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels import compat
 from pallas_kernels.schedule import never

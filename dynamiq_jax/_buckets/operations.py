@@ -10,10 +10,11 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import checks, exact
+from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.options import Options
 from dynamiq_jax._buckets.plan import Bucket, Cuts
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Options
 from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
 from pallas_kernels.compat import override
 

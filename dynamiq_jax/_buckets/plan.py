@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.options import Bucketing, Compression
 from dynamiq_jax._buckets.stripes import Stripe, Stripes, number_of_stripes
 from dynamiq_jax._core import WireCost
+from dynamiq_jax._inputs.options import Bucketing, Compression
 from dynamiq_jax.methods import Call, Method
 from dynamiq_jax.topologies import FixedTopology, Topology
 

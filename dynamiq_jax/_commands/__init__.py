@@ -51,8 +51,8 @@ def main() -> None:
     from dynamiq_jax._commands.drop_compute import DropCompute
     from dynamiq_jax._commands.network import Network
     from dynamiq_jax._commands.tune_buckets import TuneBuckets
-    from dynamiq_jax._workshop.errors import CommandError
-    from dynamiq_jax._workshop.signals import Stopped, stopping_cleanly
+    from dynamiq_jax._console.errors import CommandError
+    from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 
     # A new command is a file with such a class, and a name here.
     commands: dict[str, Callable[..., Any]] = {

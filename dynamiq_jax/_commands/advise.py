@@ -8,17 +8,17 @@ import tyro
 from rich.table import Table
 
 import dynamiq_jax as dq
-from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._workshop import options, records, tables
-from dynamiq_jax._workshop.advice import Option, Question, advice, predictions
-from dynamiq_jax._workshop.environment import environment
-from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.units import (
+from dynamiq_jax._console import options, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import (
     format_rate,
     format_seconds,
     parse_rate,
     parse_size,
 )
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._prediction.advice import Option, Question, advice, predictions
 from dynamiq_jax.topologies import Network
 
 _MOST_WORKERS = 2**20

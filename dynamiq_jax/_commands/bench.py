@@ -11,28 +11,28 @@ import jax
 import tyro
 from rich.table import Table
 
-from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._workshop import options, plots, records, tables
-from dynamiq_jax._workshop.break_even import record
-from dynamiq_jax._workshop.devices import make_mesh, worker_devices, workers_per_machine
-from dynamiq_jax._workshop.environment import environment
-from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.measure import Measurement, measure
-from dynamiq_jax._workshop.python_processes import MALLOC
-from dynamiq_jax._workshop.settings import (
-    BF16_RING,
-    DEFAULTS,
-    PSUM,
-    parse_setting,
-    parse_settings,
-)
-from dynamiq_jax._workshop.units import (
+from dynamiq_jax._console import options, plots, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import (
     format_rate,
     format_seconds,
     format_size,
     parse_rate,
     parse_size,
 )
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._emulation.python_processes import MALLOC
+from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_per_machine
+from dynamiq_jax._measurement.measure import Measurement, measure
+from dynamiq_jax._measurement.settings import (
+    BF16_RING,
+    DEFAULTS,
+    PSUM,
+    parse_setting,
+    parse_settings,
+)
+from dynamiq_jax._prediction.break_even import record
 from dynamiq_jax.methods import DynamiQ
 
 _MALLOC_HINT = (

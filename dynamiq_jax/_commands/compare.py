@@ -9,14 +9,15 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from dynamiq_jax._workshop import gradient_files, options, plots, records, tables
-from dynamiq_jax._workshop.comparison import Comparison, made_up
-from dynamiq_jax._workshop.environment import environment
-from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.gradient_files import Gradients
-from dynamiq_jax._workshop.settings import PSUM, parse_settings, topologies_in
-from dynamiq_jax._workshop.simulate import make_devices
-from dynamiq_jax._workshop.units import format_rate, format_seconds, parse_rate, parse_size
+from dynamiq_jax._console import options, plots, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
+from dynamiq_jax._measurement import gradient_files
+from dynamiq_jax._measurement.comparison import Comparison, made_up
+from dynamiq_jax._measurement.gradient_files import Gradients
+from dynamiq_jax._measurement.settings import PSUM, parse_settings, topologies_in
+from dynamiq_jax._measurement.simulate import make_devices
 from dynamiq_jax.topologies import TOPOLOGIES, FixedTopology
 
 DEFAULTS = (
@@ -55,8 +56,8 @@ class Compare:
 
     Simulates an all-reduce of N workers on this machine, with the program that real workers run,
     for each method, topology and number of workers. Gradients come from a file, such as one that
-    `python -m benchmarks.dump_gradients --output FILE` writes, or are made up: rows of 256 whose
-    magnitudes spread as in a language model's gradients. Arrays of a file that training sums
+    `python -m benchmarks.error.dump_gradients --output FILE` writes, or are made up: rows of 256
+    whose magnitudes spread as in a language model's gradients. Arrays of a file that training sums
     exactly, those below the default of dq.Options.exact_below, are left out of errors and bits.
 
     Errors are those of one all-reduce. A method that is biased, or meant for error feedback, may

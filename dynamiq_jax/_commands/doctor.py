@@ -11,16 +11,17 @@ import jax
 import tyro
 from rich.text import Text
 
+from dynamiq_jax._console import options, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import parse_size
+from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.checks import check_program
 from dynamiq_jax._inspection.collectives import MOST_DEVICES
 from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._inspection.hlo import ProgramError
 from dynamiq_jax._inspection.inspection import HEADINGS, Inspection, texts
 from dynamiq_jax._inspection.step import inspect_text
-from dynamiq_jax._workshop import options, records, scripts, tables
-from dynamiq_jax._workshop.environment import environment
-from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.units import parse_size
 
 _REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
 

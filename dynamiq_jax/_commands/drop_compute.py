@@ -8,12 +8,13 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from dynamiq_jax._workshop import options, records, stragglers, tables
-from dynamiq_jax._workshop.environment import environment
-from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.straggler_plots import save_prediction
-from dynamiq_jax._workshop.stragglers import MadeUp, Noise, Prediction, Rule, read_latencies
-from dynamiq_jax._workshop.units import format_seconds
+from dynamiq_jax._console import options, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import format_seconds
+from dynamiq_jax._prediction import stragglers
+from dynamiq_jax._prediction.straggler_plots import save_prediction
+from dynamiq_jax._prediction.stragglers import MadeUp, Noise, Prediction, Rule, read_latencies
 from dynamiq_jax.training import Latencies
 
 

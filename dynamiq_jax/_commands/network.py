@@ -9,19 +9,20 @@ import jax
 import tyro
 from rich.table import Table
 
-from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._workshop import namespaces, options, plots, records, tables
-from dynamiq_jax._workshop.environment import environment
-from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.network import NetworkRun, Row
-from dynamiq_jax._workshop.settings import BF16_RING, DEFAULTS, PSUM, parse_settings
-from dynamiq_jax._workshop.units import (
+from dynamiq_jax._console import options, plots, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import (
     format_rate,
     format_seconds,
     format_size,
     parse_rate,
     parse_size,
 )
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._emulation import namespaces
+from dynamiq_jax._emulation.network import NetworkRun, Row
+from dynamiq_jax._measurement.settings import BF16_RING, DEFAULTS, PSUM, parse_settings
 
 
 @dataclasses.dataclass(frozen=True)

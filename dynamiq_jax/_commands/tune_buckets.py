@@ -8,10 +8,11 @@ import jax
 import tyro
 from rich.table import Table
 
-from dynamiq_jax._workshop import bucket_sizes, options, records, tables
-from dynamiq_jax._workshop.environment import environment
-from dynamiq_jax._workshop.errors import CommandError
-from dynamiq_jax._workshop.units import format_seconds, parse_size
+from dynamiq_jax._console import options, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import format_seconds, parse_size
+from dynamiq_jax._measurement import bucket_sizes
 from dynamiq_jax.training import BucketTrial, StepTimer, tune_bucket_bytes
 
 

@@ -1,10 +1,4 @@
-"""The parts that methods and topologies share.
-
-axis        workers of one axis, and the collectives between them
-codec       interface between a method, which codes chunks, and a topology, which carries them
-naming      objects from names such as "dynamiq:5"
-validation  errors for fields that are not possible
-"""
+"""The parts that methods and topologies share."""
 
 from dynamiq_jax._core.axis import Axis
 from dynamiq_jax._core.codec import (

@@ -7,7 +7,6 @@ method. Each is in a file of its own.
 from dynamiq_jax.training._bucket_tuner import BucketTrial, StepTimer, tune_bucket_bytes
 from dynamiq_jax.training._drop_compute.accumulation import SimulatedClock
 from dynamiq_jax.training._drop_compute.calibration import Calibration
-from dynamiq_jax.training._drop_compute.law import StragglerLaw
 from dynamiq_jax.training._drop_compute.model import (
     Latencies,
     ThresholdEffect,
@@ -20,11 +19,6 @@ from dynamiq_jax.training._drop_compute.step import (
     DropComputeState,
 )
 from dynamiq_jax.training._local_sgd import Due, LocalSGD, LocalSGDState
-from dynamiq_jax.training._moshpit import moshpit_mean
-from dynamiq_jax.training._moshpit_law import moshpit_variance
-from dynamiq_jax.training._packet_loss.channel import LossyChannel
-from dynamiq_jax.training._packet_loss.collectives import LossyCollectives
-from dynamiq_jax.training._packet_loss.drift import drift, expected_drift
 from dynamiq_jax.training._pipelined import (
     Pipelined,
     PipelinedReport,
@@ -42,21 +36,14 @@ __all__ = [
     "Latencies",
     "LocalSGD",
     "LocalSGDState",
-    "LossyChannel",
-    "LossyCollectives",
     "Pipelined",
     "PipelinedReport",
     "PipelinedState",
     "PipelinedUpdate",
     "SimulatedClock",
     "StepTimer",
-    "StragglerLaw",
     "ThresholdEffect",
     "choose_threshold",
-    "drift",
     "effect_of_threshold",
-    "expected_drift",
-    "moshpit_mean",
-    "moshpit_variance",
     "tune_bucket_bytes",
 ]

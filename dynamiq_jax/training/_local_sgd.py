@@ -12,14 +12,14 @@ import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._api.report import WireReport, report_of
+from dynamiq_jax._api.wire_report import WireReport, report_of
 from dynamiq_jax._buckets import agreement, driver
 from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._buckets.options import Compression, Options, resolve
-from dynamiq_jax._buckets.policy import Rules
-from dynamiq_jax._buckets.shards import is_explicit, leaf_specs
 from dynamiq_jax._core.validation import check_integer, check_number
+from dynamiq_jax._inputs.options import Compression, Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.shards import is_explicit, leaf_specs
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.training._fragments import Fragments

@@ -10,15 +10,16 @@ import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._api.report import plan_without_arrays
-from dynamiq_jax._buckets import checks, exact, halves, scopes
+from dynamiq_jax._api.wire_report import plan_without_arrays
+from dynamiq_jax._buckets import exact, halves, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.driver import Layout
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
 from dynamiq_jax._buckets.operations import Leaves
-from dynamiq_jax._buckets.options import Compression, Options, resolve
-from dynamiq_jax._buckets.policy import Rules
 from dynamiq_jax._core.validation import check_number
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Compression, Options, resolve
+from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Ring, Topology
 from dynamiq_jax.training._params import check_shared_params

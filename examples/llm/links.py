@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from dynamiq_jax._workshop.break_even import break_even_rate
+from dynamiq_jax._prediction.break_even import break_even_rate
 from examples.llm.report import Run
 
 LINKS = (0.2, 1.0, 10.0, 25.0, 100.0)  # Gbit/s

@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import training
+from dynamiq_jax import contrib, training
 from dynamiq_jax._buckets import exchange
 from tests.support.hlo import collectives
 
@@ -86,12 +86,12 @@ def without_agreement():
 
 def moshpit(name: str, **how: Any) -> Any:
     key = jax.random.key(0)
-    return training.moshpit_mean(tree_of(name), ("data",), key=key, **how)
+    return contrib.moshpit_mean(tree_of(name), ("data",), key=key, **how)
 
 
 def lossy(name: str, broadcast: bool, rate: float) -> Any:
-    channel = training.LossyChannel(rate=rate)
-    step = training.LossyCollectives(axis_name="data", channel=channel)
+    channel = contrib.LossyChannel(rate=rate)
+    step = contrib.LossyCollectives(axis_name="data", channel=channel)
     tree, key = tree_of(name), jax.random.key(0)
     if broadcast:
         return step.broadcast(step.own_parts(tree), tree, key=key)

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-from dynamiq_jax._workshop.processes import die_with_parent
+from dynamiq_jax._emulation.processes import die_with_parent
 from dynamiq_jax.training import Calibration, DropCompute, Latencies, SimulatedClock
 
 NUM_PROCESSES, NUM_STEPS, MICRO_BATCHES = 2, 6, 5

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._workshop.gradients import worker_gradient, worker_gradients
+from dynamiq_jax._measurement.gradients import worker_gradient, worker_gradients
 
 _SCALE, _TAIL = np.float32(1e-3), 4
 

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import THC, Method
+from dynamiq_jax.contrib import THC
+from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology
 
 SIZE = 4 << 20

@@ -13,7 +13,7 @@ from tunix.models.llama3 import model as llama3
 from tunix.sft import peft_trainer, sharding_utils, utils
 
 import dynamiq_jax as dq
-from benchmarks.mesh_bytes import sent_by_axes
+from benchmarks.speed.mesh_bytes import sent_by_axes
 
 STEPS, ROWS, LENGTH, VOCABULARY = 20, 16, 32, 512
 CONFIG = llama3.ModelConfig(

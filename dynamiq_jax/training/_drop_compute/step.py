@@ -13,12 +13,12 @@ import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._api.optimizer import AllReduceState, all_reduce_gradients
+from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
 from dynamiq_jax._buckets.axes import AxisName, axis_names
-from dynamiq_jax._buckets.options import Options, resolve
-from dynamiq_jax._buckets.policy import Rules
-from dynamiq_jax._buckets.shards import context_or_automatic
 from dynamiq_jax._core.validation import check_integer, check_number
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.shards import context_or_automatic
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.training._drop_compute.accumulation import (

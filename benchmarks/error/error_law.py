@@ -1,0 +1,144 @@
+"""Error of each topology on 2 to 8192 workers: simulated as far as memory goes, and by the law of
+`dynamiq_jax._prediction.error_law` beyond.
+
+    python -m benchmarks.error.error_law
+
+Gradients are synthetic: rows of lognormal magnitude, a share of whose energy all workers have in
+common. The law has one number to fit, the error of one compression: the geometric mean over all
+that was simulated.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import dynamiq_jax as dq
+from benchmarks import common
+from dynamiq_jax._measurement.gradients import worker_gradients
+from dynamiq_jax._measurement.settings import Setting
+from dynamiq_jax._measurement.simulate import Simulation, make_devices
+from dynamiq_jax._prediction.error_law import error_growth
+from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring
+from pallas_kernels.codec import SUPER_GROUP_SIZE
+
+TOPOLOGIES: dict[str, FixedTopology] = {
+    "ring": Ring(),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    simulated: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256)  # workers
+    beyond: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)  # workers, by the law alone
+    agreements: tuple[float, ...] = (0.0, 0.1)  # share of the energy that workers have in common
+    rows_per_chunk: int = 64  # of 256 coordinates
+    bits: float = 5.0  # on the wire
+    rounding: str = "correlated"  # of DynamiQ; the law takes roundings as independent
+    save: bool = True  # write the result to benchmarks/results/error_law.json and .png
+
+
+def simulate(stacked: np.ndarray, name: str, config: Config) -> float:
+    """Return the vNMSE of the sum of all rows on a topology."""
+    method = dq.DynamiQ(bits=config.bits, rounding=config.rounding)
+    gradients = {"gradient": stacked}
+    return Simulation(Setting(name, method, TOPOLOGIES[name]), gradients)(gradients, (0,)).vnmse
+
+
+def measure(config: Config) -> list[dict[str, Any]]:
+    """Return a row for each agreement, topology and number of workers."""
+    rows = []
+    for agreement in config.agreements:
+        found: dict[tuple[str, int], float] = {}
+        for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
+            # Few workers get larger chunks: of few rows, one heavy one would decide everything.
+            size = SUPER_GROUP_SIZE * config.rows_per_chunk * max(workers, 32)
+            stacked = worker_gradients(workers, size, 0, agreement=agreement)
+            for name in TOPOLOGIES:
+                found[name, workers] = simulate(stacked, name, config)
+        ones = [
+            error / error_growth(TOPOLOGIES[name], workers, agreement=agreement)
+            for (name, workers), error in found.items()
+        ]
+        one = float(np.exp(np.mean(np.log(ones))))
+        for name, topology in TOPOLOGIES.items():
+            for workers in (*config.simulated, *config.beyond):
+                growth = error_growth(topology, workers, agreement=agreement)
+                rows.append(
+                    {
+                        "agreement": agreement,
+                        "topology": name,
+                        "workers": workers,
+                        "vnmse": found.get((name, workers)),
+                        "law": one * growth,
+                    }
+                )
+    return rows
+
+
+def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Print simulated errors and, in brackets, those of the law."""
+    table = Table(title="vNMSE, simulated (by the law)", title_justify="left")
+    table.add_column("agreement")
+    table.add_column("workers", justify="right")
+    for name in TOPOLOGIES:
+        table.add_column(name, justify="right")
+    for agreement, workers in sorted({(row["agreement"], row["workers"]) for row in rows}):
+        cells = []
+        for row in rows:
+            if (row["agreement"], row["workers"]) == (agreement, workers):
+                simulated = "" if row["vnmse"] is None else f"{row['vnmse']:.2e} "
+                cells.append(f"{simulated}({row['law']:.1e})")
+        table.add_row(f"{agreement:g}", str(workers), *cells)
+    console.print(table)
+
+
+def plot(rows: list[dict[str, Any]], config: Config, path: Path) -> None:
+    """Draw simulated errors as dots, the law as lines."""
+    figure, panels = plt.subplots(
+        1, len(config.agreements), figsize=(10, 4), layout="constrained", squeeze=False
+    )
+    for axes, agreement in zip(panels[0], config.agreements, strict=True):
+        for name, color in zip(TOPOLOGIES, ("tab:blue", "tab:green", "tab:purple"), strict=True):
+            line = [r for r in rows if (r["agreement"], r["topology"]) == (agreement, name)]
+            dots = [r for r in line if r["vnmse"] is not None]
+            axes.plot([r["workers"] for r in line], [r["law"] for r in line], color=color)
+            axes.plot(
+                [r["workers"] for r in dots],
+                [r["vnmse"] for r in dots],
+                "o",
+                color=color,
+                label=name,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="workers", title=f"agreement {agreement:g}")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    panels[0][0].set_ylabel(f"vNMSE, {config.bits:g} bits")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(config: Config) -> None:
+    """Simulate every case and print a table."""
+    make_devices(max(config.simulated))
+    console = Console()
+    rows = measure(config)
+    print_table(console, rows)
+    if config.save:
+        path = common.save("error_law", dataclasses.asdict(config), rows)
+        plot(rows, config, path.with_suffix(".png"))
+        console.print(f"Written to {path} and {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,223 @@
+"""Precision and cost of the error that metrics report, and a limit that holds in a hostile run.
+
+python -m benchmarks.error.estimate
+
+precision   estimated over true vNMSE, with a sample of its own in each of many steps: gradients
+            of fine-tuning a small language model, made-up gradients, weights, white noise
+cost        time of the mean on one CPU, for all workers and without a network, with metrics and
+            without, in turns; the share of bytes is that of the sample
+hostile     a run with dq.Options(max_error=): from one step to another, its gradients are white
+            noise in which one worker has spikes
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import dynamiq_jax as dq
+from benchmarks import common
+from benchmarks.training.small_lm.gradients import gradient_snapshots
+from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.training import new_model
+from dynamiq_jax._console.plots import figure_of
+from dynamiq_jax._measurement.gradients import worker_gradients
+from examples.llm.corpora import load_corpora
+from examples.llm.pretraining import pretrain
+
+_AXIS = "data"
+Values = NDArray[np.float32]  # [workers, size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    bits: tuple[int, ...] = (4, 5, 6)
+    workers: tuple[int, ...] = (2, 4, 16)
+    keys: int = 10  # samples of each case
+    size: int = 2**21  # coordinates of what is made up
+    pretrain_steps: int = 120  # of the language model
+    rounds: int = 40  # calls of each kind whose times are compared
+    limit: float = 0.01  # of the hostile run, at 4 bits
+    steps: int = 100  # of the hostile run
+    hostile: tuple[int, int] = (50, 60)  # first hostile step, and the one after the last
+    save: bool = True  # write benchmarks/results/error_estimate.json and .png
+
+
+def main(config: Config) -> None:
+    """Measure, print tables, and write the result file and the plot."""
+    console = Console()
+    cases = len(config.bits) * len(config.workers) * 4
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Precision", total=cases)
+        precision = []
+        for row in precisions(config):
+            precision.append(row)
+            progress.advance(task)
+        progress.add_task("Cost", total=None)
+        cost = costs(config)
+        progress.add_task("Hostile run", total=None)
+        hostile = hostile_run(config)
+    console.print(precision_table(precision))
+    console.print(
+        f"time: {cost['share_of_time']:+.1%} of the codec of all workers on this machine, bytes: "
+        f"{cost['share_of_bytes']:+.2%}"
+    )
+    errors, sent_again = hostile["error"], hostile["fallbacks"]
+    console.print(
+        f"hostile run: largest error {max(errors):.1e} with a limit of {config.limit:g}, sent "
+        f"again in steps {[step for step, again in enumerate(sent_again) if again]}"
+    )
+    if config.save:
+        results = {"precision": precision, "cost": cost, "hostile": hostile}
+        path = common.save("error_estimate", dataclasses.asdict(config), results)
+        save_plot(common.RESULTS / "error_estimate.png", hostile, config)
+        console.print(f"Written to {path}")
+
+
+def mean_of(method: str, **changes: Any) -> Callable[..., Any]:
+    """Return a compiled mean of simulated workers: (key, values) to the mean and its metrics."""
+
+    def local(key: jax.Array, values: jax.Array) -> Any:
+        return dq.pmean(values, _AXIS, key=key, method=method, **changes)
+
+    return jax.jit(jax.vmap(local, axis_name=_AXIS, in_axes=(None, 0)))
+
+
+def vnmse(mean: jax.Array, values: Values) -> float:
+    """Return the error of a mean, in float64."""
+    truth = values.mean(axis=0, dtype=np.float64)
+    return float(np.sum((np.asarray(mean, np.float64) - truth) ** 2) / np.sum(truth**2))
+
+
+def kinds(config: Config) -> dict[str, Callable[[int], Values]]:
+    """Return values by what they are: functions of the number of workers."""
+    most = max(config.workers)
+    corpora = load_corpora()
+    structure, params = new_model(ModelConfig(corpora.vocabulary))
+    params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    ((_, tree),) = gradient_snapshots(
+        structure, params, corpora.reference, workers=most, steps=range(20, 21)
+    )
+    tuned = np.concatenate([leaf.reshape(most, -1) for leaf in jax.tree.leaves(tree)], axis=1)
+
+    def noise(workers: int, seed: int) -> Values:
+        return np.random.default_rng(seed).standard_normal((workers, config.size), np.float32)
+
+    return {
+        "fine-tuning": lambda workers: tuned[:workers],
+        "made-up gradients": lambda workers: worker_gradients(workers, config.size, seed=0),
+        "weights": lambda workers: np.float32(0.02) * noise(1, 1) + 1e-3 * noise(workers, 2),
+        "white noise": lambda workers: noise(workers, 3),
+    }
+
+
+def precisions(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield estimated over true errors of every case."""
+    data = kinds(config)
+    for bits in config.bits:
+        run = mean_of(f"dynamiq:{bits}", with_metrics=True)
+        for workers in config.workers:
+            for kind, values_of in data.items():
+                values, ratios = np.asarray(values_of(workers), np.float32), []
+                for number in range(config.keys):
+                    mean, metrics = run(jax.random.key(number), values)
+                    ratios.append(float(metrics["error"][0]) / vnmse(mean[0], values))
+                yield {"bits": bits, "workers": workers, "kind": kind, "ratios": ratios}
+
+
+def costs(config: Config) -> dict[str, float]:
+    """Return the shares of time and bytes that metrics take."""
+    workers = 4
+    values = jax.device_put(worker_gradients(workers, config.size, seed=0))
+    runs = mean_of("dynamiq:5"), mean_of("dynamiq:5", with_metrics=True)
+    key, seconds = jax.random.key(0), ([], [])
+    for run in runs:
+        jax.block_until_ready(run(key, values))
+    for _ in range(config.rounds):
+        for run, of_run in zip(runs, seconds, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run(key, values))
+            of_run.append(time.perf_counter() - start)
+    plain, measured = map(statistics.median, seconds)
+    report = dq.wire_report(values[0], workers, with_metrics=True)
+    return {
+        "seconds": plain,
+        "seconds_with_metrics": measured,
+        "share_of_time": measured / plain - 1,
+        "share_of_bytes": report.sample_bytes / report.compressed_bytes,
+    }
+
+
+def hostile_run(config: Config) -> dict[str, Any]:
+    """Return errors and fallbacks of every step of a run whose gradients turn hostile."""
+    reduce = dq.all_reduce_gradients(
+        _AXIS,
+        method="dynamiq:4",
+        with_metrics=True,
+        options=dq.Options(max_error=config.limit),
+    )
+    unlimited = mean_of("dynamiq:4")
+    size, workers = 2**18, 4
+    update = jax.jit(
+        jax.vmap(reduce.update, axis_name=_AXIS, in_axes=(0, None), out_axes=(0, None))
+    )
+    state = reduce.init(np.zeros(size, np.float32))
+    found: dict[str, Any] = {"error": [], "estimate": [], "fallbacks": [], "without_limit": []}
+    for step in range(config.steps):
+        values = worker_gradients(workers, size, seed=step)
+        if config.hostile[0] <= step < config.hostile[1]:
+            values = np.random.default_rng(step).standard_normal((workers, size), np.float32)
+            values[0, :: 97 + step] *= 50
+        mean, state = update(values, state)
+        found["error"].append(vnmse(mean[0], values))
+        found["estimate"].append(float(state.metrics["worst_error"]))
+        found["fallbacks"].append(int(state.metrics["fallbacks"]))
+        found["without_limit"].append(vnmse(unlimited(jax.random.key(step), values)[0], values))
+    return found
+
+
+def precision_table(rows: list[dict[str, Any]]) -> Table:
+    """Make a table of the means and standard deviations of ratios."""
+    table = Table(title="Estimated over true error")
+    for heading in ("values", "bits", "workers", "mean", "standard deviation"):
+        table.add_column(heading)
+    for row in rows:
+        mean, std = statistics.fmean(row["ratios"]), statistics.stdev(row["ratios"])
+        cells = (row["kind"], str(row["bits"]), str(row["workers"]), f"{mean:.2f}", f"{std:.2f}")
+        table.add_row(*cells)
+    return table
+
+
+def save_plot(path: Path, hostile: dict[str, Any], config: Config) -> None:
+    """Draw the errors of the hostile run."""
+    with figure_of(path, 1, 1) as (figure, ((axis,),)):
+        figure.set_size_inches(8, 3.6)
+        figure.set_layout_engine("constrained")
+        axis.axvspan(config.hostile[0] - 0.5, config.hostile[1] - 0.5, color="#f1f3f5")
+        axis.axhline(config.limit, color="#868e96", lw=1, ls="--", label="max_error")
+        axis.plot(hostile["without_limit"], color="#adb5bd", label="without a limit")
+        # A sum that was sent again has an error of float32 alone.
+        least = config.limit / 1e3
+        axis.plot([max(e, least) for e in hostile["error"]], color="#d9480f", label="with it")
+        axis.set_yscale("log")
+        axis.set_xlabel("step")
+        axis.set_ylabel("vNMSE of the mean")
+        axis.set_title("Gradients turn hostile: the bucket is sent again, exactly", loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

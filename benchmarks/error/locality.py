@@ -1,0 +1,99 @@
+"""Locality of gradients: what chunked top-k loses if coordinates are in a random order.
+
+    python -m benchmarks.error.dump_gradients --workers 64 --output gradients.npz
+    python -m benchmarks.error.locality --gradients gradients.npz
+
+`TopKChunked` sums whole blocks. This pays only if large coordinates lie close together. The
+ablation of "Beyond Throughput and Compression Ratios" (arXiv 2407.01378) permutes the gradient:
+blocks of neighbors become blocks of random coordinates. Top-k of single coordinates does not depend
+on the order. It is the bound for all block sizes, and would need indices on the wire.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+from rich.progress import track
+from rich.table import Table
+
+import dynamiq_jax as dq
+from benchmarks import common
+from dynamiq_jax._console import tables
+from dynamiq_jax._measurement import gradient_files
+from dynamiq_jax.methods import Axis, Call, TopKChunked
+from dynamiq_jax.topologies import Ring
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    gradients: Path  # that benchmarks.error.dump_gradients wrote
+    workers: int = 8
+    bits: tuple[float, ...] = (1.0, 2.0, 4.0)
+    block_sizes: tuple[int, ...] = (64, 256, 1024)
+    save: bool = True  # write the result to benchmarks/results/locality.json
+
+
+def error(method: TopKChunked, flat: NDArray[np.float32]) -> float:
+    """Return the vNMSE of a sum over the workers of [workers, size]."""
+
+    def local(values: jax.Array) -> jax.Array:
+        return dq.psum(values, "data", key=jax.random.key(0), method=method)
+
+    total = np.asarray(jax.jit(jax.vmap(local, axis_name="data"))(flat)[0], np.float64)
+    truth = flat.sum(axis=0, dtype=np.float64)
+    return float(np.sum((total - truth) ** 2) / np.sum(truth**2))
+
+
+def share_left_out(flat: NDArray[np.float32], coordinates: int) -> float:
+    """Return the energy of the sum without its largest coordinates: the least possible error."""
+    energy = np.sort(flat.sum(axis=0, dtype=np.float64) ** 2)
+    return float(energy[:-coordinates].sum() / energy.sum())
+
+
+def main(config: Config) -> None:
+    """Measure every case and print a table."""
+    rng = np.random.default_rng(0)
+    results: list[dict[str, Any]] = []
+    for step, leaves in track(gradient_files.load(config.gradients).items(), transient=True):
+        flat = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves.values()], axis=1)
+        flat = flat[: config.workers]
+        permuted = flat[:, rng.permutation(flat.shape[1])]
+        for bits in config.bits:
+            for block_size in config.block_sizes:
+                method = TopKChunked(bits=bits, block_size=block_size)
+                call = Call(size=flat.shape[1], axis=Axis("data", config.workers), topology=Ring())
+                row = {"step": step, "bits": bits, "block_size": block_size}
+                results.append(
+                    row
+                    | {
+                        "in_order": error(method, flat),
+                        "permuted": error(method, permuted),
+                        "coordinates": share_left_out(flat, method.num_chosen(call) * block_size),
+                    }
+                )
+    console = tables.console()
+    console.print(as_table(results))
+    if config.save:
+        options = dataclasses.asdict(config) | {"gradients": config.gradients.name}
+        console.print(f"Written to {common.save('locality', options, results)}")
+
+
+def as_table(results: list[dict[str, Any]]) -> Table:
+    """Make a table with a line for each step, budget and block size."""
+    table = Table(title="vNMSE of top-k of blocks")
+    for heading in ("", "bits", "block", "in order", "permuted", "as many coordinates"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in results:
+        errors = (f"{row[name]:.2f}" for name in ("in_order", "permuted", "coordinates"))
+        table.add_row(row["step"], f"{row['bits']:g}", str(row["block_size"]), *errors)
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

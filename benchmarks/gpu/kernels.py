@@ -1,0 +1,70 @@
+"""Speed of the Triton kernels on an NVIDIA GPU, beside what a user would compare them with.
+
+    python -m benchmarks.gpu.kernels
+
+Needs JAX with CUDA, nothing but what the library needs besides, and no installation. Correctness
+comes first: against the XLA twin of every kernel, and against a float64 sum. Yardsticks are
+measured in the same run: a device-to-device copy, XLA's own fusion of the same maths, an int8 block
+quantizer, and casts to MXFP8. Results are written after every section, so that a run that is cut
+short leaves what it had.
+
+A time is that of back-to-back calls over their number, in a batch long enough to hide the host; the
+median of several batches. Where a call is shorter than the host needs to start one, that is what
+the figure shows: such rows are marked, and the profiler's own times are in the last section.
+"""
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from benchmarks import common
+from benchmarks.gpu import correctness, device, profiling, report, speed
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.options import Options, parse
+from benchmarks.gpu.record import Record, Results
+from pallas_kernels.implementation import without_gpu
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all sections; return 1 if one failed or a kernel was wrong."""
+    started = time.perf_counter()
+    options = parse(__doc__, arguments)
+    if options.interpret:  # compiling is then most of the time
+        jax.config.update("jax_disable_most_optimizations", True)
+    with without_gpu("interpret") if options.interpret else contextlib.nullcontext():
+        environment = common.environment() | device.facts()
+        print(" ".join(f"{k}={v}" for k, v in environment.items()), flush=True)
+        if options.interpret:
+            print("INTERPRETED: no time below means anything")
+        record = Record(options, environment, started)
+        bench = Bench(options, record)
+        for name, run in sections(options).items():
+            record.section(name, functools.partial(run, bench))
+        report.save_plot(bench)
+    return record.finish()
+
+
+def sections(options: Options) -> dict[str, Callable[[Bench, Results], None]]:
+    """Return the sections in the order in which they run: what matters least comes last."""
+    first, others = options.sizes[:1], options.sizes[1:]
+    bits, other_bits = options.bits[:1], options.bits[1:]
+    return {
+        "device": device.measure,
+        "correctness": correctness.check,
+        "main": functools.partial(speed.measure, sizes=first, bits=bits),
+        "prediction": device.predict,
+        "sweep": speed.sweep,
+        "all_reduce": correctness.simulate,
+        "bits": functools.partial(speed.measure, sizes=first, bits=other_bits),
+        # Size by size: what is left out when time is short is the largest.
+        "sizes": functools.partial(speed.measure, sizes=others, bits=options.bits_of_sizes),
+        "profiler": profiling.profile,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

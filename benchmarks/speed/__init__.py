@@ -1,0 +1,1 @@
+"""Time, memory and bytes of single parts."""

@@ -1,0 +1,189 @@
+"""Final loss of fine-tuning a small language model with every method: what an error of one
+all-reduce is worth, and where error feedback makes up for it.
+
+    python -m benchmarks.training.final_loss
+
+Workers are virtual devices of this machine. All runs start from the same weights and see the same
+batches in the same order; a seed changes batches and rounding.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import dynamiq_jax as dq
+from benchmarks import common
+from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.training import new_model
+from dynamiq_jax._measurement.settings import Setting, parse_setting
+from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
+from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    methods: tuple[str, ...] = (  # the first is what the others are compared with
+        "exact",
+        "dynamiq:5",
+        "mxfp8",
+        "blockint:5",
+        "dynamiq:4",
+        "blockint:4",
+        "dynamiq:3",
+        "blockint:3",
+        "mxfp4",
+        "thc",
+        "topk_chunked:4",
+        "ef+topk_chunked:4",
+        "powersgd",
+        "ef+powersgd",
+        "omnireduce",
+        "ef+topk_chunked:2",
+        "ef+arc_top_k:2",
+        "ef+arc_top_k:4",
+        "ef21m+exact",
+        "ef21m+arc_top_k:4:inner=exact",
+        "ef+split_sketch:2",
+        "ef+split_sketch:4",
+        "ef+marsit",
+        "gc+marsit",
+        "entropy_coded:agreement=0.1",
+        "thc:sum_bits=5",
+    )
+    topology: str = "ring"
+    workers: int = 4
+    batch: int = 4  # windows of each worker and step
+    steps: int = 120
+    learning_rate: float = 2e-3
+    context: int = 128
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pretrain_steps: int = 240
+    save: bool = True  # write the result to benchmarks/results/final_loss.json
+    resume: bool = True  # take the losses of methods from there, if those of the first are the same
+
+
+def train_step(
+    structure: Any, setting: Setting, config: Config, seed: int
+) -> tuple[Callable[[Params], Any], Callable[..., Any]]:
+    """Return functions that make the state of a run and take one step of it."""
+    reduce = dq.all_reduce_gradients(
+        "data", method=setting.method, topology=setting.topology, seed=seed
+    )
+    optimizer = optax.chain(reduce, make_optimizer(config.learning_rate, config.steps))
+    gradient = jax.grad(loss_of(structure))
+    mesh = jax.make_mesh((config.workers,), ("data",), axis_types=(AxisType.Auto,))
+    specs = (dq.AllReduceState(step=P(), method=P("data"), metrics=P()), P())
+
+    def local(params: Params, state: Any, batches: jax.Array) -> tuple[Params, Any]:
+        updates, state = optimizer.update(gradient(params, batches[0]), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.jit(
+            jax.shard_map(
+                function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            )
+        )
+
+    init = mapped(optimizer.init, P(), specs)
+    return init, mapped(local, (P(), specs, P("data")), (P(), specs))
+
+
+def final_loss(
+    structure: Any, params: Params, corpora: Corpora, setting: Setting, config: Config, seed: int
+) -> float:
+    """Fine-tune and return the evaluation loss, nats per token."""
+    init, step = train_step(structure, setting, config, seed)
+    state = init(params)
+    for number in range(config.steps):
+        windows = random_windows(
+            corpora.reference,
+            count=config.workers * config.batch,
+            context=config.context,
+            seed=seed,
+            step=number,
+        )
+        shape = (config.workers, config.batch, config.context + 1)
+        params, state = step(params, state, jnp.asarray(windows.reshape(shape)))
+    held_out = all_windows(corpora.held_out, context=config.context, multiple_of=1)
+    return float(jax.jit(loss_of(structure))(params, jnp.asarray(held_out)))
+
+
+def main(config: Config) -> None:
+    """Train with every method and print a table."""
+    jax.config.update("jax_num_cpu_devices", config.workers)
+    console = Console()
+    corpora = load_corpora()
+    structure, params = new_model(ModelConfig(corpora.vocabulary))
+    with console.status("Pre-training"):
+        params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    shapes = jax.eval_shape(lambda: params)
+    settings = [parse_setting(f"{name}:{config.topology}", "--methods") for name in config.methods]
+    runs = functools.partial(final_loss, structure, params, corpora, config=config)
+    known = earlier_losses(config) if config.resume else {}
+    results: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Fine-tuning", total=len(settings) * len(config.seeds))
+        for name, setting in zip(config.methods, settings, strict=True):
+            losses = known.get(name, []) if results else []  # the first one is always run
+            for seed in config.seeds[len(losses) :]:
+                losses.append(runs(setting=setting, seed=seed))
+                progress.update(task, completed=len(config.seeds) * len(results) + len(losses))
+            if not results and losses != known.get(name):
+                known = {}  # another machine, or other versions
+            exact = np.array(results[0]["losses"] if results else losses)
+            bits = wire_bits(setting, shapes, config.workers)
+            off = (np.array(losses) / exact - 1).tolist()
+            results.append({"method": name, "bits": bits, "losses": losses, "off": off})
+            if config.save:  # after every method: a run takes long
+                done = config.methods[: len(results)]
+                options = dataclasses.asdict(config) | {"methods": done}
+                common.save("final_loss", options, results)
+    console.print(as_table(results))
+
+
+def earlier_losses(config: Config) -> dict[str, list[float]]:
+    """Return method to losses of the result file, if its other options are the same."""
+    options = dataclasses.asdict(config)
+    rows = common.earlier_results("final_loss", options, but=("methods", "save", "resume"))
+    return {row["method"]: row["losses"] for row in rows or ()}
+
+
+def wire_bits(setting: Setting, shapes: Any, workers: int) -> float:
+    """Return the bits of a coordinate on the wire, for all leaves that training compresses."""
+    return dq.wire_report(shapes, workers, method=setting.method, topology=setting.topology).bits
+
+
+def as_table(results: list[dict[str, Any]]) -> Table:
+    """Make a table with one line for each method."""
+    table = Table(title="Evaluation loss after fine-tuning, against the exact mean")
+    table.add_column("method")
+    for heading in ("bits", "loss, mean over seeds", "off", "of each seed"):
+        table.add_column(heading, justify="right")
+    for row in results:
+        table.add_row(
+            row["method"],
+            f"{row['bits']:.2f}",
+            f"{np.mean(row['losses']):.4f}",
+            f"{np.mean(row['off']):+.2%}",
+            "  ".join(f"{off:+.2%}" for off in row["off"]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

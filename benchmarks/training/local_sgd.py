@@ -1,0 +1,269 @@
+"""Final loss and bytes of local SGD (DiLoCo) on a small language model, beside an all-reduce in
+every step.
+
+    python -m benchmarks.training.local_sgd
+
+Workers are virtual devices of this machine. All runs start from the same weights and see the same
+batches in the same order; a seed changes batches and rounding.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.progress import Progress
+
+import dynamiq_jax as dq
+from benchmarks import common
+from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.training import new_model
+from dynamiq_jax._console import tables
+from dynamiq_jax.training import LocalSGD
+from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
+from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
+
+# The first is what the bytes of the others are compared with, the second what their losses are.
+EVERY_STEP = "all-reduce in every step, bf16"
+EXACT = "local SGD, exact"
+STREAMING = {"fragments": 4, "delay": 2, "mixing": 0.5}
+RUNS: dict[str, dict[str, Any]] = {
+    EVERY_STEP: {},
+    EXACT: {"method": "exact"},
+    "local SGD, 4 bits": {"method": "dynamiq:4"},
+    "local SGD, 3 bits, error feedback": {"method": "ef+dynamiq:3"},
+    "4 fragments, delay 2, exact": {"method": "exact", **STREAMING},
+    "4 fragments, delay 2, 4 bits": {"method": "dynamiq:4", **STREAMING},
+    "outer step of 1, exact": {"method": "exact", "outer": optax.sgd(1.0)},
+    "outer step of 1, 4 bits": {"method": "dynamiq:4", "outer": optax.sgd(1.0)},
+}
+# The run with exact means that each is compared with.
+EXACT_OF = {name: f"{name.split(',')[0]}, exact" for name in RUNS} | {
+    name: f"{name.rsplit(',', 1)[0]}, exact" for name in RUNS if name.startswith("4 fragments")
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    runs: tuple[str, ...] = tuple(RUNS)
+    workers: int = 4
+    every: int = 20  # local steps between two synchronizations
+    batch: int = 2  # windows of each worker and step
+    steps: int = 120
+    learning_rate: float = 2e-3
+    context: int = 128
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pretrain_steps: int = 240
+    save: bool = True  # write the result to benchmarks/results/local_sgd.json
+    resume: bool = True  # take runs from there that have the same other options
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One way to train, compiled: the parameters to evaluate are those of `params_of`."""
+
+    init: Callable[[Params], Any]
+    step: Callable[[Any, jax.Array], Any]
+    params_of: Callable[[Any], Params]
+    bytes_by_step: list[int]  # that a worker sends in each step of a period
+
+
+def every_step(structure: Any, mesh: Mesh, config: Config, seed: int, shapes: Any) -> Training:
+    """Train with a mean of gradients in every step, in bfloat16."""
+    reduce = dq.all_reduce_gradients("data", method="bf16", seed=seed)
+    optimizer = optax.chain(reduce, make_optimizer(config.learning_rate, config.steps))
+    gradient = jax.grad(loss_of(structure))
+    specs = (P(), P())
+
+    def step(carry: Any, batches: jax.Array) -> Any:
+        params, state = carry
+        own = jax.lax.pcast(params, "data", to="varying")
+        updates, state = optimizer.update(gradient(own, batches[0]), state, params)
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
+    sent = dq.wire_report(shapes, config.workers, method="bf16").bytes_per_worker
+    return Training(
+        lambda params: (params, optimizer.init(params)),
+        jax.jit(mapped),
+        lambda carry: carry[0],
+        [sent],
+    )
+
+
+def local(
+    structure: Any, mesh: Mesh, config: Config, seed: int, shapes: Any, fields: dict[str, Any]
+) -> Training:
+    """Train with local SGD."""
+    local_sgd = LocalSGD(axis_name="data", every=config.every, seed=seed, **fields)
+    optimizer = make_optimizer(config.learning_rate, config.steps)
+    gradient = jax.grad(loss_of(structure))
+    specs = (P("data"), local_sgd.state_specs)
+
+    def init(params: Params) -> Any:
+        own = jax.lax.pcast((params, optimizer.init(params)), "data", to="varying")
+        return jax.tree.map(lambda leaf: leaf[None], own), local_sgd.init(params)
+
+    def step(carry: Any, batches: jax.Array) -> Any:
+        stacked, state = carry
+        params, opt_state = jax.tree.map(lambda leaf: leaf[0], stacked)
+        updates, opt_state = optimizer.update(gradient(params, batches[0]), opt_state, params)
+        params, state = local_sgd.update(optax.apply_updates(params, updates), state)
+        return jax.tree.map(lambda leaf: leaf[None], (params, opt_state)), state
+
+    sent = [0] * config.every
+    reports = local_sgd.wire_report(shapes, config.workers)
+    for number in range(config.every):
+        fragment = local_sgd.due(number).sent
+        sent[number] = 0 if fragment is None else reports[fragment].bytes_per_worker
+    return Training(
+        jax.jit(jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)),
+        jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)),
+        lambda carry: carry[1].reference,
+        sent,
+    )
+
+
+def losses_of(
+    training: Training,
+    params: Params,
+    corpora: Corpora,
+    evaluate: Callable[[Params], float],
+    config: Config,
+    seed: int,
+) -> list[float]:
+    """Train; return the evaluation loss before the first and after every period, nats a token."""
+    carry = training.init(params)
+    losses = [evaluate(params)]
+    for number in range(config.steps):
+        count = config.workers * config.batch
+        windows = random_windows(
+            corpora.reference, count=count, context=config.context, seed=seed, step=number
+        )
+        shape = (config.workers, config.batch, config.context + 1)
+        carry = training.step(carry, jnp.asarray(windows.reshape(shape)))
+        if (number + 1) % config.every == 0:
+            losses.append(evaluate(training.params_of(carry)))
+    return losses
+
+
+def main(config: Config) -> None:
+    """Train with all runs and seeds, and print a table."""
+    jax.config.update("jax_num_cpu_devices", config.workers)
+    console = Console()
+    corpora = load_corpora()
+    structure, params = new_model(ModelConfig(corpora.vocabulary))
+    with console.status("Pre-training"):
+        params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    mesh = jax.make_mesh((config.workers,), ("data",), axis_types=(AxisType.Auto,))
+    shapes = jax.eval_shape(lambda: params)
+    held_out = jnp.asarray(all_windows(corpora.held_out, context=config.context, multiple_of=1))
+    loss = jax.jit(loss_of(structure))
+    evaluate = lambda params: float(loss(jax.device_put(params, jax.devices()[0]), held_out))  # noqa: E731
+    results: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Training", total=len(config.runs) * len(config.seeds))
+        options = dataclasses.asdict(config)
+        earlier = common.earlier_results("local_sgd", options, but=("runs", "save", "resume"))
+        known = {row["run"]: row for row in earlier or () if config.resume}
+        for name in config.runs:
+            if name in known:
+                results.append(known[name])
+                _compare(results)
+                progress.advance(task, len(config.seeds))
+                continue
+            make = every_step if name == EVERY_STEP else functools.partial(local, fields=RUNS[name])
+            curves = []
+            for seed in config.seeds:
+                training = make(structure, mesh, config, seed, shapes)
+                curves.append(losses_of(training, params, corpora, evaluate, config, seed))
+                progress.advance(task)
+            sent = training.bytes_by_step
+            results.append(
+                {
+                    "run": name,
+                    "losses": curves,
+                    "bytes_a_step": float(np.mean(sent)),
+                    "peak_bytes": max(sent),
+                }
+            )
+            _compare(results)
+            if config.save:  # after every run: all of them take long
+                path = common.save("local_sgd", dataclasses.asdict(config), results)
+                plot(results, config, path.with_suffix(".png"))
+    _print(console, results)
+
+
+def _compare(results: list[dict[str, Any]]) -> None:
+    """Add what a run is, relative to others, where these are there."""
+    by_name = {row["run"]: row for row in results}
+    row = results[-1]
+    final = np.array(row["losses"])[:, -1]
+    if EVERY_STEP in by_name:
+        row["times_fewer_bytes"] = by_name[EVERY_STEP]["bytes_a_step"] / row["bytes_a_step"]
+        row["off_every_step"] = (
+            final / np.array(by_name[EVERY_STEP]["losses"])[:, -1] - 1
+        ).tolist()
+    exact = EXACT_OF[row["run"]]
+    if exact in by_name and row["run"] != EVERY_STEP:
+        row["off_exact"] = (final / np.array(by_name[exact]["losses"])[:, -1] - 1).tolist()
+
+
+def _print(console: Console, results: list[dict[str, Any]]) -> None:
+    table = tables.table(
+        "Evaluation loss after training, and bytes that a worker sends",
+        ("run",),
+        ("loss", "off exact means", "bytes a step", "fewer than BF16", "peak bytes of a step"),
+    )
+    for row in results:
+        table.add_row(
+            row["run"],
+            f"{np.mean([losses[-1] for losses in row['losses']]):.4f}",
+            f"{np.mean(row['off_exact']):+.2%}" if "off_exact" in row else "",
+            f"{row['bytes_a_step']:,.0f}",
+            f"{row['times_fewer_bytes']:.0f}x" if "times_fewer_bytes" in row else "",
+            f"{row['peak_bytes']:,}",
+        )
+    console.print(table)
+
+
+def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
+    """Draw the evaluation loss against the bytes that a worker has sent."""
+    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    colors = {"local SGD": "C0", "4 fragments": "C1", "outer step of 1": "C2"}
+    for row in results:
+        losses = np.mean(row["losses"], axis=0)[1:]
+        periods = np.arange(1, len(losses) + 1)
+        megabytes = row["bytes_a_step"] * config.every * periods / 1e6
+        kind, _, way = row["run"].partition(",")
+        style = {"color": colors.get(kind, "black"), "ls": ":" if "exact" in way else "-"}
+        if "feedback" in way:
+            style = {"color": "C3", "ls": "-"}
+        axis.plot(megabytes, losses, marker=".", label=row["run"], **style)
+    axis.set(
+        xscale="log",
+        xlabel="sent by each worker since the start (MB)",
+        ylabel="evaluation loss (nats a token)",
+        title=f"{config.workers} workers, the same {config.steps} steps in every run",
+    )
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside right center", frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,67 @@
+"""Table of the page on which method to take, from result files and the cost model of `advise`."""
+
+from docs.scripts.advised import break_even_gbit, gain_of_a_step
+from docs.scripts.result_files import exponent, markdown, mean, results_of
+
+
+def which_method() -> str:
+    """Write which method to take on which link, with one figure for each."""
+    sgd = _times_to_target("time_to_accuracy_local_sgd", 10e6)
+    far = sgd["bf16:ring"] / sgd["dynamiq:4:ring@20x2"]
+    slow = _times_to_target("time_to_accuracy", 100e6)
+    fast = _times_to_target("time_to_accuracy", 1000e6)
+    errors = {
+        row["setting"]: mean([step["vnmse"] for step in row["steps"].values()])
+        for row in results_of("compare_ring")
+        if row["workers"] == 8
+    }
+    rows = [
+        [
+            "between sites, 10 Mbit/s",
+            '[local SGD](workers/local_sgd.md) with `"dynamiq:4"`',
+            f"measured: {far:.0f} times sooner at the same loss than BF16 in every step",
+        ],
+        [
+            "100 Mbit/s",
+            '`"dynamiq:4"`',
+            f"measured: {slow['bf16:ring'] / slow['dynamiq:4:ring']:.1f} times sooner than BF16",
+        ],
+        [
+            "1 Gbit/s, CPUs",
+            '`"dynamiq:5"`',
+            f"measured: {fast['bf16:ring'] / fast['dynamiq:5:ring']:.1f} times sooner than BF16",
+        ],
+        [
+            "more than a few Gbit/s, CPUs",
+            "`jax.lax.pmean`",
+            f"predicted: BF16 is faster from {break_even_gbit('cpu', '100M', 'bf16'):g} Gbit/s on",
+        ],
+        *(
+            [
+                f"{gbit} Gbit/s, GPUs",
+                '`"dynamiq:5"`',
+                f"predicted: steps {gain_of_a_step(f'{gbit}gbit'):.2f} times as fast as with BF16",
+            ]
+            for gbit in (10, 100, 400)
+        ),
+        [
+            "NVLink, or inside one host",
+            "`jax.lax.pmean`",
+            f"predicted: steps {gain_of_a_step('3600gbit'):.2f} times as fast if compressed",
+        ],
+        [
+            "any, with the least error",
+            '`"bf16"`',
+            "half the bytes of float32; vNMSE {}, where 5 bits have {}".format(
+                *(exponent(errors[name]) for name in ("bf16:ring", "dynamiq:5:ring"))
+            ),
+        ],
+    ]
+    return markdown(["slowest link of a worker", "take", "one figure"], rows)
+
+
+def _times_to_target(name: str, rate: float) -> dict[str, float]:
+    """Return seconds to the 99 % target on a link, by setting."""
+    links = [row for row in results_of(name)["links"] if row["rate"] == rate]
+    seconds = {row["setting"]: row["to_target"]["0.99"]["seconds"] for row in links}
+    return {setting: time for setting, time in seconds.items() if time is not None}

@@ -1,0 +1,535 @@
+"""Tables of the pages that come from result files or from the library itself, and scripts.
+
+    python -m docs.scripts.tables
+
+A page has `<!-- table: NAME -->` and `<!-- end -->` around each table, and `<!-- script: NAME -->`
+around the text of examples/NAME.py. This script writes the lines between them.
+tests/project/test_docs.py fails where a page and this script disagree.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import stdev
+
+import jax
+
+import dynamiq_jax as dq
+from docs.scripts import bucket_tables, choice_tables, method_tables, training_tables
+from docs.scripts.advised import at_five_bits, break_even_gbit, gain_of_a_step
+from docs.scripts.result_files import RESULTS, exponent, markdown, mean, results_of
+from dynamiq_jax._commands.advise import Advise
+from dynamiq_jax._console.units import format_seconds
+from dynamiq_jax._prediction.error_law import error_growth
+from dynamiq_jax.methods import METHODS, resolve_method
+from dynamiq_jax.topologies import TOPOLOGIES
+from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
+
+DOCS = Path(__file__).parents[1]
+ROOT = DOCS.parent
+EXAMPLES = ROOT / "examples"
+
+# Outputs of the operations of the codec.
+_KINDS = {
+    **dict.fromkeys(("compress", "hop", "hop2"), "messages"),
+    **dict.fromkeys(("decompress", "decompress_accumulate"), "decoded rows"),
+    "statistics": "norms",
+}
+
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+_SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def methods() -> str:
+    """Write the bits of every method with its defaults, and its error and time by `compare`."""
+    compared = [*results_of("compare_ring"), *results_of("compare_low_bits")]
+    measured = {row["setting"]: row for row in compared if row["workers"] == 8}
+    # How the settings of the result file spell the defaults.
+    settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
+    settings["flash_communication"] = "flash_communication:5"
+    gradient = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
+    rows = []
+    for name in METHODS:
+        method = resolve_method(name)
+        bits = [f"{dq.wire_report(gradient, n, method=method).bits:.2f}" for n in (8, 64)]
+        found = measured.get(f"{settings.get(name, name)}:ring")
+        error, time = ("", "")
+        if found:
+            error = exponent(mean([step["vnmse"] for step in found["steps"].values()]))
+            time = f"{found['codec_ns']:.0f}"
+        rows.append([f'`"{name}"`', *bits, error, time])
+    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE", "codec ns a coordinate"]
+    return markdown(header, rows)
+
+
+def break_even() -> str:
+    """Write the speed of a link below which 5 bits beat `psum`, by `dynamiq-jax advise`."""
+    rows = []
+    for device, size in (("gpu", "7G"), ("cpu", "100M")):
+        for gradient in ("f32", "bf16"):
+            gbit = break_even_gbit(device, size, gradient)
+            what = {"f32": "float32", "bf16": "bfloat16"}[gradient]
+            ns = f"{CODEC_SPEEDS[device].ns_per_coordinate:g} ns"
+            rows.append([device.upper(), ns, what, f"{gbit:g} Gbit/s"])
+    header = ["codec on a", "for a coordinate", "`psum` of", "compress below"]
+    return markdown(header, rows)
+
+
+def steps() -> str:
+    """Write the times of a training step on several links by `dynamiq-jax advise --size 7G`."""
+    rows = []
+    for link in ("1gbit", "10gbit", "25gbit", "100gbit", "400gbit", "1600gbit"):
+        plain, ours = at_five_bits(Advise(link=link, size="7G"))
+        rows.append(
+            [
+                link.replace("gbit", " Gbit/s"),
+                format_seconds(plain.all_reduce.total),
+                format_seconds(ours.all_reduce.total),
+                f"{plain.all_reduce.total / ours.all_reduce.total:.2f}x",
+                f"{gain_of_a_step(link):.2f}x",
+                f"{gain_of_a_step(link, overlap=0.5):.2f}x",
+            ]
+        )
+    header = ["link of each worker", "`psum`, bfloat16", "5 bits", "all-reduce", "step"]
+    return markdown([*header, "step, half of it hides transfers"], rows)
+
+
+def topologies() -> str:
+    """Write steps and error of every topology over 16 workers: error.json."""
+    measured: dict[str, list[float]] = {}
+    for row in results_of("error"):
+        # The same order of training steps for each.
+        if row["preset"] == "default" and row["workers"] == 16 and abs(row["bits"] - 5) < 0.1:
+            measured.setdefault(row["topology"], []).append(row["vnmse"])
+    rows = []
+    for name in ("ring", "butterfly", "all_to_all"):
+        topology = TOPOLOGIES[name]()
+        ratios = [a / b for a, b in zip(measured[name], measured["ring"], strict=True)]
+        rows.append(
+            [
+                f'`"{name}"`',
+                str(topology.steps(16)),
+                f"{mean(ratios):.2f}",
+                *(f"{error_growth(topology, n, agreement=0.1):.1f}" for n in (4, 16, 64)),
+            ]
+        )
+    header = ["topology", "steps, 16 workers", "vNMSE, 16 workers, ring = 1"]
+    return markdown([*header, *(f"law, {n} workers" for n in (4, 16, 64))], rows)
+
+
+def emulated() -> str:
+    """Write the times that `dynamiq-jax network` measured: cost_model.json."""
+    points = results_of("cost_model")["points"]
+    seconds = {(p["rate"], p["hosts"], p["setting"]): p["seconds"] for p in points}
+    rows = []
+    for rate, hosts in sorted({(rate, hosts) for rate, hosts, _ in seconds}):
+        psum, bf16, *ours = (
+            seconds[rate, hosts, setting]
+            for setting in ("psum", "bf16:ring", "dynamiq:5:ring", "dynamiq:4:ring")
+        )
+        faster = [f"{s:.2f} s: {psum / s:.1f}x, {bf16 / s:.1f}x" for s in ours]
+        link = f"{rate / 1e6:g} Mbit/s"
+        rows.append([link, str(hosts), f"{psum:.2f} s", f"{bf16:.2f} s", *faster])
+    return markdown(
+        ["link", "hosts", "`lax.psum`", "BF16 ring", "5 bits, ring", "4 bits, ring"], rows
+    )
+
+
+def final_losses() -> str:
+    """Write the evaluation loss after training with every method: final_loss.json."""
+    results = results_of("final_loss")
+    rows = [
+        [
+            f"`{row['method']}`",
+            f"{row['bits']:.2f}",
+            f"{mean(row['losses']):.4f}",
+            f"{mean(row['off']):+.2%}",
+            ", ".join(f"{off:+.2%}" for off in row["off"]),
+        ]
+        for row in results
+    ]
+    return markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
+
+
+def on_a_ring() -> str:
+    """Write the error and the time of every method on a ring: compare_ring.json."""
+    measured = {(row["setting"], row["workers"]): row for row in results_of("compare_ring")}
+    of_eight = [row for (_, workers), row in measured.items() if workers == 8]
+    rows = []
+    for row in sorted(of_eight, key=lambda row: -row["bits"]):
+        steps = row["steps"].values()
+        rows.append(
+            [
+                f"`{row['method']}`",
+                f"{row['bits']:.2f}",
+                " / ".join(exponent(step["vnmse"]) for step in steps),
+                exponent(measured[row["setting"], 16]["vnmse"]),
+                exponent(mean([step["relative"] for step in steps])),
+                f"{mean([step['gain'] for step in steps]):.3f}",
+                f"{row['codec_ns']:.0f}",
+            ]
+        )
+    header = ["method", "bits", "vNMSE, 8 workers, steps 20 / 100 / 200"]
+    header += ["16 workers, geometric mean", "of a super-group", "gain", "codec ns"]
+    return markdown(header, rows)
+
+
+def equal_bits() -> str:
+    """Write the error of DynamiQ and of block integers of as many bits, on 8 workers:
+    compare_ring.json and compare_topologies.json.
+    """
+    vnmse = {
+        row["setting"]: row["vnmse"]
+        for name in ("compare_ring", "compare_topologies")
+        for row in results_of(name)
+        if row["workers"] == 8
+    }
+    carriers = ("ring", "butterfly", "all_to_all")
+    rows = []
+    for bits in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5):
+        settings = (f"dynamiq:{bits:g}", f"blockint:{bits - 0.5:g}")
+        errors = [vnmse[f"{setting}:{carrier}"] for setting in settings for carrier in carriers]
+        rows.append([f"{bits:g}", *map(exponent, errors)])
+    header = ["bits", "`DynamiQ`: ring", "butterfly", "all_to_all"]
+    return markdown([*header, "`BlockInt(block=32)`: ring", "butterfly", "all_to_all"], rows)
+
+
+def other_model() -> str:
+    """Write errors on gradients of another model: compare_decoder.json."""
+    rows: dict[str, list[str]] = {}
+    for row in results_of("compare_decoder"):
+        errors = " / ".join(exponent(step["vnmse"]) for step in row["steps"].values())
+        rows.setdefault(row["method"], [f"`{row['method']}`", f"{row['bits']:.2f}"]).append(errors)
+    header = ["setting", "bits", "8 workers, steps 20 / 100 / 200", "16 workers"]
+    return markdown(header, list(rows.values()))
+
+
+def beside_paper() -> str:
+    """Write tables 3 to 6 of the paper: paper_tables.json."""
+    rows, base = [], {}
+    for row in results_of("paper_tables"):
+        table, paper = row["table"].split(":")[0], row["paper"]
+        if not table.startswith("Table"):
+            continue
+        if paper:
+            base.setdefault(table, row)  # The first row that both have is 1.
+        rows.append((table, row))
+    cells = [
+        [
+            table,
+            row["row"],
+            " / ".join(map(exponent, row["vnmse"].values())),
+            f"{row['mean'] / base[table]['mean']:.2g}",
+            f"{row['paper']:.2g}" if row["paper"] else "",
+            f"{row['paper'] / base[table]['paper']:.2g}" if row["paper"] else "",
+        ]
+        for table, row in rows
+    ]
+    header = ["", "row", "vNMSE, steps 20 / 100 / 200", "ratio", "the paper's", "its ratio"]
+    return markdown(header, cells)
+
+
+def by_workers() -> str:
+    """Write errors on a ring of more and more workers: paper_tables.json."""
+    names = {
+        "default": "`DynamiQ`, default",
+        "paper's preset": "`DynamiQ`, paper's preset",
+        "MXFP8": "MXFP8",
+    }
+    errors: dict[str, dict[int, float]] = {name: {} for name in names}
+    for row in results_of("paper_tables"):
+        if row["table"].startswith("Workers"):
+            errors[row["row"].partition(", n")[0]][row["workers"]] = row["mean"]
+    header = ["vNMSE on a ring, mean of the steps", *(f"n = {n}" for n in errors["default"])]
+    return markdown(
+        header, [[names[name], *map(exponent, of.values())] for name, of in errors.items()]
+    )
+
+
+def allocation() -> str:
+    """Write the ranges of the ratios of DynamiQ on each of many tensors: allocation.json."""
+    columns = {
+        "to fitted widths": ("against_fitted", "to fitted"),
+        "to `BlockInt`, both unbiased": ("against_blockint", "unbiased"),
+        "both to nearest": ("against_blockint", "nearest"),
+        "`DynamiQ` unbiased, `BlockInt` to nearest": ("against_blockint", "unbiased / nearest"),
+        "4.25 bits to MXFP4": ("against_mxfp4", "to mxfp4", 4.25),
+        "5 bits to MXFP4": ("against_mxfp4", "to mxfp4", 5),
+    }
+    compared = results_of("allocation")
+    rows = []
+    for tensor in dict.fromkeys(row["tensor"] for row in compared["against_blockint"]):
+        cells = [tensor]
+        for table, kind, *bits in columns.values():
+            ratios = [
+                row["ratios"][kind]
+                for row in compared[table]
+                if row["tensor"] == tensor and (not bits or row["bits"] == bits[0])
+            ]
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+        rows.append(cells)
+    return markdown(["tensor", *columns], rows)
+
+
+def limits() -> str:
+    """Write the least errors of any code beside measured ones, on the same gradients:
+    rate_distortion.json and compare_ring.json.
+    """
+    measured = {
+        (row["setting"], row["workers"]): row["steps"] for row in results_of("compare_ring")
+    }
+    rows = []
+    for bound in results_of("rate_distortion"):
+        step, workers, bits = bound["step"], bound["workers"], bound["bits"]
+        if bits in (4, 5):
+            ours, mxfp8 = (
+                measured[setting, workers][step]["vnmse"]
+                for setting in (f"dynamiq:{bits:g}:ring", "mxfp8:ring")
+            )
+            errors = map(exponent, (bound["message"], bound["ring"], ours, mxfp8))
+            rows.append([f"{bits:g}", str(workers), step.removeprefix("step "), *errors])
+    rows.sort(key=lambda row: (row[0], int(row[1])))
+    header = ["bits", "workers", "step", "least, gathered message alone", "least, ring"]
+    return markdown([*header, "`DynamiQ`", "`MXFP8`, 8.25 bits"], rows)
+
+
+def accuracy() -> str:
+    """Write times to the exact run's 99% target, and final losses: time_to_accuracy.json."""
+    results = results_of("time_to_accuracy")
+    offs = {row["setting"]: row["off"].values() for row in results["final_losses"]}
+    ranges = {
+        setting: f"{mean([*off]):+.2%} ({min(off):+.2%} to {max(off):+.2%})"
+        for setting, off in offs.items()
+    }
+    settings = dict.fromkeys(row["setting"] for row in results["links"])
+    header, rows = _times(settings, ("bf16:ring", "mxfp8:ring"))
+    rows = [[*row, ranges[setting]] for setting, row in zip(settings, rows, strict=True)]
+    return markdown([*header, "final loss (range of the seeds)"], rows)
+
+
+def headline() -> str:
+    """Write the rows of `accuracy` that a first look needs, with one ratio."""
+    final = {
+        row["setting"]: row["mean_off"] for row in results_of("time_to_accuracy")["final_losses"]
+    }
+    settings = ("psum", "bf16:ring", "mxfp8:ring", "dynamiq:5:ring", "dynamiq:4:ring")
+    header, rows = _times(settings, ("bf16:ring",))
+    rows = [[*row, f"{final[setting]:+.2%}"] for setting, row in zip(settings, rows, strict=True)]
+    return markdown([*header, "final loss"], rows)
+
+
+def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of seconds to the 99 % target, with speed-ups over other settings."""
+    links = results_of("time_to_accuracy")["links"]
+    bits = {row["setting"]: row["bits"] for row in links}
+    reached = {(row["setting"], row["rate"]): row["to_target"]["0.99"]["seconds"] for row in links}
+    rates = list(dict.fromkeys(row["rate"] for row in links))
+    rows = []
+    for setting in settings:
+        cells = []
+        for rate in rates:
+            mine = reached[setting, rate]
+            times = [reached[other, rate] for other in others]
+            sooner = ", ".join(f"{t / mine:.2f}x" for t in times if mine and t)
+            cells.append(f"{mine:.1f} s ({sooner})" if mine else "not reached")
+        name = "`lax.psum`, float32" if setting == "psum" else f"`{setting}`"
+        rows.append([name, f"{bits[setting]:.1f}", *cells])
+    return ["", "bits", *(f"{rate / 1e6:g} Mbit/s" for rate in rates)], rows
+
+
+def error_estimates() -> str:
+    """Write the ratios of estimated and true errors: error_estimate.json."""
+    ratios: dict[tuple[str, int], list[list[float]]] = {}
+    for row in results_of("error_estimate")["precision"]:
+        ratios.setdefault((row["kind"], row["workers"]), []).append(row["ratios"])
+    rows = []
+    for kind in dict.fromkeys(kind for kind, _ in ratios):
+        cells = []
+        for (of_kind, _), cases in ratios.items():
+            if of_kind == kind:
+                means, stds = zip(*((mean(case), stdev(case)) for case in cases), strict=True)
+                cells.append(f"{min(means):.2f} to {max(means):.2f}, {max(stds):.0%}")
+        rows.append([kind, *cells])
+    counts = dict.fromkeys(workers for _, workers in ratios)
+    return markdown(["values", *(f"{workers} workers" for workers in counts)], rows)
+
+
+def executed() -> str:
+    """Write how many bytes of executed kernels differ from the base: executed_ptx.json."""
+    approximations = {"nearest": "nearest", "up:1": "one above", "down:1": "one below"}
+    names = {"triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
+    cells = results_of("executed_ptx")
+    rows = []
+    for backend, name in names.items():
+        for data in ("gradient", "hard"):
+            for kind in ("messages", "decoded rows", "norms"):
+                of_kind = [
+                    cell
+                    for cell in cells
+                    if (cell["backend"], cell["data"]) == (backend, data)
+                    and _KINDS[cell["operation"]] == kind
+                ]
+                differ = [
+                    sum(cell["differing_bytes"] for cell in of_kind if cell["approximation"] == key)
+                    for key in approximations
+                ]
+                compared = sum(cell["bytes"] for cell in of_kind) // len(approximations)
+                rows.append([name, data, kind, f"{compared:,}", *(f"{n:,}" for n in differ)])
+    heads = (f"differ, {label}" for label in approximations.values())
+    return markdown(["kernels", "rows", "outputs", "bytes", *heads], rows)
+
+
+def executed_reasons() -> str:
+    """Write why rows of executed kernels differ from the base: executed_ptx.json."""
+    counts: dict[tuple[str, str], int] = {}
+    for cell in results_of("executed_ptx"):
+        for reason, number in cell["rows"].items():
+            key = _KINDS[cell["operation"]], reason
+            counts[key] = counts.get(key, 0) + number
+    rows = [[kind, reason, f"{counts[kind, reason]:,}"] for kind, reason in sorted(counts)]
+    return markdown(["outputs", "reason", "rows"], rows)
+
+
+def compile_times() -> str:
+    """Write compile times: compile_time.json."""
+    results = results_of("compile_time")
+    rows = [
+        [str(row["workers"]), *(f"{s:.1f} s" for s in (row["exact"], *row["compressed"].values()))]
+        for row in results
+    ]
+    kinds = (f"`dq.pmean`, {kind}" for kind in results[0]["compressed"])
+    return markdown(["workers", "`lax.pmean`", *kinds], rows)
+
+
+def big_models() -> str:
+    """Write compile times and memory of large programs: big_models.json."""
+    rows = []
+    for row in results_of("big_models"):
+        if row["name"].startswith("dense"):
+            continue
+        compiled = "seconds" in row
+        gigabytes = f"{row['temporary_bytes'] / 1e9:.1f} GB" if compiled else ""
+        seconds = f"{row['seconds']:.0f} s" if compiled else f"{row['lower_seconds']:.0f} s"
+        rows.append([row["name"], seconds, gigabytes])
+    return markdown(["program", "time of one core", "temporary memory"], rows)
+
+
+def maxtext() -> str:
+    """Write losses and bytes of MaxText: maxtext.json."""
+    rows = []
+    for row in results_of("maxtext"):
+        kinds = row["exact"], row["compressed"]
+        rows.append(
+            [
+                row["title"],
+                *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
+                *(f"{sum(kind['bytes_between_workers'].values()):,.0f}" for kind in kinds),
+                f"{row['ratio_bf16']:.2f}",
+            ]
+        )
+    headings = "run", "loss, exact", "compressed", "bytes, exact", "compressed", "fewer than BF16"
+    return markdown(list(headings), rows)
+
+
+def environments() -> str:
+    """Write command, date, hardware and versions of every result file."""
+    commands = {
+        "allocation": "python -m benchmarks.error.allocation",
+        "arc_synthetic": "python -m benchmarks.contrib.arc_synthetic",
+        "aot_h200": "python -m benchmarks.aot.h200",
+        "aot_tpu": "python -m benchmarks.aot.tpu",
+        "big_models": "python -m benchmarks.training.big_models",
+        "codec": "python -m benchmarks.speed.codec",
+        "checkpoint_loading": "python -m benchmarks.training.checkpoint_loading",
+        "compare_decoder": "dynamiq-jax compare",
+        "compare_low_bits": "dynamiq-jax compare",
+        "compare_ring": "dynamiq-jax compare",
+        "compare_topologies": "dynamiq-jax compare",
+        "compile_time": "python -m benchmarks.speed.compile_time",
+        "cost_model": "python -m benchmarks.speed.cost_model",
+        "drop_compute": "python -m benchmarks.training.drop_compute",
+        "entropy": "python -m benchmarks.contrib.entropy",
+        "entropy_network": "dynamiq-jax network",
+        "error": "python -m benchmarks.error.codecs",
+        "error_estimate": "python -m benchmarks.error.estimate",
+        "executed_ptx": "",  # made by an interpreter that is not in this repository
+        "error_law": "python -m benchmarks.error.error_law",
+        "final_loss": "python -m benchmarks.training.final_loss",
+        "locality": "python -m benchmarks.error.locality",
+        "maxtext": "python -m benchmarks.trainers.maxtext",
+        "packet_loss": "python -m benchmarks.contrib.packet_loss",
+        "paper_tables": "python -m benchmarks.error.paper_tables",
+        "rate_distortion": "python -m benchmarks.error.rate_distortion",
+        "split_sketch": "python -m benchmarks.contrib.split_sketch",
+        "time_to_accuracy": "python -m benchmarks.training.time_to_accuracy",
+        "time_to_accuracy_low_bits": "python -m benchmarks.training.time_to_accuracy",
+    }
+    rows = []
+    for name, command in commands.items():
+        of = json.loads((RESULTS / f"{name}.json").read_text())["environment"]
+        rows.append(
+            [
+                f"`{name}.json`",
+                f"`{command}`" if command else "none",
+                of["date"],
+                f"{of['cpu']}, {of['cores']} cores",
+                f"{of['jax']}, {of['python']}",
+            ]
+        )
+    return markdown(["file", "command", "date", "hardware", "JAX, Python"], rows)
+
+
+_ALL = (
+    methods,
+    topologies,
+    break_even,
+    steps,
+    emulated,
+    accuracy,
+    headline,
+    on_a_ring,
+    equal_bits,
+    other_model,
+    final_losses,
+    beside_paper,
+    by_workers,
+    allocation,
+    limits,
+    error_estimates,
+    executed,
+    executed_reasons,
+    compile_times,
+    big_models,
+    maxtext,
+    environments,
+    choice_tables.which_method,
+    bucket_tables.buckets_errors,
+    bucket_tables.buckets_steps,
+    *method_tables.ALL,
+    *training_tables.ALL,
+)
+TABLES = {function.__name__: function for function in _ALL}
+
+
+def rewritten(page: str) -> str:
+    """Return the text of a page with its tables and scripts as they should be."""
+    page = _SCRIPT.sub(lambda found: found[1] + _script(found[2]) + found[3], page)
+    return _TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
+
+
+def _script(name: str) -> str:
+    return f"```python\n{(EXAMPLES / f'{name}.py').read_text()}```\n"
+
+
+def main() -> None:
+    """Write all tables and scripts of all pages."""
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
+        text = page.read_text()
+        if (new := rewritten(text)) != text:
+            page.write_text(new)
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Tables of the pages on workers that are far, slow or lossy."""
+
+import math
+from collections.abc import Callable
+
+from docs.scripts.result_files import exponent, markdown, mean, results_of
+from dynamiq_jax._console.units import format_rate, format_seconds
+
+
+def local_sgd() -> str:
+    """Write losses and bytes of local SGD: local_sgd.json."""
+    rows = []
+    for row in results_of("local_sgd"):
+        final = mean([losses[-1] for losses in row["losses"]])
+        against = [
+            f"{mean(row[name]):+.2%}" if name in row else ""
+            for name in ("off_exact", "off_every_step")
+        ]
+        rows.append(
+            [
+                row["run"],
+                f"{final:.3f}",
+                *against,
+                f"{row['bytes_a_step'] / 1e3:,.0f} kB",
+                f"{row['times_fewer_bytes']:.0f}x",
+                f"{row['peak_bytes'] / 1e3:,.0f} kB",
+            ]
+        )
+    header = ["run", "loss", "against exact means", "against BF16 in every step", "bytes a step"]
+    return markdown([*header, "fewer than BF16", "largest step"], rows)
+
+
+def local_sgd_times() -> str:
+    """Write times to the target on slow links: time_to_accuracy_local_sgd.json."""
+    found = results_of("time_to_accuracy_local_sgd")
+    rates = sorted({row["rate"] for row in found["links"]})
+    rows = []
+    for losses in found["final_losses"]:
+        name = losses["setting"]
+        links = {row["rate"]: row for row in found["links"] if row["setting"] == name}
+        cells = [f"`{name}`", f"{links[rates[0]]['bits']:.2f}"]
+        for rate in rates:
+            seconds = links[rate]["to_target"]["0.99"]["seconds"]
+            reached = "not reached" if seconds is None else format_seconds(seconds)
+            cells += [format_seconds(links[rate]["step_seconds"]), reached]
+        rows.append([*cells, f"{losses['mean_off']:+.2%}"])
+    header = ["setting", "bits a step"]
+    for rate in rates:
+        header += [f"a step at {format_rate(rate)}", f"99% target at {format_rate(rate)}"]
+    return markdown([*header, "final loss"], rows)
+
+
+def moshpit_laws() -> str:
+    """Write variances after rounds by the law, and how far simulations are off: moshpit.json."""
+    rows = []
+    for row in results_of("moshpit")["laws"]:
+        pairs = list(zip(row["simulated"], row["law"], strict=True))[1:5]
+        shown = [
+            f"{exponent(law)} ({found / law - 1:+.1%})" if law else "0" for found, law in pairs
+        ]
+        rows.append([" x ".join(map(str, row["grid"])), f"{row['dead']:.0%}", *shown])
+    rounds = [f"{number} rounds" if number > 1 else "1 round" for number in range(1, 5)]
+    return markdown(["grid", "dead", *rounds], rows)
+
+
+def moshpit_schemes() -> str:
+    """Write the rounds that schemes take until a variance: moshpit.json."""
+    rows = []
+    for row in results_of("moshpit")["schemes"]:
+        most = len(row["variance"]) - 1
+        until = row["rounds_until"].values()
+        rows.append([row["scheme"], *(f"more than {most}" if n is None else str(n) for n in until)])
+    return markdown(["scheme", *("until 1e-2", "until 1e-4", "until 1e-9")], rows)
+
+
+def moshpit_errors() -> str:
+    """Write errors of lossy averages of parameters and of their changes: moshpit.json."""
+    rows = [
+        [f'`"{row["method"]}"`', f"{row['parameters']:.1%}", f"{row['changes']:.1%}"]
+        for row in results_of("moshpit")["errors"]
+    ]
+    return markdown(["method", "average of parameters", "average of their changes"], rows)
+
+
+def moshpit_training() -> str:
+    """Write final losses with dead peers: moshpit.json."""
+    rows = []
+    for row in results_of("moshpit")["training"]:
+        final = [losses[-1] for losses in row["losses"]]
+        off = [mean(row["off"]), min(row["off"]), max(row["off"])]
+        shown = "" if row["run"] == "no failures" else "{:+.2%} ({:+.2%} to {:+.2%})".format(*off)
+        rows.append([row["group"], row["run"], f"{mean(final):.3f}", shown])
+    return markdown(
+        ["averages of", "run", "loss", "against no failures (range of three seeds)"], rows
+    )
+
+
+def drop_compute_simulated() -> str:
+    """Write the simulated gain of a compute threshold, and its laws: drop_compute.json."""
+    rows = [
+        [
+            row["noise"],
+            str(row["workers"]),
+            f"{row['held_out']['threshold']:.2f} s",
+            f"{row['held_out']['drop_rate']:.1%}",
+            f"{row['held_out']['speedup']:.3f}x",
+            f"{row['law']:.3f}x",
+            f"{row['cut']['speedup']:.3f}x",
+            f"{row['cut_law']:.3f}x",
+        ]
+        for row in results_of("drop_compute")["simulated"]
+    ]
+    header = ["latencies", "workers", "threshold", "dropped", "**speed-up**", "by our law"]
+    return markdown([*header, "if cut off (paper)", "by the paper's law"], rows)
+
+
+def drop_compute_processes() -> str:
+    """Write step times and losses of two processes, one of them late: drop_compute.json."""
+    rows = [
+        [
+            str(row["seed"]),
+            format_seconds(row["step_seconds_before"]),
+            format_seconds(row["step_seconds"]),
+            f"{row['drop_rate']:.1%}",
+            f"{row['speedup']:.2f}x",
+            f"{row['predicted_speedup']:.2f}x",
+            f"{row['equal_seconds']:.0f} s",
+            f"{row['loss_before']:.4f}",
+            f"{row['loss']:.4f}",
+        ]
+        for row in results_of("drop_compute")["processes"]
+    ]
+    header = ["seed", "step, no threshold", "step, threshold", "dropped", "speed-up", "predicted"]
+    return markdown([*header, "compared at", "loss, no threshold", "loss, threshold"], rows)
+
+
+def packet_loss() -> str:
+    """Write final losses over a channel that loses packets: packet_loss.json."""
+    training = results_of("packet_loss")["training"]
+    runs = [row for row in training if row["broadcast"] == "parameters" and row["decays"]]
+    reliable = [seed["loss"] for seed in runs[0]["seeds"]]
+    rows = []
+    for row in runs:
+        drift = [(max(seed["drift"]) / seed["mean_square"]) ** 0.5 for seed in row["seeds"]]
+        more = [seed["loss"] - loss for seed, loss in zip(row["seeds"], reliable, strict=True)]
+        offs = row["off"]
+        rows.append(
+            [
+                row["gradients"],
+                f"{row['rate']:.0%}",
+                f"{row['burst'] or 1 / (1 - row['rate']):.1f}",
+                f"{mean(offs):+.2%} ({min(offs):+.2%} to {max(offs):+.2%})",
+                f"{math.expm1(mean(more)):+.1%}",
+                f"{mean(drift):.2%}",
+            ]
+        )
+    headings = ["gradients", "lost", "mean burst", "final loss (range of the seeds)"]
+    return markdown([*headings, "perplexity", "largest drift"], rows)
+
+
+def messages_under_loss() -> str:
+    """Write what lost packets take along with every kind of message: packet_loss.json."""
+    rows = []
+    for row in results_of("packet_loss")["messages"]:
+        shares = [row[name] for name in ("lost", "lost_in_bursts", "lost_with_rows_together")]
+        lost = ["all" if share is None else f"{share:.0%}" for share in shares]
+        names = ("error", "error_under_loss", "error_with_rows_together")
+        rows.append([f"`{row['method']}`", *lost, *(f"{row[name]:.2g}" for name in names)])
+    headings = ["gradients", "values lost at 10%", "in bursts", "rows together"]
+    headings += ["error without loss", "at 10%", "rows together"]
+    return markdown(headings, rows)
+
+
+def contributors_under_loss() -> str:
+    """Write how many workers are in a sum, on average, in a ring and in a direct exchange."""
+    rows = []
+    for workers in (8, 64):
+        for rate in (0.01, 0.1, 0.2):
+            ring = (1 - (1 - rate) ** workers) / rate
+            direct = 1 + (workers - 1) * (1 - rate)
+            rows.append([str(workers), f"{rate:.0%}", f"{ring:.1f}", f"{direct:.1f}"])
+    return markdown(["workers", "lost", "in a ring", "directly"], rows)
+
+
+def pipelined_schedules() -> str:
+    """Write shares of bytes under computation in schedules for H200: pipelined_h200.json."""
+    rows = [
+        [
+            f"`{row['topology']}`",
+            "pipelined" if row["pipelined"] else "gather at the end",
+            str(row["buckets_per_layer"]),
+            f"{row['gathered_under_forward']:.0%}",
+            f"{row['scattered_under_backward']:.0%}",
+        ]
+        for row in results_of("pipelined_h200")["steps"]
+    ]
+    header = ["topology", "step", "buckets in a layer"]
+    header += ["gathered bytes under the forward pass", "scattered bytes under the backward pass"]
+    return markdown(header, rows)
+
+
+def halves() -> str:
+    """Write errors of pipelined steps relative to an all-reduce: halves.json."""
+    return _relative_errors("pipelined")
+
+
+def scattered() -> str:
+    """Write errors of reduce-scatters relative to an all-reduce: halves.json."""
+    return _relative_errors("psum_scatter")
+
+
+def _relative_errors(name: str) -> str:
+    """Write the range of an error over that of an all-reduce, by tensor and workers."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in results_of("halves"):
+        found.setdefault((row["tensor"], row["workers"]), []).append(row[name] / row["pmean"])
+    workers = sorted({workers for _, workers in found})
+    budgets = sorted({row["bits"] for row in results_of("halves")})
+    rows = [
+        [
+            tensor,
+            *(f"{min(found[tensor, n]):.2f} to {max(found[tensor, n]):.2f}" for n in workers),
+        ]
+        for tensor in dict.fromkeys(tensor for tensor, _ in found)
+    ]
+    of_bits = f"{budgets[0]:g} to {budgets[-1]:g} bits"
+    return markdown([of_bits, *(f"{n} workers" for n in workers)], rows)
+
+
+def pipelined_times() -> str:
+    """Write times of steps over emulated links, beside those of their parts: pipelined.json."""
+    names = ("forward", "backward", "scatter", "gather", "model_serial")
+    rows = [
+        [
+            format_rate(row["rate"]),
+            *(format_seconds(row[name]) for name in (*names, "unpipelined", "pipelined")),
+        ]
+        for row in results_of("pipelined")
+    ]
+    header = ["link", "forward u", "backward b", "scatter s", "gather g", "u + b + s + g"]
+    header += ["gather at the end", "pipelined"]
+    return markdown(header, rows)
+
+
+ALL: tuple[Callable[[], str], ...] = (
+    local_sgd,
+    local_sgd_times,
+    pipelined_schedules,
+    halves,
+    scattered,
+    pipelined_times,
+    drop_compute_simulated,
+    drop_compute_processes,
+    moshpit_laws,
+    moshpit_schemes,
+    moshpit_errors,
+    moshpit_training,
+    contributors_under_loss,
+    messages_under_loss,
+    packet_loss,
+)

@@ -1,0 +1,158 @@
+"""The all-reduce as an optax transformation."""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from dynamiq_jax._api.schedule import Schedule
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._inputs.options import Compression, Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+
+
+class AllReduceState(NamedTuple):
+    """State of `all_reduce_gradients`: a plain pytree.
+
+    Each array of `method` has a leading axis of size 1, the worker. Between calls of
+    `jax.shard_map`, states of all workers lie side by side along it, for every method:
+
+        specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+
+    With `specs` of the gradients, the states of a worker's shards lie side by side too, split over
+    the axes that split the gradients.
+    """
+
+    step: Array  # int32 scalar: steps taken, which with the seed make the key of a step
+    # States of methods, of the buckets whose method carries one. Keys name what a state belongs to:
+    # its kind, its leaves, and a hash of both. With a schedule, those of all phases.
+    method: Mapping[str, Any]
+    metrics: Mapping[str, Array] = {}  # of the last step, float32 scalars; {} if it has none
+
+
+def all_reduce_gradients(
+    axis_name: AxisName,
+    *,
+    method: Method | str | Rules | Schedule = DynamiQ(),
+    topology: Topology | str = "ring",
+    seed: int = 0,
+    start_step: int = 0,
+    specs: Any = None,
+    options: Options = Options(),
+    with_metrics: bool = False,
+    phase: int | None = None,
+) -> optax.GradientTransformation:
+    """Average gradients over a mesh axis, compressed on the wire. Put it first in `optax.chain`.
+
+        optimizer = optax.chain(dq.all_reduce_gradients("data"), optax.adamw(1e-3))
+
+    `update` must run inside `jax.shard_map` (or `jax.vmap`) with the axis; so must `init` for a
+    method that carries state. It takes the local gradients of each worker and returns their mean,
+    the same on all workers.
+
+    Args:
+      axis_name: axis to average over, or several with the slowest link first; see `psum`.
+      method: compression method or policy; see `psum`. Or a `Schedule` of several. One program then
+        holds all of them and chooses by the step; states are those of all phases. Phases share
+        the state of a bucket that has the same leaves in both, if it is of the same kind: error
+        feedback goes on through a switch.
+      topology: route of the chunks; see `psum`.
+      seed: seed of the rounding noise, the same on all workers.
+      start_step: step that the first update counts as.
+      specs: how gradients are split over axes that the compiler manages; see `psum`.
+      options: leaves that stay exact, the size of buckets, and a limit of the error.
+      with_metrics: whether the metrics in the state include those that any method has; see `psum`.
+      phase: the phase of a schedule that all steps of this program are in. The compiler runs no
+        transfer of a choice at run time under a backward pass: compile one program for each phase,
+        and call that of `schedule.phase(step)`. The states of all of them are alike.
+
+    Returns:
+      A transformation whose state holds the step, the states of methods and metrics. The state can
+      be saved and restored like any pytree.
+
+    Raises:
+      ValueError: as `psum`; a phase that the schedule does not have; in `update`, a state of other
+        leaves or of another kind of method.
+    """
+    schedule = method if isinstance(method, Schedule) else Schedule({0: method})
+    if phase is not None and not 0 <= phase < len(schedule.phases):
+        raise ValueError(
+            f"phase={phase!r} is not one of the {len(schedule.phases)} of method={method!r:.200}. "
+            "Give schedule.phase(step), or None."
+        )
+    settings = {
+        "seed": seed,
+        "start_step": start_step,
+        "phases": tuple(schedule.phases),
+        "phase": phase,
+    }
+    hows = [
+        resolve(each, topology, options, measures=with_metrics, settings=settings)
+        for each in schedule.methods
+    ]
+
+    def names_of(tree: Any) -> list[str]:
+        return list(
+            dict.fromkeys(name for how in hows for name in how.metrics(how.policy.used(tree)))
+        )
+
+    def init(params: Any) -> AllReduceState:
+        states: dict[str, Any] = {}
+        for how in hows:
+            if how.is_stateful(params):
+                states |= driver.first_states(_mean(axis_name), params, how, specs=specs)
+        return AllReduceState(
+            jnp.asarray(start_step, jnp.int32),
+            states,
+            {name: jnp.zeros((), jnp.float32) for name in names_of(params)},
+        )
+
+    def update(
+        updates: Any, state: AllReduceState, params: Any = None
+    ) -> tuple[Any, AllReduceState]:
+        del params
+        no_metrics = {name: jnp.zeros((), jnp.float32) for name in names_of(updates)}
+
+        def names_of_states(how: Compression) -> tuple[str, ...]:
+            if not how.is_stateful(updates):
+                return ()
+            return driver.names_of_states(_mean(axis_name), updates, how, specs=specs)
+
+        own = [names_of_states(how) for how in hows]
+        driver.check_state_names(state.method, itertools.chain(*own))
+
+        def run(number: int) -> tuple[Any, dict[str, Any], dict[str, Array]]:
+            outcome = driver.run(
+                _mean(axis_name),
+                updates,
+                jax.random.fold_in(jax.random.key(seed), state.step),
+                hows[number],
+                specs=specs,
+                states={name: state.method[name] for name in own[number]},
+            )
+            states = {**state.method, **outcome.states}
+            return outcome.tree, states, {**no_metrics, **outcome.metrics}
+
+        if len(hows) == 1:
+            tree, states, metrics = run(0)
+        elif phase is not None:
+            tree, states, metrics = run(phase)
+        else:
+            branches = [functools.partial(run, number) for number in range(len(hows))]
+            tree, states, metrics = lax.switch(schedule.traced_phase(state.step), branches)
+        return tree, AllReduceState(state.step + 1, states, metrics)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _mean(axis_name: AxisName) -> AllReduce:
+    return AllReduce(find_axes(axis_name), mean=True)

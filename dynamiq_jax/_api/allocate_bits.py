@@ -1,0 +1,372 @@
+"""Bits of each bucket from gradients: the least expected error in the bytes of equal bits."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamiq_jax._api.wire_report import plan_without_arrays
+from dynamiq_jax._bit_allocation.bit_groups import (
+    Expected,
+    Group,
+    Scope,
+    exactly,
+    groups_of_buckets,
+    groups_of_patterns,
+)
+from dynamiq_jax._bit_allocation.shared_budget import SharedBudget
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._inputs.options import Compression, Options, resolve
+from dynamiq_jax._inputs.policy import Rules, paths_of
+from dynamiq_jax.methods import DynamiQ, Exact, Method
+from dynamiq_jax.topologies import Topology
+from pallas_kernels.compat import override
+
+_ATTEMPTS = 8  # to meet the bytes: leaves of equal bits join buckets, which changes the padding
+_NEAR = 0.998  # of the bytes: near enough
+
+
+class GroupBits(NamedTuple):
+    """Leaves that share a number of bits."""
+
+    patterns: tuple[str, ...]  # of the policy
+    size: int  # coordinates, of all layers
+    bits: float  # per coordinate, everything included
+    energy: float  # share of the squared norm of all groups
+    error: float  # expected squared error, over the squared norm of all groups
+
+
+@dataclasses.dataclass(frozen=True)
+class BitAllocation:
+    """Policy with the bits of each group of leaves, and the error that it is expected to have.
+
+    Errors are those of one compression of normal values. A sum has more, but their ratio is about
+    the same. As text, it is a table of the groups.
+    """
+
+    # Pattern of paths to its method, for `method=`. With `layers`, for the leaves outside of it.
+    policy: Mapping[str, Method]
+    layer_policy: Mapping[str, Method]  # of one layer's leaves, if `layers` is given; else empty
+    groups: tuple[GroupBits, ...]
+    uniform_error: float  # expected vNMSE with the bits that were given, the same for all leaves
+    error: float  # expected vNMSE with the policy
+    uniform_bytes: int  # sent by each worker with the bits that were given
+    bytes_per_worker: int  # sent by each worker with the policy: at most as many
+
+    @property
+    def gain(self) -> float:
+        """Factor by which the error is expected to fall."""
+        return self.uniform_error / self.error if self.error else 1.0
+
+    @property
+    def bits(self) -> dict[str, float]:
+        """Bits of each pattern."""
+        return {pattern: group.bits for group in self.groups for pattern in group.patterns}
+
+    @override
+    def __str__(self) -> str:
+        rows = [("leaves", "size", "energy", "bits", "error")]
+        for group in self.groups:
+            more = f" and {len(group.patterns) - 1} more" if len(group.patterns) > 1 else ""
+            numbers = f"{group.size:,}", f"{group.energy:.1%}", f"{group.bits:g}"
+            rows.append((group.patterns[0] + more, *numbers, f"{group.error:.1e}"))
+        size = sum(group.size for group in self.groups)
+        rows.append(("all", f"{size:,}", "", "", f"{self.error:.1e}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([f"{first:<{widths[0]}}", *map(str.rjust, others, widths[1:])])
+            for first, *others in rows
+        ]
+        sent = f"{format_bytes(self.bytes_per_worker)} of {format_bytes(self.uniform_bytes)}"
+        lines.append(
+            f"expected error {self.gain:.2f} times lower than {self.uniform_error:.1e}, in {sent}"
+        )
+        return "\n".join(lines)
+
+
+def allocate_bits(
+    *gradients: Any,
+    axis_size: int | tuple[int, ...],
+    method: Method | str | Rules = DynamiQ(),
+    topology: Topology | str = "ring",
+    options: Options = Options(),
+    groups: Sequence[str] | None = None,
+    layers: str | None = None,
+) -> BitAllocation:
+    """Give each bucket the bits that its gradients need, in the bytes of equal bits.
+
+    For buckets in order: striped ones share their bits already, see `Options.bucketing`.
+
+    DynamiQ spends the bits of a bucket where its energy is, but no bits of another bucket. This
+    function compares buckets: it takes the bits of those whose error hardly counts, and gives them
+    to those that have most of the error. The result is a policy for `method=`:
+
+        options = dq.Options(bucketing="in_order")
+        found = dq.allocate_bits(gradients, axis_size=8, method="dynamiq:5", options=options)
+        grads = dq.pmean(grads, "data", key=key, method=found.policy, options=options)
+
+    From the norms of rows of 256 coordinates follows the expected error of a bucket at every
+    budget. The best budgets have the same return for a byte. They are multiples of a quarter of a
+    bit, except for one group that gets what is left: leaves of the same bits share a method, and so
+    buckets and a compiled codec. The result depends on nothing but the arguments.
+
+    Call it outside of `jax.jit`, with gradients of some steps. The shares of the leaves change
+    slowly in training, and a phase of a `Schedule` can have a new policy.
+
+    Args:
+      *gradients: trees of gradients, each of one step: of one worker, or means over workers. All
+        have the same structure and shapes, and steps count alike.
+      axis_size: number of workers, or the sizes of several axes, slowest link first.
+      method: DynamiQ with the bits to compare with, or a policy. Only leaves of DynamiQ get other
+        bits, and these methods keep their other fields. Errors are counted as their `exponent`
+        says.
+      topology: as for `psum`.
+      options: as for `psum`, but that buckets are in order.
+      groups: patterns of paths, as in a policy: the leaves that the first matching pattern has in
+        common share bits. None: the leaves of a bucket do.
+      layers: path of a part of the tree, such as "layers", whose leaves have a leading axis of
+        layers and are sent layer by layer, by `pcast` inside `jax.lax.scan`. All layers share bits.
+
+    Returns:
+      A `BitAllocation`. It sends no more bytes than `method`, and about as many.
+
+    Raises:
+      ValueError: striped buckets; no gradients, or trees that differ; values that are NaN or Inf,
+        or all zero; no leaf that DynamiQ compresses; patterns that do not fit; arrays that are
+        traced; or as `wire_report`.
+
+    >>> rng = np.random.default_rng(0)
+    >>> small, large = (rng.normal(0, scale, 2**16).astype(np.float32) for scale in (0.1, 1))
+    >>> options = Options(bucket_bytes=2**18)  # so that each leaf has a bucket
+    >>> found = allocate_bits({"a": small, "b": large}, axis_size=4, options=options)
+    >>> found.bits
+    {'^a$': 3.5, '^b$': 6.5}
+    """
+    if options.bucketing == "striped":
+        raise ValueError(
+            "bucketing='striped': striped buckets share their bits already, and none has bits to "
+            "give to another. Give dq.Options(bucketing='in_order'), for buckets that need it."
+        )
+    how = resolve(method, topology, dataclasses.replace(options, bucketing="in_order"))
+    steps = _steps_of(gradients)
+    scopes = _scopes(gradients[0], axis_size, how, layers)
+    equal = [group for scope in scopes for group in groups_of_buckets(scope)]
+    if not equal:
+        raise ValueError(
+            f"method={method!r:.200}: DynamiQ compresses none of the {len(steps[0])} leaves with "
+            f"axis_size={axis_size!r}, and other methods have no bits to give to another bucket. "
+            "Give method='dynamiq:5', several workers, and dq.Options(exact_below=0) if all leaves "
+            "are small."
+        )
+    if len(exponents := {group.method.exponent for group in equal}) > 1:
+        raise ValueError(
+            f"method={method!r:.200}: errors with the exponents {sorted(exponents)} cannot be "
+            "compared. Give all leaves of DynamiQ the same exponent."
+        )
+    uniform = _measured(equal, steps)
+    shared = uniform if groups is None else _measured(_by_patterns(groups, scopes), steps)
+    bits = _bits_within(shared, scopes, equal)
+    methods = _methods(shared, scopes, bits)
+    errors = shared.errors_of(bits)
+    policies = {scope.prefix: _policy(scope, shared.groups, bits) for scope in scopes}
+    return BitAllocation(
+        policy=policies.get("", {}),
+        layer_policy=policies.get(layers, {}) if layers else {},
+        groups=tuple(
+            GroupBits(group.patterns, group.size, one, float(energy), error)
+            for group, one, energy, error in zip(
+                shared.groups, bits, shared.energies, errors, strict=True
+            )
+        ),
+        uniform_error=sum(uniform.errors_of(uniform.given)),
+        error=sum(errors),
+        uniform_bytes=_bytes_sent(scopes, [scope.methods for scope in scopes]),
+        bytes_per_worker=_bytes_sent(scopes, methods),
+    )
+
+
+def _steps_of(gradients: Sequence[Any]) -> list[list[Any]]:
+    """Return the leaves of every tree.
+
+    Raises:
+      ValueError: there is none, or they are not alike, or have no values here.
+    """
+    if not gradients:
+        raise ValueError("gradients are missing. Give a tree of gradients, or several trees.")
+    structures: list[Any] = [jax.tree.structure(tree) for tree in gradients]
+    shapes = [list(map(np.shape, jax.tree.leaves(tree))) for tree in gradients]
+    for number, tree in enumerate(gradients):
+        if structures[number] != structures[0] or shapes[number] != shapes[0]:
+            raise ValueError(
+                f"gradients[{number}] has another structure or other shapes than gradients[0]: "
+                f"{structures[number]!s:.200}. Give trees of several steps of one model."
+            )
+        for path, leaf in zip(paths_of(tree), jax.tree.leaves(tree), strict=True):
+            if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"gradients[{number}] has no values at {path!r}: {leaf!r:.80}. Give arrays, "
+                    "outside of jax.jit."
+                )
+    return [jax.tree.leaves(tree) for tree in gradients]
+
+
+def _scopes(tree: Any, axis_size: Any, how: Compression, layers: str | None) -> list[Scope]:
+    """Return the leaves of each call.
+
+    Raises:
+      ValueError: `layers` is no part of the tree, or its leaves have no common leading axis.
+    """
+    axes, _, named = plan_without_arrays(tree, axis_size, how)
+    paths, methods = paths_of(tree), how.policy.methods(tree)
+    inside = {
+        index
+        for index, path in enumerate(paths)
+        if layers is not None and (path == layers or path.startswith(f"{layers}/"))
+    }
+    sizes = sorted({np.shape(leaf)[:1] for index, (_, leaf) in enumerate(named) if index in inside})
+    if layers is not None and (len(sizes) != 1 or not sizes[0] or not sizes[0][0]):
+        raise ValueError(
+            f"layers={layers!r}: "
+            + (f"leading axes {sizes} differ" if sizes else f"no such path among {paths!r:.300}")
+            + ". Give the path of a part of the tree, such as 'layers', whose leaves all have a "
+            "leading axis of layers."
+        )
+    parts = {"": [n for n in range(len(paths)) if n not in inside], layers or "": sorted(inside)}
+    if layers is None:
+        parts = {"": list(range(len(paths)))}
+    scopes = []
+    for prefix, indices in parts.items():
+        leaves = [named[index][1] for index in indices]
+        if prefix:
+            leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        scopes.append(
+            Scope(
+                prefix=prefix,
+                indices=tuple(indices),
+                paths=tuple(paths[index][len(prefix) :].lstrip("/") for index in indices),
+                leaves=tuple(leaves),
+                methods=tuple(methods[index] for index in indices),
+                repeats=sizes[0][0] if prefix else 1,
+                axes=axes,
+                how=how,
+            )
+        )
+    return [scope for scope in scopes if scope.indices]
+
+
+def _by_patterns(patterns: Sequence[str], scopes: Sequence[Scope]) -> list[Group]:
+    """Return the groups of patterns; see `groups_of_patterns`.
+
+    Raises:
+      ValueError: they are no patterns, or one has no leaves.
+    """
+    try:
+        if isinstance(patterns, str):
+            raise TypeError("one string")
+        for pattern in patterns:
+            re.compile(pattern)
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            f"groups={patterns!r:.200} are no regular expressions: {error}. Give several, which "
+            "are searched for in paths such as 'layers/0/kernel'."
+        ) from None
+    found = {scope: list(groups_of_patterns(patterns, scope)) for scope in scopes}
+    used = {pattern for own in found.values() for _, pattern in own}
+    if missing := [pattern for pattern in patterns if pattern not in used]:
+        raise ValueError(
+            f"groups={list(patterns)!r:.200}: no leaf is left for {missing[0]!r} that DynamiQ "
+            "compresses. Patterns before may match all. Correct the pattern, or remove it."
+        )
+    return [group for own in found.values() for group, _ in own]
+
+
+def _measured(groups: Sequence[Group], steps: Sequence[Sequence[Any]]) -> SharedBudget:
+    """Compute expected errors from the gradients of every step.
+
+    Raises:
+      ValueError: gradients that are not finite, or all zero.
+    """
+    expected = []
+    for number, leaves in enumerate(steps):
+
+        def measure(group: Group, number: int = number, leaves: Sequence[Any] = leaves) -> Expected:
+            def values(member: int, repeat: int) -> NDArray[np.float32]:
+                leaf = np.asarray(leaves[group.scope.indices[member]])
+                found = (leaf[repeat] if group.scope.prefix else leaf).astype(np.float32)
+                if not np.isfinite(found).all():
+                    path = "/".join(filter(None, (group.scope.prefix, group.scope.paths[member])))
+                    raise ValueError(
+                        f"gradients[{number}] has NaN or Inf at {path!r}. Give gradients of a step "
+                        "in which all are finite."
+                    )
+                return found
+
+            return group.measure(values)
+
+        expected.append([measure(group) for group in groups])
+        if not sum(each.energy for each in expected[-1]):
+            raise ValueError(
+                f"gradients[{number}] are zero in all leaves that DynamiQ compresses. Give "
+                "gradients of another step."
+            )
+    return SharedBudget.of(groups, expected)
+
+
+def _bits_within(
+    shared: SharedBudget, scopes: Sequence[Scope], equal: Sequence[Group]
+) -> list[float]:
+    """Return the best bits of groups whose methods send no more bytes than the user's."""
+    most = _bytes_sent(scopes, [scope.methods for scope in scopes])
+    budget = sum(group.bytes_sent(group.method.bits) for group in equal)
+    best = shared.given
+    for _ in range(_ATTEMPTS):
+        bits = shared.solve(budget)
+        sent = _bytes_sent(scopes, _methods(shared, scopes, bits))
+        if sent <= most and sum(shared.costs_of(bits)) < sum(shared.costs_of(best)):
+            best = bits
+        if _NEAR * most <= sent <= most:
+            break
+        budget += most - sent
+    return best
+
+
+def _methods(
+    shared: SharedBudget, scopes: Sequence[Scope], bits: Sequence[float]
+) -> list[list[Method | None]]:
+    """Return the methods of the leaves of each scope."""
+    methods = {scope: list(scope.methods) for scope in scopes}
+    for group, one in zip(shared.groups, bits, strict=True):
+        for index in group.members:
+            methods[group.scope][index] = dataclasses.replace(group.method, bits=one)
+    return list(methods.values())
+
+
+def _bytes_sent(scopes: Sequence[Scope], methods: Sequence[Sequence[Method | None]]) -> int:
+    return sum(map(Scope.bytes_sent, scopes, methods))
+
+
+def _policy(scope: Scope, groups: Sequence[Group], bits: Sequence[float]) -> dict[str, Method]:
+    """Return the policy of a call."""
+    floating = [
+        n for n, leaf in enumerate(scope.leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    # First the leaves of other methods, which a pattern of a group may have too.
+    rules: dict[str, Method] = {
+        exactly(scope.paths[n]): scope.methods[n] or Exact()
+        for n in floating
+        if not isinstance(scope.methods[n], DynamiQ)
+    }
+    for group, one in zip(groups, bits, strict=True):
+        if group.scope is scope:
+            method = dataclasses.replace(group.method, bits=one)
+            rules |= dict.fromkeys(group.patterns, method)
+    left = [n for n in floating if not any(re.search(each, scope.paths[n]) for each in rules)]
+    methods = {scope.methods[n] for n in left}
+    if len(methods) == 1:  # leaves that are too small
+        return rules | {".*": methods.pop() or Exact()}
+    return rules | {exactly(scope.paths[n]): scope.methods[n] or Exact() for n in left}

@@ -1,0 +1,171 @@
+"""Data-parallel gradients without a `shard_map` of one's own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._worker_loss.arguments import (
+    DIFFERENTIATED,
+    Roles,
+    Signature,
+    by_position,
+    unwrap_single,
+)
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, jit_over, specs_like
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+from pallas_kernels import compat
+
+P = PartitionSpec
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    mesh: Mesh,
+    axis_name: AxisName,
+    method: Method | str | Rules = DynamiQ(),
+    topology: Topology | str = "ring",
+    has_aux: bool = False,
+    num_targets: Callable[..., Array] | None = None,
+    in_specs: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    specs: Any = None,
+    options: Options = Options(),
+    with_metrics: bool = False,
+) -> Callable[..., Any]:
+    """Return a data-parallel `jax.value_and_grad` that averages gradients compressed.
+
+        grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
+        loss, grads = grad_fn(params, batch, key=key)
+
+    Arguments in `argnums` (flax linen parameters, an nnx module or state, any pytree) are the same
+    on all workers, and their floating leaves are differentiated. They may be sharded over other
+    axes of the mesh, which are left to the compiler: gradients are sharded alike, and every device
+    sends its own shards. All other arrays are the batch, which is split along its leading axis.
+    `loss_fn` gets the part of its worker and should return a mean over it. Numbers, scalars and
+    PRNG keys are the same on all workers, and so are strings and other values that are not arrays.
+
+    Arrays that are not part of the batch, such as weights of classes, need a spec. `in_specs` is a
+    tuple with an entry for each positional argument, as for `jax.shard_map`, or a dict from names
+    of arguments to entries, which covers keyword arguments too. An entry is a tree of
+    `PartitionSpec`s like the argument, or a prefix of it:
+
+        in_specs=(None, {"x": P("data"), "class_weights": P()})
+        in_specs={"class_weights": P()}
+
+    Gradients of an nnx module are the `nnx.State` of its `nnx.Param`s, as `nnx.value_and_grad`
+    returns them. The module gets its state back: counters of random streams go on, and statistics
+    are averaged. Each worker has dropout of its own.
+
+    The result is the mean of the workers' means. If workers have different numbers of targets
+    (padding, masks), this is not the mean over all targets. Then give `num_targets`.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
+      argnums: position or positions to differentiate.
+      mesh: mesh with the axis.
+      axis_name: axis of the mesh to split over, or several with the slowest link first; see `psum`.
+      method: compression method; see `psum`.
+      topology: route of the chunks; see `psum`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`; aux is a pytree of arrays, averaged exactly
+        over the workers (metrics, not outputs per example).
+      num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
+        number of targets that its mean is over, a scalar. Losses, aux and gradients of workers are
+        weighted by it.
+      in_specs: how arrays are split over the workers. `P("data")` splits the leading axis,
+        `P(None, "data")` the second one, and `P()` gives an array whole to every worker. None, and
+        arguments without an entry, are split along their leading axis, which has to be as long in
+        all of these arrays. Numbers and scalars are whole with any spec. Differentiated arguments
+        have None or `P()`, and so have modules and static arguments.
+      static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
+      static_argnames: names of such keyword arguments.
+      specs: how the differentiated argument is split over other axes of the mesh; see `psum`. For
+        several positions, a tuple of such. By default as the arrays are placed that the result is
+        called with, or as their types say. Inside `jax.jit` neither is known: give specs there, if
+        the mesh has further axes.
+      options: gradients that stay exact, the size of buckets, and a limit of the error.
+      with_metrics: return `(loss, grads, metrics)`, with the metrics of `psum`.
+
+    Returns:
+      A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
+      or `((loss, aux), grads)`: the loss averaged exactly, the gradients averaged compressed, all
+      the same on all workers. Leaves that are not floating have gradients of dtype float0.
+
+    Raises:
+      ValueError: the mesh has no such axis; the method carries state; or when called, arrays
+        without a spec have leading axes of different sizes, an axis does not divide by the number
+        of workers, specs do not fit, or an argument is missing.
+      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
+    """
+    how = resolve(method, topology, options, stateless="value_and_grad", measures=with_metrics)
+    roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
+    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, how)
+
+    def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
+        args, kwargs = by_position(loss_fn, args, kwargs)
+        signature, placed, arrays = work.bind(args, kwargs)
+        value, floating, rests, metrics = jit_over(_run, (work, signature, placed))(arrays, key)
+        work.give_back(signature, args, kwargs, rests)
+        trees = signature.differentiated(arrays)
+        grads = roles.in_user_order(_like(trees, floating))
+        return (value, grads, metrics) if with_metrics else (value, grads)
+
+    return value_and_grad_fn
+
+
+def _run(
+    work: WorkerLoss,
+    signature: Signature,
+    specs: Specs,
+    arrays: dict[str, list[Any]],
+    key: Array,
+) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+    """Compute the value, gradients of differentiated leaves, the rest of modules, and metrics."""
+
+    def local(
+        arrays: dict[str, list[Any]], key: Array
+    ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+        def loss_of(differentiated: list[Array]) -> tuple[Array, tuple[Any, list[Any]]]:
+            return work.loss(signature, arrays, differentiated)
+
+        # Otherwise jax.grad sums over the axis itself, exactly.
+        own = compat.vary_over(arrays[DIFFERENTIATED], work.names)
+        (loss, (aux, rests)), floating = jax.value_and_grad(loss_of, has_aux=True)(own)
+        trees = signature.differentiated(arrays)
+        outcome = driver.run(
+            AllReduce(find_axes(work.axis_name), mean=True),
+            unwrap_single(_like(trees, floating)),
+            key,
+            work.how,
+            specs=specs_like(trees, specs),
+        )
+        leaves = jax.tree.leaves(outcome.tree)
+        means = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+        return work.value(loss, aux), means, rests, dict(outcome.metrics)
+
+    placed = [jax.typeof(leaf).sharding.spec for leaf in arrays[DIFFERENTIATED]]
+    return work.over_workers(local, signature, (P(), placed, P(), P()))(arrays, key)
+
+
+def _like(trees: tuple[Any, ...], floating: Sequence[Array]) -> tuple[Any, ...]:
+    """Put gradients of floating leaves into trees; others are float0."""
+    left = iter(floating)
+
+    def gradient(leaf: Any) -> Any:
+        is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        return next(left) if is_floating else np.zeros(np.shape(leaf), jax.dtypes.float0)
+
+    return jax.tree.map(gradient, trees)

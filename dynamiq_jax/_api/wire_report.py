@@ -1,0 +1,240 @@
+"""Bytes of an all-reduce on the wire, without running it."""
+
+import collections
+import dataclasses
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._buckets import exact
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.error_estimate import sample_bytes
+from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
+from dynamiq_jax._core import Axis
+from dynamiq_jax._core.naming import spelled
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Compression, Options, resolve
+from dynamiq_jax._inputs.policy import Rules, paths_of
+from dynamiq_jax._inputs.shards import Shards, leaf_specs, split_over
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+from pallas_kernels.compat import override
+
+
+class LeafReport(NamedTuple):
+    """Static cost of one leaf in an all-reduce."""
+
+    path: str  # as a policy has it, such as "layers/0/kernel"
+    size: int  # coordinates, of a device's shard
+    method: Method | None  # None: summed exactly
+    bytes: float  # sent by each worker over the slow axis: its share of those of its buckets
+    why_exact: str | None  # None: compressed
+    buckets: tuple[int, ...] = ()  # numbers of those that hold it, as the metric `worst_bucket` has
+
+
+@dataclasses.dataclass(frozen=True)
+class WireReport:
+    """Static cost of one all-reduce.
+
+    As text, it is a table of the leaves.
+    """
+
+    bytes_per_worker: int  # sent by each worker over the slow axis, statistics included
+    compressed_bytes: int  # of these, for compressed leaves
+    exact_bytes: int  # of these, for leaves that are summed exactly
+    sample_bytes: int  # of these, for estimates of errors
+    fast_bytes: int  # sent by each worker besides, over fast axes, for compressed leaves
+    compressed_size: int  # coordinates that are compressed
+    bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
+    ratio_f32: float  # bytes of a float32 all-reduce of the tree / bytes_per_worker; nan if 0
+    ratio_bf16: float  # the same against bfloat16
+    exact_leaves: tuple[tuple[str, str], ...]  # (path, why) of leaves that are summed exactly
+    # Every leaf; reports of other methods that send as much are equal.
+    leaves: tuple[LeafReport, ...] = dataclasses.field(compare=False, repr=False)
+
+    @override
+    def __str__(self) -> str:
+        rows = [("leaf", "size", "method", "bytes")]
+        for leaf in self.leaves:
+            how = f"exact: {leaf.why_exact}" if leaf.method is None else spelled(leaf.method)
+            rows.append((leaf.path, f"{leaf.size:,}", how, f"{leaf.bytes:,.0f}"))
+        sizes = sum(leaf.size for leaf in self.leaves)
+        rows.append(("all", f"{sizes:,}", "", f"{self.bytes_per_worker:,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{path:<{widths[0]}}  {size:>{widths[1]}}  {how:<{widths[2]}}  {sent:>{widths[3]}}"
+            for path, size, how, sent in rows
+        )
+
+
+def wire_report(
+    tree: Any,
+    axis_size: int | str | tuple[int | str, ...],
+    *,
+    method: Method | str | Rules = DynamiQ(),
+    topology: Topology | str = "ring",
+    mesh: Any = None,
+    specs: Any = None,
+    options: Options = Options(),
+    with_metrics: bool = False,
+) -> WireReport:
+    """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
+
+    The counts equal the collectives of the compiled program.
+
+    Args:
+      tree: pytree of arrays or `jax.ShapeDtypeStruct`.
+      axis_size: number of workers, or the sizes of several axes, slowest link first; with a mesh,
+        the name of its axis, or the names of several.
+      method: as for `psum`.
+      topology: as for `psum`.
+      mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`, for leaves with specs.
+      specs: as for `psum`: how leaves are split over further axes of the mesh. The counts are those
+        of each device then, for its own shards.
+      options: as for `psum`. What a bucket above `max_error` takes again is not counted.
+      with_metrics: as for `psum`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> report = wire_report({"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}, 8)
+    >>> round(report.bits, 1), round(report.ratio_bf16, 1)
+    (5.0, 3.2)
+    """
+    how = resolve(method, topology, options, measures=with_metrics)
+    return report_of(how, tree, axis_size, mesh=mesh, specs=specs)
+
+
+def report_of(
+    how: Compression, tree: Any, axis_size: Any, *, mesh: Any = None, specs: Any = None
+) -> WireReport:
+    """Count bytes; see `wire_report`."""
+    axes, plan, named = plan_without_arrays(tree, axis_size, how, mesh=mesh, specs=specs)
+    names, leaves = zip(*named, strict=True) if named else ((), ())
+    compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    in_buckets = {index for bucket in plan.buckets for index in bucket.leaves}
+    compressed_size = sum(sizes[index] for index in in_buckets)
+    exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
+    sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if how.estimates else 0
+    total = compressed + exactly + sampled
+    shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
+    by_leaf: dict[int, Method] = {}
+    numbers: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)
+    for number, bucket in enumerate(plan.buckets):
+        whole = sum(sizes[index] for index in bucket.leaves)
+        for index in bucket.leaves:
+            shares[index] += bucket.bytes_sent * sizes[index] / whole
+            by_leaf[index] = bucket.method
+            numbers[index] += (number,)
+    whys = dict(plan.exact)
+    shares |= {index: exact.bytes_sent(axes, [leaves[index]]) for index in whys}
+    # Without compression the slow axis would carry this: beside fast axes, a part of each leaf.
+    passes = 2 * (axes.slow.size - 1) / axes.slow.size / axes.num_fast
+    coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
+    return WireReport(
+        bytes_per_worker=total,
+        compressed_bytes=compressed,
+        exact_bytes=exactly,
+        sample_bytes=sampled,
+        fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
+        compressed_size=compressed_size,
+        bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),
+        ratio_f32=passes * 4 * coordinates / total if total else float("nan"),
+        ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
+        exact_leaves=tuple((names[index], why) for index, why in plan.exact),
+        leaves=tuple(
+            LeafReport(
+                path,
+                sizes[index],
+                by_leaf.get(index),
+                shares[index],
+                whys.get(index),
+                numbers[index],
+            )
+            for index, path in enumerate(paths_of(tree))
+            if index not in plan.untouched
+        ),
+    )
+
+
+def plan_without_arrays(
+    tree: Any, axis_size: Any, how: Compression, *, mesh: Any = None, specs: Any = None
+) -> tuple[Axes, Plan, list[tuple[str, jax.ShapeDtypeStruct]]]:
+    """Plan a collective outside of a program; see `wire_report`.
+
+    Returns:
+      Axes, the plan of each device, and the names of leaves with a device's shard of each.
+    """
+    axes = _axes(axis_size, mesh)
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
+    leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
+    shards = _shards(names, leaves, tree, mesh, specs, axes)
+    leaves = [shards.local(index, leaf) for index, leaf in enumerate(leaves)]
+    plan = make_plan(
+        leaves,
+        axes,
+        how,
+        how.policy.methods(tree),
+        split_over=[shards.axes_of(index) for index in range(len(leaves))],
+    )
+    return axes, plan, list(zip(names, leaves, strict=True))
+
+
+def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf inside a program.
+
+    Numbers have 32 bits there unless `jax_enable_x64` is set.
+    """
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    checks.check_leaf(name, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _shards(
+    names: list[str], leaves: list[Any], tree: Any, mesh: Any, specs: Any, axes: Axes
+) -> Shards:
+    if (mesh is None) != (specs is None):
+        given, missing = ("mesh", "specs") if specs is None else ("specs", "mesh")
+        raise ValueError(
+            f"{missing}=None, but {given} is given. Give both, or whole leaves and neither."
+        )
+    if mesh is None:
+        return Shards((), (), (PartitionSpec(),) * len(leaves))
+    further = {
+        name: size for name, size in mesh.shape.items() if size > 1 and name not in axes.names
+    }
+    shapes = [leaf.shape for leaf in leaves]
+    return split_over(names, shapes, leaf_specs(tree, specs), mesh, further)
+
+
+def _axes(axis_size: Any, mesh: Any) -> Axes:
+    given = axis_size if isinstance(axis_size, tuple) else (axis_size,)
+    if mesh is not None:
+        if not given or not set(given) <= set(mesh.axis_names):
+            raise ValueError(
+                f"axis_size={axis_size!r} is not an axis of the mesh. Beside a mesh, give one of "
+                f"{mesh.axis_names}, or several with the slowest link first."
+            )
+        slow, *fast = (Axis(name, mesh.shape[name]) for name in given)
+        return Axes(slow, tuple(fast))
+    if not given or any(not isinstance(n, numbers.Integral) or n < 1 for n in given):
+        raise ValueError(
+            f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
+            "or a tuple of them, one for each axis."
+        )
+    slow, *fast = (Axis(str(number), int(size)) for number, size in enumerate(given))
+    return Axes(slow, tuple(fast))
+
+
+def _fast_bytes(bucket: Bucket, axes: Axes) -> int:
+    """Count the bytes of one worker for exact float32 sums of parts and gathers of results."""
+    total, size = 0, bucket.call.size * axes.num_fast
+    item_bytes = 4 + bucket.dtype.itemsize
+    for axis in reversed(axes.fast):
+        size //= axis.size
+        total += (axis.size - 1) * size * item_bytes
+    return total

@@ -1,0 +1,1 @@
+"""Bits of groups of leaves from curves of their error."""

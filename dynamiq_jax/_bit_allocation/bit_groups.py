@@ -1,0 +1,174 @@
+"""Leaves that share a budget: their buckets, and their bytes and errors at every budget."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamiq_jax._bit_allocation.error_curve import ErrorCurve, RowNorms
+from dynamiq_jax._buckets import exact
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
+from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax.methods import DynamiQ, Method
+
+STEP = 0.25  # bits between the budgets of a grid: leaves of the same one share a compiled codec
+
+Values = Callable[[int, int], NDArray[np.float32]]  # of a leaf of a scope, in one of its repeats
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scope:
+    """Leaves that one call sends, and how often it does: once for every layer of a scan."""
+
+    prefix: str  # path of the part of the tree that the call takes; empty for the others together
+    indices: tuple[int, ...]  # of the leaves in the whole tree
+    paths: tuple[str, ...]  # as the call has them, without the prefix
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # as the call has them, without an axis of layers
+    methods: tuple[Method | None, ...]  # that the user gave; None for exact leaves
+    repeats: int
+    axes: Axes
+    how: Compression
+
+    def plan(self, methods: Sequence[Method | None]) -> Plan:
+        """Plan the call with a method for each of its leaves."""
+        return make_plan(self.leaves, self.axes, self.how, methods)
+
+    def bytes_sent(self, methods: Sequence[Method | None]) -> int:
+        """Count the bytes that each worker sends over the slow axis, in all calls."""
+        plan = self.plan(methods)
+        sent = sum(bucket.bytes_sent for bucket in plan.buckets)
+        sent += exact.bytes_sent(self.axes, [self.leaves[index] for index, _ in plan.exact])
+        return self.repeats * sent
+
+
+class Expected(NamedTuple):
+    """Expected error of the leaves of a group in one compression, at each budget of its grid."""
+
+    errors: NDArray[np.float64]  # squared, [budgets]
+    costs: NDArray[np.float64]  # sum that the method minimizes, [budgets]
+    energy: float  # squared norm
+    cost: float  # the same sum, of rows that are lost
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Leaves of one scope whose bits are the same."""
+
+    scope: Scope
+    buckets: tuple[Bucket, ...]  # those that hold all of them, and nothing else
+    pattern: str | None = None  # of all leaves; None for a pattern of each
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Leaves of the group, by their numbers in the scope."""
+        return tuple(sorted({index for bucket in self.buckets for index in bucket.leaves}))
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of a policy that have these leaves in common."""
+        if self.pattern is not None:
+            return (self.pattern,)
+        return tuple(exactly(self.scope.paths[index]) for index in self.members)
+
+    @property
+    def method(self) -> DynamiQ:
+        """Method that the user gave."""
+        (method,) = {bucket.method for bucket in self.buckets}
+        assert isinstance(method, DynamiQ)
+        return method
+
+    @property
+    def size(self) -> int:
+        """Coordinates, of all repeats together."""
+        return self.scope.repeats * sum(bucket.size for bucket in self.buckets)
+
+    @functools.cached_property
+    def grid(self) -> tuple[float, ...]:
+        """Budgets that are compared, in bits: ascending, that of the user among them."""
+        low, high = self.method.bit_range
+        even = STEP * np.arange(math.ceil(low / STEP), math.floor(high / STEP) + 1)
+        return tuple(map(float, np.unique([low, *even, self.method.bits, high])))
+
+    def bytes_sent(self, bits: float) -> int:
+        """Count the bytes that each worker sends for the group at a budget."""
+        method = dataclasses.replace(self.method, bits=bits)
+        sent = 0
+        for bucket in self.buckets:
+            topology, num_workers = bucket.call.topology, bucket.call.num_workers
+            sent += topology.bytes_sent(method.wire_cost(bucket.call), num_workers)
+        return self.scope.repeats * sent
+
+    def measure(self, values: Values) -> "Expected":
+        """Compute what one compression is expected to lose at each budget of the grid."""
+        errors, energy = np.zeros((2, len(self.grid))), np.zeros(2)
+        for bucket in self.buckets:
+            layouts = [
+                dataclasses.replace(self.method, bits=bits).layout(
+                    bucket.call.size, bucket.call.num_chunks
+                )
+                for bits in self.grid
+            ]
+            parts = self.scope.axes.num_fast
+            for repeat in range(self.scope.repeats):
+                norms = RowNorms.of(self._flat(bucket, values, repeat))
+                curve = ErrorCurve(norms, layouts[0], layouts[0].num_rows * parts)
+                chunks = bucket.call.num_chunks * parts
+                errors += np.stack([curve.at(each.units * chunks) for each in layouts], axis=1)
+                energy += norms.squares.sum(), (norms.squares**self.method.exponent).sum()
+        return Expected(*errors, *energy)
+
+    def _flat(self, bucket: Bucket, values: Values, repeat: int) -> NDArray[np.float32]:
+        leaves = [values(index, repeat) for index in bucket.leaves]
+        if bucket.part is not None:
+            leaves = [leaf[slice(*bucket.part)] for leaf in leaves]
+        return np.concatenate([leaf.reshape(-1) for leaf in leaves])
+
+
+def groups_of_buckets(scope: Scope) -> Iterator[Group]:
+    """Yield a group for every bucket of DynamiQ, or for all parts of a leaf that is cut."""
+    together: dict[tuple[int, ...], list[Bucket]] = {}
+    for bucket in scope.plan(scope.methods).buckets:
+        if isinstance(bucket.method, DynamiQ):
+            together.setdefault(bucket.leaves, []).append(bucket)
+    yield from (Group(scope, tuple(buckets)) for buckets in together.values())
+
+
+def groups_of_patterns(patterns: Sequence[str], scope: Scope) -> Iterator[tuple[Group, str]]:
+    """Yield a group and its pattern for every pattern that leaves of DynamiQ have.
+
+    Raises:
+      ValueError: such a leaf has no pattern, or leaves of one have methods that differ.
+    """
+    members: dict[str, list[int]] = {pattern: [] for pattern in patterns}
+    for group in groups_of_buckets(scope):
+        for index in group.members:
+            path = "/".join(filter(None, (scope.prefix, scope.paths[index])))
+            found = next((each for each in patterns if re.search(each, path)), None)
+            if found is None:
+                raise ValueError(
+                    f"groups={list(patterns)!r:.200} have no pattern for the leaf {path!r}. Add "
+                    "one, or '.*' as the last one, for all leaves that are left."
+                )
+            members[found].append(index)
+    for pattern, own in members.items():
+        methods = [method if n in own else None for n, method in enumerate(scope.methods)]
+        found_methods = list(dict.fromkeys(method for method in methods if method is not None))
+        if len(found_methods) > 1:
+            raise ValueError(
+                f"groups={list(patterns)!r:.200}: leaves of {pattern!r} have several methods, "
+                f"{found_methods[0]!r} and {found_methods[1]!r}. Give patterns of leaves of one."
+            )
+        if buckets := scope.plan(methods).buckets:
+            yield Group(scope, buckets, None if scope.prefix else pattern), pattern
+
+
+def exactly(path: str) -> str:
+    """Return the pattern of one path."""
+    return f"^{re.escape(path)}$"

@@ -1,0 +1,43 @@
+"""Checks of options that several commands have."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+from dynamiq_jax._console.errors import CommandError
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+_MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
+
+
+def check_least(option: str, value: float, least: float) -> None:
+    """Raise CommandError for a number below the least one that makes sense."""
+    if not value >= least:
+        raise CommandError(f"{option} is {value}: give at least {least}.")
+
+
+def check_seed(seed: int) -> None:
+    """Raise CommandError for a --seed that random generators do not take."""
+    if not 0 <= seed <= _MAX_SEED:
+        raise CommandError(f"--seed is {seed}: give 0 to {_MAX_SEED}.")
+
+
+def check_codec_ns(value: float | None) -> None:
+    """Raise CommandError for a --codec-ns that is no time."""
+    if value is not None and not 0 <= value < math.inf:
+        raise CommandError(f"--codec-ns is {value}: give 0 or more nanoseconds.")
+
+
+def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
+    """Raise CommandError, before minutes of measuring, if results could not be written.
+
+    Causes are a missing folder, an unknown format of the plot, and missing matplotlib.
+    """
+    for option, path in (("--json", json_path), ("--plot", plot_path)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandError(f"{option} is {path}: no folder {path.absolute().parent}. Make it.")
+    if plot_path is not None:
+        if plot_path.suffix not in PLOT_SUFFIXES:
+            raise CommandError(f"--plot is {plot_path}: end its name in one of {PLOT_SUFFIXES}.")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise CommandError("--plot needs matplotlib: pip install 'dynamiq-jax[cli]'")

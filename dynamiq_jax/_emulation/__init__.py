@@ -1,0 +1,1 @@
+"""Hosts on slow links, emulated on one machine."""

@@ -1,0 +1,159 @@
+"""Checks of input while tracing. Errors name the argument, show its value and give a remedy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax._inputs.mistakes import MistakeError
+from dynamiq_jax._inputs.shards import managed_axes
+from dynamiq_jax.methods import ChunkedMethod, Method
+from pallas_kernels import compat
+
+
+def check_axis(name: Any, axis_name: Any) -> int:
+    """Return the size of an axis, which is one of `axis_name`.
+
+    Raises:
+      ValueError: the name is not a string, or no such axis is in scope.
+    """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"axis_name={axis_name!r} is not a mesh or vmap axis. Give its name, such as 'data', "
+            "or a tuple of names with the slowest link first, such as ('hosts', 'local')."
+        )
+    try:
+        size = lax.axis_size(name)
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
+            "jax.shard_map over a mesh with that axis, or inside "
+            f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
+            "methods that carry no state."
+        ) from None
+    if name in managed_axes(jax.sharding.get_abstract_mesh()):
+        raise ValueError(
+            f"axis_name={axis_name!r}: {name!r} is an axis of jax.vmap here, and one of the mesh "
+            "that the compiler manages. It would sum exactly, and save nothing. Take the vmap away "
+            "and give the stacked replicas to dq.mean_of_replicas, or use jax.shard_map."
+        )
+    return size
+
+
+def check_key(key: Any, axis_names: Sequence[str]) -> Array:
+    """Return a key as a typed one.
+
+    Raises:
+      TypeError: not a PRNG key.
+      ValueError: not one key, or not the same one on all workers.
+    """
+    if getattr(key, "dtype", None) == jnp.uint32 and key.ndim == 1:  # of jax.random.PRNGKey
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            f"key={key!r:.80} is not a PRNG key. Give one, such as jax.random.key(step), the same "
+            "on all workers."
+        )
+    if key.shape != ():
+        raise ValueError(
+            f"key has shape {key.shape}: it holds several keys. Give a single one, the same on all "
+            "workers."
+        )
+    for axis_name in axis_names:
+        if axis_name in compat.varying_axes(key):
+            raise ValueError(
+                f"key differs between the workers of axis {axis_name!r}. Give all of them the same "
+                "one: do not fold in lax.axis_index, and pass it "
+                "into shard_map with in_specs=P(). Workers share their rounding noise so that "
+                "errors cancel."
+            )
+    return key
+
+
+def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None:
+    """Check that a leaf is not reduced already, which types show under `check_vma=True`.
+
+    Raises:
+      MistakeError: the leaf is already the same on all workers.
+      ValueError: the leaf is unreduced in a checked map.
+    """
+    for axis_name in axis_names:
+        if axis_name in compat.unreduced_axes(leaf):
+            raise ValueError(
+                f"tree{path} is unreduced over axis {axis_name!r} inside shard_map, whose types do "
+                "not become varying. Give it to dq.psum outside of shard_map, or make the map with "
+                "check_vma=False."
+            )
+        if compat.tracks_varying(axis_name) and axis_name not in compat.varying_axes(leaf):
+            raise MistakeError(
+                "double reduction",
+                f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
+                "shard_map, jax.grad with respect to replicated "
+                "parameters returns gradients that are summed over the axis, exactly and "
+                "uncompressed; summing again would make them n times too "
+                "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
+                f"{axis_name!r}, to='varying'). An nnx module is split into parameters first; "
+                "dq.value_and_grad takes it as it is.",
+            )
+
+
+def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None:
+    """Raise ValueError for a dimension that shards split and a half of the all-reduce cuts too."""
+    if dimension < len(spec) and spec[dimension] is not None:
+        raise ValueError(
+            f"{argument}={dimension} is the dimension of tree{path} that specs={spec} splits over "
+            f"{spec[dimension]!r}. Each device would get rows of another place. Give another "
+            f"{argument}, or specs that split another dimension."
+        )
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """Raise TypeError for a leaf that is not an array or number."""
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
+        raise TypeError(
+            f"tree{path} is a {type(leaf).__name__}, which cannot be sent. Give a pytree of "
+            "arrays of numbers."
+        )
+
+
+def check_chunked(method: Method, function: str) -> None:
+    """Raise ValueError for a method that a half of the all-reduce cannot use."""
+    if not isinstance(method, ChunkedMethod):
+        raise ValueError(
+            f"method={method!r} cannot be used in dq.{function}. Use one that compresses chunks, "
+            "such as dq.DynamiQ()."
+        )
+
+
+def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> None:
+    """Raise ValueError for a leaf whose parts cannot lie along a dimension of the result."""
+    rank = leaf.ndim if tiled else leaf.ndim + 1
+    if not (isinstance(axis, int | np.integer) and -rank <= axis < rank):
+        remedy = f"Give one from {-rank} to {rank - 1}." if rank else "Give tiled=False."
+        raise ValueError(
+            f"axis={axis!r} is not a dimension that the parts of tree{path}, of shape "
+            f"{leaf.shape}, can lie along. {remedy}"
+        )
+
+
+def check_scatters(path: str, leaf: Array, dimension: Any, num_workers: int, tiled: bool) -> None:
+    """Raise ValueError for a leaf whose dimension cannot be scattered over the workers."""
+    if not (isinstance(dimension, int | np.integer) and -leaf.ndim <= dimension < leaf.ndim):
+        limits = f"one from {-leaf.ndim} to {leaf.ndim - 1}"
+        remedy = limits if leaf.ndim else "leaves with a dimension"
+        raise ValueError(
+            f"scatter_dimension={dimension!r} is not a dimension of tree{path}, of shape "
+            f"{leaf.shape}. Give {remedy}."
+        )
+    size = leaf.shape[dimension]
+    if size % num_workers or (not tiled and size != num_workers):
+        wanted = f"a multiple of {num_workers}" if tiled else f"{num_workers}, or tiled=True"
+        raise ValueError(
+            f"tree{path} has shape {leaf.shape}, whose dimension {dimension} does not scatter over "
+            f"{num_workers} workers. Give {wanted}."
+        )

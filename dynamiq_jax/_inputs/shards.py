@@ -1,0 +1,256 @@
+"""Shards: the parts of leaves that lie on the devices of further axes of the mesh.
+
+A collective makes these axes manual around itself, so that every device compresses and sends its
+own shard. Otherwise the compiler would gather whole leaves on every device, to flatten them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dynamiq_jax._inputs.mistakes import MistakeError
+from pallas_kernels import compat
+
+P = PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Parts of leaves that are split over axes which are not manual yet."""
+
+    axes: tuple[str, ...]  # those of more than one device, in the order of the mesh
+    sizes: tuple[int, ...]  # their devices
+    specs: tuple[PartitionSpec, ...]  # of every leaf, over these axes alone
+
+    def axes_of(self, index: int) -> tuple[str, ...]:
+        """Return the axes over which a leaf is split, in the order of the mesh."""
+        return axes_in(self.specs[index], self.axes)
+
+    def split_of(self, index: int) -> list[list[int]]:
+        """Return how devices split a leaf, whatever the names of axes.
+
+        The devices are numbered along the axes of the leaf, in the order of the mesh. Neighboring
+        axes that split a dimension in this order count as one.
+
+        Returns:
+          For each axis: its dimension, its place among the axes of this dimension, its devices.
+        """
+        sizes = dict(zip(self.axes, self.sizes, strict=True))
+        places = {
+            name: (dimension, place)
+            for dimension, names in enumerate(self.specs[index])
+            for place, name in enumerate(names_of(names))
+        }
+        found: list[list[int]] = []
+        for name in self.axes_of(index):
+            dimension, place = places[name]
+            if found and found[-1][0] == dimension and found[-1][2] + 1 == place:
+                found[-1][2:] = [place, found[-1][3] * sizes[name]]
+            else:
+                found.append([dimension, place, place, sizes[name]])
+        return [[dimension, first, count] for dimension, first, _, count in found]
+
+    def local(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape and dtype of a device's shard of a leaf."""
+        sizes = dict(zip(self.axes, self.sizes, strict=True))
+        parts = [math.prod(sizes[name] for name in names_of(d)) for d in self.specs[index]]
+        parts += [1] * (len(leaf.shape) - len(parts))
+        shape = tuple(size // count for size, count in zip(leaf.shape, parts, strict=True))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """Make the axes manual inside a function of arrays; without axes, leave it as it is."""
+        if not self.axes:
+            return function
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return jax.shard_map(
+            function,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.axes),
+            check_vma=all(map(compat.tracks_varying, manual)),  # as around it
+        )
+
+
+def axes_in(spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
+    """Return those of some axes that a spec names, in their order."""
+    named = {name for dimension in spec for name in names_of(dimension)}
+    return tuple(axis for axis in axes if axis in named)
+
+
+def names_of(dimension: Any) -> tuple[str, ...]:
+    """Return the axes that split one dimension of a spec."""
+    if dimension is None:
+        return ()
+    return (dimension,) if isinstance(dimension, str) else tuple(dimension)
+
+
+def managed_axes(mesh: Any) -> dict[str, int]:
+    """Return axes of a mesh that are not manual, and their sizes; those of one device are left out.
+
+    Args:
+      mesh: `jax.sharding.Mesh` or an abstract one.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return {
+        name: size
+        for name, size in mesh.shape.items()
+        if size > 1 and kinds[name] != AxisType.Manual
+    }
+
+
+def is_explicit() -> bool:
+    """Return whether shardings are part of types here, as under `jax.set_mesh` by default."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
+    """Return the mesh for a `shard_map`: None for that of the context.
+
+    Otherwise the given one with axes that the compiler manages.
+    """
+    if mesh is None or is_explicit():
+        return None
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: Any) -> Shards:
+    """Find how the leaves of a tree are split over the axes that are not manual here.
+
+    Args:
+      names: names of the leaves, for errors.
+      leaves: arrays of the flattened tree, whole along these axes.
+      tree: the tree.
+      specs: as a user gives them; see `leaf_specs`. None where types carry shardings.
+
+    Raises:
+      ValueError: no specs beside an axis that the compiler manages; specs that do not fit.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    managed = managed_axes(mesh)
+    if not managed:
+        if specs is not None:
+            leaf_specs(tree, specs)
+        return Shards((), (), (P(),) * len(leaves))
+    automatic = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and name in managed
+    ]
+    if specs is not None:
+        given = leaf_specs(tree, specs)
+    elif automatic:
+        raise MistakeError(
+            "whole gradient",
+            f"specs=None, but the compiler manages axis {automatic[0]!r} of "
+            f"{managed[automatic[0]]} devices here. Without specs every one of them would send all "
+            "of every leaf. Give specs, a tree of PartitionSpecs or NamedShardings like the tree "
+            "(or a prefix of it), such as those of the parameters, or specs=P() if each device "
+            "holds whole leaves.",
+        )
+    else:
+        given = [jax.typeof(leaf).sharding.spec for leaf in leaves]
+    return split_over(names, [leaf.shape for leaf in leaves], given, mesh, managed)
+
+
+def split_over(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    specs: Sequence[PartitionSpec],
+    mesh: Any,
+    managed: dict[str, int],
+) -> Shards:
+    """Reduce specs to some axes of a mesh, and check that they split leaves of some shapes."""
+    reduced = []
+    for name, shape, spec in zip(names, shapes, specs, strict=True):
+        _check_known(name, spec, mesh)
+        over = _over(spec, managed)
+        _check_splits(name, shape, over, managed)
+        reduced.append(over)
+    return Shards(tuple(managed), tuple(managed.values()), tuple(reduced))
+
+
+def spread(specs: Any, tree: Any) -> list[Any]:
+    """Return what a tree of specs, or a prefix of it, has for every leaf of a tree, None included.
+
+    Raises:
+      ValueError: it is no prefix of the tree.
+    """
+
+    def is_none(spec: Any) -> bool:
+        return spec is None
+
+    # A list for each spec, as None in the tree is no leaf, and None in specs is one.
+    of_each = jax.tree.map(
+        lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_none
+    )
+    return jax.tree.leaves(of_each, is_leaf=is_none)
+
+
+def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
+    """Return the spec of every leaf of a tree, in flattened order.
+
+    Args:
+      tree: the tree.
+      specs: a tree like it, or a prefix, of PartitionSpecs, NamedShardings or None for leaves that
+        are not split; or a function from the tree to one.
+
+    Raises:
+      ValueError: specs do not fit the tree.
+      TypeError: a spec is something else.
+    """
+    specs = specs(tree) if callable(specs) else specs
+    try:
+        given = spread(specs, tree)
+    except ValueError as error:
+        raise ValueError(
+            f"specs={specs!r:.200} does not fit the tree: {error}. Give a tree of PartitionSpecs "
+            "with the structure of the tree, or a prefix of it."
+        ) from None
+    found = []
+    for spec in given:
+        spec = spec.spec if isinstance(spec, NamedSharding) else spec
+        if not isinstance(spec, PartitionSpec | None) or P.UNCONSTRAINED in (spec or ()):
+            raise TypeError(
+                f"specs holds {spec!r:.80}. Give PartitionSpecs or NamedShardings, such as "
+                "jax.tree.map(lambda leaf: leaf.sharding, params)."
+            )
+        found.append(P() if spec is None else spec)
+    return found
+
+
+def _over(spec: PartitionSpec, axes: Any) -> PartitionSpec:
+    """Drop all axes but some from a spec."""
+    kept = [tuple(name for name in names_of(dimension) if name in axes) for dimension in spec]
+    return P(*(names if len(names) > 1 else (names[0] if names else None) for names in kept))
+
+
+def _check_known(name: str, spec: PartitionSpec, mesh: Any) -> None:
+    for axis in (axis for dimension in spec for axis in names_of(dimension)):
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"specs gives {spec} for tree{name}, but the mesh has no axis {axis!r}. Its axes "
+                f"are {mesh.axis_names}."
+            )
+
+
+def _check_splits(
+    name: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]
+) -> None:
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"specs gives {spec} for tree{name} of shape {shape}, which has {len(shape)} "
+            "dimensions. Give a spec of at most as many."
+        )
+    for number, (size, dimension) in enumerate(zip(shape, spec, strict=False)):
+        count = math.prod(sizes[axis] for axis in names_of(dimension))
+        if size % count:
+            raise ValueError(
+                f"specs gives {spec} for tree{name} of shape {shape}, whose dimension {number} "
+                f"does not split into {count} shards. Split another dimension, or give P()."
+            )

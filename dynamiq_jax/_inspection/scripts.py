@@ -1,0 +1,79 @@
+"""Train step of a script that others wrote: the script runs until that step is compiled."""
+
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.backend import get_backend
+
+from dynamiq_jax._buckets.recording import Record, recording
+from dynamiq_jax._inputs.mistakes import MistakeError
+from dynamiq_jax._inspection.collectives import collectives_of
+from dynamiq_jax._inspection.devices import Devices
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Found(NamedTuple):
+    """Train step of a script."""
+
+    text: str | None  # of the program; None if there is none
+    records: list[Record]  # of collectives that were traced before
+    mistake: MistakeError | None  # that the script raised
+
+
+class _CompiledError(BaseException):  # scripts catch exceptions of other kinds
+    def __init__(self, text: str):
+        super().__init__()
+        self.text = text
+
+
+def train_step(script: Path, arguments: Sequence[str], least: float) -> Found:
+    """Run a script until it compiles a program whose devices send at least some bytes.
+
+    That program is not run.
+
+    Args:
+      script: path of a Python file, which runs as `__main__`.
+      arguments: its command line.
+      least: bytes that each device sends.
+    """
+
+    def stop_at_the_step(event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
+        if event == _COMPILED:
+            # The newest is first.
+            text = get_backend().live_executables()[0].hlo_modules()[0].to_string()
+            if sum(one.bytes for one in collectives_of(text, Devices({}, None))) >= least:
+                raise _CompiledError(text)
+
+    with recording() as records, _command_line(script, arguments):
+        jax.monitoring.register_event_duration_secs_listener(stop_at_the_step)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _CompiledError as stopped:
+            return Found(stopped.text, records, None)
+        except MistakeError as mistake:
+            return Found(None, records, mistake)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        finally:
+            jax.monitoring.unregister_event_duration_listener(stop_at_the_step)
+    return Found(None, records, None)
+
+
+@contextlib.contextmanager
+def _command_line(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Set what a script sees of its command line, and its folder as the first to import from."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.absolute().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path

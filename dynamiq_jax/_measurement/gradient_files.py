@@ -1,0 +1,162 @@
+"""Gradients of workers in files: an array for each parameter, whose first axis is the worker."""
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._inputs.options import Options
+
+Gradients = dict[str, NDArray[np.float32]]  # parameter to [workers, *shape]
+
+_STEP = re.compile(r"(\d+)/(.+)")
+_WRITERS = {".npz": "np.savez", ".safetensors": "safetensors.numpy.save_file"}
+# Coordinates: training sums smaller parameters exactly, so that they have no error to measure.
+LARGE = Options().exact_below
+
+
+def load(path: Path) -> dict[str, Gradients]:
+    """Read an .npz or .safetensors file.
+
+    Args:
+      path: the file. Its arrays are [workers, *shape]. A name STEP/PARAMETER says of which training
+        step an array is.
+
+    Returns:
+      Label of a step to its gradients; small parameters are left out.
+
+    Raises:
+      CommandError: the file cannot be read, or holds something else.
+    """
+    steps: dict[str, Gradients] = {}
+    for name, array in _read(path).items():
+        match = _STEP.fullmatch(name)
+        step, parameter = match.groups() if match else ("", name)
+        if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.floating, np.integer)):
+            raise CommandError(
+                f"--gradients {path}: {name!r} has dtype {array.dtype}. Give real numbers, such as "
+                "float32."
+            )
+        with np.errstate(over="ignore"):  # becomes Inf, which is refused
+            values = array.astype(np.float32)
+        if values.ndim < 2 or not len(values):
+            raise CommandError(
+                f"--gradients {path}: {name!r} has shape {values.shape}. Give arrays whose first "
+                "axis is the worker."
+            )
+        if not np.isfinite(values).all():
+            raise CommandError(
+                f"--gradients {path}: {name!r} holds NaN or Inf. Give gradients without, such as "
+                "those of another step."
+            )
+        if values[0].size >= LARGE:
+            steps.setdefault(f"step {step}" if step else "", {})[parameter] = values
+    if not steps:
+        raise CommandError(
+            f"--gradients {path}: no array of {LARGE} coordinates or more for a worker. Give "
+            "gradients as [workers, *shape]."
+        )
+    counts = {len(leaf) for gradients in steps.values() for leaf in gradients.values()}
+    if len(counts) > 1:
+        raise CommandError(
+            f"--gradients {path}: arrays are of {sorted(counts)} workers. Give the same number of "
+            "workers for all."
+        )
+    _check_alike(path, steps)
+    for step, gradients in steps.items():
+        if not any(np.any(leaf) for leaf in gradients.values()):
+            raise CommandError(
+                f"--gradients {path}: {step or 'every array'} holds only zeros, of which no error "
+                "can be measured. Give gradients of another step."
+            )
+    return steps
+
+
+def num_workers(gradients: Gradients) -> int:
+    """Return the number of workers."""
+    return len(next(iter(gradients.values())))
+
+
+def of_workers(gradients: Gradients, count: int) -> Gradients:
+    """Return the gradients of the first workers."""
+    return {name: leaf[:count] for name, leaf in gradients.items()}
+
+
+def check_sums(path: Path, steps: Mapping[str, Gradients], counts: Iterable[int]) -> None:
+    """Raise CommandError unless sums over the first workers can be measured.
+
+    For each of `counts`, the file has to hold as many gradients, and their sum must not be zero.
+    """
+    for count in counts:
+        for step, gradients in steps.items():
+            there = num_workers(gradients)
+            if there < count:
+                raise CommandError(
+                    f"--workers: {count}, but {path} holds the gradients of {there}. Give at most "
+                    f"{there}."
+                )
+            if not any(leaf[:count].sum(0, np.float64).any() for leaf in gradients.values()):
+                raise CommandError(
+                    f"--gradients {path}: the sum over {count} workers is zero everywhere"
+                    f"{step and f' at {step}'}, and no error can be relative to it. Give other "
+                    "gradients, or another number of workers."
+                )
+
+
+def _check_alike(path: Path, steps: dict[str, Gradients]) -> None:
+    """Raise CommandError for steps of different parameters: all go through one program."""
+    shapes = {
+        step: {name: leaf.shape[1:] for name, leaf in gradients.items()}
+        for step, gradients in steps.items()
+    }
+    first, *others = shapes
+    for other in others:
+        for name in sorted(shapes[first].keys() | shapes[other].keys()):
+            found = [shapes[step].get(name) for step in (first, other)]
+            if found[0] != found[1]:
+                first_shape, other_shape = (shape or f"less than {LARGE}" for shape in found)
+                raise CommandError(
+                    f"--gradients {path}: {name!r} is of {first_shape} coordinates in "
+                    f"{first or 'no step'} and of {other_shape} in {other or 'no step'}. Give all "
+                    "steps the same parameters. A number at the start of a name, before a slash, "
+                    "is its step."
+                )
+
+
+def _read(path: Path) -> Mapping[str, NDArray]:
+    if not path.is_file():
+        raise CommandError(f"--gradients {path}: there is no such file.")
+    if path.suffix not in _WRITERS:
+        raise CommandError(f"--gradients {path}: give an .npz or a .safetensors file.")
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise CommandError(
+            f"--gradients {path}: safetensors is not installed: pip install 'dynamiq-jax[cli]'"
+        )
+    try:
+        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except Exception as error:  # a damaged file ends in any kind
+        raise CommandError(
+            f"--gradients {path}: cannot be read as {path.suffix}: {str(error)!r}. Give a file "
+            f"that {_WRITERS[path.suffix]} wrote."
+        ) from None
+
+
+def _read_npz(path: Path) -> Mapping[str, NDArray]:
+    # Opened here, as NumPy leaves a damaged one open.
+    with path.open("rb") as file, np.load(file) as members:
+        arrays = dict(members)
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # but the bytes of another file
+            raise ValueError(f"its member {name!r} is no .npy file")
+    return arrays
+
+
+def _read_safetensors(path: Path) -> Mapping[str, NDArray]:
+    from safetensors import numpy as safetensors
+
+    return safetensors.load_file(path)

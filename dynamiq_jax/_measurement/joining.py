@@ -1,0 +1,55 @@
+"""Processes that join each other through `jax.distributed`, with time-outs.
+
+A process that dies closes its connections, and gloo raises in those that talk to it, at once. One
+that hangs, or whose link stalls, misses heartbeats; then JAX aborts all processes (SIGABRT), also
+those inside a collective, which has no time-out of its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
+
+START_TIMEOUT = 300  # seconds until all processes have to be there
+HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life: the others end
+SHUTDOWN_TIMEOUT = 10  # seconds that a process which ends waits for the others
+
+
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Join the other processes.
+
+    JAX aborts this one (SIGABRT) if they have not come after `START_TIMEOUT`.
+
+    Args:
+      coordinator: HOST:PORT of process 0. Without it, `jax.distributed` finds out everything under
+        Slurm, MPI or Kubernetes.
+      num_processes: number of processes.
+      process_id: index of this process.
+
+    Raises:
+      ValueError, RuntimeError: arguments are missing, or JAX has computed something before.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        initialization_timeout=START_TIMEOUT,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+    )
+
+
+def barrier() -> None:
+    """Wait until all processes are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("dynamiq_jax._measurement.joining")
+
+
+def on_all_processes(values: Sequence[float], dtype: Any) -> NDArray[Any]:
+    """Gather as many numbers from each process, [processes, len(values)]."""
+    local = np.asarray(values, dtype)
+    return np.asarray(multihost_utils.process_allgather(local)).reshape(-1, local.size)

@@ -1,0 +1,184 @@
+"""A setting of an all-reduce, as the command line takes it: a method, its options, a topology.
+
+psum                        jax.lax.psum, float32
+exact                       a method with its defaults, on a ring
+bf16:ring                   a method and a topology
+dynamiq:5:ring              a bare number is the method's budget
+dynamiq:5:rounding=nearest  any other field of the method or of the topology
+paper:5                     a method with other defaults
+ef+topk_chunked:4           a method inside dq.methods.ErrorFeedback, or another wrapper
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax import Array, lax
+
+import dynamiq_jax as dq
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import find_axes
+from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._core.naming import field_names
+from dynamiq_jax._inputs.options import Compression, Options
+from dynamiq_jax._inputs.policy import Policy
+from dynamiq_jax.methods import (
+    METHODS,
+    PRESETS,
+    WRAPPERS,
+    Method,
+    known_methods,
+    resolve_method,
+)
+from dynamiq_jax.topologies import TOPOLOGIES, Auto, Topology, resolve_topology
+
+Tree = TypeVar("Tree")
+
+PSUM, BF16_RING = "psum", "bf16:ring"  # the settings that every other one is compared with
+DEFAULTS = (PSUM, BF16_RING, "dynamiq:5:ring")
+_DEFAULT_TOPOLOGY = "ring"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A method and a topology, or neither for `jax.lax.psum`."""
+
+    name: str  # as the user wrote it
+    method: Method | None = None
+    topology: Topology | None = None
+
+    def all_reduce(self, tree: Tree, axis_name: str, key: Array) -> Tree:
+        """Sum float32 arrays over an axis, inside shard_map or vmap.
+
+        For a method that carries state, this is its first step.
+        """
+        if self.method is None or self.topology is None:
+            return lax.psum(tree, axis_name)
+        how = Compression(Policy(self.method), self.topology, Options(exact_below=0))
+        return driver.run(AllReduce(find_axes(axis_name)), tree, key, how).tree
+
+    def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:
+        """Report the bytes of one all-reduce: of a float32 vector of some size, or of a tree.
+
+        Raises:
+          CommandError: the setting is not possible for so many workers.
+        """
+        values = jax.ShapeDtypeStruct((tree,), "float32") if isinstance(tree, int) else tree
+        everything = 1 + max(leaf.size for leaf in jax.tree.leaves(values))
+        how: dict[str, Any] = {"options": Options(exact_below=everything)}
+        if self.method is not None and self.topology is not None:
+            how = {"method": self.method, "topology": self.topology}
+            how["options"] = Options(exact_below=0)
+        try:
+            return dq.wire_report(values, num_workers, **how)
+        except ValueError as error:
+            raise CommandError(
+                f"--settings: {self.name!r} with {num_workers} workers: {error}"
+            ) from None
+
+    def same_as(self, other: "Setting") -> bool:
+        """Return whether both do the same, however they are written."""
+        return (self.method, self.topology) == (other.method, other.topology)
+
+
+def is_same(text: str, other: str) -> bool:
+    """Return whether two settings do the same, however they are written."""
+    return parse_setting(text).same_as(parse_setting(other))
+
+
+def grammar() -> str:
+    """Describe settings, for help and errors."""
+    return (
+        f"{PSUM}, or METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE] with a method of {sorted(METHODS)}, a "
+        f"preset of {sorted(PRESETS)}, or WRAPPER+METHOD with a wrapper of {sorted(WRAPPERS)}, and "
+        f"a topology of {sorted(TOPOLOGIES)}, such as dynamiq:5:{_DEFAULT_TOPOLOGY}"
+    )
+
+
+def parse_settings(texts: Sequence[str], option: str = "--settings") -> list[Setting]:
+    """Parse all settings of a run, in order. `option` is the option that errors name.
+
+    Raises:
+      CommandError: none, an unknown one, one that chooses by itself, or the same one twice.
+    """
+    settings: list[Setting] = []
+    for text in texts:
+        setting = parse_setting(text, option)
+        if isinstance(setting.topology, Auto):
+            raise CommandError(
+                f"{option}: {text!r} would choose for a network of 10 Gbit/s, not for the one "
+                "that is measured. Name a topology; `dynamiq-jax advise` compares them."
+            )
+        twin = next((other for other in settings if setting.same_as(other)), None)
+        if twin:
+            raise CommandError(f"{option}: {text!r} does the same as {twin.name!r}. Give it once.")
+        settings.append(setting)
+    if not settings:
+        raise CommandError(f"{option}: nothing to measure. Give {grammar()}.")
+    return settings
+
+
+def parse_setting(text: str, option: str = "--settings") -> Setting:
+    """Parse one setting; see the docstring of this file.
+
+    >>> parse_setting("dynamiq:4").method.bits
+    4
+    """
+    wrapper = next((f"{name}+" for name in WRAPPERS if text.startswith(f"{name}+")), "")
+    name, *parts = text.removeprefix(wrapper).split(":")
+    if name == PSUM:
+        if parts or text != PSUM:
+            takes = "no options" if parts else "no wrapper: it loses nothing"
+            raise CommandError(f"{option}: {text!r}: {PSUM} takes {takes}. Give {PSUM!r}.")
+        return Setting(text)
+    known = known_methods()
+    if name not in known:
+        raise CommandError(f"{option}: {text!r}: no method {name!r}. Give {grammar()}.")
+    named = topologies_in(text)
+    if len(named) > 1:
+        raise CommandError(f"{option}: {text!r}: {named} are several topologies. Give one.")
+    topology = named[0] if named else _DEFAULT_TOPOLOGY
+    of_both = field_names(known[name]), field_names(TOPOLOGIES[topology])
+    for part in parts:
+        field, equals, _ = part.partition("=")
+        if equals and not any(field in fields for fields in of_both):
+            raise CommandError(
+                f"{option}: {text!r}: neither {name} nor {topology} has {field!r}. They have "
+                f"{sorted(set().union(*of_both)) or 'no options'}."
+            )
+        if not equals and part not in TOPOLOGIES and not _is_number(part):
+            raise CommandError(
+                f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
+                f"Give {grammar()}."
+            )
+    ours = of_both[1] - of_both[0]
+    of_topology = [part for part in parts if part.partition("=")[0] in ours]
+    of_method = [part for part in parts if part not in (topology, *of_topology)]
+    inner, route = ":".join([name, *of_method]), ":".join([topology, *of_topology])
+    try:
+        return Setting(text, resolve_method(wrapper + inner), resolve_topology(route))
+    except ValueError as error:
+        # The library names the part that it was given, which the whole setting has in it.
+        what = str(error)
+        for said in (f"method={wrapper + inner!r}", f"method={inner!r}", f"topology={route!r}"):
+            what = what.removeprefix(said)
+        raise CommandError(f"{option}: {text!r}{what}") from None
+
+
+def topologies_in(text: str) -> list[str]:
+    """List the topologies that a setting names.
+
+    >>> topologies_in("dynamiq:4:butterfly"), topologies_in("psum")
+    (['butterfly'], [])
+    """
+    return [part for part in text.split(":")[1:] if part in TOPOLOGIES]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

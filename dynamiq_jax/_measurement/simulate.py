@@ -1,0 +1,125 @@
+"""One all-reduce of given gradients, with all workers on virtual devices of this machine.
+
+They run the program that real workers run.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from dynamiq_jax._console.machine import num_cores
+from dynamiq_jax._measurement.devices import AXIS, make_mesh
+from dynamiq_jax._measurement.gradient_files import Gradients
+from dynamiq_jax._measurement.settings import Setting
+
+_GROUP = 256  # coordinates whose relative error is looked at together
+
+
+def make_devices(num_workers: int) -> None:
+    """Make virtual devices of the CPU, which has the memory of all workers: before JAX is used."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(8, num_workers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """Errors of one setting on the gradients of one step, and its time."""
+
+    vnmse: float  # against the sum in float64
+    relative: float  # mean over groups of 256 of their squared error over their squared norm
+    gain: float  # the sum's component along the truth; of an unbiased method 1 on average
+    seconds: float  # of one call, all workers on this machine
+    replicas_equal: bool  # all workers hold the same bits
+
+
+class Simulation:
+    """A setting compiled for gradients of some shapes.
+
+    Args:
+      setting: how to sum.
+      gradients: arrays [workers, *shape].
+
+    Raises:
+      ValueError: there are fewer devices than workers; see `make_devices`.
+    """
+
+    def __init__(self, setting: Setting, gradients: Gradients):
+        num_workers = len(next(iter(gradients.values())))
+        devices = jax.devices()
+        if len(devices) < num_workers:
+            raise ValueError(
+                f"gradients are of {num_workers} workers, but there are {len(devices)} devices. "
+                "Call make_devices before anything else of JAX."
+            )
+        mesh = make_mesh(devices[:num_workers])
+        self._split = NamedSharding(mesh, P(AXIS))
+
+        def local(tree: Gradients, seed: Array) -> Gradients:
+            mine = {name: leaf[0] for name, leaf in tree.items()}
+            sums = setting.all_reduce(mine, AXIS, jax.random.key(seed))
+            return {name: leaf[None] for name, leaf in sums.items()}
+
+        # Each worker's own copy comes back, so that copies can be compared.
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False
+        )
+        shapes = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._split)
+            for name, leaf in gradients.items()
+        }
+        self._function = jax.jit(mapped).lower(shapes, np.uint32(0)).compile()
+
+    def __call__(self, gradients: Gradients, seeds: Sequence[int]) -> Simulated:
+        """Sum gradients with several seeds: mean errors, and the time of the fastest."""
+        truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
+        on_devices = jax.device_put(gradients, self._split)
+        times, found, equal = [], [], True
+        for seed in seeds:
+            start = time.perf_counter()
+            sums = jax.block_until_ready(self._function(on_devices, np.uint32(seed)))
+            times.append(time.perf_counter() - start)
+            copies = [_copies(leaf) for leaf in sums.values()]
+            equal = equal and all(_equal_bits(each) for each in copies)
+            first = {name: each[0] for name, each in zip(sums, copies, strict=True)}
+            found.append(_errors(_flat(first), truth))
+        vnmse, relative, gain = np.mean(found, axis=0)
+        return Simulated(float(vnmse), float(relative), float(gain), min(times), equal)
+
+
+def codec_ns(seconds: float, size: int, num_workers: int) -> float:
+    """Return nanoseconds of one core for each coordinate and worker, if all cores were busy."""
+    return 1e9 * seconds * num_cores() / (size * num_workers)
+
+
+def _copies(stacked: Array) -> list[NDArray]:
+    """Return the copy of every worker, from [workers, *shape]."""
+    return [np.asarray(shard.data)[0] for shard in stacked.addressable_shards]
+
+
+def _equal_bits(copies: Sequence[NDArray]) -> bool:
+    return all(np.array_equal(copies[0].view(np.uint32), each.view(np.uint32)) for each in copies)
+
+
+def _errors(estimate: NDArray, truth: NDArray) -> tuple[float, float, float]:
+    squared, norms = (_of_groups(x) for x in ((estimate - truth) ** 2, truth**2))
+    nonzero = norms > 0
+    return (
+        squared.sum() / norms.sum(),
+        np.mean(squared[nonzero] / norms[nonzero]),
+        estimate @ truth / (truth @ truth),
+    )
+
+
+def _of_groups(values: NDArray) -> NDArray:
+    return np.pad(values, (0, -values.size % _GROUP)).reshape(-1, _GROUP).sum(axis=1)
+
+
+def _flat(tree: Gradients) -> NDArray:
+    return np.concatenate([np.asarray(tree[name], np.float64).reshape(-1) for name in sorted(tree)])

@@ -1,0 +1,149 @@
+"""Predicted times of a training step, with and without compression, and what follows from them."""
+
+import dataclasses
+from typing import Literal
+
+import dynamiq_jax as dq
+from dynamiq_jax._console.units import format_rate, format_seconds
+from dynamiq_jax._prediction.error_law import error_growth
+from dynamiq_jax.methods import Axis, Call
+from dynamiq_jax.topologies import AllToAll, Butterfly, CodecSpeed, FixedTopology, Network, Ring
+from dynamiq_jax.topologies._cost_model import (
+    CODEC_SPEEDS,
+    SUM_SPEEDS,
+    Prediction,
+    predict,
+    predict_exact,
+)
+
+_WORTH_IT = 1.05  # a step that gains less is not worth another moving part
+_ITEM_BYTES = {"f32": 4, "bf16": 2}
+_TOPOLOGIES: dict[str, FixedTopology] = {
+    "ring": Ring(),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """A training step, and what it runs on."""
+
+    network: Network
+    size: int  # coordinates of the gradient
+    workers: int
+    step_seconds: float  # without the all-reduce
+    overlap: float  # share of that time under which transfers can hide
+    gradient: Literal["f32", "bf16"]  # that jax.lax.psum sends today
+    device: Literal["gpu", "cpu"]  # of the codec
+    codec_ns: float | None  # of a worker for each coordinate; None: that of `CODEC_SPEEDS`
+    methods: tuple[dq.DynamiQ, ...]  # to consider
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to sum gradients, with the time that a training step would take."""
+
+    name: str
+    call: str  # how it is written in a program
+    bits: float  # on the wire per coordinate in one pass
+    sent: int  # bytes of each worker
+    all_reduce: Prediction
+    step: float  # seconds
+    error_growth: float | None  # vNMSE over that of one compression; None: exact
+
+
+def predictions(question: Question) -> list[Option]:
+    """Predict the time of every option, today's `jax.lax.psum` first."""
+    speed = CODEC_SPEEDS[question.device]
+    if question.codec_ns is not None:
+        speed = dataclasses.replace(speed, ns_per_coordinate=question.codec_ns)
+    return [
+        _plain(question),
+        *(
+            _compressed(question, method, name, topology, speed)
+            for method in question.methods
+            for name, topology in _TOPOLOGIES.items()
+            if topology.supports(question.workers)
+        ),
+    ]
+
+
+def advice(question: Question, options: list[Option]) -> str:
+    """Write one paragraph, with the markup of rich, that says what to do and why.
+
+    Args:
+      question: the question.
+      options: its predictions.
+    """
+    plain, *compressed = options
+    if not compressed:
+        return "Nothing to advise: --bits is empty."
+    # Budgets under 5 bits are the user's choice, not ours, where others are considered.
+    trusted = [option for option in compressed if option.bits >= 5] or compressed
+    fewest = min(option.bits for option in trusted)
+    best = min(
+        (option for option in trusted if option.bits == fewest),
+        key=lambda option: (option.step, option.error_growth),
+    )
+    gain = plain.step / best.step
+    if gain < _WORTH_IT:
+        return (
+            f"[bold]Do not compress.[/bold] At {format_rate(1e9 * question.network.gbit_per_s)} "
+            f"{best.name} would make a step of {format_seconds(plain.step)} take "
+            f"{format_seconds(best.step)} ({gain:.2f}x): the all-reduce is not what you wait for."
+        )
+    return (
+        f"[bold]Compress[/bold]: {best.call}. A step takes {format_seconds(best.step)} instead of "
+        f"{format_seconds(plain.step)} ([bold]{gain:.2f}x[/bold]), the all-reduce "
+        f"{format_seconds(best.all_reduce.total)} instead of "
+        f"{format_seconds(plain.all_reduce.total)}."
+    )
+
+
+def _plain(question: Question) -> Option:
+    size, workers = question.size, question.workers
+    item_bytes = _ITEM_BYTES[question.gradient]
+    time = predict_exact(
+        size,
+        workers,
+        network=question.network,
+        codec=SUM_SPEEDS[question.device],
+        item_bytes=item_bytes,
+    )
+    return Option(
+        name=f"psum, {question.gradient}",
+        call="jax.lax.psum",
+        bits=8.0 * item_bytes,
+        sent=2 * (workers - 1) * -(-size * item_bytes // workers),
+        all_reduce=time,
+        step=_step(question, time),
+        error_growth=None,
+    )
+
+
+def _compressed(
+    question: Question,
+    method: dq.DynamiQ,
+    topology_name: str,
+    topology: FixedTopology,
+    codec: CodecSpeed,
+) -> Option:
+    size, workers = question.size, question.workers
+    cost = method.wire_cost(Call(size=size, axis=Axis("data", workers), topology=topology))
+    time = predict(size, workers, topology, cost, question.network, codec)
+    return Option(
+        name=f"{method.bits:g} bits, {topology_name}",
+        call=f'method=dq.DynamiQ(bits={method.bits}), topology="{topology_name}"',
+        bits=method.bits,
+        sent=topology.bytes_sent(cost, workers),
+        all_reduce=time,
+        step=_step(question, time),
+        error_growth=error_growth(topology, workers, agreement=0.1),
+    )
+
+
+def _step(question: Question, all_reduce: Prediction) -> float:
+    """Return the seconds of a step: transfers hide under a share of it, the codec does not."""
+    hidden = question.overlap * question.step_seconds
+    return question.step_seconds + all_reduce.codec + max(0.0, all_reduce.wire - hidden)

@@ -1,0 +1,74 @@
+"""Speeds of a link below which one setting beats another, from measurements."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from dynamiq_jax._measurement.measure import Measurement
+from dynamiq_jax._measurement.settings import BF16_RING, PSUM, is_same
+
+
+def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int) -> float:
+    """Return the link speed, in bits a second, below which one setting beats another.
+
+    It is inf if the setting always beats the other one. On a link of r bits a second a setting
+    takes T + 8 B / r, with T its codec time (everything but the wire: the measured time less 8 B /
+    link where the devices' own links are known, the measured time where they share a memory) and B
+    the bytes that each worker sends. The two are equal at
+
+        r = 8 (B_other - B) / (T - T_other)
+
+    Args:
+      codec: T of the setting, seconds.
+      sent: B of the setting, bytes.
+      other_codec: T of the other setting.
+      other_sent: B of the other setting.
+
+    >>> round(break_even_rate(0.03, 10**6, 0.01, 6 * 10**6) / 1e9, 3)
+    2.0
+    """
+    if sent >= other_sent:
+        return math.inf if codec < other_codec and sent == other_sent else 0.0
+    return 8 * (other_sent - sent) / (codec - other_codec) if codec > other_codec else math.inf
+
+
+def record(
+    result: Measurement, results: Iterable[Measurement], link: float | None, sharing: int
+) -> dict[str, Any]:
+    """Add codec time and break-even rates to a measurement.
+
+    Args:
+      result: the measurement.
+      results: all measurements of the run, among them those of the baselines.
+      link: bits a second of the links between the devices; None if they share a memory.
+      sharing: workers that share the cores of one machine.
+
+    Returns:
+      A row for tables and the JSON file.
+    """
+    codec = _codec_seconds(result, link)
+    row = dataclasses.asdict(result) | {
+        "bandwidth": result.bandwidth,
+        "codec_seconds": codec,
+        # `CodecSpeed.ns_per_coordinate`: of a worker that has the machine for itself.
+        "codec_ns": 1e9 * codec / (result.size * sharing),
+        "break_even": {},
+    }
+    for name in (PSUM, BF16_RING):
+        for other in results:
+            if other.size != result.size or not is_same(other.setting, name):
+                continue
+            if other.setting != result.setting:
+                row["break_even"][name] = break_even_rate(
+                    codec,
+                    result.bytes_per_worker,
+                    _codec_seconds(other, link),
+                    other.bytes_per_worker,
+                )
+    return row
+
+
+def _codec_seconds(result: Measurement, link: float | None) -> float:
+    wire = 0.0 if link is None else 8 * result.bytes_per_worker / link
+    return max(0.0, result.seconds - wire)

@@ -1,0 +1,86 @@
+"""Specs of the arguments of a loss function: how their arrays are split over the workers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._inputs.shards import names_of, spread
+
+P = PartitionSpec
+Entries = Mapping[int | str, Any]  # position or name of an argument to its tree of specs
+
+
+def entries_of(in_specs: Any) -> Entries:
+    """Return specs that a user gives, by position or name of the argument.
+
+    Raises:
+      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
+    """
+    if in_specs is None:
+        return {}
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | Mapping):
+        raise TypeError(
+            f"in_specs={in_specs!r:.80} is neither a tuple nor a dict. Give a tuple with an entry "
+            'for each positional argument, such as in_specs=(P(), P("data")), or a dict from '
+            "names of arguments to entries."
+        )
+    entries = dict(enumerate(in_specs)) if isinstance(in_specs, tuple) else dict(in_specs)
+    for where, entry in entries.items():
+        if not isinstance(where, int | str):
+            raise TypeError(
+                f"in_specs has the key {where!r:.80}. Give names or positions of arguments."
+            )
+        for spec in jax.tree.leaves(entry):
+            if not isinstance(spec, PartitionSpec) or P.UNCONSTRAINED in spec:
+                raise TypeError(
+                    f"in_specs[{where!r}] holds {spec!r:.80}. Give PartitionSpecs, or None for the "
+                    "default."
+                )
+    return entries
+
+
+def check_axes(entries: Entries, names: tuple[str, ...]) -> None:
+    """Raise ValueError for a spec that names other axes than those of the workers, or one twice."""
+    for where, entry in entries.items():
+        for spec in jax.tree.leaves(entry):
+            used = axes_of(spec)
+            for axis in used:
+                if axis not in names:
+                    raise ValueError(
+                        f"in_specs[{where!r}] holds {spec}, but {axis!r} is not an axis of the "
+                        f"workers. Give axes of {names}. Other axes of the mesh are left to the "
+                        "compiler."
+                    )
+                if used.count(axis) > 1:
+                    raise ValueError(
+                        f"in_specs[{where!r}] holds {spec}, which names axis {axis!r} twice. Split "
+                        "one dimension over it."
+                    )
+
+
+def specs_of_leaves(key: int | str, entry: Any, argument: Any) -> list[PartitionSpec | None]:
+    """Return the spec of every leaf of an argument, in flattened order; None for the default.
+
+    Args:
+      key: that of the entry in `in_specs`, for errors.
+      entry: a tree like the argument, or a prefix, of specs or None.
+      argument: a pytree.
+
+    Raises:
+      ValueError: the entry does not fit the argument.
+    """
+
+    try:
+        return spread(entry, argument)
+    except ValueError as error:
+        raise ValueError(
+            f"in_specs[{key!r}]={entry!r:.200} does not fit the argument: {error}. Give a "
+            "PartitionSpec, or a tree of them with the structure of the argument."
+        ) from None
+
+
+def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the axes that a spec names, in the order of its dimensions."""
+    return tuple(axis for dimension in spec for axis in names_of(dimension))

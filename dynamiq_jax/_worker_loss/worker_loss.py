@@ -1,0 +1,211 @@
+"""A loss function on the part of a batch that one worker has."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dynamiq_jax._buckets.axes import AxisName, axis_names
+from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.shards import context_or_automatic, is_explicit, leaf_specs
+from dynamiq_jax._worker_loss import modules
+from dynamiq_jax._worker_loss.arguments import (
+    DIFFERENTIATED,
+    SPLIT,
+    WHOLE,
+    Roles,
+    Signature,
+    sort_by_role,
+    unwrap_single,
+)
+from dynamiq_jax._worker_loss.batch import resolve_batch
+from dynamiq_jax._worker_loss.in_specs import check_axes
+
+P = PartitionSpec
+Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # specs cannot be hashed
+class WorkerLoss:
+    """A loss function, how workers share its arguments, and how gradients are sent.
+
+    `loss` and `value` are called inside the map that `over_workers` makes.
+    """
+
+    loss_fn: Callable[..., Any]
+    roles: Roles
+    has_aux: bool
+    num_targets: Callable[..., Array] | None
+    mesh: Mesh
+    axis_name: AxisName
+    specs: Any  # as a user gives them
+    how: Compression
+
+    def __post_init__(self) -> None:
+        if not self.names or not set(self.names) <= set(self.mesh.axis_names):
+            raise ValueError(
+                f"axis_name={self.axis_name!r} is not an axis of the mesh. Give one of "
+                f"{self.mesh.axis_names}."
+            )
+        check_axes(self.roles.in_specs, self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes of workers."""
+        return axis_names(self.axis_name)
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Signature, Specs, dict[str, list[Any]]]:
+        """Sort the arguments of a call, and find how differentiated leaves are split.
+
+        Returns:
+          What is static, specs of differentiated leaves (None if nothing shows them), and the
+          leaves by role.
+        """
+        self.roles.check(len(args), kwargs)
+        signature, arrays = sort_by_role(args, kwargs, self.roles)
+        trees = signature.differentiated(arrays)
+        found: Specs
+        if self.specs is None:
+            found = _placed(trees, self.mesh)
+        elif callable(self.specs):
+            found = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
+        else:
+            found = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
+        axes = {name: self.mesh.shape[name] for name in self.names}
+        signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
+        return signature, found, arrays
+
+    def over_workers(
+        self, function: Callable[..., Any], signature: Signature, out_sharding: Any
+    ) -> Callable[..., Any]:
+        """Map a function of leaves by role, and of an argument that is whole, over the workers.
+
+        Results are the same on all of them. Under explicit axes, `out_sharding` places them.
+        """
+        split = {DIFFERENTIATED: P(), SPLIT: signature.splits, WHOLE: P()}
+        mapped = jax.shard_map(
+            function,
+            mesh=context_or_automatic(self.mesh),
+            in_specs=(split, P()),
+            out_specs=P(),
+            axis_names=set(self.names),
+        )
+        return (
+            jax.sharding.auto_axes(mapped, out_sharding=out_sharding) if is_explicit() else mapped
+        )
+
+    def loss(
+        self, signature: Signature, arrays: Mapping[str, list[Any]], differentiated: list[Array]
+    ) -> tuple[Array, tuple[Any, list[Any]]]:
+        """Return the loss of one worker, and `(aux, rest of every module)`.
+
+        Losses and aux are weighted by targets. Their mean over workers is that of all targets.
+        """
+        before, before_named = signature.rebuild(arrays)
+        args, kwargs = signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
+        worker = lax.axis_index(self.names)
+        for where, graph in signature.graphs:
+            container: Any = args if isinstance(where, int) else kwargs
+            parts = container[where]
+            container[where] = modules.merge(graph, parts.params, parts.rest, worker)
+        result = self.loss_fn(*args, **kwargs)
+        loss, aux = result if self.has_aux else (result, None)
+        if self.num_targets is not None:
+            share = self._share(jnp.asarray(self.num_targets(*args, **kwargs)))
+            loss, aux = jax.tree.map(share, (loss, aux))
+        rests = [
+            modules.rest_of(
+                _at(where, args, kwargs), _at(where, before, before_named).rest, self.names
+            )
+            for where, _ in signature.graphs
+        ]
+        return loss, (aux, rests)
+
+    def value(self, loss: Array, aux: Any) -> Any:
+        """Return what a user gets besides gradients: means over the workers."""
+        loss, aux = jax.tree.map(lambda leaf: lax.pmean(leaf, self.names), (loss, aux))
+        return (loss, aux) if self.has_aux else loss
+
+    def give_back(
+        self,
+        signature: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rests: Sequence[Any],
+    ) -> None:
+        """Write the state after a call to the modules among its arguments."""
+        for (where, _), rest in zip(signature.graphs, rests, strict=True):
+            modules.update(_at(where, args, kwargs), rest)
+
+    @property
+    def _num_workers(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    def _share(self, targets: Array) -> Callable[[Array], Array]:
+        """Return a function that weights what a mean over workers is taken of."""
+        targets = lax.stop_gradient(targets.astype(jnp.float32))
+        weight = targets * np.float32(self._num_workers) / lax.psum(targets, self.names)
+
+        def weighted(value: Any) -> Array:
+            value = jnp.asarray(value)
+            if not jnp.issubdtype(value.dtype, jnp.inexact):  # counts have means of their own
+                value = value.astype(jnp.float32)
+            return value * weight.astype(value.dtype)
+
+        return weighted
+
+
+def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
+    """Return specs with the structure of the differentiated trees, or of the only one."""
+    if specs is None:
+        return None
+    return unwrap_single(jax.tree.unflatten(jax.tree.structure(trees), specs))
+
+
+def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a jitted function of the arguments of `function` behind static ones.
+
+    It is traced once for static arguments that are equal. The structure of a module may hold
+    metadata that cannot be hashed. Then it is traced at every call outside of a `jax.jit`.
+    """
+    try:
+        hash(static)
+    except TypeError:
+        return jax.jit(functools.partial(function, *static))
+    return _jitted(function, static)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(function, *static))
+
+
+def _at(where: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[where] if isinstance(where, int) else kwargs[where]
+
+
+def _placed(trees: tuple[Any, ...], mesh: Mesh) -> Specs:
+    """Return how leaves are placed on the mesh; None where a tracer does not show it."""
+    explicit = is_explicit()
+    found = []
+    for leaf in jax.tree.leaves(trees):
+        if explicit:
+            found.append(jax.typeof(leaf).sharding.spec)
+        elif isinstance(leaf, jax.core.Tracer):
+            return None
+        else:
+            sharding = getattr(leaf, "sharding", None)
+            if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
+                found.append(sharding.spec)
+            else:
+                found.append(P())
+    return tuple(found)

@@ -1,0 +1,7 @@
+"""Collectives of which packets are lost, and the drift of the replicas that follows."""
+
+from dynamiq_jax.contrib.packet_loss.channel import LossyChannel
+from dynamiq_jax.contrib.packet_loss.collectives import LossyCollectives
+from dynamiq_jax.contrib.packet_loss.drift import drift, expected_drift
+
+__all__ = ["LossyChannel", "LossyCollectives", "drift", "expected_drift"]

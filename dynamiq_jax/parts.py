@@ -1,0 +1,33 @@
+"""Parts that methods, topologies and train steps of one's own are made of.
+
+The interfaces themselves are in `dynamiq_jax.methods` and `dynamiq_jax.topologies`. The codec is
+in `pallas_kernels.codec`, and `pallas_kernels.compat` has what differs between versions of JAX.
+"""
+
+from dynamiq_jax._core import (
+    Payload,
+    as_chunks,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    take_chunk,
+)
+from dynamiq_jax._inputs.checks import check_axis, check_key
+from dynamiq_jax.methods._blockwise import BLOCKS, covering_step, in_blocks, rows_per_chunk
+from dynamiq_jax.methods._budget import check_bits, most_within
+from dynamiq_jax.methods._budgeted_blocks import BudgetedBlocks
+from dynamiq_jax.methods._feedback import Feedback
+from dynamiq_jax.methods._norms import combine_norms, combined_bytes, gather_norms, gathered_bytes
+from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, Chosen
+
+# What every method needs.
+__all__ = ["Payload", "as_chunks", "take_chunk"]
+__all__ += ["check_axis", "check_choice", "check_flag", "check_integer", "check_key"]
+__all__ += ["check_number"]
+# What a kind of method needs: blocks with scales, norms of all workers, some blocks or coordinates
+# within a number of bits, and what a method leaves out.
+__all__ += ["BLOCKS", "covering_step", "in_blocks", "rows_per_chunk"]
+__all__ += ["combine_norms", "combined_bytes", "gather_norms", "gathered_bytes"]
+__all__ += ["NOT_FINITE", "BudgetedBlocks", "Chosen", "check_bits", "most_within"]
+__all__ += ["Feedback"]

@@ -1,0 +1,446 @@
+"""`dq.allocate_bits`: bits of each bucket from gradients, in the bytes of equal bits."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._bit_allocation.error_curve import ErrorCurve, RowNorms, distortions
+from pallas_kernels.codec import place_rows
+from pallas_kernels.codec.scales import bfloat16_bits
+from tests.support.gradients import heavy_tailed, vnmse
+from tests.support.workers import simulated
+
+KEY = jax.random.key(0)
+APART = dq.Options(
+    bucket_bytes=2**15, bucketing="in_order"
+)  # leaves of 8192 coordinates have buckets of their own
+SCALES = {"a": 1.0, "b": 0.1, "c": 0.03, "d": 0.01}
+
+
+def leaves_of(scales, size=8192, seed=0, spread=1.0):
+    return {
+        name: heavy_tailed(seed + n, (size,), spread=spread, scale=scale)
+        for n, (name, scale) in enumerate(scales.items())
+    }
+
+
+def of_workers(tree, workers):
+    """Stack gradients of workers: half of the energy of each coordinate is noise of its own."""
+    rng = np.random.default_rng(1)
+
+    def stacked(leaf):
+        noise = rng.standard_normal((workers, *leaf.shape), np.float32)
+        return leaf * (1 + noise)
+
+    return jax.tree.map(stacked, tree)
+
+
+def error_of_mean(stacked, method, options):
+    def local(key, tree):
+        return dq.pmean(tree, "data", key=key, method=method, options=options)
+
+    mean = simulated(local)(KEY, stacked)
+    flat = lambda tree: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])  # noqa: E731
+    truth = jax.tree.map(lambda leaf: leaf.mean(0, dtype=np.float64), stacked)
+    return vnmse(flat(jax.tree.map(lambda leaf: leaf[0], mean)), flat(truth))
+
+
+# ------------------------------------------------------------------------------------------ error
+
+
+@pytest.mark.parametrize(
+    ("workers", "bits", "spread"),
+    [
+        pytest.param(2, 3, 1.0, marks=pytest.mark.slow),
+        (4, 4, 0.0),
+        (4, 6, 1.0),
+        pytest.param(8, 5, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
+    stacked = of_workers(leaves_of(SCALES, 2**15, spread=spread), workers)
+    apart, joint = (
+        dq.Options(bucket_bytes=2**17, bucketing="in_order"),
+        dq.Options(bucket_bytes=2**19, bucketing="in_order"),
+    )
+    one = jax.tree.map(lambda leaf: leaf[0], stacked)
+    uniform = dq.DynamiQ(bits=bits)
+    found = dq.allocate_bits(one, axis_size=workers, method=uniform, options=apart)
+    errors = {
+        "joint": error_of_mean(stacked, uniform, joint),
+        "apart": error_of_mean(stacked, uniform, apart),
+        "allocated": error_of_mean(stacked, found.policy, apart),
+    }
+    assert errors["allocated"] < 1.15 * errors["joint"]
+    gain = errors["apart"] / errors["allocated"]
+    assert gain > 5 and found.gain == pytest.approx(gain, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [dq.DynamiQ(bits=4.3), dq.DynamiQ.paper(), dq.DynamiQ(widths=(0, 3, 4, 5, 7), exponent=0.5)],
+    ids=["default", "paper", "drops"],
+)
+@pytest.mark.parametrize("zeros", [0, 20])
+def test_the_expected_error_is_that_of_the_widths_that_the_codec_takes(method, zeros):
+    """As errors count that the codec minimizes, with any error for each width."""
+    values = heavy_tailed(3, (400 * 256,))
+    values[: 256 * zeros] = 0
+    layout = method.layout(values.size, 2)
+    norms = RowNorms.of(values)
+    found = ErrorCurve(norms, layout, layout.num_rows).at(2 * layout.units)
+    bits = bfloat16_bits(jnp.sqrt(jnp.float32(norms.squares)))
+    np.testing.assert_array_equal(bits >> 1, norms.energies)
+    places = place_rows(bits, layout)
+    widths = np.zeros(layout.num_rows, int)
+    widths[np.ravel(places.order)] = np.ravel(places.widths)
+    lost = distortions(layout.quantizer)[widths]
+    assert found[0] == pytest.approx(np.sum(norms.squares * lost), rel=0.02)
+    assert found[1] == pytest.approx(np.sum(norms.squares**method.exponent * lost), rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------ bytes
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(2000, 60_000), min_size=1, max_size=5),
+    octaves=st.lists(st.integers(-20, 20), min_size=5, max_size=5),
+    bits=st.sampled_from([2.375, 3, 4.1, 5, 7.77, 12, 16]),
+    axis_size=st.sampled_from([2, 3, 8, (4, 2)]),
+    topology=st.sampled_from(["ring", "ring:bidirectional=True", "all_to_all"]),
+)
+def test_the_policy_sends_no_more_bytes_and_nearly_as_many(
+    sizes, octaves, bits, axis_size, topology
+):
+    tree = {
+        str(n): heavy_tailed(n, (size,), spread=1, scale=2.0 ** octaves[n])
+        for n, size in enumerate(sizes)
+    } | {"norm": np.ones(300, np.float32), "count": np.arange(3)}
+    how = {"topology": topology, "options": APART}
+    method = dq.DynamiQ(bits=bits)
+    found = dq.allocate_bits(tree, axis_size=axis_size, method=method, **how)
+    ours = dq.wire_report(tree, axis_size, method=found.policy, **how)
+    theirs = dq.wire_report(tree, axis_size, method=method, **how)
+    assert ours.bytes_per_worker == found.bytes_per_worker
+    assert theirs.bytes_per_worker == found.uniform_bytes
+    assert ours.bytes_per_worker <= theirs.bytes_per_worker
+    assert found.error <= found.uniform_error
+    # A chunk cannot send a part of a unit of all its rows: those of few rows are coarse.
+    if min(sizes) > 10_000 and 3 <= bits <= 12 and axis_size != 8:
+        assert ours.bytes_per_worker >= 0.99 * theirs.bytes_per_worker
+    by_path = {leaf.path: leaf for leaf in ours.leaves}
+    for pattern, one in found.bits.items():
+        leaf = by_path[pattern.strip("^$")]
+        assert leaf.method == dataclasses.replace(method, bits=one)
+    assert by_path["norm"].method is None and by_path["count"].method is None
+
+
+# --------------------------------------------------------------------------------------- the law
+
+
+@settings(max_examples=30)
+@given(
+    octaves=st.lists(st.integers(-30, 30), min_size=3, max_size=3),
+    more=st.integers(1, 30),
+    bits=st.sampled_from([3.0, 5.0, 8.0]),
+)
+def test_a_leaf_with_more_energy_never_gets_fewer_bits(octaves, more, bits):
+    base = heavy_tailed(0, (8192,), spread=1)
+
+    def bits_of(octaves):
+        tree = {str(n): base * np.float32(2.0 ** (each / 4)) for n, each in enumerate(octaves)}
+        found = dq.allocate_bits(tree, axis_size=4, method=dq.DynamiQ(bits=bits), options=APART)
+        return [found.bits[f"^{n}$"] for n in range(len(octaves))]
+
+    before, after = bits_of(octaves), bits_of([octaves[0] + more, *octaves[1:]])
+    assert after[0] >= before[0] and max(after[1] - before[1], after[2] - before[2]) <= 0
+    order = np.argsort(octaves)
+    apart = np.diff(np.array(octaves)[order]) > 0
+    assert (np.diff(np.array(before)[order])[apart] >= 0).all()
+
+
+@pytest.mark.parametrize("bits", [4.05, 4.1, 4.15, 4.2, 4.3])
+def test_what_is_left_of_a_budget_is_spent(bits):
+    tree = leaves_of({"a": 1.0, "b": 0.3}, 2**17)
+    found = dq.allocate_bits(tree, axis_size=4, method=dq.DynamiQ(bits=bits), options=APART)
+    assert 0.996 * found.uniform_bytes < found.bytes_per_worker <= found.uniform_bytes
+
+
+@pytest.mark.parametrize("rows", range(31, 42))
+def test_leaves_that_join_a_bucket_do_not_send_more(rows):
+    """The first and the last have the same bits, and then share a bucket, but not before."""
+    size = 512 * rows
+    tree = {
+        "a": heavy_tailed(0, (size,)),
+        "b": heavy_tailed(1, (2 * size,), scale=1e-5),
+        "c": heavy_tailed(0, (size,)),
+        "d": heavy_tailed(2, (2 * size,), scale=1e-4),
+    }
+    how = {"options": dq.Options(bucket_bytes=8 * size, bucketing="in_order")}
+    found = dq.allocate_bits(tree, axis_size=2, **how)
+    report = dq.wire_report(tree, 2, method=found.policy, **how)
+    assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
+
+
+def test_the_cost_of_a_piece_counts():
+    """A large leaf saves more error, but a small one saves more for each byte."""
+    tree = {"large": heavy_tailed(0, (2**17,), scale=5e-4), "small": heavy_tailed(1, (8192,))}
+    found = dq.allocate_bits(tree, axis_size=4, options=APART)
+    assert found.bits["^small$"] == pytest.approx(found.bits["^large$"] + 1, abs=0.5)
+
+
+def test_equal_leaves_keep_their_bits():
+    leaf = heavy_tailed(0, (8192,))
+    found = dq.allocate_bits({"a": leaf, "b": leaf}, axis_size=4, options=APART)
+    assert set(found.bits.values()) == {5.0} and found.gain == pytest.approx(1)
+
+
+def test_steps_count_alike_whatever_their_norms():
+    first, second = leaves_of({"a": 1.0, "b": 0.01}), leaves_of({"a": 0.01, "b": 1.0})
+    small = jax.tree.map(lambda leaf: leaf * np.float32(1e-6), second)
+    alone, both, scaled = (
+        dq.allocate_bits(*steps, axis_size=4, options=APART).bits
+        for steps in ([first], [first, second], [first, small])
+    )
+    assert both == scaled and alone["^a$"] > both["^a$"] == pytest.approx(5, abs=0.25)
+
+
+def test_leaves_of_one_bucket_share_bits_and_so_do_parts_of_a_leaf():
+    tree = leaves_of(SCALES) | {"e": heavy_tailed(9, (32, 8192))}  # e is cut into four buckets
+    options = dq.Options(bucket_bytes=2**18, bucketing="in_order")
+    found = dq.allocate_bits(tree, axis_size=4, options=options)
+    assert [group.patterns for group in found.groups] == [
+        ("^a$", "^b$", "^c$", "^d$"),
+        ("^e$",),
+    ]
+    report = dq.wire_report(tree, 4, method=found.policy, options=options)
+    assert report.leaves[-1].buckets == (1, 2, 3, 4)
+    assert sum(group.energy for group in found.groups) == pytest.approx(1)
+    assert sum(group.error for group in found.groups) == pytest.approx(found.error)
+
+
+def test_patterns_of_groups_are_those_of_the_policy():
+    tree = {"x": leaves_of(SCALES), "y": leaves_of(SCALES, seed=5), "z": np.ones(8, np.float32)}
+    found = dq.allocate_bits(tree, axis_size=4, groups=["/a", "^x", ".*"], options=APART)
+    assert list(found.policy) == ["/a", "^x", ".*"]
+    report = dq.wire_report(tree, 4, method=found.policy, options=APART)
+    assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
+    assert found.bits["/a"] > found.bits["^x"] + 2
+
+
+@pytest.mark.parametrize("groups", [None, ["[abc]", "d"]])
+def test_other_fields_and_other_methods_of_a_policy_stay(groups):
+    tree = leaves_of(SCALES)
+    paper = dq.DynamiQ.paper(bits=5.0, rounding="independent")
+    policy = {"a": "bf16", "b": "exact", "": paper}
+    found = dq.allocate_bits(tree, axis_size=4, method=policy, options=APART, groups=groups)
+    bits = dict(zip("cd", found.bits.values(), strict=True))
+    report = dq.wire_report(tree, 4, method=found.policy, options=APART)
+    methods = {leaf.path: leaf.method for leaf in report.leaves}
+    assert methods["a"] == dq.BF16() and methods["b"] is None
+    for name in "cd":
+        assert methods[name] == dataclasses.replace(paper, bits=bits[name])
+    assert bits["c"] > 5 > bits["d"] >= 2.625
+
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+LAYERS, WIDTH = 3, 96
+
+
+def layered(seed=0):
+    layer = {
+        "big": heavy_tailed(seed, (LAYERS, WIDTH, WIDTH), scale=1.0),
+        "small": heavy_tailed(seed + 1, (LAYERS, WIDTH, WIDTH), scale=1e-3),
+    }
+    return {"head": heavy_tailed(seed + 2, (WIDTH, WIDTH), scale=1e-2), "layers": layer}
+
+
+def test_layers_of_a_scan_share_bits_and_bytes():
+    tree, options = layered(), dq.Options(bucket_bytes=4 * WIDTH**2, bucketing="in_order")
+    found = dq.allocate_bits(tree, axis_size=2, layers="layers", options=options)
+    assert list(found.policy) == ["^head$"]
+    assert list(found.layer_policy) == ["^big$", "^small$"]
+    sizes = {group.patterns[0]: group.size for group in found.groups}
+    assert sizes == {"^head$": WIDTH**2, "^big$": 3 * WIDTH**2, "^small$": 3 * WIDTH**2}
+    one = {name: leaf[0] for name, leaf in tree["layers"].items()}
+    sent = dq.wire_report(
+        {"head": tree["head"]}, 2, method=found.policy, options=options
+    ).bytes_per_worker
+    sent += (
+        LAYERS * dq.wire_report(one, 2, method=found.layer_policy, options=options).bytes_per_worker
+    )
+    assert sent == found.bytes_per_worker <= found.uniform_bytes
+
+    apart = {"head": tree["head"]} | {
+        f"{name}{n}": leaf[n] for name, leaf in tree["layers"].items() for n in range(LAYERS)
+    }
+    same = dq.allocate_bits(apart, axis_size=2, groups=["head", "big", "small"], options=options)
+    assert list(same.bits.values()) == list(found.bits.values())
+
+
+def test_pcast_in_a_scan_takes_the_policy_of_a_layer(data_mesh):
+    options = dq.Options(bucket_bytes=4 * WIDTH**2, bucketing="in_order")
+
+    def gradients(policy, stacked):
+        """The transpose of a sum of products is the gradients that are given."""
+
+        @jax.jit
+        @jax.shard_map(mesh=data_mesh(4), in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+        def run(params, stacked):
+            def loss(params):
+                def layer(total, both):
+                    own, wanted = both
+                    own = dq.pcast(
+                        own,
+                        "data",
+                        to="varying",
+                        key=KEY,
+                        mean=True,
+                        method=policy,
+                        options=options,
+                    )
+                    return total + sum(jnp.vdot(own[n], wanted[n]) for n in own), None
+
+                wanted = jax.tree.map(lambda leaf: leaf[0], stacked)
+                return jax.lax.scan(layer, jnp.float32(0), (params, wanted))[0]
+
+            return jax.grad(loss)(params)
+
+        return run(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), stacked), stacked)
+
+    tree = {"layers": layered()["layers"]}
+    stacked = of_workers(tree["layers"], 4)
+    found = dq.allocate_bits(tree, axis_size=4, layers="layers", options=options)
+    assert found.policy == {}
+    truth = jax.tree.map(lambda leaf: leaf.mean(0, dtype=np.float64), stacked)
+    error = {}
+    for name, policy in {"equal": dq.DynamiQ(), "allocated": found.layer_policy}.items():
+        mean = gradients(policy, stacked)
+        error[name] = sum(np.sum((np.asarray(mean[leaf]) - truth[leaf]) ** 2) for leaf in truth)
+    assert found.gain == pytest.approx(error["equal"] / error["allocated"], rel=0.3)
+    assert found.gain > 3
+
+
+@pytest.mark.slow
+def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
+    tree = leaves_of(SCALES)
+    stacked = of_workers(tree, 2)
+    truth = jax.tree.map(lambda leaf: leaf.mean(0, dtype=np.float64), stacked)
+    uniform = dq.DynamiQ(rounding="correlated")
+    found = dq.allocate_bits(tree, axis_size=2, method=uniform, options=APART)
+    sent, errors = [], []
+    for method in (uniform, found.policy):
+        pipelined = dq.training.Pipelined(
+            optimizer=optax.sgd(1.0), axis_name="data", method=method, options=APART
+        )
+
+        @jax.jit
+        @jax.shard_map(mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
+        def run(stacked, pipelined=pipelined):
+            own = jax.tree.map(lambda leaf: leaf[0], stacked)
+            params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), own)
+            updated = pipelined.gather(pipelined.init(params))
+            return pipelined.flush(pipelined.scatter(updated, own))
+
+        sent.append(pipelined.wire_report(tree, 2).bytes_per_worker)
+        after = run(stacked)
+        errors.append(sum(np.sum((np.asarray(after[n]) + truth[n]) ** 2) for n in tree))
+    assert 0.99 * sent[0] <= sent[1] <= sent[0]
+    assert errors[0] > 4 * errors[1]
+
+
+@pytest.mark.slow
+def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
+    early, late = leaves_of({"a": 1.0, "b": 1e-3}), leaves_of({"a": 1e-3, "b": 1.0})
+    policies = [dq.allocate_bits(each, axis_size=2, options=APART).policy for each in (early, late)]
+    schedule = dq.Schedule({0: policies[0], 1: policies[1]})
+    reduce = dq.all_reduce_gradients("data", method=schedule, options=APART)
+
+    @jax.jit
+    @jax.shard_map(mesh=data_mesh(2), in_specs=(P("data"), P()), out_specs=(P(), P()))
+    def mean(stacked, state):
+        return reduce.update(jax.tree.map(lambda leaf: leaf[0], stacked), state)
+
+    state = reduce.init(early)
+    for number, tree in enumerate((early, late)):
+        stacked = of_workers(tree, 2)
+        found, state = mean(stacked, state)
+        expected = error_of_mean(stacked, policies[number], APART)
+        other = error_of_mean(stacked, policies[1 - number], APART)
+        truth = jax.tree.map(lambda leaf: leaf.mean(0, dtype=np.float64), stacked)
+        error = float(dq.vnmse(found, jax.tree.map(np.float32, truth)))
+        assert error == pytest.approx(expected, rel=0.1) and other > 10 * expected
+
+
+# ------------------------------------------------------------------------------------------ input
+
+
+def test_the_table_has_a_line_for_each_group():
+    found = dq.allocate_bits(leaves_of(SCALES), axis_size=4, options=APART)
+    lines = str(found).splitlines()
+    assert re.match(r"leaves +size +energy +bits +error$", lines[0])
+    assert len({len(line) for line in lines[:-1]}) == 1 and len(lines) == 1 + 4 + 2
+    assert re.match(r"\^a\$ +8,192 +9\d\.\d% +[\d.]+ +\d\.\de-\d\d$", lines[1])
+    assert re.search(rf"{found.gain:.2f} times lower", lines[-1])
+    assert found == dq.allocate_bits(leaves_of(SCALES), axis_size=4, options=APART)
+
+
+LEAF = heavy_tailed(0, (8192,))
+BAD = np.where(np.arange(8192) == 7, np.nan, LEAF)
+
+
+@pytest.mark.parametrize(
+    ("steps", "how", "message"),
+    [
+        ([], {}, "gradients are missing"),
+        ([{}], {}, "none of the 0 leaves"),
+        ([{"a": BAD}], {}, r"gradients\[0\] has NaN or Inf at 'a'"),
+        ([{"a": LEAF}, {"a": BAD}], {}, r"gradients\[1\] has NaN or Inf at 'a'"),
+        ([{"a": 0 * LEAF}], {}, r"gradients\[0\] are zero"),
+        ([{"a": LEAF}, {"b": LEAF}], {}, r"gradients\[1\] has another structure"),
+        ([{"a": LEAF}, {"a": LEAF[:5000]}], {}, r"gradients\[1\] has another structure or other"),
+        ([{"a": jax.ShapeDtypeStruct((8192,), "f4")}], {}, r"gradients\[0\] has no values at 'a'"),
+        ([{"a": LEAF[:100]}], {}, r"none of the 1 leaves.*exact_below=0"),
+        ([{"a": LEAF}], {"axis_size": 1}, "none of the 1 leaves with axis_size=1"),
+        ([{"a": LEAF}], {"axis_size": 0}, "axis_size=0 is not a number of workers"),
+        ([{"a": LEAF}], {"method": "dynamiq:17"}, "bits=17 is out of range"),
+        ([{"a": LEAF}], {"method": "bf16"}, r"method='bf16'.*have no bits to give"),
+        ([{"a": LEAF}], {"method": {"b": "dynamiq"}}, "no pattern for the leaf 'a'"),
+        ([{"a": LEAF}], {"groups": ["b"]}, r"groups=\['b'\] have no pattern for the leaf 'a'"),
+        ([{"a": LEAF}], {"groups": ["a", "b"]}, r"groups.*no leaf is left for 'b'"),
+        ([{"a": LEAF}], {"groups": ["("]}, "are no regular expressions"),
+        ([{"a": LEAF}], {"groups": "a"}, "groups='a'.*Give several"),
+        ([{"a": LEAF}], {"layers": "b"}, "layers='b': no such path"),
+        ([{"a": LEAF, "b": {"c": LEAF, "d": LEAF[:9]}}], {"layers": "b"}, "leading axes.*differ"),
+        (
+            [{"a": LEAF, "b": LEAF}],
+            {"method": {"a": "dynamiq:4", "": "dynamiq:5"}, "groups": [""]},
+            "leaves of '' have several methods",
+        ),
+        (
+            [{"a": LEAF, "b": LEAF}],
+            {"method": {"a": "dynamiq:5:exponent=0.5", "": "dynamiq:5"}},
+            r"exponents \[0.5, 1.0\] cannot be compared",
+        ),
+    ],
+)
+def test_input_that_is_not_possible(steps, how, message):
+    with pytest.raises(ValueError, match=f"(?s){message}.*[.]$"):
+        dq.allocate_bits(*steps, **({"axis_size": 4} | how))
+
+
+def test_traced_gradients_are_refused():
+    with pytest.raises(ValueError, match=r"has no values at ''.*outside of jax\.jit"):
+        jax.jit(lambda g: dq.allocate_bits(g, axis_size=4).error)(LEAF)

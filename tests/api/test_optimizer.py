@@ -1,0 +1,444 @@
+"""The optax transformation: a mean, a plain state, and a stream of noise that can be resumed."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.contrib import EF21M, GlobalCompensation, Marsit, OmniReduce, SplitSketch
+from dynamiq_jax.methods import METHODS, ErrorFeedback, Method, PowerSGD, resolve_method
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, simulated
+
+NUM_WORKERS = 4
+SHAPES = {"kernel": (64, 96), "bias": (32,), "embedding": (40, 128)}
+
+
+def params():
+    return {name: jnp.full(shape, 0.1) for name, shape in SHAPES.items()}
+
+
+def gradients(step: int):
+    """[NUM_WORKERS, *shape] for every leaf."""
+    flat = of_workers(step, NUM_WORKERS, sum(np.prod(shape) for shape in SHAPES.values()))
+    ends = np.cumsum([np.prod(shape) for shape in SHAPES.values()])[:-1]
+    parts = np.split(flat, ends, axis=1)
+    return {
+        name: part.reshape(NUM_WORKERS, *shape)
+        for (name, shape), part in zip(SHAPES.items(), parts, strict=True)
+    }
+
+
+def transformation(**how):
+    return dq.all_reduce_gradients("data", **{"method": STOCHASTIC, **how})
+
+
+def stepper(optimizer, mesh):
+    """One step on a mesh: (local gradients, state, parameters) to (updates, state), replicated."""
+
+    def local(stacked, state, params):
+        return optimizer.update(jax.tree.map(lambda leaf: leaf[0], stacked), state, params)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P())
+    return jax.jit(mapped)
+
+
+FEEDBACK = ErrorFeedback(inner=dq.BF16())
+
+
+class Reducer:
+    """One bare transformation, simulated; compiled once."""
+
+    def __init__(self, **how):
+        self.transformation = transformation(**how)
+
+        def update(state, tree):
+            def local(local_tree):
+                return self.transformation.update(local_tree, state)
+
+            return jax.vmap(local, axis_name="data")(tree)
+
+        self.update = jax.jit(update)
+
+    def __call__(self, tree, state=None):
+        """Updates and state of worker 0 after one step, from the initial state if none is given."""
+        if state is None:
+            state = self.transformation.init(jax.tree.map(lambda leaf: leaf[0], tree))
+        return jax.tree.map(lambda leaf: leaf[0], self.update(state, tree))
+
+
+def assert_same_bits(ours, expected):
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def momentum(data_mesh):
+    """A chain with a state of its own, and one jitted step of it."""
+    optimizer = optax.chain(transformation(seed=3), optax.sgd(1e-2, momentum=0.9))
+    return optimizer, stepper(optimizer, data_mesh(NUM_WORKERS))
+
+
+def run(step, state, params, first: int, last: int):
+    """Parameters, state and all updates after steps `first .. last`."""
+    history = []
+    for index in range(first, last):
+        updates, state = step(gradients(index), state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(updates)
+    return params, state, history
+
+
+# ------------------------------------------------------------------------------------- the update
+
+
+@pytest.mark.parametrize(
+    ("method", "least", "most"), ((TWO_WIDTHS, 1e-5, 5e-3), (STOCHASTIC, 1e-6, 1e-4))
+)
+def test_updates_are_the_mean_of_the_gradients(method, least, most):
+    tree = gradients(0)
+    updates, _ = Reducer(method=method)(tree)
+    for name, leaf in tree.items():
+        error = vnmse(updates[name], leaf.mean(axis=0, dtype=np.float64))
+        assert error < 1e-12 if name == "bias" else least < error < most
+
+
+def test_the_chain_is_the_mean_followed_by_the_rest(momentum):
+    optimizer, step = momentum
+    updates, state = step(gradients(0), optimizer.init(params()), params())
+    mean, _ = Reducer(seed=3)(gradients(0))
+    rest = optax.sgd(1e-2, momentum=0.9)
+    expected, after = rest.update(mean, rest.init(params()))
+    for ours, theirs in zip(
+        jax.tree.leaves((updates, state[1])), jax.tree.leaves((expected, after)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+# --------------------------------------------------------------------------------------- the state
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not resolve_method(name).is_stateful])
+def test_the_state_is_a_plain_pytree_that_keeps_its_shape(name):
+    """Conformance: abstract init, init and update agree, and carry the dtypes of the gradients."""
+    reduce = dq.all_reduce_gradients("data", method=name, start_step=5)
+    tree = params() | {"half": jnp.ones((32, 64), jnp.bfloat16)}
+
+    def init(tree):  # a method that carries state wants the axis
+        return jax.vmap(lambda _: reduce.init(tree), axis_name="data", out_axes=None)(jnp.ones(2))
+
+    state = init(tree)
+    abstract = jax.eval_shape(init, tree)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), abstract
+    )
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    assert (state.step.dtype, int(state.step)) == (jnp.int32, 5)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), tree)
+    updates, after = jax.eval_shape(
+        jax.vmap(lambda local: reduce.update(local, state), axis_name="data"), stacked
+    )
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), updates) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), stacked
+    )
+
+
+def test_a_checkpoint_resumes_the_run_bit_for_bit(momentum, tmp_path):
+    optimizer, step = momentum
+    _, _, uninterrupted = run(step, optimizer.init(params()), params(), 0, 4)
+    half, state, before = run(step, optimizer.init(params()), params(), 0, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step_2", {"params": half, "state": state})
+    abstract = jax.eval_shape(lambda: {"params": params(), "state": optimizer.init(params())})
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "step_2", abstract)
+    assert_same_bits(restored, {"params": half, "state": state})
+    _, _, after = run(step, restored["state"], restored["params"], 2, 4)
+    assert_same_bits(before + after, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("method", "check_vma"),
+    (
+        (PowerSGD(), True),
+        (SplitSketch(), True),
+        (EF21M(inner=dq.Exact()), True),
+        (GlobalCompensation(inner=Marsit()), True),
+        (ErrorFeedback(inner=dq.BF16()), True),
+        (ErrorFeedback(inner=dq.BF16()), False),
+        (ErrorFeedback(inner=OmniReduce()), True),
+    ),
+    ids=lambda value: type(value).__name__ if isinstance(value, Method) else str(value),
+)
+def test_states_of_all_workers_lie_side_by_side(data_mesh, method, check_vma):
+    """Between calls of shard_map, whatever a method remembers."""
+    reduce = dq.all_reduce_gradients("data", method=method)
+    specs = dq.AllReduceState(step=P(), method=P("data"))
+    if method.metrics:
+        specs = specs._replace(metrics=P())
+    how = {"mesh": data_mesh(2), "check_vma": check_vma}
+    init = jax.shard_map(reduce.init, in_specs=P(), out_specs=specs, **how)
+    update = jax.shard_map(
+        reduce.update, in_specs=(P("data"), specs), out_specs=(P(), specs), **how
+    )
+    start = jax.jit(init)(jnp.zeros((64, 96)))
+    mean, state = jax.jit(update)(of_workers(0, 2, 64 * 96).reshape(128, 96), start)
+    assert mean.shape == (64, 96)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
+    assert jax.tree.leaves(state.method) and {len(x) for x in jax.tree.leaves(state.method)} == {2}
+    pairs = zip(*map(jax.tree.leaves, (state, start)), strict=True)
+    changed = [not np.array_equal(after, before) for after, before in pairs]
+    assert sum(changed) >= 2  # the step, and what the method remembers
+
+
+def test_every_method_with_a_state_is_among_those():
+    stateful = {name for name in METHODS if resolve_method(name).is_stateful}
+    assert stateful == {"powersgd", "split_sketch"}
+
+
+# ----------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_are_means_over_buckets_by_their_coordinates():
+    """One bucket leaves out half of what it wants, and a smaller one nothing."""
+    rng = np.random.default_rng(0)
+    tree = {"large": rng.normal(size=(2, 10 * 256)), "small": rng.normal(size=(2, 6 * 256))}
+    tree = jax.tree.map(lambda leaf: leaf.astype(np.float32), tree)
+    tree["small"][:, 3 * 256 :] = 0  # what is zero is not wanted
+    # Room for half of the blocks. What is exact has no part in it.
+    method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
+    tree["exact"] = rng.normal(size=(2, 100)).astype(np.float32)
+    options = dq.Options(bucket_bytes=1, bucketing="in_order")
+    reduce = dq.all_reduce_gradients("data", method=method, options=options)
+    start = reduce.init(jax.tree.map(lambda leaf: leaf[0], tree))
+    assert start.metrics == {"left_out": 0.0}
+    assert start.metrics["left_out"].dtype == np.float32
+    update = jax.jit(jax.vmap(lambda local: reduce.update(local, start)[1], axis_name="data"))
+    state = update(tree)
+    assert jax.tree.structure(state) == jax.tree.structure(start)
+    np.testing.assert_allclose(state.metrics["left_out"], [0.5 * 10 / 16] * 2, rtol=1e-6)
+
+
+def test_metrics_are_means_over_shards():
+    """One shard leaves out half of what it wants, and the other nothing."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    values = np.ones((2, 2, 4096), np.float32)
+    values[:, 1, 1024:] = 0  # what is zero is not wanted
+    method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
+    reduce = dq.all_reduce_gradients("data", method=method, specs=P("model"))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+    def metrics(stacked):
+        return reduce.update(stacked[0], reduce.init(stacked[0]))[1].metrics
+
+    sharded = jax.NamedSharding(mesh, P("data", "model"))
+    found = metrics(jax.device_put(values, sharded))
+    np.testing.assert_allclose(found["left_out"], 0.25, rtol=1e-6)
+
+
+def test_a_method_without_metrics_has_none():
+    reduce = Reducer(method="bf16")
+    _, state = reduce(gradients(0))
+    assert state.metrics == reduce.transformation.init(params()).metrics == {}
+    # Without anything to compress, the metrics are zero.
+    tiny = dq.all_reduce_gradients("data", method="omnireduce")
+    _, state = jax.vmap(lambda g: tiny.update(g, tiny.init(g)), axis_name="data")(jnp.ones((2, 8)))
+    assert state.metrics["left_out"].tolist() == [0, 0]
+
+
+# --------------------------------------------------------------------------------- steps and seeds
+
+
+def test_every_step_has_its_own_noise_and_the_seed_fixes_all_of_it():
+    tree = gradients(0)
+    reduce = Reducer(seed=1)
+    first, state = reduce(tree)
+    assert int(state.step) == 1
+    second, _ = reduce(tree, state)
+    again, _ = reduce(tree)
+    other_seed, _ = Reducer(seed=2)(tree)
+    assert_same_bits(again, first)
+    assert np.any(second["kernel"] != first["kernel"])
+    assert np.any(other_seed["kernel"] != first["kernel"])
+    np.testing.assert_array_equal(second["bias"], first["bias"])  # exact: no noise
+    # A run that starts at step 1 takes that step as the run that got there does.
+    late, _ = Reducer(seed=1, start_step=1)(tree)
+    assert_same_bits(late, second)
+
+
+# ------------------------------------------------------------------------------------- exact leaves
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (
+        {"layer/(kernel|bias)": STOCHASTIC, "embedding": "exact"},
+        {"^embedding$": dq.Exact(), "": STOCHASTIC},
+        lambda path, leaf: "exact" if path == "embedding" or leaf.ndim == 1 else STOCHASTIC,
+    ),
+    ids=("patterns", "first", "function"),
+)
+def test_leaves_that_a_policy_keeps_are_averaged_exactly(policy):
+    leaves = gradients(0)
+    tree = {
+        "layer": {"kernel": leaves["kernel"], "bias": leaves["bias"]},
+        "embedding": leaves["embedding"],
+    }
+    updates, _ = Reducer(method=policy)(tree)
+    exact = simulated(lambda _, local: lax.pmean(local, "data"))(jax.random.key(0), tree)
+    np.testing.assert_array_equal(updates["embedding"], exact["embedding"][0])
+    assert np.any(updates["layer"]["kernel"] != exact["layer"]["kernel"][0])
+    # Nothing else changes: the compressed leaf is reduced as if it were alone.
+    alone, _ = Reducer()({"layer": tree["layer"]})
+    assert_same_bits(updates["layer"], alone["layer"])
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "sizes"),
+    (
+        (dq.Options(), FEEDBACK, [64 * 96 + 40 * 128]),
+        (dq.Options(), {"kernel": "exact", "": FEEDBACK}, [40 * 128]),
+        (dq.Options(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128]),
+        (dq.Options(exact_below=6000), FEEDBACK, [64 * 96]),
+        (dq.Options(bucket_bytes=1, bucketing="in_order"), FEEDBACK, [40 * 128, 64 * 96]),
+    ),
+    ids=("all", "exact", "two methods", "exact_below", "buckets"),
+)
+def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes):
+    """`init` and `update` plan alike: residuals of the leaves that are compressed."""
+    tree = gradients(0)
+    reduce = dq.all_reduce_gradients("data", method=method, options=options)
+    state = jax.vmap(reduce.init, axis_name="data")(tree)
+    shapes = [state.method[name].residual.shape for name in sorted(state.method)]
+    assert shapes == [(4, 1, n) for n in sizes]
+    updates, after = jax.jit(jax.vmap(reduce.update, axis_name="data"))(tree, state)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    for name, leaf in tree.items():
+        assert vnmse(updates[name][0], leaf.mean(axis=0, dtype=np.float64)) < 2e-5
+    assert all(np.any(bucket.residual != 0) for bucket in after.method.values())
+
+
+@pytest.mark.parametrize(
+    "how",
+    (
+        {"method": "ef+blockint:8"},
+        {"method": lambda path, leaf: FEEDBACK},
+        {"topology": "butterfly"},
+        {"seed": 5},
+        {"options": dq.Options(unrolled_buckets=0)},
+    ),
+    ids=lambda how: min(how),
+)
+def test_what_may_change_in_a_run_with_the_same_state(how):
+    tree = gradients(0)
+    one, other = (
+        dq.all_reduce_gradients("data", **{"method": FEEDBACK, **each}) for each in ({}, how)
+    )
+    state = jax.eval_shape(jax.vmap(one.init, axis_name="data"), tree)
+    assert jax.eval_shape(jax.vmap(other.init, axis_name="data"), tree) == state
+    _, after = jax.eval_shape(jax.vmap(other.update, axis_name="data"), tree, state)
+    assert after == state
+
+
+def test_a_state_of_parameters_is_one_of_gradients_in_another_dtype():
+    tree = gradients(0)
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+    states = [jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), t) for t in (tree, narrow)]
+    assert states[0] == states[1]
+
+
+def test_names_of_states_are_the_same_in_every_process():
+    """Those of a checkpoint: no change of Python, JAX or the library may alter them."""
+    tree = {"layers": [{"kernel": jnp.ones((4, 64, 96))}], "w": jnp.ones((4, 4096))}
+    options = dq.Options(bucket_bytes=1)
+    reduce = dq.all_reduce_gradients("data", method="ef+powersgd:rank=2", options=options)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+    assert sorted(state.method) == [
+        "ErrorFeedback_PowerSGD_rank_2-layers_0_kernel-55e9864c4896",
+        "ErrorFeedback_PowerSGD_rank_2-w-482a001a57a4",
+    ]
+
+
+def test_a_checkpoint_of_other_leaves_is_not_restored(tmp_path):
+    """Not even where no step is taken: names are a part of what libraries save."""
+    states = [
+        jax.vmap(
+            dq.all_reduce_gradients("data", method=policy).init,
+            in_axes=None,
+            axis_name="data",
+            axis_size=2,
+        )(dict.fromkeys("abc", jnp.ones(2048)))
+        for policy in ({"[ab]": FEEDBACK, "c": "bf16"}, {"[ac]": FEEDBACK, "b": "bf16"})
+    ]
+    saved, other = states
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", saved)
+        with pytest.raises(ValueError, match="ErrorFeedback-a_c-"):
+            checkpointer.restore(tmp_path / "state", other)
+    assert jax.tree.structure(restored) == jax.tree.structure(saved) != jax.tree.structure(other)
+    written = flax.serialization.to_bytes(saved)
+    assert jax.tree.structure(flax.serialization.from_bytes(saved, written)) == jax.tree.structure(
+        saved
+    )
+    with pytest.raises(ValueError, match="ErrorFeedback-a_c-"):
+        flax.serialization.from_bytes(other, written)
+
+
+@pytest.mark.parametrize(
+    ("bucketing", "wanted"),
+    (
+        ("in_order", ["ErrorFeedback-0_256", "ErrorFeedback-256_512"]),
+        ("striped", ["ErrorFeedback-stripe_0_of_2_tree", "ErrorFeedback-stripe_1_of_2_tree"]),
+    ),
+)
+def test_parts_of_a_leaf_have_states_of_their_own(bucketing, wanted):
+    tree = jnp.ones((2, 512, 256))
+    options = dq.Options(bucket_bytes=4 * 256 * 256, bucketing=bucketing)
+    reduce = dq.all_reduce_gradients("data", method="ef+bf16", options=options)
+    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+    heads = [name.rpartition("-")[0] for name in sorted(state.method)]
+    assert heads == wanted
+
+
+KINDS = {
+    "ef+bf16": "ErrorFeedback",
+    "ef+blockint:8": "ErrorFeedback",
+    "gc+bf16": "GlobalCompensation",
+    "powersgd": "PowerSGD",
+    "bf16": None,
+}
+POLICIES = st.lists(st.sampled_from(sorted(KINDS)), min_size=4, max_size=4)
+
+
+@given(POLICIES, POLICIES)
+def test_policies_share_the_states_of_one_kind_and_the_same_leaves(one, other):
+    """And no others: four equal leaves, in a bucket for each method."""
+    tree = {name: jnp.ones((2, 64, 32)) for name in "abcd"}
+    names, wanted = [], []
+    for policy in (one, other):
+        of_leaf = dict(zip("abcd", policy, strict=True))
+        reduce = dq.all_reduce_gradients("data", method=lambda path, leaf, of=of_leaf: of[path])
+        state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+        names.append(set(state.method))
+        buckets = {
+            (method, "".join(n for n in "abcd" if of_leaf[n] == method)) for method in policy
+        }
+        wanted.append({(KINDS[method], leaves) for method, leaves in buckets if KINDS[method]})
+        assert len(names[-1]) == len(wanted[-1])
+    assert len(names[0] & names[1]) == len(wanted[0] & wanted[1])

@@ -1,0 +1,232 @@
+"""Settings of JAX that change how programs are traced: numbers of 64 bits, no implicit promotion of
+ranks, and checks of NaN and of types. Law: for values of at most 32 bits, a program has the same
+arrays with `jax_enable_x64` as without, and returns the same bits.
+
+All other tests run without implicit promotion of ranks: see `conftest.py`. `make test-x64` runs the
+conformance tests with `jax_enable_x64`.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.contrib import EntropyCoded
+from dynamiq_jax.methods import METHODS, PRESETS, resolve_method
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from dynamiq_jax.training import LocalSGD, Pipelined
+from tests.methods.test_methods import CASES, CHUNKED
+from tests.support.gradients import of_workers
+from tests.support.workers import TWO_WIDTHS
+
+NUM_WORKERS, SHAPE = 4, (24, 256)
+EVERY_LEAF = dq.Options(exact_below=0)
+NAMES = {**CASES, **{name: resolve_method(name) for name in PRESETS}}
+TOPOLOGIES = {
+    "ring": Ring(),
+    "bidirectional": Ring(bidirectional=True),
+    "unrolled": Ring(unroll=True),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
+    "auto": "auto",
+}
+# In the largest array of 64-bit integers that JAX itself makes, to index arrays.
+MOST_NUMBERS = 8
+
+
+def key() -> jax.Array:
+    return jax.random.key(3)
+
+
+def gradients(dtype=np.float32):
+    return (
+        of_workers(0, NUM_WORKERS, int(np.prod(SHAPE))).reshape(NUM_WORKERS, *SHAPE).astype(dtype)
+    )
+
+
+def on_workers(mesh, fn, check_vma=True):
+    """Return a function of stacked trees that runs `fn` on the devices of a mesh."""
+
+    def local(stacked):
+        result = fn(jax.tree.map(lambda leaf: leaf[0], stacked))
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
+    )
+
+
+def check_same(make, *arguments, run=True):
+    """Check the law for a program: `make` returns it, anew in each setting."""
+    with jax.enable_x64(True):
+        text = str(jax.make_jaxpr(make())(*arguments))
+        for kind, shape in re.findall(r"\b([fiu])64\[([\d,]+)\]", text):
+            assert kind != "f" and np.prod([int(size) for size in shape.split(",")]) <= MOST_NUMBERS
+        found = jax.device_get(jax.jit(make())(*arguments)) if run else None
+    if run:
+        expected = jax.device_get(jax.jit(make())(*arguments))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(
+            lambda leaf: leaf.dtype, expected
+        )
+
+
+def steps(method, topology="ring", **options):
+    """Return a function of a gradient to two steps, with their state and metrics."""
+    how = {"method": method, "topology": topology, "options": dq.Options(**options)}
+    reduce = dq.all_reduce_gradients("data", with_metrics=True, **how)
+
+    def fn(gradient):
+        _, state = reduce.update(gradient, reduce.init(gradient))
+        return reduce.update(gradient, state)
+
+    return fn
+
+
+# ---------------------------------------------------------------------------------------- 64 bits
+
+# The methods that draw, index or count in ways of their own; the others are traced.
+COMPILED = {"thc", "split_sketch", "powersgd", "omnireduce", "marsit", "arc_top_k"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method(name, data_mesh):
+    def make():
+        return on_workers(data_mesh(NUM_WORKERS), steps(NAMES[name]))
+
+    check_same(make, gradients(), run=name in COMPILED)
+
+
+@pytest.mark.parametrize("name", (*CHUNKED, "two widths"))
+def test_every_half(name, data_mesh):
+    how = {"method": NAMES.get(name, TWO_WIDTHS), "options": EVERY_LEAF}
+
+    def fn(gradient):
+        part = dq.psum_scatter(gradient, "data", key=key(), tiled=True, **how)
+        return part, dq.all_gather(part, "data", key=key(), tiled=True, **how)
+
+    check_same(
+        lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(), run=name == "two widths"
+    )
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("method", ("dynamiq", "entropy_coded"))
+def test_every_topology(method, topology, check_vma, data_mesh):
+    fn = steps(method, TOPOLOGIES[topology])
+    check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn, check_vma), gradients(), run=False)
+
+
+@pytest.mark.parametrize("method", (TWO_WIDTHS, EntropyCoded()), ids=("dynamiq", "entropy_coded"))
+def test_sums_with_metrics_and_a_limit(method, data_mesh):
+    options = dq.Options(max_error=1e-3, exact_below=0)
+
+    def fn(gradient):
+        how = {"method": method, "options": options, "with_metrics": True}
+        return dq.psum(gradient, "data", key=key(), **how), dq.pmean(
+            {"w": gradient, "n": jnp.int32(5), "b": gradient[0]}, "data", key=key(), **how
+        )
+
+    check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients())
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16))
+def test_dtypes(dtype, data_mesh):
+    fn = steps(TWO_WIDTHS)
+    check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_double_precision_is_that_of_single(name, data_mesh):
+    """It goes through float32, and comes back in its own dtype."""
+    fn = steps(NAMES[name])
+    with jax.enable_x64(True):
+        mapped = on_workers(data_mesh(NUM_WORKERS), fn)
+        values = gradients(np.float64)
+        if name not in COMPILED and name != "dynamiq":
+            mean, _ = jax.eval_shape(mapped, values)
+            assert mean.dtype == np.float64
+            return
+        mean, _ = jax.jit(mapped)(values)
+        assert mean.dtype == np.float64
+        single, _ = jax.jit(mapped)(gradients())
+    np.testing.assert_array_equal(mean, single)
+
+
+def test_train_steps(data_mesh):
+    """Of functions that are differentiated."""
+    mesh, method = data_mesh(NUM_WORKERS), TWO_WIDTHS
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((64, 96)).astype(np.float32), "b": np.zeros(96, np.float32)}
+    batch = rng.standard_normal((32, 64)).astype(np.float32)
+
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None, :]) ** 2)
+
+    how = {"axis_name": "data", "method": method}
+    implicit = dq.data_parallel(loss, mesh=mesh, **how)
+    check_same(lambda: jax.value_and_grad(implicit), params, batch)
+    explicit = dq.value_and_grad(loss, mesh=mesh, **how, with_metrics=True)
+    check_same(lambda: lambda params, batch: explicit(params, batch, key=key()), params, batch)
+
+    def cast(params, batch):
+        return jax.grad(
+            lambda p: loss(dq.pcast(p, "data", to="varying", key=key(), method=method), batch)
+        )(params)
+
+    mapped = jax.shard_map(cast, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    check_same(lambda: mapped, params, batch)
+
+
+@pytest.mark.parametrize("step", (Pipelined, LocalSGD))
+def test_steps_of_trainers(step, data_mesh):
+    mesh = data_mesh(NUM_WORKERS)
+    params = {"w": gradients()[0]}
+    if step is LocalSGD:
+        train = LocalSGD(axis_name="data", every=2, method=TWO_WIDTHS)
+
+        def run(params, moves):
+            state = train.init(params)
+            mine = jax.tree.map(lambda leaf: leaf + moves[0], params)
+            for _ in range(2):
+                mine, state = train.update(mine, state)
+            return jax.tree.map(lambda leaf: leaf[None], mine)
+
+    else:
+        optimizer = optax.sgd(1e-2, momentum=0.9)
+        train = Pipelined(optimizer=optimizer, axis_name="data", method=TWO_WIDTHS)
+
+        def run(params, moves):
+            state = train.init(params)
+            for _ in range(2):
+                state = train.scatter(train.gather(state), {"w": moves[0]})
+            return jax.tree.map(lambda leaf: leaf[None], train.gather(state).params)
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    check_same(lambda: mapped, params, gradients())
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_checks_of_nan_find_none(name, data_mesh):
+    """Nor in lanes whose values are not used."""
+    mapped = on_workers(data_mesh(NUM_WORKERS), steps(NAMES[name]))
+    values = gradients()
+    values[:, 3] = 0
+    compiled = jax.jit(mapped)
+    with jax.debug_nans(True):
+        jax.block_until_ready(compiled(values))
+
+
+@pytest.mark.parametrize("method", ("dynamiq", "thc", "powersgd"))
+def test_internal_checks_of_jax_pass(method, data_mesh):
+    with jax.enable_checks(True):
+        jax.make_jaxpr(on_workers(data_mesh(NUM_WORKERS), steps(method)))(gradients())

@@ -1,0 +1,105 @@
+"""Collectives under `jax.vmap` over a further axis, as for several models at once: the results are
+those of a loop over that axis, bit for bit.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.methods.test_methods import CASES, CHUNKED
+from tests.support.gradients import of_workers
+from tests.support.workers import TWO_WIDTHS
+
+NUM_WORKERS, MODELS, SHAPE = 4, 2, (12, 256)
+KEY = jax.random.key(3)
+# The other rules of these are those of the kept ones.
+SAME = {"mxfp6", "mxfp4", "mxint8", "paper"}
+STATELESS = [name for name, case in CASES.items() if not case.is_stateful and name not in SAME]
+STATEFUL = [name for name, case in CASES.items() if case.is_stateful]
+
+
+def gradients() -> np.ndarray:
+    """Gradients of several models, float32 [workers, models, *shape], of very different sizes."""
+    values = of_workers(0, NUM_WORKERS * MODELS, int(np.prod(SHAPE)))
+    values = values.reshape(NUM_WORKERS, MODELS, *SHAPE)
+    return values * np.float32([1, 1000]).reshape(1, MODELS, 1, 1)
+
+
+def check_equals_loop(mesh, fn):
+    """Check a function of one model on one worker under `vmap` against a loop over models."""
+
+    def mapped(fn, *, check_vma=True):
+        def local(stacked):
+            return jax.tree.map(lambda leaf: leaf[None], fn(stacked[0]))
+
+        return jax.jit(
+            jax.shard_map(
+                local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
+            )
+        )
+
+    values = gradients()
+    found = mapped(jax.vmap(fn))(values)
+    one = mapped(fn)
+    expected = [one(values[:, model]) for model in range(MODELS)]
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    untyped = jax.eval_shape(mapped(jax.vmap(fn), check_vma=False), values)
+    assert jax.tree.map(jnp.shape, untyped) == jax.tree.map(jnp.shape, expected)
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_sums_and_their_halves(name, data_mesh):
+    how = {"key": KEY, "method": CASES[name], "options": dq.Options(exact_below=0)}
+
+    def fn(gradient):
+        mean = dq.pmean(gradient, "data", **how)
+        if name not in CHUNKED:
+            return mean
+        part = dq.psum_scatter(gradient, "data", tiled=True, **how)
+        return mean, part, dq.all_gather(part, "data", tiled=True, **how)
+
+    check_equals_loop(data_mesh(NUM_WORKERS), fn)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_steps_with_a_state(name, data_mesh):
+    reduce = dq.all_reduce_gradients("data", method=CASES[name])
+
+    def fn(gradient):
+        _, state = reduce.update(gradient, reduce.init(gradient))
+        mean, state = reduce.update(gradient, state)
+        return mean, state
+
+    check_equals_loop(data_mesh(NUM_WORKERS), fn)
+
+
+@pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
+def test_topologies(topology, data_mesh):
+    how = {"key": KEY, "topology": topology, "method": TWO_WIDTHS}
+    check_equals_loop(data_mesh(NUM_WORKERS), lambda gradient: dq.psum(gradient, "data", **how))
+
+
+def test_gradients_of_several_models_at_once(data_mesh):
+    """`jax.vmap` outside of the function that divides the batch."""
+    rng = np.random.default_rng(0)
+    params = rng.standard_normal((MODELS, 64, 96)).astype(np.float32)
+    batch = rng.standard_normal((32, 64)).astype(np.float32)
+
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params) ** 2)
+
+    how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": TWO_WIDTHS}
+    implicit = jax.grad(dq.data_parallel(loss, **how))
+    explicit = functools.partial(dq.value_and_grad(loss, **how), key=KEY)
+    for fn in (implicit, explicit):
+        found = jax.jit(jax.vmap(fn, in_axes=(0, None)))(params, batch)
+        one = jax.jit(fn)
+        expected = [one(each, batch) for each in params]
+        expected = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3), found, expected)

@@ -1,0 +1,115 @@
+"""`benchmarks.error.allocation`: the tensors that it measures on, and its tables."""
+
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.error import allocation, tensors
+from benchmarks.error.allocation import Config, verdict
+from benchmarks.error.tensors import ROW, Recipe, load, make, names_of
+from benchmarks.training.small_lm.model import ModelConfig
+from examples.llm.demo import small_config
+
+SMALL = Recipe(workers=4, size=40 * ROW, steps=(0, 1), pretrain_steps=1, local_steps=2)
+DRAWN = ("white noise", "student t noise", "sparse embedding")
+
+
+def test_drawn_tensors_of_first_workers_do_not_depend_on_their_number(tmp_path):
+    fewer = dataclasses.replace(SMALL, workers=2)
+    folders = [make(recipe, tmp_path, DRAWN) for recipe in (SMALL, fewer)]
+    for name in DRAWN:
+        first, second = (load(folder, name, 2) for folder in folders)
+        assert (first.shape, first.dtype) == ((2, SMALL.size), np.float32)
+        np.testing.assert_array_equal(first, second)
+        assert np.any(first[0] != first[1])
+
+
+def test_only_the_chosen_tensors_are_made_and_only_once(tmp_path):
+    made: list[str] = []
+    for _ in range(2):
+        folder = make(SMALL, tmp_path, DRAWN, made.append)
+    assert made == list(DRAWN)
+    assert len(list(folder.iterdir())) == len(DRAWN)
+
+
+def test_95_percent_of_the_rows_of_the_sparse_embedding_are_zero_for_all(tmp_path):
+    folder = make(SMALL, tmp_path, ["sparse embedding"])
+    rows = load(folder, "sparse embedding", 4).reshape(4, -1, ROW)
+    assert np.mean(np.any(rows != 0, axis=(0, 2))) == pytest.approx(0.05)
+
+
+@pytest.mark.slow
+def test_trained_tensors_differ_between_workers_and_steps(tmp_path, monkeypatch):
+    text = np.random.default_rng(0).integers(64, size=2000, dtype=np.int32)
+    corpora = types.SimpleNamespace(vocabulary=64, source_code=text, reference=text)
+    monkeypatch.setattr(tensors, "load_corpora", lambda: corpora)
+    monkeypatch.setattr(tensors, "ModelConfig", functools.partial(ModelConfig, width=32, layers=1))
+    config = dataclasses.replace(small_config(64), layers=1, width=64, mlp_width=64, head_dim=16)
+    monkeypatch.setattr(tensors, "small_config", lambda vocabulary: config)
+    chosen = [name for name in names_of(SMALL) if name not in DRAWN]
+    assert len(chosen) == 6
+    # The suite is stricter than JAX is for its users.
+    with jax.numpy_dtype_promotion("standard"):
+        folder = make(SMALL, tmp_path, chosen)
+    found = [load(folder, name, 4) for name in chosen]
+    distinct = np.unique(np.concatenate(found), axis=0)
+    assert len(distinct) == 4 * len(chosen)
+    weights, changes = (load(folder, f"local {what}", 4) for what in ("weights", "changes"))
+    np.testing.assert_allclose(weights - changes, (weights - changes)[:1].repeat(4, 0), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_tables_compare_errors_of_the_same_tensor_and_bits(tmp_path, monkeypatch, capsys):
+    """White noise of two workers, for which BlockInt of 4 bits has an error of about 2 %."""
+    reference = {"tensor": "white noise", "topology": "ring", "workers": 2, "bits": 6.0}
+    content = {"config": {"recipe": dataclasses.asdict(SMALL)}}
+    path = tmp_path / "fitted.json"
+    path.write_text(json.dumps(content | {"results": [reference | {"vnmse": 0.5}]}))
+    monkeypatch.setattr(allocation, "FITTED", path)
+    config = Config(
+        bits=(6.0,),
+        workers=(2,),
+        code_bits=(4,),
+        mxfp4_bits=(6.0,),
+        other_workers=(2,),
+        topologies=("ring",),
+        tensors=("white noise",),
+        recipe=SMALL,
+        folder=tmp_path,
+        output=tmp_path / "allocation.json",
+    )
+    assert allocation.main(config) == 0
+    written = json.loads(config.output.read_text())["results"]
+    (fitted,), (blockint,), (mxfp4,) = (
+        written[f"against_{name}"] for name in ("fitted", "blockint", "mxfp4")
+    )
+    assert fitted["vnmse"]["dynamiq"] == mxfp4["vnmse"]["dynamiq"]
+    assert fitted["ratios"] == {"to fitted": fitted["vnmse"]["dynamiq"] / 0.5}
+    errors, ratios = blockint["vnmse"], blockint["ratios"]
+    assert blockint["bits"] == 4.5
+    assert 0.015 < errors["blockint"] < 0.04
+    assert ratios["unbiased"] == errors["dynamiq"] / errors["blockint"]
+    assert ratios["nearest"] == errors["dynamiq nearest"] / errors["blockint nearest"]
+    assert "better" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [((0.5, 0.97), "better"), ((0.5, 0.99), "equal"), ((0.5, 1.03), "worse"), ((None,), "")],
+)
+def test_verdict_is_of_the_highest_ratio(ratios, expected):
+    assert verdict({str(index): ratio for index, ratio in enumerate(ratios)}, 0.02) == expected
+
+
+def test_unknown_tensors_and_too_many_workers_are_refused():
+    for config, says in (
+        (Config(tensors=("noise",)), "no .'noise'.. Give some of"),
+        (Config(workers=(128,)), "--recipe.workers is 64"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            allocation.main(config)

@@ -1,0 +1,53 @@
+"""The benchmark of the GPU kernels runs through, interpreted at tiny sizes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.gpu import kernels as gpu_kernels
+from benchmarks.gpu.cases import make_gradient
+from dynamiq_jax._measurement.gradients import worker_gradient
+
+SECTIONS = (
+    "device",
+    "correctness",
+    "main",
+    "prediction",
+    "sweep",
+    "all_reduce",
+    "bits",
+    "sizes",
+    "profiler",
+)
+
+
+@pytest.mark.slow
+def test_every_section_runs_without_a_gpu(tmp_path):
+    output = tmp_path / "result.json"
+    arguments = ["--small", "--interpret", "--dtypes", "bfloat16", "--workers", "2"]
+    # The suite is stricter than JAX is for its users.
+    with jax.numpy_dtype_promotion("standard"):
+        status = gpu_kernels.main([*arguments, "--output", str(output)])
+    record = json.loads(output.read_text())
+    errors = [section["errors"] for section in record["sections"].values() if section["errors"]]
+    assert (status, errors) == (0, [])
+    assert record["timings"].startswith("meaningless")
+    assert {
+        name: section["status"] for name, section in record["sections"].items()
+    } == dict.fromkeys(SECTIONS, "ok")
+    timed = {
+        (r["operation"], r["implementation"]) for r in record["sections"]["main"]["results"]["rows"]
+    }
+    assert {("hop", name) for name in ("triton", "xla", "int8", "mxfp8")} <= timed
+    all_reduce = record["sections"]["all_reduce"]["results"]
+    assert all_reduce["triton"]["replicas_are_equal"] and all_reduce["vnmse_apart"] <= 0.01
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_large_gradients_repeat_what_the_host_draws(dtype, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.cases._DRAWN", 512)
+    drawn = worker_gradient(1, 512, 3).astype(dtype)
+    made = np.asarray(make_gradient(1, 1300, 3, dtype))
+    np.testing.assert_array_equal(made, np.concatenate([drawn, drawn, drawn[:276]]))

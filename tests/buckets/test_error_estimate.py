@@ -1,0 +1,318 @@
+"""Metrics of an all-reduce, the estimate of its error among them, and a limit of that error."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._measurement.gradients import worker_gradients
+from dynamiq_jax.methods import METHODS, ErrorFeedback
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import collectives
+from tests.support.workers import STOCHASTIC, simulated
+
+KEY = jax.random.key(5)
+SIZE = 2**20
+
+
+def noise(workers, seed=0):
+    return np.random.default_rng(seed).normal(size=(workers, SIZE)).astype(np.float32)
+
+
+DATA = {
+    "gradients": lambda workers: worker_gradients(workers, SIZE, seed=0),
+    "weights": lambda workers: 0.02 * noise(1, 1) + 1e-3 * noise(workers),
+    "white noise": noise,
+}
+
+
+@functools.cache
+def measured(method, workers, options=dq.Options()):
+    """A compiled mean with metrics, of workers on one device."""
+
+    def local(key, values):
+        return dq.pmean(values, "data", key=key, method=method, options=options, with_metrics=True)
+
+    run = jax.jit(jax.vmap(local, axis_name="data", in_axes=(None, 0)))
+    return lambda key, values: jax.tree.map(lambda leaf: np.asarray(leaf[0]), run(key, values))
+
+
+@pytest.mark.parametrize(
+    ("bits", "workers"), [(4, 2), (5, 2), (6, 2), pytest.param(5, 16, marks=pytest.mark.slow)]
+)
+def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
+    for kind, data in DATA.items():
+        values = data(workers)
+        if workers == 16:  # the sample grows with the bytes
+            values = np.concatenate([values, values[:, ::-1]], axis=1)
+        mean, metrics = measured(f"dynamiq:{bits}", workers)(KEY, values)
+        off = metrics["error"] / vnmse(mean, values.mean(0, dtype=np.float64)) - 1
+        assert abs(off) < 0.2, kind
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("exact", "dynamiq")])
+def test_the_error_of_every_method_is_estimated(name):
+    """Those with a state in their first step. Blocks that are left out are rarely in the sample."""
+    values = worker_gradients(4, SIZE // 4, seed=0)
+    reduce = dq.all_reduce_gradients("data", method=name, with_metrics=True)
+
+    def local(values):
+        return reduce.update(values, reduce.init(values))
+
+    mean, state = jax.jit(jax.vmap(local, axis_name="data"))(values)
+    found = float(state.metrics["error"][0])
+    rel = 1.5 if name in ("topk_chunked", "arc_top_k", "omnireduce", "split_sketch") else 0.4
+    assert found == pytest.approx(vnmse(mean[0], values.mean(0, dtype=np.float64)), rel=rel)
+    method = dq.methods.METHODS[name]()
+    assert set(state.metrics) == {*method.metrics, *method.details, *MEASURED}
+
+
+MEASURED = {
+    "error",
+    "worst_error",
+    "worst_bucket",
+    "sharing_gain",
+    "idle_bucket",
+    "norm",
+    "non_finite",
+    "bytes",
+    "fallbacks",
+}
+WIDTHS = {"width_min", "width_max", "width_std"}
+
+
+def test_the_estimate_is_unbiased():
+    """The mean over keys of the sample, of one result."""
+    values = worker_gradients(2, SIZE // 16, seed=1)
+
+    def local(key, values):
+        mean, metrics = dq.pmean(
+            values, "data", key=key, method="mxint8", with_metrics=True
+        )  # rounds to nearest: keys choose the sample alone
+        return mean, metrics["error"]
+
+    run = jax.jit(jax.vmap(local, axis_name="data", in_axes=(None, 0)))
+    means, found = zip(*(run(jax.random.key(n), values) for n in range(200)), strict=True)
+    np.testing.assert_array_equal(means[0], means[-1])
+    found = np.array([each[0] for each in found])
+    error = found.std() / np.sqrt(len(found))
+    assert error > 0
+    assert abs(found.mean() - vnmse(means[0][0], values.mean(0, dtype=np.float64))) < 5 * error
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+def test_units_do_not_matter(scale):
+    values = worker_gradients(2, SIZE // 16, seed=1)
+    _, metrics = measured("mxfp8", 2)(KEY, values)
+    _, scaled = measured("mxfp8", 2)(KEY, values * np.float32(scale))
+    assert scaled["error"] == pytest.approx(metrics["error"], rel=1e-3)
+    assert scaled["norm"] == pytest.approx(scale * metrics["norm"], rel=1e-3)
+    assert metrics["norm"] == pytest.approx(
+        np.linalg.norm(values.mean(0, dtype=np.float64)), rel=0.01
+    )
+
+
+def test_rows_that_are_not_finite_are_counted_and_do_not_hide_the_others():
+    values = worker_gradients(2, SIZE // 16, seed=1)
+    _, metrics = measured("bf16", 2)(KEY, values)
+    values[0, 256 * 8 : 256 * 10 : 100] = np.nan
+    values[1, 256 * 20] = np.inf
+    _, bad = measured("bf16", 2)(KEY, values)
+    assert metrics["non_finite"] == 0 and bad["non_finite"] == np.float32(3 / 256)
+    assert bad["error"] == pytest.approx(metrics["error"], rel=0.2)
+
+
+def test_zeros_and_equal_values_have_no_error():
+    _, metrics = measured("bf16", 2)(KEY, np.zeros((2, 8192), np.float32))
+    assert metrics["error"] == metrics["norm"] == 0
+    _, metrics = measured("exact", 2)(KEY, np.ones((2, 8192), np.float32))
+    assert metrics["error"] == 0 and metrics["norm"] == pytest.approx(8192**0.5)
+
+
+TREE = {"a": of_workers(0, 4, 64 * 4096).reshape(4, 64, 4096), "b": of_workers(1, 4, 9)}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_bytes": 2**18, "unrolled_buckets": 1, "bucketing": "in_order"}]
+)
+def test_buckets_are_counted_together_and_alone(options):
+    values = {"a": TREE["a"] * np.repeat([1.0, 100.0], 32)[:, None], "b": TREE["b"]}
+    mean, metrics = measured("blockint:4", 4, dq.Options(**options))(KEY, values)
+    truth = values["a"].mean(0, dtype=np.float64)
+    assert metrics["error"] == pytest.approx(vnmse(mean["a"], truth), rel=0.4)
+    buckets = 4 if options else 1
+    parts = (np.split(each, buckets) for each in (mean["a"], truth))
+    errors = [vnmse(*pair) for pair in zip(*parts, strict=True)]
+    assert metrics["worst_error"] == pytest.approx(max(errors), rel=0.4)
+    report = dq.wire_report(
+        {name: leaf[0] for name, leaf in values.items()},
+        4,
+        method="blockint:4",
+        options=dq.Options(**options),
+    )
+    assert [leaf.buckets for leaf in report.leaves] == [tuple(range(buckets)), ()]
+
+
+def test_the_bucket_with_the_largest_error_has_a_number():
+    """Noise takes the errors of 4 bits; few large values among many small ones take less."""
+    even, steep = noise(2)[:, : 2**16], of_workers(0, 2, 2**16)
+    options = dq.Options(bucket_bytes=2**18, bucketing="in_order")
+    for tree, worst in (({"a": even, "b": steep}, 0), ({"a": steep, "b": even}, 1)):
+        _, metrics = measured("dynamiq:4", 2, options)(KEY, tree)
+        assert metrics["worst_bucket"] == worst
+
+
+def test_widths_follow_the_data():
+    flat = measured("dynamiq:5", 2)(KEY, noise(2)[:, : 2**16])[1]
+    assert flat["width_max"] - flat["width_min"] <= 1 and flat["width_std"] < 0.5
+    values = worker_gradients(2, 2**16, seed=0)
+    steep = measured("dynamiq:5", 2)(KEY, values)[1]
+    assert steep["width_max"] - steep["width_min"] >= 3 and steep["width_std"] > 0.5
+
+
+@pytest.mark.parametrize("axes", ["data", ("data", "local")])
+def test_the_program_sends_the_bytes_of_the_metrics(axes):
+    mesh = jax.make_mesh((4, 2), ("data", "local"), axis_types=(AxisType.Auto,) * 2)
+    names = axes if isinstance(axes, tuple) else (axes, "local")
+
+    def local(values):
+        own = jax.tree.map(lambda leaf: leaf[0], values)
+        return dq.pmean(own, axes, key=KEY, method=STOCHASTIC, with_metrics=True)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(), check_vma=False)
+    stacked = jax.tree.map(lambda leaf: np.concatenate([leaf] * 2), TREE)
+    program = jax.jit(mapped).lower(stacked).compile()
+    _, metrics = program(stacked)
+    report = dq.wire_report(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), TREE),
+        (4, 2) if isinstance(axes, tuple) else 4,
+        method=STOCHASTIC,
+        with_metrics=True,
+    )
+    assert metrics["bytes"] == report.bytes_per_worker
+    assert 0 < report.sample_bytes < 0.01 * report.bytes_per_worker
+    if axes == "data":
+        sent = sum(each.sent_bytes(4) for each in collectives(program.as_text()))
+        assert metrics["bytes"] == sent
+
+
+def hostile(step):
+    """Gradients of two workers: from step 3 to 5, white noise with spikes of one worker."""
+    if not 3 <= step < 6:
+        return worker_gradients(2, SIZE // 8, seed=step)
+    values = noise(2, step)[:, : SIZE // 8]
+    values[0, :: 100 + step] *= 50
+    return values
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_bytes": 2**17, "unrolled_buckets": 1, "bucketing": "in_order"}]
+)
+def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
+    limit, buckets = 1e-2, 2 if options else 1
+    reduce = dq.all_reduce_gradients(
+        "data",
+        method="dynamiq:4",
+        with_metrics=True,
+        options=dq.Options(max_error=limit, **options),
+    )
+
+    @jax.jit
+    @jax.shard_map(mesh=data_mesh(2), in_specs=(P("data"), P()), out_specs=(P(), P()))
+    def update(values, state):
+        return reduce.update(values.reshape(-1, 1024), state)
+
+    state, fallbacks = reduce.init(None), []
+    for step in range(8):
+        values = hostile(step)
+        mean, state = update(values, state)
+        truth = values.mean(0, dtype=np.float64).reshape(-1, 1024)
+        error = vnmse(mean, truth)
+        assert error < limit
+        fallbacks.append(int(state.metrics["fallbacks"]))
+        assert (error < 1e-12) == (fallbacks[-1] == buckets)
+        assert state.metrics["worst_error"] < limit
+    assert fallbacks == [0] * 3 + [buckets] * 3 + [0] * 2
+
+
+def test_what_is_sent_again_counts_as_sent():
+    values = noise(2)[:, : SIZE // 16]
+    calm = measured("blockint:4", 2, dq.Options(max_error=1.0))(KEY, values)[1]
+    again = measured("blockint:4", 2, dq.Options(max_error=1e-6))(KEY, values)[1]
+    assert (calm["fallbacks"], again["fallbacks"]) == (0, 1)
+    assert again["bytes"] - calm["bytes"] == 4 * SIZE // 16
+
+
+def test_without_metrics_a_limit_holds_too():
+    values = noise(2)[:, : SIZE // 16]
+
+    def local(key, values):
+        return dq.psum(
+            values, "data", key=key, method="blockint:4", options=dq.Options(max_error=1e-6)
+        )
+
+    total = simulated(local)(KEY, values)
+    np.testing.assert_allclose(total[0], values.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_value_and_grad_returns_metrics(data_mesh):
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    x, w = noise(1)[0, : 64 * 64].reshape(64, 64), np.eye(64, dtype=np.float32)
+    grad_fn = dq.value_and_grad(
+        loss_fn, mesh=data_mesh(4), axis_name="data", method="dynamiq:6", with_metrics=True
+    )
+    loss, grads, metrics = jax.jit(grad_fn)(w, x, key=KEY)
+    truth = jax.grad(loss_fn)(w, x)
+    assert loss == pytest.approx(float(loss_fn(w, x)), rel=1e-5)
+    assert set(metrics) == MEASURED | WIDTHS
+    assert metrics["error"] == pytest.approx(vnmse(grads, np.asarray(truth)), rel=0.8)
+    assert metrics["norm"] == pytest.approx(float(jnp.linalg.norm(truth)), rel=0.05)
+
+
+def test_shards_are_counted_once():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    values = of_workers(3, 2, 256 * 512).reshape(2, 256, 512)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+    def mean_of(stacked):
+        specs = {"w": P("model"), "b": P()}
+        tree = {"w": stacked[0], "b": stacked[0, :8]}
+        return dq.pmean(tree, "data", key=KEY, method="blockint:4", specs=specs, with_metrics=True)
+
+    mean, metrics = mean_of(jax.device_put(values, jax.NamedSharding(mesh, P("data", "model"))))
+    truth = values.mean(0, dtype=np.float64)
+    whole = np.concatenate([truth, truth[:8]])
+    assert metrics["norm"] == pytest.approx(np.linalg.norm(whole), rel=0.02)
+    found = vnmse(np.concatenate([mean["w"], mean["b"]]), whole)
+    assert metrics["error"] == pytest.approx(found, rel=0.3)
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), "small", True])
+def test_impossible_limits(limit):
+    with pytest.raises(ValueError, match="max_error="):
+        dq.Options(max_error=limit)
+
+
+@pytest.mark.parametrize("function", [dq.psum_scatter, dq.all_gather])
+def test_half_an_all_reduce_has_no_limit(function):
+    def local(key, values):
+        return function(values, "data", key=key, options=dq.Options(max_error=0.1))
+
+    with pytest.raises(ValueError, match=r"max_error=0\.1 .*half of one"):
+        simulated(local)(KEY, np.ones((2, 2, 4096), np.float32))
+
+
+def test_a_limit_with_a_state_is_refused():
+    reduce = dq.all_reduce_gradients(
+        "data", method=ErrorFeedback(inner=dq.BF16()), options=dq.Options(max_error=0.1)
+    )
+    with pytest.raises(ValueError, match=r"max_error=0\.1 has no meaning.*ErrorFeedback"):
+        jax.vmap(reduce.init, axis_name="data")(np.ones((2, 4096), np.float32))

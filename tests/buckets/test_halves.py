@@ -1,0 +1,191 @@
+"""A mean in two halves is as good as one all-reduce: rows are dealt over the shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dynamiq_jax as dq
+from dynamiq_jax._buckets.dealing import Dealing
+from dynamiq_jax.contrib import THC
+from dynamiq_jax.topologies import Ring
+from dynamiq_jax.training import Pipelined
+from tests.support.gradients import of_workers, vnmse
+
+ROW, SIZE = 256, 2**17
+CORRELATED = dq.DynamiQ(bits=4, rounding="correlated")
+ONE_BUCKET = dq.Options(bucket_bytes=2**30)
+
+
+def white(workers: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    own, common = rng.normal(size=(workers, SIZE)), rng.normal(size=SIZE)
+    return (own + common).astype(np.float32)
+
+
+def regions(workers: int) -> np.ndarray:
+    """Four consecutive regions of other scales."""
+    return white(workers) * np.repeat(np.float32([1, 0.1, 0.03, 0.01]), SIZE // 4)
+
+
+def columns(workers: int) -> np.ndarray:
+    """A matrix of as many rows of 256 in its width as there are workers, of which one is large."""
+    large = np.arange(SIZE) // ROW % workers == workers - 1
+    return white(workers) * np.where(large, 1, 0.01).astype(np.float32)
+
+
+def halves(pipelined, tree):
+    start = pipelined.gather(pipelined.init(jax.tree.map(jnp.zeros_like, tree)))
+    return pipelined.gather(pipelined.scatter(start, tree))
+
+
+def pipelined_by(
+    method=CORRELATED, topology="ring", axis_name="data", options=ONE_BUCKET, **fields
+):
+    return Pipelined(
+        optimizer=optax.sgd(1.0),
+        axis_name=axis_name,
+        method=method,
+        topology=topology,
+        options=options,
+        **fields,
+    )
+
+
+def mean_by_halves(tree, **choices):
+    """Means of all workers, and the norm of the first."""
+    run = functools.partial(halves, pipelined_by(**choices))
+    updated = jax.jit(jax.vmap(run, axis_name="data"))(tree)
+    return jax.tree.map(lambda leaf: -np.asarray(leaf), updated.params), updated.gradient_norm[0]
+
+
+def mean_by_all_reduce(tree, method=CORRELATED, topology="ring", options=ONE_BUCKET):
+    how = {"method": method, "topology": topology, "options": options}
+
+    def mean(tree):
+        return dq.pmean(tree, "data", key=jax.random.key(0), **how)
+
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(mean, axis_name="data"))(tree))
+
+
+@pytest.mark.parametrize(
+    "made, workers, topology",
+    (
+        (regions, 4, "ring"),
+        (regions, 2, "all_to_all"),
+        (regions, 8, "all_to_all"),
+        (columns, 4, "butterfly"),
+        (columns, 8, Ring(bidirectional=True)),
+    ),
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)
+def test_halves_have_the_error_of_the_whole(made, workers, topology):
+    """Whatever the regions and the period of the values, and not because they are exact."""
+    gradients = made(workers)
+    truth = gradients.mean(0, dtype=np.float64)
+    means, _ = mean_by_halves(gradients, topology=topology)
+    assert all(np.array_equal(means[0], other) for other in means)  # replicas
+    whole = mean_by_all_reduce(gradients, topology=topology)
+    assert 1e-5 < (of_whole := vnmse(whole[0], truth)) < 0.1
+    # Two chunks in one shard take noise of their own.
+    most = 1.15 if topology in ("ring", "all_to_all", "butterfly") else 1.3
+    assert 0.85 < vnmse(means[0], truth) / of_whole < most
+
+
+def test_leaves_of_other_scales_share_the_bits():
+    """Also if the gradients have heavy tails."""
+    gradients = of_workers(0, 4, SIZE)
+    tree = {"a": gradients[:, : SIZE // 2], "b": np.float32(0.03) * gradients[:, SIZE // 2 :]}
+    truth = np.concatenate([leaf.mean(0, dtype=np.float64) for leaf in tree.values()])
+    errors = [
+        vnmse(np.concatenate([found["a"][0], found["b"][0]]), truth)
+        for found in (mean_by_halves(tree)[0], mean_by_all_reduce(tree))
+    ]
+    assert 1e-5 < errors[1] < 0.1 and 0.85 < errors[0] / errors[1] < 1.15
+
+
+def test_no_byte_is_added():
+    """To those of an all-reduce, but the norms of the sums that an all-gather sends too."""
+    leaf = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    report = pipelined_by().wire_report(leaf, 4)
+    whole = dq.wire_report(leaf, 4, method=CORRELATED, topology="ring").bytes_per_worker
+    norms = 3 * 2 * SIZE // ROW // 4
+    assert report.scattered_bytes + report.gathered_bytes == whole + norms
+
+
+@pytest.mark.parametrize("method", ("exact", CORRELATED, THC()), ids=("exact", "dynamiq", "thc"))
+def test_three_axes(method):
+    """Parts of two fast axes of different sizes, and padding, which is in no norm."""
+    sizes, size = (2, 3, 2), 5000
+    gradients = np.random.default_rng(1).normal(size=(*sizes, size)).astype(np.float32)
+    pipelined = pipelined_by(method, axis_name=("slow", "middle", "fast"))
+    run = functools.partial(halves, pipelined)
+    for name in ("fast", "middle", "slow"):
+        run = jax.vmap(run, axis_name=name)
+    updated = jax.jit(run)(gradients)
+    found = -np.asarray(updated.params).reshape(-1, size)
+    assert all(np.array_equal(found[0], other) for other in found)
+    truth = gradients.mean((0, 1, 2), dtype=np.float64)
+    exact = method == "exact"
+    assert vnmse(found[0], truth) < (1e-12 if exact else 0.1)
+    norms = np.asarray(updated.gradient_norm).reshape(-1)
+    np.testing.assert_allclose(norms, np.linalg.norm(truth), rtol=1e-5 if exact else 0.05)
+
+
+def test_a_loop_over_equal_buckets_gives_the_same_bits():
+    leaves = np.split(regions(2)[:, : 2**14], 2, axis=1)
+    options = [dq.Options(bucket_bytes=2**15, unrolled_buckets=count) for count in (0, 4)]
+    looped, alone = (mean_by_halves(leaves, options=each) for each in options)
+    jax.tree.map(np.testing.assert_array_equal, looped, alone)
+
+
+def test_errors_of_the_halves_cancel():
+    """Those of correlated noise: it is the noise of an all-reduce, in the same order of rows."""
+    gradients = white(4)
+    truth = gradients.mean(0, dtype=np.float64)
+    correlated, independent = (
+        vnmse(
+            mean_by_halves(gradients, method=dq.DynamiQ(bits=4, rounding=rounding))[0][0],
+            truth,
+        )
+        for rounding in ("correlated", "independent")
+    )
+    assert 0.6 < correlated / independent < 0.8
+
+
+def test_nan_of_one_worker_surfaces_in_its_row():
+    gradients = white(2)
+    gradients[1, 1000] = np.nan
+    means, _ = mean_by_halves(gradients)
+    assert np.all(np.isnan(means[:, 1000])) and np.mean(np.isnan(means)) <= ROW / SIZE
+
+
+# ------------------------------------------------------------------------------------------ dealing
+
+
+@pytest.mark.parametrize("pieces, rows", ((1, 3), (2, 5), (3, 4), (8, 7)))
+def test_collecting_inverts_dealing(pieces, rows):
+    dealing = Dealing(pieces, rows, granule=4)
+    flat = np.arange(1, dealing.size - 2, dtype=np.int32)
+    dealt = dealing.deal(flat)
+    np.testing.assert_array_equal(dealing.collect(dealt), np.pad(flat, (0, 3)))
+    places = dealing.places(jnp.arange(pieces, dtype=jnp.int32))
+    np.testing.assert_array_equal(np.where(places < flat.size, places + 1, 0), dealt)
+
+
+@pytest.mark.parametrize("pieces", (2, 3, 8))
+def test_every_piece_gets_its_share_of_rows_with_any_period(pieces):
+    """One of each group of consecutive rows, and about as many of those at equal distances."""
+    dealing = Dealing(pieces, 1200, granule=1)
+    piece = np.empty(dealing.size, int)
+    piece[np.asarray(dealing.deal(np.arange(dealing.size)))] = np.repeat(np.arange(pieces), 1200)
+    groups = np.sort(piece.reshape(-1, pieces), axis=1)
+    np.testing.assert_array_equal(groups, np.tile(np.arange(pieces), (1200, 1)))
+    for period in range(1, 80):
+        for first in range(min(period, 3)):
+            counts = np.bincount(piece[first::period], minlength=pieces)
+            expected = dealing.size / period / pieces
+            assert np.all(abs(counts - expected) <= 1 + 4.5 * np.sqrt(expected))

@@ -1,0 +1,385 @@
+"""Striped buckets: each has a like share of every leaf, so that several are as good as one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.plan import make_plan
+from dynamiq_jax._buckets.stripes import Stripes, number_of_stripes
+from dynamiq_jax._core import Axis
+from dynamiq_jax._inputs.options import resolve
+from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, Network, Ring
+from tests.support.gradients import heavy_tailed, of_workers, vnmse
+from tests.support.hlo import collectives
+from tests.support.workers import STOCHASTIC, on_mesh, simulated
+
+KEY = jax.random.key(3)
+striped = functools.partial(dq.Options, bucketing="striped", exact_below=0)
+LEAF = 2**16  # the smallest bucket that leaves are cut for
+SCALES = {"a": 1.0, "b": 0.1, "c": 0.03, "d": 0.01}
+
+
+def regions(num_workers, size=LEAF):
+    """Leaves whose magnitudes differ by far, as those of an embedding and of layers do."""
+    return {
+        name: np.float32(scale) * of_workers(seed, num_workers, size)
+        for seed, (name, scale) in enumerate(SCALES.items())
+    }
+
+
+def error_of(tree, **choices):
+    """vNMSE of the mean of a stacked tree, over all of its leaves."""
+    run = simulated(lambda key, tree: dq.pmean(tree, "data", key=key, **choices))
+    found = jax.tree.map(lambda leaf: leaf[0], run(KEY, tree))
+    flat = [
+        np.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(t)])
+        for t in (jax.tree.map(np.asarray, found), jax.tree.map(lambda leaf: leaf.mean(0), tree))
+    ]
+    return vnmse(*flat)
+
+
+# ------------------------------------------------------------------------------------- dealt rows
+
+
+@settings(max_examples=8)  # each compiles
+@given(
+    columns=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    rows=st.integers(1, 3),
+    count=st.integers(1, 5),
+)
+def test_every_coordinate_is_in_one_stripe(columns, rows, count):
+    """Stripes are alike, have every count-th row of 256 of a leaf, and are joined to it again."""
+    stripes = Stripes(tuple(columns), count)
+    ends = np.cumsum([0, *columns])
+    leaves = [
+        1 + jnp.arange(rows * n, dtype=jnp.float32).reshape(rows, n) + 10_000 * k
+        for k, n in enumerate(columns)
+    ]
+    dealt = stripes.deal(leaves)
+    taken = [np.asarray(stripes.take(dealt, np.int32(number))) for number in range(count)]
+    assert {part.shape for part in taken} == {(rows, stripes.size)}
+    assert 0 <= count * stripes.size - ends[-1] < 256 * count
+    found = np.sort(np.concatenate(taken, axis=1), axis=1)
+    wanted = np.sort(np.concatenate(leaves, axis=1), axis=1)
+    assert not found[:, : found.shape[1] - ends[-1]].any()
+    np.testing.assert_array_equal(found[:, found.shape[1] - ends[-1] :], wanted)
+    for leaf in leaves:
+        turns = leaf.shape[1] // (256 * count)
+        whole = np.asarray(leaf[:, : turns * 256 * count]).reshape(rows, turns, count, 256)
+        for number, part in enumerate(taken):
+            of_leaf = np.isin(part, whole)
+            np.testing.assert_array_equal(part[of_leaf], whole[:, :, number].reshape(-1))
+    changed = dealt
+    for number in range(count):
+        changed = stripes.put(changed, np.int32(number), -jnp.asarray(taken[number]))
+    for leaf, back in zip(leaves, stripes.join(changed), strict=True):
+        np.testing.assert_array_equal(back, -leaf)
+
+
+@given(
+    fewest=st.integers(1, 40),
+    shapes=st.lists(
+        st.sampled_from(((5000,), (64, 576), (32, 1024), (16, 4096), (9, 3584))), max_size=4
+    ),
+)
+def test_no_stripe_has_the_same_columns_of_all_rows(fewest, shapes):
+    count = number_of_stripes(fewest, shapes)
+    assert fewest <= count < fewest + 32
+    for width in {shape[-1] for shape in shapes if len(shape) > 1 and count > 1}:
+        starts = 256 * np.arange(count * width) % width  # of the rows of 256
+        assert set(starts[::count]) == set(starts), "the first stripe lacks columns of the leaf"
+
+
+# ------------------------------------------------------------------------------------------ plans
+
+
+def plan_of(sizes, num_workers=4, method="dynamiq", topology="ring", **options):
+    leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+    how = resolve(method, topology, dq.Options(**options))
+    return make_plan(leaves, Axes(Axis("data", num_workers)), how, how.policy.methods(leaves))
+
+
+@given(
+    sizes=st.lists(st.integers(1024, 500_000), min_size=1, max_size=6),
+    bucket_bytes=st.integers(4 * LEAF, 2**21),
+)
+def test_buckets_are_alike_and_hardly_larger_than_asked_for(sizes, bucket_bytes):
+    plan = plan_of(sizes, bucket_bytes=bucket_bytes)
+    assert not plan.exact
+    assert {bucket.leaves for bucket in plan.buckets} == {tuple(range(len(sizes)))}
+    (size,) = {bucket.size for bucket in plan.buckets}
+    count = len(plan.buckets)
+    assert 4 * (size - 256) <= bucket_bytes
+    assert sum(sizes) <= size * count < sum(sizes) + 256 * count
+    assert count == -(-4 * sum(sizes) // bucket_bytes)
+    if count > 1:
+        assert [bucket.stripe.number for bucket in plan.buckets] == list(range(count))
+        assert len({bucket.program for bucket in plan.buckets}) == 1
+    else:
+        assert plan.buckets[0].stripe is None
+
+
+@pytest.mark.parametrize(
+    ("topology", "is_striped"),
+    (
+        (Ring(), True),
+        (Ring(bidirectional=True), True),
+        (Ring(unroll=True), False),
+        (AllToAll(), False),
+        (Butterfly(), False),
+        (Auto(network=Network(gbit_per_s=0.1, latency_us=1.0)), False),
+    ),
+)
+def test_buckets_are_striped_where_nothing_runs_under_a_loop(topology, is_striped):
+    """Unless the user says otherwise."""
+
+    def stripes(bucketing):
+        options = {"bucket_bytes": 4 * LEAF, "bucketing": bucketing}
+        plan = plan_of((2 * LEAF, 2 * LEAF), topology=topology, **options)
+        assert len(plan.buckets) == 4
+        return {bucket.stripe is not None for bucket in plan.buckets}
+
+    assert stripes("auto") == {is_striped}
+    assert stripes("striped") == {True}
+    assert stripes("in_order") == {False}
+
+
+def test_changes_of_local_sgd_are_striped_on_every_topology():
+    """All of a change is there when it is sent. Gradients in an all-to-all leave in order."""
+    params = {name: jax.ShapeDtypeStruct((2 * LEAF,), jnp.float32) for name in "ab"}
+    how = {"topology": "all_to_all", "options": dq.Options(bucket_bytes=4 * LEAF)}
+    (report,) = dq.training.LocalSGD(axis_name="data", every=2, **how).wire_report(params, 4)
+    assert [leaf.buckets for leaf in report.leaves] == [(0, 1, 2, 3)] * 2
+    of_gradients = dq.wire_report(params, 4, **how)
+    assert [leaf.buckets for leaf in of_gradients.leaves] == [(0, 1), (2, 3)]
+
+
+def test_methods_that_use_shapes_take_leaves_as_they_are():
+    plan = plan_of((4 * LEAF, 4 * LEAF), method="powersgd", bucket_bytes=1, bucketing="striped")
+    assert all(bucket.stripe is None for bucket in plan.buckets)
+
+
+def test_leaves_of_other_methods_or_dtypes_are_stripes_of_their_own():
+    leaves = [jax.ShapeDtypeStruct((2 * LEAF,), dtype) for dtype in (jnp.float32, jnp.bfloat16) * 2]
+    how = resolve({"3": "dynamiq:4", ".*": "dynamiq"}, "ring", dq.Options(bucket_bytes=4 * LEAF))
+    plan = make_plan(leaves, Axes(Axis("data", 4)), how, how.policy.methods(leaves))
+    # One bucket holds all of a leaf of 2-byte numbers.
+    assert [bucket.leaves for bucket in plan.buckets] == [(0, 2)] * 4 + [(1,), (3,)]
+
+
+def test_what_is_no_choice_is_an_error():
+    with pytest.raises(ValueError, match=re.escape("bucketing='stripes' is not possible")):
+        dq.Options(bucketing="stripes")
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(("num_workers", "bits"), ((2, 5.0), (8, 3.0)))
+def test_several_stripes_are_as_good_as_one_bucket(num_workers, bits):
+    """And better by far than buckets of one leaf each, which have the same bytes."""
+    tree, method = regions(num_workers), dq.DynamiQ(bits=bits)
+    one = error_of(tree, method=method)
+    several = error_of(tree, method=method, options=striped(bucket_bytes=4 * LEAF))
+    in_order = dq.Options(bucket_bytes=4 * LEAF, bucketing="in_order")
+    # At most 1.01 with 16 times as many coordinates: a chunk has 32 rows here.
+    assert 0.95 * one < several < 1.1 * one
+    assert error_of(tree, method=method, options=in_order) > 5 * one
+
+
+def test_columns_of_other_magnitudes_are_shared_out_as_well():
+    """Four stripes of a matrix of 1024 columns would each have a quarter of the columns."""
+    rows = heavy_tailed(0, (4, 256, 4, 256))
+    leaf = rows * np.array([1, 0.1, 0.03, 0.01], np.float32)[:, None]
+    tree = leaf.reshape(4, 256, 1024)
+    one = error_of(tree)
+    assert 0.8 * one < error_of(tree, options=striped(bucket_bytes=4 * LEAF)) < 1.05 * one
+
+
+def test_stripes_have_rounding_noise_of_their_own():
+    leaf = np.tile(of_workers(0, 2, 256), (1, 2 * LEAF // 256))
+
+    def local(key, leaf):
+        options = striped(bucket_bytes=4 * LEAF)
+        return dq.pmean(leaf, "data", key=key, method=STOCHASTIC, options=options)
+
+    rows = np.asarray(simulated(local)(KEY, leaf))[0].reshape(-1, 2, LEAF // 2**8 // 2, 256)
+    first, second = rows.reshape(-1, 2, 256)[:, 0], rows.reshape(-1, 2, 256)[:, 1]
+    assert np.mean(first != second) > 0.1
+
+
+# --------------------------------------------------------------------------- results and programs
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+def test_replicas_are_identical_and_in_place(data_mesh, dtype, check_vma):
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), regions(4))
+    tree["small"] = jnp.ones((4, 7, 11), dtype)
+
+    def local(key, tree):
+        options = striped(bucket_bytes=4 * LEAF)
+        return dq.pmean(tree, "data", key=key, method="bf16", options=options)
+
+    found = on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, tree)
+    for name, leaf in found.items():
+        assert (leaf.shape, leaf.dtype) == (tree[name].shape, dtype)
+        leaf = np.asarray(leaf, np.float32)
+        for other in leaf[1:]:
+            np.testing.assert_array_equal(other, leaf[0])
+        assert 1e-8 < vnmse(leaf[0], np.asarray(tree[name], np.float32).mean(0)) < 1e-4 or (
+            name == "small"
+        )
+
+
+def test_a_mean_has_the_type_of_a_replicated_value(data_mesh):
+    """It leaves a checked map, though it is written over values that vary."""
+
+    def local(stacked):
+        own = jax.tree.map(lambda leaf: leaf[0], stacked)
+        return dq.pmean(own, "data", key=KEY, options=striped(bucket_bytes=4 * LEAF))
+
+    tree = regions(2)
+    mapped = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
+    found = jax.jit(mapped)(tree)
+    assert {leaf.shape for leaf in found.values()} == {(LEAF,)}
+
+
+HALVES = {
+    "psum_scatter": (dq.psum_scatter, lax.psum_scatter),
+    "all_gather": (dq.all_gather, lax.all_gather),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("tiled", (True, False))
+def test_halves_keep_their_contract(name, tiled):
+    """Each worker gets its consecutive part, and a gather has the parts in order."""
+    compressed, exact = HALVES[name]
+    shape = (4, 2 * LEAF) if name == "psum_scatter" and not tiled else (2 * LEAF, 4)
+    tree = {
+        "a": of_workers(0, 4, 8 * LEAF).reshape(4, *shape),
+        "b": of_workers(1, 4, 8 * 300).reshape(4, *(min(s, 600) for s in shape)),
+    }
+    options = striped(bucket_bytes=4 * LEAF)
+
+    def local(key, tree):
+        return compressed(tree, "data", key=key, tiled=tiled, method="bf16", options=options)
+
+    found = simulated(local)(KEY, tree)
+    expected = simulated(lambda key, tree: exact(tree, "data", tiled=tiled))(KEY, tree)
+    for leaf in tree:
+        assert found[leaf].shape == expected[leaf].shape
+        assert 1e-8 < vnmse(found[leaf], expected[leaf]) < 2e-5
+
+
+def test_leaves_of_a_half_share_one_budget():
+    """A large leaf and a small one in buckets of their own: the bits follow the whole tree."""
+    tree = {name: leaf.reshape(4, 4, -1) for name, leaf in regions(4).items()}
+
+    def error(**options):
+        def local(key, tree):
+            return dq.psum_scatter(tree, "data", key=key, options=dq.Options(**options))
+
+        found = simulated(local)(KEY, tree)
+        flat = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in found.values()])
+        return vnmse(flat, np.concatenate([leaf.sum(0).reshape(-1) for leaf in tree.values()]))
+
+    one = error()
+    assert 0.95 * one < error(bucket_bytes=4 * LEAF) < 1.1 * one
+    assert error(bucket_bytes=4 * LEAF, bucketing="in_order") > 5 * one
+
+
+@pytest.mark.parametrize(
+    ("method", "with_metrics"), (("dynamiq", True), ("bf16", True), ("mxfp8", False))
+)
+def test_bytes_of_the_program_are_those_of_the_report(data_mesh, method, with_metrics):
+    tree = {"a": (3 * LEAF + 5,), "b": (999, 70), "bias": (100,)}
+    shapes = {name: jax.ShapeDtypeStruct((4, *shape), jnp.float32) for name, shape in tree.items()}
+    options = dq.Options(bucket_bytes=4 * LEAF, bucketing="striped")
+    choices = {"method": method, "topology": Ring(unroll=True), "options": options}
+
+    def local(key, stacked):
+        own = jax.tree.map(lambda leaf: leaf[0], stacked)
+        return dq.pmean(own, "data", key=key, with_metrics=with_metrics, **choices)
+
+    mapped = jax.shard_map(local, mesh=data_mesh(4), in_specs=(P(), P("data")), out_specs=P())
+    found = collectives(jax.jit(mapped).lower(KEY, shapes).compile().as_text())
+    own = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
+    report = dq.wire_report(own, 4, with_metrics=with_metrics, **choices)
+    count = len(report.leaves[0].buckets)
+    assert count == 6  # five have a divisor in common with 70 columns
+    assert report.leaves[0].buckets == report.leaves[1].buckets == tuple(range(count))
+    assert report.compressed_size == 3 * LEAF + 5 + 999 * 70
+    # The loop over the stripes is the only one, and runs `count` times; `looped` says 3 times.
+    sent = sum(c.sent_bytes(4) / (3 if c.looped else 1) * (count if c.looped else 1) for c in found)
+    assert sent == pytest.approx(report.bytes_per_worker, abs=2 * count)
+    assert sum(c.kind == "all-gather" and c.looped for c in found) >= 1
+
+
+def test_stripes_share_one_codec_and_no_memory_is_needed_for_values_and_results(data_mesh):
+    """Of sixteen buckets, each gathers in the same place of the program."""
+    count, size = 16, 1 << 18
+    tree = {str(number): jax.ShapeDtypeStruct((size,), jnp.float32) for number in range(count)}
+
+    def mean(tree, start):
+        tree = jax.tree.map(lambda leaf: leaf * start, tree)  # gradients, made here
+        options = striped(bucket_bytes=4 * size)
+        means = dq.pmean(tree, "data", key=KEY, method=STOCHASTIC, options=options)
+        return sum(map(jnp.sum, means.values()))
+
+    mapped = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
+    compiled = jax.jit(mapped).lower(tree, jnp.float32(1)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= (count + 2.5) * 4 * size
+    assert sum(c.kind == "all-gather" for c in collectives(compiled.as_text())) == 1
+
+
+def test_shards_are_striped_on_every_device():
+    """Over data and fsdp: as the mean of whole leaves, with the types of the shards."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    tree = {"a": of_workers(0, 2, 16 * LEAF).reshape(2, 16, LEAF)}
+    options = striped(bucket_bytes=4 * LEAF)
+
+    def local(stacked):
+        own = jax.tree.map(lambda leaf: leaf[0], stacked)
+        how = {"specs": P("fsdp"), "options": options, "method": STOCHASTIC}
+        return dq.pmean(own, "data", key=KEY, **how)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+    found = jax.jit(mapped)(tree)["a"]
+    assert 1e-7 < vnmse(found, tree["a"].mean(0)) < 1e-4
+
+
+def test_states_and_limits_follow_the_stripes():
+    """Error feedback: over several steps no more is lost than one residual."""
+    tree = regions(2)
+    reduce = dq.all_reduce_gradients(
+        "data", method="ef+mxfp4", options=striped(bucket_bytes=4 * LEAF), with_metrics=True
+    )
+
+    def local(key, tree):
+        state, total = reduce.init(tree), jax.tree.map(jnp.zeros_like, tree)
+        for _ in range(8):
+            mean, state = reduce.update(tree, state)
+            total = jax.tree.map(jnp.add, total, mean)
+        return jax.tree.map(lambda leaf: leaf / 8, total), state
+
+    found, state = simulated(local)(KEY, tree)
+    assert len(state.method) == 4
+    errors = [vnmse(found[name][0], tree[name].mean(0)) for name in tree]
+    single = error_of(tree, method="mxfp4")
+    assert 1e-4 * single < errors[0] < single / 2
+
+    limited = error_of(tree, method="mxfp4", options=striped(bucket_bytes=4 * LEAF, max_error=1e-6))
+    assert limited < 1e-9 < single

@@ -1,0 +1,132 @@
+"""`dynamiq-jax advise`: it says no where compression does not pay, and yes where it does."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamiq_jax._commands.advise import Advise
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._prediction.advice import advice, predictions
+
+SLOW = Advise(link="1gbit", size="100M", workers=8, step_time=1.0)
+
+
+def answer(**changes) -> tuple[str, list]:
+    question = dataclasses.replace(SLOW, **changes).question()
+    options = predictions(question)
+    return advice(question, options), options
+
+
+def test_slow_links_are_worth_it():
+    text, options = answer()
+    plain, *compressed = options
+    assert "Compress" in text
+    assert "dq.DynamiQ(bits=5.0)" in text
+    # 16 bits against 5, and next to nothing for the codec of a GPU.
+    best = min(option.all_reduce.total for option in compressed if option.bits == 5)
+    assert plain.all_reduce.total / best == pytest.approx(16 / 5, rel=0.05)
+    assert plain.step == pytest.approx(1.0 + plain.all_reduce.total)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"link": "3200gbit"},
+        {"step_time": 1000.0},
+        {"overlap": 1.0, "step_time": 10.0},
+        {"codec_ns": 50.0},
+        {"size": "1000"},
+    ),
+    ids=("fast link", "long steps", "hidden", "slow codec", "small"),
+)
+def test_it_says_when_not_to(changes):
+    text, _ = answer(**changes)
+    assert "Do not compress" in text
+
+
+def test_transfers_hide_under_a_step_and_the_codec_does_not():
+    _, (_, *compressed) = answer(overlap=1.0, step_time=100.0)
+    for option in compressed:
+        assert option.all_reduce.codec > 0
+        assert option.step == pytest.approx(100 + option.all_reduce.codec, rel=1e-12)
+
+
+def test_few_bits_are_the_choice_of_the_user():
+    assert "bits=4.0" not in answer()[0]
+    assert "bits=4.0" in answer(bits=(4.0,))[0]
+    assert "--bits is empty" in answer(bits=())[0]
+
+
+def test_a_crowded_network_prefers_neighbours_and_odd_sizes_have_no_butterfly():
+    assert 'topology="ring"' in answer(oversubscription=4.0)[0]
+    assert 'topology="all_to_all"' in answer()[0]
+    assert not any("butterfly" in option.name for option in answer(workers=6)[1])
+
+
+def test_topologies_differ_in_error_not_in_bytes():
+    _, (_, *compressed) = answer()
+    five = {option.name: option for option in compressed if option.bits == 5}
+    ring, butterfly, all_to_all = (
+        five[f"5 bits, {name}"] for name in ("ring", "butterfly", "all_to_all")
+    )
+    assert ring.sent == butterfly.sent == all_to_all.sent
+    assert ring.error_growth > butterfly.error_growth > all_to_all.error_growth > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    (
+        ({"workers": 1}, "--workers is 1"),
+        ({"workers": 10**400}, "--workers is 10*: give at most 1048576"),
+        ({"step_time": 0.0}, "--step-time is 0.0"),
+        ({"step_time": float("nan")}, "--step-time is nan: give seconds above 0 and at most 1e"),
+        ({"step_time": float("inf")}, "--step-time is inf: give seconds above 0"),
+        ({"overlap": float("nan")}, "--overlap is nan"),
+        ({"size": "9" * 400}, r"--size: '9{79} is above 10\*\*18\. Give one such as 8Mi"),
+        ({"link": "9" * 400 + "gbit"}, r"--link: .* is above 10\*\*18"),
+        ({"overlap": 1.5}, "--overlap is 1.5"),
+        ({"link": "fast"}, "--link: 'fast'"),
+        ({"size": "many"}, "--size: 'many'"),
+        ({"bits": (1.0,)}, "bits=1.0"),
+        ({"latency_us": -1.0}, "latency_us=-1.0"),
+        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give 0 or more"),
+    ),
+)
+def test_questions_that_make_no_sense(changes, says):
+    with pytest.raises(CommandError, match=says):
+        answer(**changes)
+
+
+@settings(deadline=None)
+@given(
+    digits=st.integers(1, 600).flatmap(lambda n: st.text("0123456789", min_size=n, max_size=n)),
+    unit=st.sampled_from(("", "K", "Gi")),
+    step_time=st.floats(),
+    overlap=st.floats(),
+    codec_ns=st.none() | st.floats(),
+)
+def test_every_answer_is_a_number(digits, unit, step_time, overlap, codec_ns):
+    """Or one error that names the option."""
+    changes = {"size": digits + unit, "step_time": step_time, "overlap": overlap}
+    try:
+        text, options = answer(**changes, codec_ns=codec_ns, bits=(5.0,))
+    except CommandError as error:
+        assert str(error).startswith("--")
+    else:
+        assert "nan" not in text
+        assert all(option.step > 0 and option.sent >= 0 for option in options)
+
+
+def test_the_command_prints_a_table_and_keeps_it(tmp_path, capsys):
+    path = tmp_path / "advice.json"
+    assert dataclasses.replace(SLOW, json=path).run() == 0
+    shown = capsys.readouterr().out
+    assert "psum, bf16" in shown
+    assert "5 bits, ring" in shown
+    assert "not measured" in shown
+    kept = json.loads(path.read_text())
+    assert len(kept["results"]) == 1 + 3 * 3
+    assert kept["config"]["link"] == "1gbit"

@@ -1,0 +1,453 @@
+"""The command line: how settings, sizes and rates are written, what bench reports and keeps."""
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import dynamiq_jax as dq
+from dynamiq_jax import _commands as commands
+from dynamiq_jax._commands import bench
+from dynamiq_jax._console import options, plots, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.signals import Stopped, stopping_cleanly
+from dynamiq_jax._console.units import (
+    format_rate,
+    format_seconds,
+    format_size,
+    parse_rate,
+    parse_size,
+)
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._measurement import all_reduce
+from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_per_machine
+from dynamiq_jax._measurement.measure import Measurement, measure
+from dynamiq_jax._measurement.settings import DEFAULTS, parse_setting, parse_settings
+from dynamiq_jax._prediction.break_even import break_even_rate, record
+from dynamiq_jax.methods import METHODS
+from dynamiq_jax.topologies import TOPOLOGIES, CodecSpeed, Ring
+from tests.support.commands import command, shown
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
+
+
+# ---------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_and_topology_can_be_written(method, topology):
+    setting = parse_setting(f"{method}:{topology}")
+    assert setting.method == METHODS[method]()
+    assert setting.topology == TOPOLOGIES[topology]()
+
+
+def test_options_reach_method_and_topology():
+    setting = parse_setting("dynamiq:4.5:ring:rounding=independent:bidirectional=True")
+    assert (setting.method.bits, setting.method.rounding) == (4.5, "independent")
+    assert setting.topology == Ring(bidirectional=True)
+
+
+def test_defaults_are_possible_and_compare_with_both_baselines():
+    assert [setting.name for setting in parse_settings(DEFAULTS)] == list(DEFAULTS)
+    assert {"psum", "bf16:ring"} <= set(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dinamiq:5", ": no method 'dinamiq'.*METHOD.*dynamiq"),
+        ("dynamiq:5:circle", ": 'circle' is no topology.*ring"),
+        ("dynamiq:1", ": bits=1 is out of range"),
+        ("exact:5", ": '5' is not an option of exact"),
+        ("dynamiq:bit=5", ": neither dynamiq nor ring has 'bit'.*'bits'"),
+        ("psum:5", ": psum takes no options"),
+        ("ef+psum", ": psum takes no wrapper.*'psum'"),
+        ("dynamiq:4:5", " gives 'bits' a second time"),
+        ("dynamiq:bits=4:bits=5", " gives 'bits' a second time"),
+        ("dynamiq:ring:butterfly", ": .'ring', 'butterfly'. are several topologies"),
+        ("dynamiq:True", ": 'True' is no topology, number or FIELD=VALUE"),
+        ("dynamiq:0x5", ": '0x5' is no topology, number or FIELD=VALUE"),
+        ("dynamiq:nan", ": bits=nan is out of range"),
+        ("dynamiq:widths={[]}", r": widths='{\[\]}' is not a tuple"),
+        ("dynamiq:rounding='up'", ": rounding='up' is not possible. Give one of"),
+        ("dynamiq:auto:network=5", ": network=5 is not a network"),
+        ("dynamiq:auto:codec=5", ": codec=5 is not a speed"),
+        ("exact:ring:unroll=x", ": unroll='x' is not possible. Give True or False"),
+        ("exact:bidirectional=1", ": bidirectional=1 is not possible. Give True or False"),
+        ("", ": no method ''"),
+    ],
+)
+def test_a_wrong_setting_shows_what_is_possible(text, says):
+    """Behind the setting as it was written, and nothing of how it was taken apart."""
+    with pytest.raises(CommandError) as error:
+        parse_setting(text)
+    assert re.match(re.escape(f"--settings: {text!r}") + says, str(error.value)), error.value
+
+
+@pytest.mark.parametrize("texts", [(), ("psum", "psum"), ("dynamiq:5", "dynamiq:bits=5.0:ring")])
+def test_no_setting_is_measured_twice_or_not_at_all(texts):
+    with pytest.raises(CommandError, match="--settings"):
+        parse_settings(texts)
+
+
+def test_a_topology_that_chooses_is_not_measured():
+    with pytest.raises(CommandError, match=r"'dynamiq:5:auto'.*advise"):
+        parse_settings(["psum", "dynamiq:5:auto"])
+
+
+def test_bytes_are_those_of_the_method():
+    size, workers = 2**20, 4
+    assert parse_setting("psum").wire_report(size, workers).bytes_per_worker == 6 * size
+    assert parse_setting("exact").wire_report(size, workers).bytes_per_worker == 6 * size
+    assert parse_setting("dynamiq:5").wire_report(size, workers).bits == pytest.approx(5, abs=0.01)
+
+
+# ------------------------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8Mi", 2**23), ("1.5M", 1_500_000), ("4096", 4096), ("2Ki", 2048)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@example(16_100, "K", False)  # 16.1 * 1000 is 16100.000000000002 in binary
+@settings(max_examples=200)
+@given(st.integers(1, 10**12), st.sampled_from(("K", "M", "G")), st.booleans())
+def test_what_is_whole_in_decimals_is_a_size(size, unit, zeros):
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}[unit]
+    digits = len(str(factor)) - 1
+    text = f"{size // factor}.{size % factor:0{digits}}"
+    assert parse_size((text if zeros else text.rstrip("0")) + unit) == size
+    with pytest.raises(CommandError, match=r"--sizes: .* is not a whole number"):
+        parse_size(f"{text}5{unit}")
+
+
+@pytest.mark.parametrize("text", ["", "8mi", "-1Mi", "0", "1.5", "Mi", "1.2.3K", "8 M i"])
+def test_wrong_sizes(text):
+    with pytest.raises(CommandError, match=r"--sizes: .*8Mi"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("200mbit", 2e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("9600bit", 9600)]
+)
+def test_rates(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["200", "200mb", "fast", "0mbit", "-1gbit"])
+def test_wrong_rates(text):
+    with pytest.raises(CommandError, match=r"--rate: .*200mbit"):
+        parse_rate(text)
+
+
+def test_numbers_are_shown_in_natural_units():
+    assert [format_size(n) for n in (2**20, 3 * 2**10, 5000)] == ["1Mi", "3Ki", "5000"]
+    assert [format_rate(r) for r in (2e8, 1e9, 56e3)] == ["200 Mbit/s", "1 Gbit/s", "56 kbit/s"]
+    assert [format_bytes(b) for b in (7e6, 512)] == ["7 MB", "512 B"]
+    assert [format_seconds(s) for s in (2.0, 0.05, 1e-4)] == ["2 s", "50 ms", "100 us"]
+
+
+# -------------------------------------------------------------------------- measurement
+
+
+def test_measurements_say_what_was_asked(data_mesh):
+    devices = data_mesh(2).devices.flat
+    settings = parse_settings(["psum", "exact", "bf16"])
+    steps = []
+    results = measure(
+        settings, make_mesh(list(devices)), 4096, repeats=3, seed=0, done=steps.append
+    )
+    assert len(steps) == len(settings) * 4
+    for result, setting in zip(results, settings, strict=True):
+        assert (result.setting, result.size, result.workers) == (setting.name, 4096, 2)
+        assert len(result.repeats) == 3 and result.seconds == sorted(result.repeats)[1] > 0
+        assert result.bytes_per_worker == setting.wire_report(4096, 2).bytes_per_worker
+        assert result.replicas_equal
+        assert result.bandwidth == pytest.approx(4 * 4096 / result.seconds)
+    assert [result.bits for result in results] == [32, 32, 16]
+    assert max(result.vnmse for result in results[:2]) < 1e-13
+    # Two roundings to 8 bits of precision, each with a relative variance of about 2^-19.
+    assert 1e-6 < results[2].vnmse < 1e-5
+
+
+def test_gradients_are_those_that_the_exact_sum_is_of(data_mesh):
+    mesh = make_mesh(list(data_mesh(4).devices.flat))
+    gradients = all_reduce.make_gradients(mesh, 1000, seed=3)
+    total = np.asarray(gradients, np.float64).sum(axis=0)
+    np.testing.assert_allclose(total, all_reduce.exact_sum(4, 1000, seed=3), rtol=0, atol=1e-12)
+    assert not np.array_equal(gradients[0], gradients[1])
+
+
+def result(setting: str, seconds: float, sent: int, **changes) -> Measurement:
+    made = Measurement(
+        setting=setting,
+        size=1024,
+        workers=4,
+        seconds=seconds,
+        repeats=(seconds,),
+        bytes_per_worker=sent,
+        bits=5.0,
+        vnmse=1e-3,
+        replicas_equal=True,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def test_break_even_is_where_both_take_the_same_time():
+    rate = break_even_rate(0.03, 10**6, 0.01, 6 * 10**6)
+    assert 0.03 + 8e6 / rate == pytest.approx(0.01 + 48e6 / rate)
+    assert break_even_rate(0.01, 1, 0.02, 2) == math.inf  # faster and smaller
+    assert break_even_rate(0.01, 2, 0.02, 1) == 0  # sends more
+    assert break_even_rate(0.02, 1, 0.01, 1) == 0
+
+
+def test_baselines_are_those_of_the_same_size_however_they_are_written():
+    results = [
+        result(name, seconds, sent, size=size)
+        for size in (1024, 2048)
+        for name, seconds, sent in (("bf16", 0.01, 16 * size), ("dynamiq:5", 0.03, 5 * size))
+    ]
+    rows = [record(each, results, None, 1) for each in results]
+    assert [row["break_even"] for row in rows[::2]] == [{}, {}]  # no baseline of its own
+    small, large = (row["break_even"]["bf16:ring"] for row in rows[1::2])
+    assert large == 2 * small == pytest.approx(8 * 11 * 2048 / 0.02)
+
+
+def test_a_known_link_does_not_count_as_codec_time():
+    results = [result("psum", 0.05, 10**6), result("dynamiq:5", 0.03, 10**5)]
+    free = record(results[1], results, None, 1)
+    assert free["codec_seconds"] == 0.03 and free["break_even"] == {"psum": math.inf}
+    linked = record(results[1], results, 1e9, 1)
+    assert linked["codec_seconds"] == pytest.approx(0.03 - 8e5 / 1e9)
+
+
+@pytest.mark.parametrize(("link", "sharing"), ((None, 1), (None, 4), (1e9, 1), (1e9, 4)))
+def test_codec_ns_is_what_the_cost_model_calls_it(link, sharing):
+    """Of one worker: those that share the cores of a machine take as many times that."""
+    row = record(result("dynamiq:5", 0.03, 10**5), [], link, sharing)
+    speed = CodecSpeed(ns_per_coordinate=row["codec_ns"])
+    assert sharing * speed.seconds(row["size"], 9) == pytest.approx(row["codec_seconds"])
+
+
+def test_workers_on_cpus_share_a_machine(data_mesh):
+    assert workers_per_machine(data_mesh(4)) == 4
+
+
+def test_the_command_that_goes_on_is_that_of_the_largest_size():
+    made = [
+        result(name, seconds, 10**5, size=size)
+        for size in (1024, 4096)
+        for name, seconds in (("psum", 1e-3), ("dynamiq:8:ring", 3e-3), ("dynamiq:6", 2.048e-3))
+    ]
+    rows = [record(each, made, None, 4) for each in made]
+    text = bench.to_advise(rows, "cpu", with_wire=False)
+    assert text.endswith("\ndynamiq-jax advise --device cpu --codec-ns 125")
+    assert "dynamiq:6 with 4Ki coordinates" in text and "--link takes it out" not in text
+    assert "--link takes it out" in bench.to_advise(rows, "gpu", with_wire=True)
+    assert bench.to_advise(rows[:1], "cpu", with_wire=False) is None
+
+
+# ------------------------------------------------------------------- tables and records
+
+
+def test_the_table_names_break_even_speeds():
+    results = [result("psum", 0.01, 6 * 10**6), result("dynamiq:5", 0.03, 10**6)]
+    text = shown(bench.bench_table([record(r, results, None, 4) for r in results]))
+    assert "2 Gbit/s" in text and "dynamiq:5" in text and "30 ms" in text and "1Ki" in text
+    assert "codec ns" in text and "7324" in text  # 30 ms, 1024 coordinates, 4 workers
+
+
+def test_unequal_replicas_are_an_error():
+    rows = [dataclasses.asdict(result("dynamiq:5", 1.0, 1, replicas_equal=False))]
+    console = Console(width=160)
+    with console.capture() as capture:
+        assert tables.warn_unequal(console, rows) == 1
+    assert "dynamiq:5: workers do not hold the same bits" in capture.get()
+    assert tables.warn_unequal(console, []) == 0
+
+
+def test_records_hold_environment_and_no_infinity(tmp_path):
+    path = tmp_path / "out.json"
+    rows = [{"break_even": {"psum": math.inf}, "off": (math.nan, 1.0)}]
+    records.write(path, environment("cpu"), {"repeats": 1}, rows)
+    kept = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert kept["results"] == [{"break_even": {"psum": None}, "off": [None, 1.0]}]
+    assert kept["config"] == {"repeats": 1}
+    assert {"date", "jax", "jaxlib", "python", "cpu", "cores", "device", "dynamiq_jax"} <= set(
+        kept["environment"]
+    )
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_plots(tmp_path, suffix):
+    path = tmp_path / f"out.{suffix}"
+    plots.save_bars(path, "time", {"1Mi": {"psum": 1.0, "dynamiq:5": 0.2}, "8Mi": {"psum": 2.0}})
+    assert path.stat().st_size > 1000
+
+
+def test_outputs_are_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(CommandError, match=r"--json is .*no folder"):
+        options.check_outputs(tmp_path / "missing" / "out.json", None)
+    with pytest.raises(CommandError, match=r"--plot is .*\.png"):
+        options.check_outputs(None, tmp_path / "out.txt")
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def run(monkeypatch, *arguments: str) -> str | int | None:
+    """Runs the command in this process; its exit status, or what it ends with."""
+    monkeypatch.setattr(sys, "argv", ["dynamiq-jax", *arguments])
+    try:
+        commands.main()
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_bench_runs_from_the_command_line(tmp_path, monkeypatch):
+    json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
+    small = ("--cpu-devices", "2", "--sizes", "4Ki", "8Ki", "--repeats", "2")
+    settings = ("--settings", "psum", "exact", SMALL)
+    done = command("bench", *small, *settings, "--json", str(json_path), "--plot", str(plot_path))
+    assert done.returncode == 0, done.stderr
+    assert "8Ki float32 coordinates, 2 workers" in done.stdout and SMALL in done.stdout
+    kept = json.loads(json_path.read_text())
+    assert kept["config"]["repeats"] == 2
+    assert [(row["setting"], row["size"]) for row in kept["results"]] == [
+        (name, size) for size in (4096, 8192) for name in ("psum", "exact", SMALL)
+    ]
+    for row in kept["results"]:
+        assert row["workers"] == 2 and row["replicas_equal"] and len(row["repeats"]) == 2
+        assert ("psum" in row["break_even"]) == (row["setting"] != "psum")
+        assert 2e-9 * row["codec_ns"] * row["size"] == pytest.approx(row["seconds"])
+    assert plot_path.stat().st_size > 1000
+
+    name, *pasted = done.stdout.splitlines()[-1].split()
+    assert name == "dynamiq-jax" and pasted[:2] == ["advise", "--device"]
+    assert float(pasted[-1]) == pytest.approx(kept["results"][-1]["codec_ns"], rel=0.01)
+    assert run(monkeypatch, *pasted) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("bench --settings nonsense", "no method 'nonsense'"),
+        ("bench --sizes 8Q", "'8Q' is not a number of coordinates"),
+        ("bench --repeats 0", "--repeats is 0: give at least 1"),
+        ("bench --cpu-devices 0", "--cpu-devices is 0: give at least 1"),
+        ("bench --seed -1", "--seed is -1: give 0 to 2147483647"),
+        ("bench --seed 4294967296", "--seed is 4294967296: give 0 to 2147483647"),
+        ("bench --process-id 1", "no --coordinator"),
+        ("bench --coordinator localhost:1 --process-id 1", "--num-processes is None"),
+        ("network --hosts 1", "--hosts: 1: give 2 to 250"),
+        ("network --rate quick", "'quick' is not a rate"),
+        ("network --timeout 0", "--timeout is 0.0: give at least 1"),
+        ("network --seed -1", "--seed is -1: give 0 to 2147483647"),
+        ("network --hosts 3 --settings bf16:butterfly", "butterfly.*3 workers.*such as 2 or 4"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, says, monkeypatch):
+    ended = run(monkeypatch, *arguments.split())
+    assert re.match(f"dynamiq-jax: .*{says}", ended) and "\n" not in ended, ended
+
+
+def test_bench_runs_over_several_processes(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    path = tmp_path / "out.json"
+    join = ("--coordinator", coordinator, "--num-processes", "2", "--process-id")
+    small = ("--sizes", "4Ki", "--repeats", "2", "--settings", "psum", "bf16")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(command, "bench", *small, *join, str(rank), "--json", str(path))
+            for rank in range(2)
+        ]
+        first, second = (run.result() for run in runs)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "4Ki float32 coordinates, 2 workers" in first.stdout
+    assert "4Ki" not in second.stdout  # the first one reports
+    rows = json.loads(path.read_text())["results"]
+    assert [row["workers"] for row in rows] == [2, 2]
+    for row in rows:  # both processes are on this machine
+        assert 2e-9 * row["codec_ns"] * row["size"] == pytest.approx(row["seconds"])
+
+
+def test_one_device_has_nothing_to_exchange(monkeypatch):
+    devices = jax.devices()
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax, "devices", lambda: devices[:1])
+    with pytest.raises(CommandError, match=r"nothing to exchange.*--cpu-devices 8"):
+        worker_devices(cpu_devices=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_once(number):
+    """What removes the command's traces is not interrupted by more of them."""
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped, match=f"stopped by {number.name}") as stopped, stopping_cleanly():
+        try:
+            signal.raise_signal(number)
+        finally:
+            for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.raise_signal(again)
+    assert stopped.value.number == number
+    assert signal.getsignal(number) == before
+
+
+def test_the_version(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"dynamiq-jax {dq.__version__}\n"
+
+
+def test_help_teaches(monkeypatch, capsys):
+    assert run(monkeypatch, "--help") == 0
+    text = capsys.readouterr().out
+    assert "examples:" in text and "network" in text and "--hosts 4" in text
+
+
+def test_missing_packages_are_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else find(name)
+    )
+    ended = run(monkeypatch, "bench")
+    assert ended.startswith("dynamiq-jax: rich not installed.")
+    assert "pip install 'dynamiq-jax[cli]'" in ended
+
+
+def test_the_library_needs_none_of_it():
+    """Nor does the command to say that packages are missing."""
+    code = (
+        "import sys, dynamiq_jax as dq\n"
+        "[getattr(dq, name) for name in dq.__all__]\n"
+        "ours = {'dynamiq_jax._commands', 'dynamiq_jax._workshop'}\n"
+        "needed = {'tyro', 'rich', 'matplotlib'}\n"
+        "assert not (ours | needed) & set(sys.modules)\n"
+        "import dynamiq_jax._commands\n"
+        "assert not needed & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

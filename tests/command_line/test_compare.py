@@ -1,0 +1,375 @@
+"""`dynamiq-jax compare`: what it reads, what it measures, and what it says."""
+
+import dataclasses
+import functools
+import json
+import sys
+import types
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+from safetensors.numpy import save_file
+
+import dynamiq_jax as dq
+from benchmarks.error import dump_gradients
+from benchmarks.training.small_lm.model import ModelConfig
+from dynamiq_jax import _commands as commands
+from dynamiq_jax._commands.compare import DEFAULTS, Compare, compare_table
+from dynamiq_jax._console import plots
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._measurement import gradient_files
+from dynamiq_jax._measurement.comparison import geometric_mean
+from dynamiq_jax._measurement.settings import parse_setting, parse_settings
+from dynamiq_jax._measurement.simulate import Simulation, codec_ns
+from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
+from examples.llm.demo import small_config
+from tests.support.commands import shown
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import simulated
+
+WORKERS = 4
+SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
+
+
+def two_leaves() -> dict[str, np.ndarray]:
+    return {
+        "dense/kernel": of_workers(0, WORKERS, 64 * 96).reshape(WORKERS, 64, 96),
+        "embedding": of_workers(1, WORKERS, 5000),
+    }
+
+
+# -------------------------------------------------------------------------------- what it reads
+
+
+def test_files_hold_steps_of_parameters(tmp_path):
+    arrays = {
+        f"{step}/{name}": step * leaf for step in (1, 20) for name, leaf in two_leaves().items()
+    }
+    arrays["1/bias"] = np.ones((WORKERS, 8))
+    np.savez(tmp_path / "g.npz", **arrays)
+    steps = gradient_files.load(tmp_path / "g.npz")
+    assert list(steps) == ["step 1", "step 20"]
+    assert {name: leaf.shape for name, leaf in steps["step 1"].items()} == {
+        "dense/kernel": (WORKERS, 64, 96),
+        "embedding": (WORKERS, 5000),
+    }
+    np.testing.assert_array_equal(steps["step 20"]["embedding"], 20 * two_leaves()["embedding"])
+
+
+def test_safetensors_and_half_precision_are_read_as_well(tmp_path):
+    arrays = {name: leaf.astype(np.float16) for name, leaf in two_leaves().items()}
+    save_file(arrays, tmp_path / "g.safetensors")
+    (label, found), *none = gradient_files.load(tmp_path / "g.safetensors").items()
+    assert (label, none) == ("", [])
+    assert found["embedding"].dtype == np.float32
+    np.testing.assert_array_equal(found["embedding"], arrays["embedding"].astype(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ("transformer", "decoder"))
+def test_the_benchmark_writes_such_a_file(tmp_path, model, monkeypatch):
+    """Different gradients of every worker; those of a later step are others."""
+    text = np.random.default_rng(0).integers(64, size=2000, dtype=np.int32)
+    corpora = types.SimpleNamespace(vocabulary=64, source_code=text, reference=text)
+    monkeypatch.setattr(dump_gradients, "load_corpora", lambda: corpora)
+    small = functools.partial(ModelConfig, width=32, layers=1)
+    monkeypatch.setattr(dump_gradients, "ModelConfig", small)
+    config = dataclasses.replace(small_config(64), layers=1, width=64, mlp_width=64, head_dim=16)
+    monkeypatch.setattr(dump_gradients, "small_config", lambda vocabulary: config)
+    path = tmp_path / "g.npz"
+    options = f"--workers 8 --steps 0 1 --pretrain-steps 1 --model {model} --output {path}"
+    # The suite is stricter than JAX is for its users.
+    with jax.numpy_dtype_promotion("standard"):
+        dump_gradients.main(tyro.cli(dump_gradients.Options, args=options.split()))
+    first, second = gradient_files.load(path).values()
+    assert first.keys() == second.keys()
+    for name, leaf in first.items():
+        assert leaf.shape[0] == 8 and 0 < vnmse(*leaf[:2]) < 100, name
+        assert np.any(leaf != second[name]), name
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"w": np.ones(5000)}, "first axis is the worker"),
+        ({"w": np.full((4, 5000), np.nan)}, "NaN or Inf"),
+        ({"w": np.ones((4, 10))}, "no array of 1024 coordinates"),
+        ({"w": np.ones((4, 5000)), "v": np.ones((3, 5000))}, r"\[3, 4\] workers"),
+        ({"w": np.ones((0, 5000))}, "first axis is the worker"),
+        ({"w": np.ones((4, 5000), complex)}, "'w' has dtype complex128. Give real numbers"),
+        ({"w": np.full((4, 5000), "x")}, "'w' has dtype <U1. Give real numbers"),
+        ({"w": np.zeros((4, 5000))}, "every array holds only zeros"),
+        ({"1/w": np.ones((4, 5000)), "20/w": np.zeros((4, 5000))}, "step 20 holds only zeros"),
+        (
+            {"1/w": np.ones((4, 50, 100)), "20/w": np.ones((4, 100, 50))},
+            r"'w' is of \(50, 100\) coordinates in step 1 and of \(100, 50\) in step 20. Give all",
+        ),
+        (
+            {"1/w": np.ones((4, 5000)), "1/v": np.ones((4, 5000)), "20/w": np.ones((4, 5000))},
+            r"'v' is of \(5000,\) coordinates in step 1 and of less than 1024 in step 20",
+        ),
+    ],
+)
+def test_other_files_are_refused(tmp_path, arrays, says):
+    np.savez(tmp_path / "g.npz", **arrays)
+    with pytest.raises(CommandError, match=says):
+        gradient_files.load(tmp_path / "g.npz")
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+    with pytest.raises(CommandError, match="no such file"):
+        gradient_files.load(tmp_path / "missing.npz")
+    (tmp_path / "g.txt").write_text("")
+    with pytest.raises(CommandError, match=r"\.npz or a \.safetensors"):
+        gradient_files.load(tmp_path / "g.txt")
+
+
+@pytest.mark.parametrize("content", (b"", b"PK\x03\x04", b"nothing", b"\x93NUMPY"))
+@pytest.mark.parametrize("suffix", ("npz", "safetensors"))
+def test_damaged_files_are_refused(tmp_path, suffix, content):
+    path = tmp_path / f"g.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=rf"--gradients .*cannot be read as \.{suffix}.* wrote"):
+        gradient_files.load(path)
+
+
+def test_an_archive_of_other_files_is_refused(tmp_path):
+    """NumPy returns the bytes of a member that is no .npy file."""
+    np.savez(tmp_path / "g.npz", w=np.ones((4, 5000)))
+    with zipfile.ZipFile(tmp_path / "g.npz", "a") as archive:
+        archive.writestr("notes.txt", "of last week")
+    with pytest.raises(CommandError, match=r"g\.npz.*member 'notes\.txt' is no \.npy.*np\.savez"):
+        gradient_files.load(tmp_path / "g.npz")
+
+
+def test_leaves_that_training_keeps_exact_are_left_out(tmp_path):
+    """Those, and no others, that a call with default options does not compress."""
+    sizes = [1, 576, 1023, 1024, 1025, 4096]
+    leaves = {f"w{size}": np.ones((WORKERS, size)) for size in sizes}
+    np.savez(tmp_path / "g.npz", **leaves)
+    ((_, found),) = gradient_files.load(tmp_path / "g.npz").items()
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], "float32") for name, leaf in leaves.items()
+    }
+    report = dq.wire_report(shapes, WORKERS, method="blockint")
+    compressed = {leaf.path for leaf in report.leaves if leaf.method is not None}
+    assert {name.strip("[]'") for name in compressed} == found.keys()
+
+
+# ---------------------------------------------------------------------- how methods are written
+
+
+def test_presets_and_error_feedback_can_be_written():
+    assert parse_setting("paper:4").method == dq.DynamiQ.paper(bits=4.0)
+    assert parse_setting("qgz").method == PRESETS["qgz"]()
+    feedback = parse_setting("ef+blockint:code_bits=4:ring").method
+    assert isinstance(feedback, ErrorFeedback)
+    assert feedback.inner == METHODS["blockint"](code_bits=4)
+
+
+def test_defaults_are_possible_on_every_topology_and_show_every_method():
+    settings = parse_settings([f"{name}:{t}" for name in DEFAULTS for t in ("ring", "all_to_all")])
+    shown_methods = {type(setting.method) for setting in settings}
+    assert {METHODS[name] for name in METHODS} - shown_methods <= {dq.Exact, ErrorFeedback}
+
+
+# -------------------------------------------------------------------------------- what it measures
+
+
+def test_errors_are_those_of_the_sum():
+    gradients = two_leaves()
+    found = Simulation(parse_setting(f"{SMALL}:ring"), gradients)(gradients, range(2))
+    truth = {name: leaf.sum(0, np.float64) for name, leaf in gradients.items()}
+    flat = np.concatenate([leaf.reshape(-1) for leaf in truth.values()])
+    assert 1e-6 < found.vnmse < 1e-2
+    assert 1e-6 < found.relative < 1
+    assert found.gain == pytest.approx(1, abs=10 * np.sqrt(found.vnmse / flat.size))
+    assert found.replicas_equal and found.seconds > 0
+
+
+def test_too_few_devices_are_refused():
+    gradients = {"w": np.ones((9, 2048), np.float32)}
+    with pytest.raises(ValueError, match="9 workers, but there are 8 devices"):
+        Simulation(parse_setting("exact:ring"), gradients)
+
+
+def test_no_compression_has_no_error():
+    gradients = two_leaves()
+    found = Simulation(parse_setting("exact:ring"), gradients)(gradients, (0,))
+    assert found.vnmse < 1e-12
+    assert found.gain == pytest.approx(1, abs=1e-6)
+
+
+def test_a_biased_method_shows_its_gain():
+    gradients = two_leaves()
+    kept = Simulation(parse_setting("topk_chunked:2:ring"), gradients)(gradients, (0,))
+    assert 0.3 < kept.gain < 1
+    # What is left out is orthogonal to what is kept.
+    assert kept.vnmse == pytest.approx(1 - kept.gain, rel=0.01)
+
+
+def test_unequal_replicas_are_found():
+    class Broken:
+        name = "broken"
+
+        def all_reduce(self, tree, axis_name, key):
+            one = jax.lax.axis_index(axis_name).astype("float32")
+            return {name: leaf + one for name, leaf in tree.items()}
+
+    gradients = two_leaves()
+    assert not Simulation(Broken(), gradients)(gradients, (0,)).replicas_equal
+
+
+def test_replicas_are_compared_bit_by_bit():
+    class Signed:
+        name = "zeros of two signs"
+
+        def all_reduce(self, tree, axis_name, key):
+            sign = jnp.where(jax.lax.axis_index(axis_name) == 0, jnp.float32(-1), jnp.float32(1))
+            return {name: jnp.zeros_like(leaf) * sign for name, leaf in tree.items()}
+
+    gradients = two_leaves()
+    assert not Simulation(Signed(), gradients)(gradients, (0,)).replicas_equal
+
+
+def test_workers_are_the_first_of_a_file():
+    gradients = {"w": np.arange(12).reshape(4, 3)}
+    np.testing.assert_array_equal(
+        gradient_files.of_workers(gradients, 2)["w"], [[0, 1, 2], [3, 4, 5]]
+    )
+
+
+def test_errors_of_several_steps_have_a_geometric_mean():
+    assert geometric_mean((1e-4, 1e-2)) == pytest.approx(1e-3)
+    assert geometric_mean((0.0, 4.0)) == pytest.approx(4.0)
+    assert geometric_mean((0.0,)) == 0
+
+
+def test_codec_time_is_that_of_one_core(monkeypatch):
+    monkeypatch.setattr("dynamiq_jax._measurement.simulate.num_cores", lambda: 2)
+    assert codec_ns(0.04, 10**6, 8) == pytest.approx(10.0)
+
+
+def test_vnmse_is_what_it_is_elsewhere():
+    gradients = two_leaves()
+    setting = parse_setting("blockint:4:ring")
+    found = Simulation(setting, gradients)(gradients, (0,))
+    sums = simulated(lambda key, tree: setting.all_reduce(tree, "data", key))(
+        jax.random.key(0), gradients
+    )
+    flat = [
+        np.concatenate([leaf.reshape(-1) for leaf in tree])
+        for tree in (
+            [np.asarray(sums[name][0]) for name in sorted(sums)],
+            [gradients[name].sum(0, np.float64) for name in sorted(gradients)],
+        )
+    ]
+    assert found.vnmse == pytest.approx(vnmse(*flat), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
+    np.savez(tmp_path / "g.npz", **{f"20/{name}": leaf for name, leaf in two_leaves().items()})
+    arguments = (
+        *("--gradients", str(tmp_path / "g.npz"), "--workers", "2", "4"),
+        *("--methods", "blockint:4", "blockint:code_bits=5"),
+        *("--topologies", "ring", "all_to_all", "--link", "1gbit"),
+        *("--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")),
+    )
+    monkeypatch.setattr(sys, "argv", ["dynamiq-jax", "compare", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        commands.main()
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "vNMSE step 20" in text and "blockint:code_bits=5" in text
+    record = json.loads((tmp_path / "c.json").read_text())
+    rows = {(r["method"], r["topology"], r["workers"]): r for r in record["results"]}
+    assert len(rows) == len(record["results"]) == 2 * 2 * 2
+    for row in rows.values():
+        wire = 8 * row["bytes_per_worker"] / 1e9
+        assert row["seconds"] == pytest.approx(wire + 1e-9 * row["codec_ns"] * row["size"])
+        assert row["replicas_equal"]
+    four, five = (rows[f"blockint:{bits}", "ring", 4] for bits in ("4", "code_bits=5"))
+    assert 2 < four["vnmse"] / five["vnmse"] < 8
+    assert rows["blockint:4", "all_to_all", 4]["vnmse"] < four["vnmse"]
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"workers": (1,)}, "2 to 64"),
+        ({"workers": (65,)}, "2 to 64"),
+        ({"topologies": ("star",)}, "'star' is not known"),
+        ({"methods": ("nothing",)}, "--methods: 'nothing:ring'"),
+        ({"methods": ("bf16", "bf16:all_to_all")}, "'bf16:all_to_all' names a topology.*--topolog"),
+        ({"methods": ("dynamiq:5:auto",)}, "'dynamiq:5:auto' names a topology"),
+        ({"methods": ("psum",)}, "--methods: 'psum' is not simulated. Give 'exact'"),
+        ({"topologies": ("butterfly",), "workers": (6,)}, "do not support"),
+        ({"seeds": 0}, "at least 1"),
+        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give 0 or more"),
+        ({"codec_ns": float("nan")}, "--codec-ns is nan"),
+    ],
+)
+def test_mistakes_are_refused(options, says):
+    with pytest.raises(CommandError, match=says):
+        Compare(**options).run()
+
+
+def test_gradients_that_cancel_are_refused(tmp_path):
+    one = of_workers(0, 1, 5000)
+    np.savez(tmp_path / "g.npz", **{"20/w": np.concatenate([one, -one, one])})
+    with pytest.raises(CommandError, match="the sum over 2 workers is zero everywhere at step 20"):
+        Compare(gradients=tmp_path / "g.npz", workers=(3, 2)).run()
+
+
+def test_more_workers_than_the_file_has_are_refused(tmp_path):
+    np.savez(tmp_path / "g.npz", **two_leaves())
+    with pytest.raises(CommandError, match=r"of 4\. Give at most 4"):
+        Compare(gradients=tmp_path / "g.npz", workers=(8,)).run()
+
+
+def test_a_topology_that_does_not_fit_is_left_out_and_said(tmp_path, capsys):
+    np.savez(tmp_path / "g.npz", w=of_workers(0, 3, 5000))
+    options = Compare(
+        gradients=tmp_path / "g.npz",
+        methods=("bf16",),
+        topologies=("ring", "butterfly"),
+        workers=(3,),
+    )
+    assert options.run() == 0
+    assert "1 left out" in capsys.readouterr().out
+
+
+def test_the_table_and_the_plot_show_all_rows(tmp_path):
+    step = {"vnmse": 1e-3, "relative": 0.1, "gain": 1.0, "seconds": 1.0, "replicas_equal": True}
+    rows = [
+        {
+            "setting": f"m{n}:ring",
+            "method": f"m{n}",
+            "topology": "ring",
+            "workers": workers,
+            "size": 1000,
+            "bits": float(n),
+            "bytes_per_worker": 1000 * n,
+            "codec_ns": 1.0,
+            "seconds": 0.1 * n,
+            "replicas_equal": True,
+            "steps": {"step 1": step},
+            "vnmse": 10.0**-n,
+            "relative": 0.1,
+        }
+        for n in (3, 4)
+        for workers in (2, 8)
+    ]
+    text = shown(compare_table(rows[:1], 1e9))
+    assert "m3" in text and "at 1 Gbit/s" in text
+    plots.save_errors(tmp_path / "p.svg", rows, "a link")
+    drawn = (tmp_path / "p.svg").read_text()
+    assert "<svg" in drawn

@@ -1,0 +1,49 @@
+"""The notebook runs top to bottom, and shows what it did when it was written."""
+
+import re
+
+import pytest
+
+from docs.scripts import notebook
+
+pytestmark = pytest.mark.optimized  # as users run it
+
+
+def without_numbers(text: str) -> list[str]:
+    """Words of a text: losses and errors depend on the version of JAX in their last digits."""
+    return re.sub(r"\d[\d.,e-]*", "#", text).split()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the kernel and its client
+def test_it_runs_and_prints_what_it_shows():
+    """Where it does not, run `python -m docs.scripts.notebook`."""
+    written = notebook.printed(notebook.read())
+    run = notebook.printed(notebook.executed(notebook.read()))
+    assert list(map(without_numbers, run)) == list(map(without_numbers, written))
+    text = "".join(run)
+    losses = [float(last) for last in re.findall(r"-> ([\d.]+)", text)]
+    assert len(losses) == 2 and max(losses) < 0.05
+    assert "No mistake found" in text
+    measured, estimated = re.search(r"error (\S+), as estimated (\S+)", text).groups()
+    assert float(estimated) == pytest.approx(float(measured), rel=0.8)
+
+
+def test_all_cells_were_run_in_order():
+    code = [cell for cell in notebook.read().cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    # No errors, and no warnings.
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
+    assert not [output for output in outputs if output.output_type == "error"]
+    images = [output for output in outputs if "image/png" in output.get("data", ())]
+    assert len(images) == 1
+    assert notebook.NOTEBOOK.stat().st_size < 150_000  # Git keeps every version.
+
+
+def test_links_lead_to_files():
+    cells = notebook.read().cells
+    text = "".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert links
+    assert [link for link in links if not (notebook.NOTEBOOK.parent / link).exists()] == []

@@ -1,0 +1,301 @@
+"""Rules for the source as a whole: who imports whom, what is private, how long, how quiet."""
+
+import ast
+import functools
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import dynamiq_jax as dq
+from dynamiq_jax import contrib, parts
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("dynamiq_jax", "pallas_kernels")
+
+# Each layer may import itself and those before it.
+LAYERS = (
+    "pallas_kernels",
+    "dynamiq_jax._core",
+    "dynamiq_jax.topologies",
+    "dynamiq_jax.methods",
+    "dynamiq_jax._inputs",
+    "dynamiq_jax._buckets",
+    "dynamiq_jax._worker_loss",
+    "dynamiq_jax._bit_allocation",
+    "dynamiq_jax._api",
+    "dynamiq_jax.training",
+    "dynamiq_jax._inspection",
+    "dynamiq_jax.__init__",
+    "dynamiq_jax.parts",
+    "dynamiq_jax.contrib",
+    "dynamiq_jax._console",
+    "dynamiq_jax._measurement",
+    "dynamiq_jax._emulation",
+    "dynamiq_jax._prediction",
+    "dynamiq_jax._commands",
+    "dynamiq_jax.__main__",
+)
+WING = "dynamiq_jax.contrib"
+# The command line and its rooms.
+ON_TOP = LAYERS[LAYERS.index(WING) + 1 :]
+# Functions with one keyword for each choice of a user.
+COLLECTIVES = {
+    "psum",
+    "pmean",
+    "psum_scatter",
+    "all_gather",
+    "data_parallel",
+    "value_and_grad",
+    "all_reduce_gradients",
+    "pcast",
+    "mean_of_replicas",
+    "wire_report",
+    "moshpit_mean",
+}
+
+
+def module_name(path: pathlib.Path) -> str:
+    """`a.b` for a/b.py and `a.__init__` for a/__init__.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def parsed(*folders: str) -> dict[str, ast.Module]:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {module_name(path): ast.parse(path.read_text()) for path in paths}
+
+
+LIBRARY = parsed(*PACKAGES)
+
+
+def inside(name: str, folder: str) -> bool:
+    return f"{name}.".startswith(f"{folder}.")
+
+
+def layer_of(name: str) -> str:
+    return next(layer for layer in LAYERS if inside(name, layer))
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules of this project that a module imports anywhere, named like those of `LIBRARY`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            # `from a import b` imports a.b where that is a module or a package.
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                is_module = name in LIBRARY or f"{name}.__init__" in LIBRARY
+                found.add(name if is_module else node.module)
+    ours = {name for name in found if name.split(".")[0] in PACKAGES}
+    return {name if name in LIBRARY else f"{name}.__init__" for name in ours}
+
+
+@functools.cache
+def edges() -> list[tuple[str, str]]:
+    """(importing module, imported module) in the library."""
+    return [(name, other) for name, tree in LIBRARY.items() for other in sorted(imports(tree))]
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef, ast.AST]]:
+    """Every function, with the node that it is defined in."""
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child, node
+
+
+def is_override(node: ast.AST) -> bool:
+    return "override" in map(ast.unparse, getattr(node, "decorator_list", ()))
+
+
+def test_the_rules_see_the_source():
+    """Imports of every form are found, and every module has a layer."""
+    assert len(LIBRARY) > 70
+    assert {layer_of(name) for name in LIBRARY} == set(LAYERS)
+    assert all(other in LIBRARY for _, other in edges())
+    forms = "import pallas_kernels\nfrom dynamiq_jax import methods\n" + (
+        "def f():\n    from dynamiq_jax._core.axis import Axis, jax\n    import jax.numpy"
+    )
+    assert imports(ast.parse(forms)) == {
+        "pallas_kernels.__init__",
+        "dynamiq_jax.methods.__init__",
+        "dynamiq_jax._core.axis",
+    }
+
+
+def test_imports_go_one_way():
+    """Each layer knows those before it, and nothing of the library knows the command line."""
+    wrong = [
+        (name, other)
+        for name, other in edges()
+        if LAYERS.index(layer_of(other)) > LAYERS.index(layer_of(name))
+    ]
+    assert wrong == []
+
+
+def test_the_product_imports_nothing_of_the_research():
+    """Of the command line, only predictions about workers whose speed varies do."""
+    outside = {n for n, o in edges() if inside(o, WING) and not inside(n, WING)}
+    assert outside <= {"dynamiq_jax._prediction.stragglers"}
+
+
+def test_the_research_uses_public_names_alone():
+    """So anybody could write such a system in a package of their own."""
+    private = [(n, o) for n, o in edges() if inside(n, WING) and list(private_parts(o))]
+    assert [(n, o) for n, o in private if not inside(o, WING)] == []
+    entered = [(n, o) for n, o in edges() if inside(n, WING) and inside(o, WING)]
+    wrong = [(n, o) for n, o in entered if n != f"{WING}.__init__" and system(n) != system(o)]
+    # Systems that build on another one take it from its package.
+    assert all(o.endswith(".__init__") for _, o in wrong)
+
+
+def test_every_system_has_a_level_of_trust():
+    assert set(contrib.LEVELS) == {system(n) for n in LIBRARY if inside(n, WING)} - {"__init__"}
+
+
+def system(name: str) -> str:
+    """Return the system of the wing that a module belongs to."""
+    return name.removeprefix(f"{WING}.").split(".")[0]
+
+
+def test_imports_make_no_cycle():
+    """Neither modules nor packages: the parts of every package can be put into an order."""
+    folders = {".".join(name.split(".")[:depth]) for name in LIBRARY for depth in range(4)}
+    for folder in folders - set(LIBRARY):
+        prefix = f"{folder}." if folder else ""
+        names = [name for name in LIBRARY if name.startswith(prefix)]
+        graph = {name.removeprefix(prefix).split(".")[0]: set[str]() for name in names}
+        for edge in edges():
+            if all(name.startswith(prefix) for name in edge):
+                one, other = (name.removeprefix(prefix).split(".")[0] for name in edge)
+                graph[one] |= {other} - {one}
+        while graph:
+            free = [part for part, needs in graph.items() if not needs & set(graph)]
+            assert free, f"a cycle among {sorted(graph)} of {folder}"
+            for part in free:
+                del graph[part]
+
+
+def private_parts(name: str) -> Iterator[tuple[str, str]]:
+    """(private module or package, package that holds it) on the path of a name."""
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if part.startswith("_") and not part.startswith("__"):
+            yield ".".join(parts[: depth + 1]), ".".join(parts[:depth])
+
+
+def test_what_is_private_is_imported_only_where_it_lives():
+    """A name with an underscore is for the package that holds it. The command line and its
+    rooms belong to `dynamiq_jax` and may use all of that. The examples may use these rooms.
+    """
+    examples = [(n, o) for n, tree in parsed("examples").items() for o in imports(tree)]
+    wrong = []
+    for name, other in (*edges(), *examples):
+        for private, holder in private_parts(other):
+            if inside(name, "examples"):
+                known = private in ON_TOP
+            else:
+                on_top = any(inside(name, folder) for folder in ON_TOP)
+                # `parts` shows what other packages hold.
+                known = (on_top or name == "dynamiq_jax.parts") and inside(holder, "dynamiq_jax")
+            if not (inside(name, holder) or known):
+                wrong.append((name, private))
+    assert wrong == []
+    assert examples and not any(inside(other, "examples") for _, other in edges())
+
+
+def test_the_library_neither_prints_nor_logs():
+    """Only the command line does, which has a console."""
+    silent = {n: t for n, t in LIBRARY.items() if not any(inside(n, folder) for folder in ON_TOP)}
+    assert len(silent) > 60
+    for module, tree in silent.items():
+        nodes = list(ast.walk(tree))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        imported = {
+            name.split(".")[0]
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+            )
+        }
+        assert not names & {"print", "breakpoint", "input"}, module
+        if module == "dynamiq_jax._buckets.exchange":
+            imported.remove("warnings")  # of a check that could not be made, which is no error
+        assert not imported & {"logging", "warnings", "rich", "tqdm", "tyro", "matplotlib"}, module
+        assert not [a for a in attributes if a.startswith(("sys.std", "jax.debug"))], module
+
+
+def test_files_are_short_and_say_what_they_hold():
+    for module, tree in LIBRARY.items():
+        lines = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text().splitlines()
+        assert len(lines) <= 400, module
+        assert ast.get_docstring(tree), module
+
+
+def test_everything_public_has_a_docstring():
+    """Methods that override one of a base class have its docstring."""
+    for module, tree in LIBRARY.items():
+        definitions = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        public = [node for node in definitions if not node.name.startswith("_")]
+        public += [
+            member
+            for node in public
+            for member in (node.body if isinstance(node, ast.ClassDef) else ())
+            if isinstance(member, ast.FunctionDef) and not member.name.startswith("_")
+        ]
+        silent = [n.name for n in public if not (ast.get_docstring(n) or is_override(n))]
+        assert silent == [], module
+
+
+def test_docstrings_are_statements():
+    """They state what a function does or what an object is: none opens with a question word."""
+    question = re.compile(r"(What|How|Which|Whose|Where|When|Whether|See)\b")
+    found = [
+        (module, node.name)
+        for module, tree in LIBRARY.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and question.match(ast.get_docstring(node) or "")
+    ]
+    assert found == []
+
+
+def test_functions_take_at_most_six_parameters():
+    wrong = []
+    for module, tree in LIBRARY.items():
+        for function, holder in functions(tree):
+            given = function.args
+            names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            if isinstance(holder, ast.ClassDef) and names[:1] in (["self"], ["cls"]):
+                names = names[1:]
+            public = function.name in COLLECTIVES and any(
+                inside(module, layer)
+                for layer in ("dynamiq_jax._api", "dynamiq_jax.training", WING)
+            )
+            if len(names) > 6 and not public:
+                wrong.append(f"{module}.{function.name}: {names}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "package",
+    (dq, dq.methods, dq.topologies, dq.training, contrib, parts),
+    ids=lambda p: p.__name__,
+)
+def test_the_public_api_is_what_is_there(package):
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_the_main_api_is_small_and_documented():
+    assert {*dq.__all__, *contrib.__all__} >= COLLECTIVES
+    assert len(dq.__all__) <= 26
+    assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
+    assert all(getattr(dq, name).__doc__ for name in dq.__all__)

@@ -1,0 +1,269 @@
+"""README and documentation: code runs as shown, commands and links exist, tables match the result
+files, and the reference has all public names.
+"""
+
+import contextlib
+import importlib
+import io
+import pkgutil
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+import dynamiq_jax as dq
+import pallas_kernels
+from dynamiq_jax import _commands, contrib, parts
+from dynamiq_jax.methods import METHODS
+from dynamiq_jax.topologies import TOPOLOGIES
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
+}
+COMMANDS = ("bench", "network", "advise", "compare", "doctor", "drop-compute", "tune-buckets")
+slow = pytest.mark.slow
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def shell_lines() -> list[tuple[str, list[str]]]:
+    """Every command in a page as words, without the variables set in front of it."""
+    lines = []
+    for page, text in PAGES.items():
+        for block in code_blocks(text, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    del words[0]
+                if words:
+                    lines.append((page, words))
+    return lines
+
+
+def class_name(command: str) -> str:
+    """The class of `bench` is Bench, that of `drop-compute` is DropCompute."""
+    return command.title().replace("-", "")
+
+
+def file_of(module: str) -> Path:
+    """The file that `python -m MODULE` runs."""
+    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
+    return path if path.is_file() else path.with_suffix("") / "__main__.py"
+
+
+# ----------------------------------------------------------------------------------------- Python
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        # Whole training steps, and a kernel that is interpreted.
+        pytest.param(page, marks=slow if "recipes/" in page or "CONTRIBUTING" in page else ())
+        for page in PAGES
+        if code_blocks(PAGES[page], "python")
+    ],
+)
+def test_python_of_a_page_runs_in_order_and_prints_its_comments(page):
+    """In one namespace, on eight devices. A comment behind `print` is the line that it prints."""
+    blocks = code_blocks(PAGES[page], "python")
+    namespace: dict = {}
+    printed = io.StringIO()
+    # The tests are stricter than the default of JAX.
+    with jax.numpy_dtype_promotion("standard"), contextlib.redirect_stdout(printed):
+        for block in blocks:
+            exec(compile(block, page, "exec"), namespace)
+    expected = re.findall(r"^ *print\(.*\)  # (.*)$", "\n".join(blocks), flags=re.MULTILINE)
+    assert [line.strip() for line in printed.getvalue().splitlines()] == expected
+
+
+def test_diff_names_a_public_function():
+    for page in ("README.md", "docs/index.md"):
+        blocks = code_blocks(PAGES[page], "diff")
+        assert blocks
+        for block in blocks:
+            (added,) = re.findall(r"^\+ \w+ = dq\.(\w+)", block, flags=re.MULTILINE)
+            assert added in dq.__all__
+
+
+# --------------------------------------------------------------------------------------- commands
+
+
+def test_pages_show_commands_of_every_kind():
+    first = {words[0] for _, words in shell_lines()}
+    assert first == {"make", "pip", "python", "dynamiq-jax"}, "a new kind: check it below"
+    made = {words[1] for _, words in shell_lines() if words[0] == "make"}
+    assert {"demo", "test"} <= made
+    ran = {words[1] for _, words in shell_lines() if words[0] == "dynamiq-jax"}
+    assert ran == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=f"{page}: {' '.join(words)}")
+        for page, words in shell_lines()
+        if words[0] == "dynamiq-jax"
+    ],
+)
+def test_options_of_the_command_line_exist(words, monkeypatch):
+    started = []
+    for name in COMMANDS:
+        module = importlib.import_module(f"{_commands.__name__}.{name.replace('-', '_')}")
+        command = getattr(module, class_name(name))
+        monkeypatch.setattr(command, "run", lambda self: started.append(self) or 0)
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        _commands.main()
+    assert ended.value.code == 0
+    assert [type(command).__name__ for command in started] == [class_name(words[1])]
+
+
+def test_targets_and_extras_of_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for page, words in shell_lines():
+        shown = f"{page}: {shlex.join(words)}"
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE), shown
+        if words[0] == "pip":
+            named = re.findall(r"\[([\w,-]+)\]", shlex.join(words))
+            assert set(",".join(named).split(",")) <= {*extras, ""}, shown
+
+
+def test_python_runs_modules_that_exist():
+    """Also in running text. Nothing is run as a file."""
+    found = [
+        (page, module)
+        for page, text in PAGES.items()
+        for module in re.findall(r"\bpython -m ([\w.]*\w)", text)
+    ]
+    assert {"benchmarks.speed.codec", "docs.scripts.tables"} <= {module for _, module in found}
+    assert [(page, module) for page, module in found if not file_of(module).is_file()] == []
+    files = [(page, words) for page, words in shell_lines() if words[0] == "python"]
+    assert [(page, words) for page, words in files if words[1] != "-m"] == []
+
+
+@slow
+def test_help_of_modules_names_the_options_that_pages_use(monkeypatch, capsys):
+    used: dict[str, set[str]] = {}
+    for _, words in shell_lines():
+        options = {word for word in words if word.startswith("--")}
+        if words[:2] == ["python", "-m"] and options:
+            used.setdefault(words[2], set()).update(options)
+    assert {"benchmarks.error.dump_gradients", "examples.finetune_llm"} <= used.keys()
+    for module, options in used.items():
+        monkeypatch.setattr(sys, "argv", [module, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(file_of(module)), run_name="__main__")
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0
+        assert {option for option in options if option not in shown} == set(), module
+
+
+# ------------------------------------------------------------------------------ links and figures
+
+
+def anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", PAGES[page], flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    # The reference of a class has its name as anchor.
+    documented = re.findall(r"^::: ([\w.]+)$", PAGES[page], flags=re.MULTILINE)
+    return {*(re.sub(r"\s+", "-", heading) for heading in plain), *documented}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(str(target.resolve().relative_to(ROOT))), link
+
+
+def test_tables_are_those_of_the_result_files_and_the_library():
+    tables = importlib.import_module("docs.scripts.tables")
+    shown = set()
+    for page, text in PAGES.items():
+        assert tables.rewritten(text) == text, f"{page} is old: run python -m docs.scripts.tables"
+        shown |= set(re.findall(r"<!-- table: (\w+) -->", text))
+    assert shown == tables.TABLES.keys()
+
+
+def test_every_script_is_short_and_on_a_page():
+    tables = importlib.import_module("docs.scripts.tables")
+    shown = {
+        name for text in PAGES.values() for name in re.findall(r"<!-- script: (\w+) -->", text)
+    }
+    assert shown == {path.stem for path in tables.EXAMPLES.glob("[a-z]*.py")} - {"finetune_llm"}
+    for name in shown:
+        assert len((tables.EXAMPLES / f"{name}.py").read_text().splitlines()) < 60, name
+
+
+def test_the_ring_in_the_figure_is_that_of_the_library():
+    """Chunk c starts at worker c + 1 and ends at worker c, as on its page."""
+    paths = importlib.import_module("docs.scripts.figures").ring_paths(5)
+    for chunk, visited in enumerate(paths):
+        assert [int(worker) for worker in visited] == [(chunk + 1 + hop) % 5 for hop in range(5)]
+
+
+# ------------------------------------------------------------------------------------ public names
+
+
+def reference() -> set[str]:
+    """Identifiers that the reference pages document."""
+    pages = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/api/"))
+    return set(re.findall(r"^::: ([\w.]+)$", pages, flags=re.MULTILINE))
+
+
+def test_the_reference_has_every_public_name_and_no_private_one():
+    facades = (dq, dq.methods, dq.topologies, dq.training, contrib, parts)
+    shown = reference()
+    assert [name for name in shown if re.search(r"\b_", name)] == []
+    public = set()
+    for facade in facades:
+        for name in facade.__all__:
+            value = getattr(facade, name)
+            if isinstance(value, types.ModuleType):
+                continue
+            # A name of several facades is documented once.
+            names = {f"{f.__name__}.{name}" for f in facades if getattr(f, name, None) is value}
+            assert len(names & shown) == 1, name
+            public |= names
+    assert {name for name in shown if name.startswith("dynamiq_jax.")} <= public
+
+
+def test_the_reference_has_every_public_module_of_the_kernels():
+    modules = {
+        module.name
+        for module in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels.")
+        if not module.ispkg and "._" not in module.name
+    }
+    private = {"pallas_kernels.compat", "pallas_kernels.schedule"}  # of this project
+    assert {name for name in reference() if name.startswith("pallas_kernels")} == modules - private
+
+
+def test_every_method_and_topology_has_a_page():
+    product = {"mx" if name.startswith("mx") else name for name in (*METHODS.own, "error_feedback")}
+    for folder, names in (("methods", product), ("contrib", METHODS.installed)):
+        for name in names:
+            assert f"docs/{folder}/{name}.md" in PAGES
+            assert f"({name}.md)" in PAGES[f"docs/{folder}/index.md"]
+    for name in TOPOLOGIES:
+        assert f"docs/topologies/{name}.md" in PAGES
+        assert f"({name}.md)" in PAGES["docs/topologies/index.md"]

@@ -1,0 +1,108 @@
+"""Metadata and versions of a release, and what runs with the base dependencies alone."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import dynamiq_jax as dq
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PACKAGES = ("dynamiq_jax", "pallas_kernels")
+# The command line and its rooms, which need more than the base dependencies.
+ON_TOP = {"_commands", "_console", "_emulation", "_measurement", "_prediction"}
+
+
+def test_one_version_everywhere():
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert PROJECT["version"] == dq.__version__ == cited[1]
+    assert f"[{dq.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_one_date_of_the_release():
+    released = re.search(
+        rf"^## \[{re.escape(dq.__version__)}\] - (\d{{4}}-\d\d-\d\d)$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
+    cited = re.search(r"^date-released: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert released[1] == cited[1]
+
+
+def test_requirements_are_valid_and_extras_name_extras_that_exist():
+    assert {"bench", "cli", "cuda13", "docs", "examples", "test"} <= EXTRAS.keys()
+    for text in (*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)):
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            assert requirement.extras <= EXTRAS.keys(), text
+        else:
+            assert requirement.specifier, f"{text} has no lowest version"
+
+
+def test_each_requirement_is_stated_once():
+    """Extras include others. Only JAX is there again, with what GPUs need, from one version on."""
+    lines = (*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra))
+    others = [r for r in map(Requirement, lines) if r.name != PROJECT["name"]]
+    stated = [(r.name, *sorted(r.extras)) for r in others]
+    assert sorted(stated) == sorted(set(stated))
+    assert len({(r.name, str(r.specifier)) for r in others}) == len({r.name for r in others})
+
+
+def test_packages_are_typed_and_nothing_else_is_installed():
+    assert tuple(PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == PACKAGES
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_source_distribution_has_every_file_of_the_repository():
+    """And so all that the tests need. It names files and folders of the root."""
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert [name for name in included if not (ROOT / name).exists()] == []
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip(f"Git cannot read this checkout: {listed.stderr}")
+    in_root = {name.split("/")[0] for name in listed.stdout.splitlines()}
+    by_itself = {"README.md", "LICENSE", "pyproject.toml", ".gitignore"}
+    assert in_root - by_itself == set(included)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_library_imports_its_dependencies_only(package):
+    """Those of the base installation. The command line has an extra."""
+    allowed = {Requirement(text).name for text in PROJECT["dependencies"]}
+    allowed |= {*PACKAGES, *sys.stdlib_module_names}
+    for path in (ROOT / package).rglob("*.py"):
+        if ON_TOP & {*path.parts}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {name.split(".")[0] for name in names} <= allowed, f"{path}: {names}"
+
+
+def test_everything_public_is_there_without_optional_packages():
+    """In a process where importing one is an error."""
+    optional = {Requirement(line).name for extra in EXTRAS.values() for line in extra}
+    optional -= {PROJECT["name"], *(Requirement(text).name for text in PROJECT["dependencies"])}
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({sorted(name.replace("-", "_") for name in optional)}))
+import dynamiq_jax as dq
+dq.methods.resolve_method("thc"), dq.topologies.Ring
+print([getattr(dq, name).__name__.rpartition(".")[2] for name in dq.__all__] == dq.__all__)
+"""
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown == "True\n"

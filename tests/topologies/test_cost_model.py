@@ -1,0 +1,253 @@
+"""Predicted times: the parts that they are made of, and the choices of `topology="auto"`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dynamiq_jax as dq
+from dynamiq_jax._prediction.error_law import error_growth
+from dynamiq_jax.methods import Axis, Call, WireCost
+from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, CodecSpeed, Network, Ring
+from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS, SUM_SPEEDS, predict, predict_exact
+from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import simulated
+
+SLOW = Network(gbit_per_s=0.2, latency_us=100.0)
+FAST = Network(gbit_per_s=3200.0, latency_us=5.0)
+FREE = CodecSpeed(ns_per_coordinate=0.0)
+SIZE = 8 << 20
+
+
+def cost_of(topology, *, n=8, size=SIZE, method=None):
+    call = Call(size=size, axis=Axis("data", n), topology=topology)
+    return (method or dq.DynamiQ()).wire_cost(call)
+
+
+def predicted(topology, network, *, n=8, codec=FREE):
+    return predict(SIZE, n, topology, cost_of(topology, n=n), network, codec)
+
+
+# ----------------------------------------------------------------------- the model, by the number
+
+
+def test_a_transfer_takes_its_bytes_over_the_rate_and_a_latency_for_each_step():
+    network = Network(gbit_per_s=8.0, latency_us=100.0, efficiency=0.5)
+    assert network.seconds(1e9, 0) == pytest.approx(2.0, rel=1e-12)
+    assert network.seconds(0, 3) == pytest.approx(3e-4, rel=1e-12)
+    assert network.seconds(1e9, 3) == pytest.approx(2.0003, rel=1e-12)
+    codec = CodecSpeed(ns_per_coordinate=2.0, us_per_step=30.0)
+    assert codec.seconds(10**9, 4) == pytest.approx(2 + 1.2e-4, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("topology", "seconds", "codec_seconds"),
+    (
+        # 7 payloads of 1000 bytes each way and 100 bytes of statistics at 10^6 bytes a second. A
+        # second for each step: to scatter, 3 to gather, and 1 + 3 for the statistics.
+        (Ring(), 7 + 3 + 4 + 0.0141, 7 + 2 + 0.5),
+        (Ring(bidirectional=True), 7 + 3 + 4 + 0.0281, 7 + 2 + 0.5),
+        # Sent across the whole network, which is three times slower for all at once.
+        (Butterfly(), 3 + 3 + 4 + 0.0281, 3 + 2 + 0.5),
+        (AllToAll(), 1 + 3 + 4 + 0.0281, 1 + 2 + 0.5),
+    ),
+    ids=("ring", "bidirectional", "butterfly", "all_to_all"),
+)
+def test_the_time_of_an_all_reduce(topology, seconds, codec_seconds):
+    network = Network(gbit_per_s=8e-3, latency_us=1e6, efficiency=1.0, oversubscription=3.0)
+    codec = CodecSpeed(ns_per_coordinate=1e6, us_per_step=1e6)
+    with_statistics = WireCost(payload_bytes=1000, statistics_bytes=100)
+    found = predict(500, 8, topology, with_statistics, network, codec)
+    assert found.wire == pytest.approx(seconds, rel=1e-12)
+    assert found.codec == pytest.approx(codec_seconds, rel=1e-12)
+    assert found.total == found.wire + found.codec
+    # Without statistics, neither their bytes nor their steps.
+    without = predict(500, 8, topology, WireCost(payload_bytes=1000), network, codec)
+    assert without.wire == pytest.approx(seconds - 4 - 1e-4, rel=1e-12)
+    assert without.codec == found.codec
+
+
+def test_the_time_of_an_exact_sum():
+    network = Network(gbit_per_s=8e-3, latency_us=1e6, efficiency=1.0, oversubscription=3.0)
+    codec = CodecSpeed(ns_per_coordinate=1e6, us_per_step=1e6)
+    found = predict_exact(4000, 8, network=network, codec=codec)
+    # 7/8 of 16000 bytes each way, in 3 steps each.
+    assert found.wire == pytest.approx(6 + 0.028, rel=1e-12)
+    assert found.codec == pytest.approx(6 + 4, rel=1e-12)
+    half = predict_exact(4000, 8, network=network, codec=codec, item_bytes=2)
+    assert half.wire == pytest.approx(6 + 0.014, rel=1e-12)
+    # Of workers that are no power of two, the next one up.
+    assert predict_exact(0, 5, network=network, codec=FREE).wire == pytest.approx(6.0)
+
+
+def test_the_bytes_are_those_of_the_report():
+    network = Network(gbit_per_s=1.0, latency_us=0.0, efficiency=1.0)
+    report = dq.wire_report({"w": jax.ShapeDtypeStruct((SIZE,), jnp.float32)}, 8)
+    assert predicted(Ring(), network).total == pytest.approx(8e-9 * report.bytes_per_worker)
+    exact = predict_exact(SIZE, 8, network=network, codec=FREE)
+    assert exact.total == pytest.approx(8e-9 * 4 * SIZE * 2 * 7 / 8)
+
+
+@given(n=st.sampled_from((2, 4, 8, 64, 1024)), gbit=st.floats(0.1, 400))
+def test_slower_parts_take_longer(n, gbit):
+    network = Network(gbit_per_s=gbit)
+    slower = dataclasses.replace(network, gbit_per_s=gbit / 2)
+    farther = dataclasses.replace(network, latency_us=500.0)
+    for topology in (Ring(), Butterfly(), AllToAll()):
+        base = predicted(topology, network, n=n).total
+        assert predicted(topology, slower, n=n).total > base
+        assert predicted(topology, farther, n=n).total > base
+        codec = CodecSpeed(ns_per_coordinate=1.0)
+        assert predicted(topology, network, n=n, codec=codec).total == pytest.approx(
+            base + 1e-9 * SIZE
+        )
+
+
+def test_fewer_steps_and_crowded_networks():
+    times = [predicted(t, SLOW, n=64).total for t in (Ring(), Butterfly(), AllToAll())]
+    assert times[0] > times[1] > times[2]
+    crowded = dataclasses.replace(SLOW, oversubscription=4.0)
+    assert predicted(Ring(), crowded).total == predicted(Ring(), SLOW).total
+    # The half of the bytes that is scattered takes four times as long.
+    ratio = predicted(AllToAll(), crowded).total / predicted(AllToAll(), SLOW).total
+    assert ratio == pytest.approx(2.5, rel=0.01)
+
+
+# ------------------------------------------------------------------------------------ the choice
+
+
+@pytest.mark.parametrize(
+    ("network", "size", "n", "chosen"),
+    (
+        (SLOW, SIZE, 8, AllToAll()),
+        (SLOW, SIZE, 3, AllToAll()),
+        (dataclasses.replace(SLOW, oversubscription=4.0), SIZE, 8, Ring()),
+        (FAST, SIZE, 8, None),
+        (SLOW, 100, 8, None),
+    ),
+)
+def test_auto_takes_the_fastest(network, size, n, chosen):
+    def cost(topology):
+        return cost_of(topology, n=n, size=size)
+
+    topology, why_not = Auto(network=network).choose(size, n, cost)
+    if chosen is None:
+        assert "faster without compression" in why_not
+        assert f"{size} coordinates over {n} workers at {network.gbit_per_s:g} Gbit/s" in why_not
+    else:
+        assert (topology, why_not) == (chosen, None)
+
+
+def test_auto_asks_only_for_topologies_that_support_the_axis():
+    asked = []
+
+    def cost(topology):
+        asked.append(topology)
+        return cost_of(topology, n=6)
+
+    assert Auto(network=SLOW).choose(SIZE, 6, cost) == (AllToAll(), None)
+    assert Butterfly() not in asked and set(asked) == {AllToAll(), Ring()}
+    # Steps that cost nothing and no oversubscription: the one with the lowest error goes first.
+    same = Network(gbit_per_s=0.2, latency_us=0.0)
+    assert Auto(network=same, codec=FREE).choose(SIZE, 8, cost_of)[0] == AllToAll()
+
+
+def test_auto_takes_the_speed_of_the_codec_that_it_is_given():
+    """A network on which compression pays or not, by the speed of the codec."""
+    network = Network(gbit_per_s=10.0)
+    slow, fast = (CodecSpeed(ns_per_coordinate=ns) for ns in (100.0, 0.01))
+    _, why_not = Auto(network=network, codec=slow).choose(SIZE, 8, cost_of)
+    assert "faster without compression" in why_not
+    assert Auto(network=network, codec=fast).choose(SIZE, 8, cost_of) == (AllToAll(), None)
+
+
+def test_auto_knows_the_speed_of_this_kind_of_device(monkeypatch):
+    """A GPU's codec is a thousand times faster, and so compresses where a CPU had better not."""
+    network = Network(gbit_per_s=20.0)
+    assert CODEC_SPEEDS.keys() == SUM_SPEEDS.keys() == {"cpu", "gpu"}
+    for platform, speed in CODEC_SPEEDS.items():
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        found = Auto(network=network).choose(SIZE, 8, cost_of)
+        assert found == Auto(network=network, codec=speed).choose(SIZE, 8, cost_of)
+        assert (found[1] is None) == (platform == "gpu")
+
+
+def test_auto_reduces_exactly_where_compression_does_not_pay():
+    leaf = {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
+    fast = dq.wire_report(leaf, 8, topology=Auto(network=FAST))
+    slow = dq.wire_report(leaf, 8, topology=Auto(network=SLOW))
+    assert (fast.compressed_size, slow.compressed_size) == (0, 1 << 20)
+    ((path, why),) = fast.exact_leaves
+    assert (path, "3200 Gbit/s" in why) == ("['w']", True)
+    gradients = of_workers(0, 4, 20_000)
+
+    def error(network):
+        topology = Auto(network=network)
+        run = simulated(
+            lambda key, g: dq.psum(g, "data", key=key, method="bf16", topology=topology)
+        )
+        return vnmse(run(jax.random.key(0), gradients)[0], gradients.sum(axis=0, dtype=np.float64))
+
+    assert error(FAST) < 1e-12
+    assert 1e-7 < error(dataclasses.replace(SLOW, gbit_per_s=1e-3)) < 2e-5
+
+
+# --------------------------------------------------------------------------------- the error law
+
+
+@pytest.mark.parametrize(
+    ("topology", "n", "agreement", "growth"),
+    (
+        # Squared norms of the sums that are compressed, over that of the whole sum.
+        (Ring(), 2, 1.0, (1 + 4) / 4),
+        (Ring(), 4, 0.0, (1 + 2 + 3 + 4) / 4),
+        (Ring(), 4, 1.0, (1 + 4 + 9 + 16) / 16),
+        (Ring(), 4, 0.5, (1 + 3 + 6 + 10) / 10),
+        (Butterfly(), 4, 0.0, (1 + 1 + 2 + 4) / 4),
+        (Butterfly(), 4, 1.0, (1 + 1 + 4 + 16) / 16),
+        (AllToAll(), 4, 0.0, (1 + 1 + 1 + 4) / 4),
+        (AllToAll(), 4, 1.0, (1 + 1 + 1 + 16) / 16),
+    ),
+)
+def test_the_error_law_by_hand(topology, n, agreement, growth):
+    assert error_growth(topology, n, agreement=agreement) == pytest.approx(growth, rel=1e-12)
+
+
+def test_errors_grow_with_the_length_of_the_path():
+    for agreement in (0.0, 0.5, 1.0):
+        growth = [
+            error_growth(t, 64, agreement=agreement) for t in (Ring(), Butterfly(), AllToAll())
+        ]
+        assert growth[0] > 5 * growth[1] > 5 * growth[2] > 5
+    with pytest.raises(ValueError, match="agreement=2"):
+        error_growth(Ring(), 8, agreement=2)
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", ("gbit_per_s", "latency_us", "efficiency", "oversubscription"))
+@pytest.mark.parametrize("value", (-1, "10", float("nan")))
+def test_networks_that_cannot_be(name, value):
+    with pytest.raises(
+        ValueError, match=f"{name}={value!r} .* Give a (positive number|number of at least 0)"
+    ):
+        Network(**{name: value})
+
+
+@pytest.mark.parametrize("name", ("gbit_per_s", "efficiency", "oversubscription"))
+def test_a_latency_may_be_zero_and_nothing_else(name):
+    assert Network(latency_us=0).latency_us == 0
+    with pytest.raises(ValueError, match=f"{name}=0 .* Give a positive number"):
+        Network(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ("ns_per_coordinate", "us_per_step"))
+@pytest.mark.parametrize("value", (-1, "10"))
+def test_speeds_that_cannot_be(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        CodecSpeed(**{"ns_per_coordinate": 1.0, name: value})

@@ -1,0 +1,273 @@
+"""Two or three axes: exact on the fast ones, compressed on the slow one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._buckets.axes import find_axes
+from dynamiq_jax.contrib import OmniReduce
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import collectives
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS
+
+HOSTS, LOCAL = 2, 4
+AXES = ("hosts", "local")
+KEY = jax.random.key(4)
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((HOSTS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def test_a_worker_of_three_fast_axes_knows_its_part():
+    """And parts that are gathered are in their places again."""
+    sizes = {"slow": 1, "a": 2, "b": 3, "c": 4}
+    size, part_size = 90, 4
+
+    def local(flat):
+        axes = find_axes(tuple(sizes))
+        part = axes.scatter(flat, part_size)
+        place = axes.part_index * part_size + jnp.arange(part_size)
+        return part, place, axes.gather(part, size)
+
+    for name, count in reversed(sizes.items()):
+        local = jax.vmap(local, in_axes=None, axis_name=name, axis_size=count)
+    part, place, whole = jax.jit(local)(jnp.arange(1.0, size + 1))
+    expected = np.where(place < size, 24 * (place + 1), 0)
+    np.testing.assert_array_equal(part, expected)
+    np.testing.assert_array_equal(np.unique(place), np.arange(24 * part_size))
+    np.testing.assert_array_equal(whole[0, 0, 0, 0], 24 * np.arange(1, size + 1))
+
+
+def gradients(size: int = 20_001) -> np.ndarray:
+    return of_workers(9, HOSTS * LOCAL, size).reshape(HOSTS, LOCAL, size)
+
+
+def simulated(fn):
+    inner = jax.vmap(fn, axis_name="local")
+    return jax.jit(jax.vmap(inner, axis_name="hosts"))
+
+
+def on_mesh(fn, *, check_vma=True):
+    mapped = jax.shard_map(
+        lambda g: fn(g[0, 0])[None, None],
+        mesh=mesh(),
+        in_specs=P(*AXES),
+        out_specs=P(*AXES),
+        check_vma=check_vma,
+    )
+    return jax.jit(mapped)
+
+
+def reduce(g, **options):
+    return dq.psum(g, AXES, key=KEY, **{"method": TWO_WIDTHS, **options})
+
+
+@functools.cache
+def summed(topology, method):
+    return simulated(functools.partial(reduce, topology=topology, method=method))
+
+
+@pytest.mark.parametrize(
+    ("topology", "check_vma", "method"),
+    (
+        ("ring", True, STOCHASTIC),
+        ("ring", False, TWO_WIDTHS),
+        ("butterfly", True, STOCHASTIC),
+        ("all_to_all", True, TWO_WIDTHS),
+        ("all_to_all", False, STOCHASTIC),
+    ),
+)
+def test_all_replicas_hold_the_bits_of_the_simulation(topology, check_vma, method):
+    local = functools.partial(reduce, topology=topology, method=method)
+    result = np.asarray(summed(topology, method)(gradients()))
+    assert (result == result[0, 0]).all()
+    np.testing.assert_array_equal(on_mesh(local, check_vma=check_vma)(gradients()), result)
+    truth = gradients().sum(axis=(0, 1), dtype=np.float64)
+    assert 1e-6 < vnmse(result[0, 0], truth) < 5e-3
+
+
+@pytest.mark.parametrize("coordinate", (0, 10_000, 20_000))
+def test_values_that_are_not_finite_stay_in_their_super_group(coordinate):
+    """Parts of the fast axes are whole super-groups: one value touches 256 coordinates."""
+    values = gradients()
+    values[1, 2, coordinate] = np.inf
+    result = np.asarray(summed("ring", TWO_WIDTHS)(values))
+    assert not np.isfinite(result[:, :, coordinate]).any()
+    bad = np.flatnonzero(~np.isfinite(result).all(axis=(0, 1)))
+    assert set(bad // 256) == {coordinate // 256}
+
+
+def test_an_exact_method_gives_the_exact_sum():
+    result = simulated(functools.partial(reduce, method="exact"))(gradients())
+    truth = gradients().sum(axis=(0, 1), dtype=np.float64)
+    np.testing.assert_allclose(result[0, 0], truth, atol=1e-6 * np.abs(truth).max())
+
+
+def test_the_error_is_that_of_the_hosts_alone():
+    """The exact sum inside a host costs no accuracy: 2 workers, not 8."""
+    flat = gradients().reshape(HOSTS * LOCAL, -1)
+    truth = flat.sum(axis=0, dtype=np.float64)
+    one_ring = jax.jit(
+        jax.vmap(lambda g: dq.psum(g, "d", key=KEY, method=TWO_WIDTHS), axis_name="d")
+    )
+    nested = vnmse(summed("ring", TWO_WIDTHS)(gradients())[0, 0], truth)
+    assert 1e-6 < nested < 0.7 * vnmse(one_ring(flat)[0], truth)
+
+
+def test_parts_have_rounding_noise_of_their_own():
+    """Equal parts of a gradient are rounded differently, or errors of parts would add up."""
+    part = of_workers(1, HOSTS, 4 * 2560)[:, None, :2560]
+    repeated = np.broadcast_to(np.tile(part, LOCAL), (HOSTS, LOCAL, LOCAL * 2560)) / LOCAL
+    local = functools.partial(reduce, method=STOCHASTIC)
+    result = np.asarray(simulated(local)(repeated.astype(np.float32))[0, 0]).reshape(LOCAL, -1)
+    assert all(np.mean(result[i] != result[0]) > 0.1 for i in range(1, LOCAL))
+
+
+def test_mean_dtypes_and_small_leaves():
+    tree = {
+        "w": jnp.asarray(gradients(8192), jnp.bfloat16),
+        "bias": gradients(7),
+        "n": np.full((HOSTS, LOCAL, 3), 200, np.uint8),
+    }
+    local = functools.partial(dq.pmean, axis_name=AXES, key=KEY, method="bf16")
+    result = simulated(local)(tree)
+    assert jax.tree.map(lambda x: x.dtype, result) == jax.tree.map(lambda x: x.dtype, tree)
+    np.testing.assert_allclose(result["bias"][1, 2], tree["bias"].mean(axis=(0, 1)), rtol=1e-5)
+    np.testing.assert_array_equal(result["n"], 200)
+    truth = np.asarray(tree["w"], np.float64).mean(axis=(0, 1))
+    assert 1e-6 < vnmse(result["w"][0, 0], truth) < 5e-5
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_the_report_is_the_compiled_program(dtype):
+    """Sums over fast axes travel in float32, and results in the dtype that they have anyway."""
+    leaf = jax.ShapeDtypeStruct((1 << 18,), dtype)
+
+    def local(g):
+        return dq.psum(g[0, 0], AXES, key=KEY, method=TWO_WIDTHS)
+
+    mapped = jax.shard_map(local, mesh=mesh(), in_specs=P(*AXES), out_specs=P())
+    stacked = jax.ShapeDtypeStruct((HOSTS, LOCAL, *leaf.shape), dtype)
+    lowered = jax.jit(mapped).lower(stacked)
+    # Before XLA:CPU widens narrow floats in its collectives.
+    gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<[\dx]*x(\w+)>", lowered.as_text())
+    assert {"float32": "f32", "bfloat16": "bf16"}[dtype] in gathered
+    found = collectives(lowered.compile().as_text())
+    report = dq.wire_report({"w": leaf}, (HOSTS, LOCAL), method=TWO_WIDTHS)
+    exact = [c for c in found if not c.dtypes <= {"u8", "u16"}]
+    slow = sum(c.sent_bytes(HOSTS) for c in found if c.dtypes <= {"u8", "u16"})
+    assert len(exact) == 2  # one to scatter the sums, one to gather the results
+    assert slow == report.compressed_bytes == report.bytes_per_worker
+    assert report.fast_bytes == (LOCAL - 1) * leaf.size // LOCAL * (4 + leaf.dtype.itemsize)
+    assert report.bits == pytest.approx(6.0, rel=0.02)
+    flat = dq.wire_report({"w": leaf}, HOSTS, method=TWO_WIDTHS)
+    assert report.bytes_per_worker == pytest.approx(flat.bytes_per_worker / LOCAL, rel=0.01)
+
+
+def test_a_bucket_waits_until_those_before_it_are_whole():
+    """With the fast axes too: the first leaf needs the gathers of the results behind it."""
+
+    def transfers_for(names):
+        def local(stacked):
+            mine = jax.tree.map(lambda leaf: leaf[0, 0], stacked)
+            options = dq.Options(bucket_bytes=1, bucketing="in_order")
+            result = dq.psum(mine, AXES, key=KEY, method="bf16", options=options)
+            return [result[name] for name in names]
+
+        mapped = jax.shard_map(local, mesh=mesh(), in_specs=P(*AXES), out_specs=P())
+        tree = dict.fromkeys("ab", jax.ShapeDtypeStruct((HOSTS, LOCAL, 8192), jnp.float32))
+        return len(collectives(jax.jit(mapped).lower(tree).compile().as_text()))
+
+    assert transfers_for("a") == transfers_for("ab") == 2 * transfers_for("b") > 0
+
+
+def test_metrics_are_means_over_the_parts():
+    """Each part of a bucket has a share of its own that is left out."""
+    rng = np.random.default_rng(0)
+    size, block = LOCAL * 2560, 256
+    leaf = np.zeros((HOSTS, LOCAL, size), np.float32)
+    # Parts with 2, 4, 6 and 8 blocks that are not zero, of which the capacity takes 5.
+    for part in range(LOCAL):
+        first = part * 2560
+        filled = 2 * (part + 1) * block
+        leaf[:, :, first : first + filled] = rng.normal(size=(HOSTS, LOCAL, filled))
+    method = OmniReduce(density=None, capacity=0.5, inner=dq.BF16())
+    reduce = dq.all_reduce_gradients(AXES, method=method)
+
+    def local(g):
+        state = reduce.update(g, reduce.init(g))[1]
+        return state.metrics["left_out"]
+
+    result = np.asarray(simulated(local)(leaf))
+    expected = np.mean([max(wanted - 5, 0) / wanted for wanted in (2, 4, 6, 8)])
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+def test_three_axes():
+    g = of_workers(3, 8, 5000).reshape(2, 2, 2, 5000)
+    names = ("sites", "hosts", "local")
+    fn = functools.partial(dq.psum, axis_name=names, key=KEY, method="exact")
+    for name in reversed(names):
+        fn = jax.vmap(fn, axis_name=name)
+    result = np.asarray(jax.jit(fn)(g))
+    truth = g.sum(axis=(0, 1, 2), dtype=np.float64)
+    np.testing.assert_allclose(result[1, 0, 1], truth, atol=1e-6 * np.abs(truth).max())
+    report = dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, (2, 2, 2))
+    assert report.fast_bytes == 8 * 2048 + 8 * 1024
+
+
+def test_value_and_grad_and_the_optimizer_take_several_axes():
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(64, 64)).astype(np.float32)}
+    batch = rng.normal(size=(16, 64)).astype(np.float32)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    expected = jax.grad(loss)(params, batch)["w"]
+    grad_fn = dq.value_and_grad(loss, mesh=mesh(), axis_name=AXES, method="bf16")
+    value, grads = grad_fn(params, batch, key=KEY)
+    assert value == pytest.approx(float(loss(params, batch)), rel=1e-5)
+    assert 1e-7 < vnmse(grads["w"], expected) < 2e-5
+
+    optimizer = optax.chain(dq.all_reduce_gradients(AXES, method="bf16"), optax.sgd(1.0))
+
+    def step(params, x):
+        local = jax.tree.map(lambda p: jax.lax.pcast(p, AXES, to="varying"), params)
+        updates, _ = optimizer.update(jax.grad(loss)(local, x), optimizer.init(params))
+        return updates
+
+    mapped = jax.shard_map(step, mesh=mesh(), in_specs=(P(), P(AXES)), out_specs=P())
+    assert 1e-7 < vnmse(-jax.jit(mapped)(params, batch)["w"], expected) < 2e-5
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_key_that_differs_along_any_axis_is_refused(axis):
+    def local(g):
+        key = jax.random.fold_in(KEY, jax.lax.axis_index(axis))
+        return dq.psum(g, AXES, key=key, method="bf16")
+
+    with pytest.raises(ValueError, match=f"key differs between the workers of axis '{axis}'"):
+        on_mesh(local)(gradients(2000))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_leaf_that_is_summed_over_any_axis_is_refused(axis):
+    with pytest.raises(ValueError, match=f"does not vary over axis '{axis}'"):
+        on_mesh(lambda g: reduce(jax.lax.psum(g, axis)))(gradients(2000))
+
+
+@pytest.mark.parametrize("axis_name", ((), ("hosts", "hosts")))
+def test_axes_that_are_none_or_the_same(axis_name):
+    with pytest.raises(ValueError, match="does not name different axes"):
+        simulated(lambda g: dq.psum(g, axis_name, key=KEY))(gradients(2000))

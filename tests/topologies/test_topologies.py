@@ -1,0 +1,443 @@
+"""What every topology owes, whatever it carries: each worker's values once, each turn once."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax import topologies
+from dynamiq_jax._prediction.error_law import error_growth
+from dynamiq_jax.methods import Axis, ChunkCodec, SumCodec
+from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring, resolve_topology
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import collectives
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
+
+TOPOLOGIES = {
+    "ring": Ring(),
+    "bidirectional": Ring(bidirectional=True),
+    "unrolled": Ring(unroll=True),
+    "unrolled_bidirectional": Ring(unroll=True, bidirectional=True),
+    "butterfly": Butterfly(),
+    "all_to_all": AllToAll(),
+}
+SIZES = {
+    "ring": (2, 3, 4, 5, 8),
+    "bidirectional": (2, 3, 5, 8),
+    "unrolled": (2, 5),
+    "unrolled_bidirectional": (2, 5),
+    "butterfly": (2, 4, 8),
+    "all_to_all": (2, 3, 5, 8),
+}
+every_size = pytest.mark.parametrize(
+    ("name", "n"), [(name, n) for name, sizes in SIZES.items() for n in sizes]
+)
+KEY = jax.random.key(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(ChunkCodec):
+    """A codec that counts: the workers in a partial sum, the turns that it took, how many in a row,
+    and of how many workers each compressed sum was.
+    """
+
+    n: int
+    chunks: int
+
+    def compress(self, chunk, turn):
+        return self._payload(self._zero(), chunk, turn)
+
+    def hop(self, payloads, chunk, turn):
+        return self._payload(payloads, chunk, turn)
+
+    def accumulate(self, payloads, chunk):
+        workers = self._local(payloads, chunk)["workers"]
+        return jnp.append(workers, chunk).astype(jnp.float32)
+
+    def decompress(self, payloads):
+        names = ("workers", "turns", "chunk", "depth", "sizes")
+        flat = [payloads[name] for name in names]
+        return jnp.concatenate([leaf.reshape(self.chunks, -1) for leaf in flat], axis=1)
+
+    def rounded(self, turn):
+        raise NotImplementedError("no topology asks for it")
+
+    def _zero(self):
+        zeros = jnp.zeros((1, self.n), jnp.int32)
+        return {
+            "workers": zeros,
+            "turns": zeros,
+            "sizes": zeros,
+            "depth": zeros[:, :1],
+            "chunk": zeros[:, :1] - 1,
+        }
+
+    def _local(self, payloads, chunk):
+        own = jax.nn.one_hot(lax.axis_index("data"), self.n, dtype=jnp.int32)
+        received, expected = payloads["chunk"], jnp.asarray(chunk, jnp.int32)
+        right = jnp.all((received == expected) | (received == -1))
+        return {
+            "workers": jnp.where(right, payloads["workers"].sum(0, dtype=jnp.int32) + own, -1),
+            "turns": payloads["turns"].sum(0, dtype=jnp.int32),
+            "sizes": payloads["sizes"].sum(0, dtype=jnp.int32),
+            "depth": payloads["depth"].max(0),
+        }
+
+    def _payload(self, payloads, chunk, turn):
+        local = self._local(payloads, chunk)
+        turns = local["turns"] + jax.nn.one_hot(turn, self.n, dtype=jnp.int32)
+        sizes = local["sizes"] + jax.nn.one_hot(local["workers"].sum() - 1, self.n, dtype=jnp.int32)
+        return {
+            "workers": local["workers"],
+            "turns": turns,
+            "sizes": sizes,
+            "depth": local["depth"] + 1,
+            "chunk": jnp.full((1,), chunk, jnp.int32),
+        }
+
+
+def on_workers(n: int, fn):
+    """What a function of the axis returns on each of n workers."""
+    mapped = jax.vmap(lambda _: fn(Axis("data", n)), axis_name="data", axis_size=n, in_axes=None)
+    return jax.jit(mapped)(0)
+
+
+@functools.cache
+def counted(name: str, n: int):
+    """The result of an all-reduce of a codec that counts, and that of a reduce-scatter."""
+    topology = TOPOLOGIES[name]
+    codec = Counted(n, topology.num_chunks(n))
+
+    def both(axis):
+        scattered = topology.reduce_scatter(codec, axis)
+        return topology.all_reduce(codec, axis).decode(), scattered.values, scattered.token
+
+    return jax.tree.map(np.asarray, on_workers(n, both))
+
+
+@every_size
+def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, n):
+    topology = TOPOLOGIES[name]
+    result, _, _ = counted(name, n)
+    chunks = topology.num_chunks(n)
+    assert result.shape == (n, chunks, 3 * n + 2)
+    assert (result == result[0]).all()
+    cuts = (n, 2 * n, 2 * n + 1, 2 * n + 2)
+    workers, turns, owner, depth, sizes = np.split(result[0], cuts, axis=1)
+    np.testing.assert_array_equal(workers, 1)
+    np.testing.assert_array_equal(turns, 1)
+    np.testing.assert_array_equal(owner[:, 0], np.arange(chunks))
+    longest = {"butterfly": n.bit_length(), "all_to_all": 2}.get(name, n)
+    np.testing.assert_array_equal(depth, longest)
+    expected = np.zeros(n)
+    for count, workers_in_sum in topology.compressions(n):
+        expected[workers_in_sum - 1] += count
+    np.testing.assert_array_equal(sizes, np.broadcast_to(expected, (chunks, n)))
+
+
+@every_size
+def test_a_reduce_scatter_ends_with_the_own_chunks(name, n):
+    topology = TOPOLOGIES[name]
+    _, values, token = counted(name, n)
+    workers, chunk = np.split(values.reshape(topology.num_chunks(n), n + 1), (n,), axis=1)
+    np.testing.assert_array_equal(workers, 1)
+    np.testing.assert_array_equal(chunk[:, 0], np.arange(topology.num_chunks(n)))
+    assert (token.shape, token.dtype) == ((n, 1), np.float32)
+
+
+class Timed(ChunkCodec):
+    """A codec that notes at which turn each worker compresses a chunk, for topologies of n."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def compress(self, chunk, turn):
+        return self._noted(jnp.zeros(self.n, jnp.int32), turn)
+
+    def hop(self, payloads, chunk, turn):
+        return self._noted(payloads.sum(0, dtype=jnp.int32), turn)
+
+    def decompress(self, payloads):
+        return payloads
+
+    def accumulate(self, payloads, chunk):
+        raise NotImplementedError("only for a reduce-scatter")
+
+    def rounded(self, turn):
+        raise NotImplementedError("no topology asks for it")
+
+    def _noted(self, turns, turn):
+        return turns.at[lax.axis_index("data")].set(jnp.asarray(turn, jnp.int32))
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_turns_are_those_of_the_wire_format(name):
+    n, topology = 8, TOPOLOGIES[name]
+    turns = on_workers(n, lambda axis: topology.all_reduce(Timed(n), axis).decode())[0]
+    chunk, worker = np.indices(turns.shape)
+    owner = chunk // topology.chunks_per_worker
+    forward, backward = (worker - owner - 1) % n, (owner - worker - 1) % n
+    both_ways = np.where(chunk % 2 == 0, forward, backward)
+    expected = {
+        "bidirectional": both_ways,
+        "unrolled_bidirectional": both_ways,
+        "butterfly": n - 1 - (worker ^ owner),
+        "all_to_all": backward,
+    }.get(name, forward)
+    np.testing.assert_array_equal(turns, expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedSums(SumCodec):
+    """The codec of sums of another one, for some number of workers."""
+
+    inner: Counted
+    workers: int
+
+    def hop(self, payloads, chunk, turn):
+        return self.inner.hop(payloads, chunk, turn)
+
+    def decompress(self, payloads):
+        return self.inner.decompress(payloads)
+
+
+class WithSums(Counted):
+    """A codec that has another one for sums."""
+
+    def of_sums(self, num_workers):
+        return CountedSums(self, num_workers)
+
+
+@pytest.mark.parametrize("name", ("ring", "bidirectional", "butterfly", "all_to_all"))
+def test_only_an_all_to_all_has_sums_encoded_by_a_codec_of_their_own(name):
+    n, codecs = 4, []
+
+    def reduce(axis):
+        topology = TOPOLOGIES[name]
+        gathered = topology.all_reduce(WithSums(n, topology.num_chunks(n)), axis)
+        codecs.append(gathered.codec)
+        return gathered.decode()
+
+    result = on_workers(n, reduce)
+    np.testing.assert_array_equal(result[..., :n], 1)
+    (codec,) = codecs
+    if name == "all_to_all":
+        assert isinstance(codec, CountedSums) and codec.workers == n
+    else:
+        assert isinstance(codec, WithSums)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_sums_are_right_and_padding_is_cut_off(name):
+    """Encoded sums, which are added as they are: there is no rounding to hide a mistake."""
+    n = 4 if name == "butterfly" else 3
+    gradients = of_workers(n, n, 3001)
+
+    def local(key, g):
+        return dq.psum(g, "data", key=key, method="exact", topology=TOPOLOGIES[name])
+
+    result = np.asarray(simulated(local)(KEY, gradients))
+    assert (result == result[0]).all()
+    np.testing.assert_allclose(
+        result[0], gradients.sum(axis=0, dtype=np.float64), atol=1e-6 * np.abs(gradients).max() * n
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma", "method"),
+    [
+        *((name, True, STOCHASTIC) for name in TOPOLOGIES),
+        *((name, False, STOCHASTIC) for name in ("bidirectional", "butterfly", "all_to_all")),
+        ("all_to_all", True, TWO_WIDTHS),
+    ],
+)
+def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, name, check_vma, method):
+    gradients = of_workers(0, 4, 20_000)
+
+    def local(key, g):
+        return dq.psum(g, "data", key=key, method=method, topology=TOPOLOGIES[name])
+
+    result = on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, gradients)
+    np.testing.assert_array_equal(result, simulated(local)(KEY, gradients))
+    error = vnmse(result[0], gradients.sum(axis=0, dtype=np.float64))
+    assert 1e-6 < error < 5e-3
+
+
+@pytest.mark.parametrize("bidirectional", (False, True))
+def test_an_unrolled_ring_is_the_ring_without_a_loop(bidirectional):
+    n = 5
+
+    def loops(topology):
+        codec, axis = Counted(n, topology.num_chunks(n)), Axis("data", n)
+        run = jax.vmap(lambda _: topology.all_reduce(codec, axis).decode(), axis_name="data")
+        return jax.jit(run).lower(jnp.zeros(n)).as_text().count("stablehlo.while")
+
+    assert loops(Ring(bidirectional=bidirectional)) == 1
+    assert loops(Ring(bidirectional=bidirectional, unroll=True)) == 0
+
+
+# -------------------------------------------------------------------------- collectives of an axis
+
+
+@pytest.mark.parametrize("n", (2, 5))
+def test_numbers_that_owners_combine_are_the_same_everywhere(data_mesh, n):
+    """Whatever the order in which a backend adds up: worker w combines the w-th shares."""
+    shares = np.random.default_rng(0).normal(size=(n, n, 6)).astype(np.float32)
+
+    def local(key, own):
+        def weighted(of_all):  # [workers, 6] to [3]: tells workers apart
+            weights = jnp.arange(1, n + 1, dtype=jnp.float32)[:, None]
+            return jnp.sum(of_all * weights, axis=0)[:3]
+
+        return Axis("data", n).reduce_by_owners(own, weighted)
+
+    found = np.asarray(on_mesh(local, data_mesh(n))(KEY, shares))
+    assert found.shape == (n, n, 3)
+    assert (found == found[0]).all()
+    expected = np.einsum("w,wos->os", np.arange(1, n + 1), shares[..., :3])
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", (2, 5))
+def test_the_bytes_of_owners_are_those_of_the_program(data_mesh, n):
+    def local(stacked):
+        def combine(of_all):
+            return of_all.sum(axis=0)[:8].astype(jnp.uint8)
+
+        return Axis("data", n).reduce_by_owners(stacked[0], combine)
+
+    mapped = jax.shard_map(local, mesh=data_mesh(n), in_specs=P("data"), out_specs=P())
+    stacked = jax.ShapeDtypeStruct((n, n, 24), jnp.uint16)
+    found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
+    assert {c.kind for c in found} == {"all-to-all", "all-gather"}
+    sent = sum(c.sent_bytes(n) for c in found)
+    assert sent == Axis("data", n).owners_bytes(2 * 24, 8) == (n - 1) * (48 + 8)
+
+
+def test_an_axis_shifts_swaps_and_gathers():
+    own = 10 * (1 + np.arange(4))
+
+    def local(axis):
+        worker = jnp.asarray(own)[axis.index]
+        return [axis.shift(worker, 1), axis.shift(worker, -1), axis.swap(worker, 2)], axis.gather(
+            worker
+        )
+
+    moved, gathered = on_workers(4, local)
+    expected = [[40, 10, 20, 30], [20, 30, 40, 10], [30, 40, 10, 20]]
+    assert [leaf.tolist() for leaf in moved] == expected
+    np.testing.assert_array_equal(gathered, np.broadcast_to(own, (4, 4)))
+
+
+# ------------------------------------------------------------------------------ names and choices
+
+
+def test_every_name_makes_its_topology():
+    for name, kind in topologies.TOPOLOGIES.items():
+        assert type(resolve_topology(name)) is kind
+        assert issubclass(kind, topologies.Topology)
+    assert resolve_topology("ring:unroll=True:bidirectional=True") == Ring(
+        unroll=True, bidirectional=True
+    )
+    assert resolve_topology(Ring(unroll=True)) == Ring(unroll=True) != Ring()
+    # An automatic choice is a rule: it carries nothing itself.
+    assert not isinstance(topologies.Auto(), FixedTopology)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_fixed_topology_chooses_itself_without_asking_for_a_cost(name):
+    def cost_of(topology):
+        raise AssertionError("not needed")
+
+    assert TOPOLOGIES[name].choose(5000, 4, cost_of) == (TOPOLOGIES[name], None)
+
+
+@pytest.mark.parametrize(("n", "sizes"), ((3, "2 or 4"), (6, "4 or 8"), (12, "8 or 16")))
+def test_a_butterfly_says_which_sizes_it_supports(n, sizes):
+    message = re.escape(
+        f"topology=Butterfly() does not support an axis of {n} workers. Give an axis of a size "
+        f"that it supports, such as {sizes}, or topology='ring' or 'all_to_all'"
+    )
+    with pytest.raises(ValueError, match=message):
+        dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, n, topology="butterfly")
+    gradients = of_workers(0, n, 2000)
+    with pytest.raises(ValueError, match=message):
+        simulated(lambda key, g: dq.psum(g, "data", key=key, topology="butterfly"))(KEY, gradients)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewSizes(Ring):
+    """A ring that overrides `supports`, and nothing else."""
+
+    sizes: tuple[int, ...]
+
+    def supports(self, num_workers: int) -> bool:
+        return num_workers in self.sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    (
+        ((3, 20), "a size that it supports, such as 3, or topology="),
+        ((4, 5, 7), "a size that it supports, such as 5 or 7, or topology="),
+        ((), "6 workers. Give topology='ring' or 'all_to_all', which support every size."),
+    ),
+)
+def test_to_override_supports_is_enough_to_refuse_a_size(sizes, named):
+    """Whatever asks: `supports` and `check` cannot disagree."""
+    topology = FewSizes(sizes=sizes)
+    for n in range(2, 10):
+        if topology.supports(n):
+            topology.check(n)
+            continue
+        with pytest.raises(ValueError, match=rf"FewSizes\(.* does not support an axis of {n} "):
+            topology.check(n)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        simulated(lambda key, g: dq.psum(g, "data", key=key, topology=topology))(
+            KEY, of_workers(0, 6, 2000)
+        )
+
+
+@functools.cache
+def error_of(name: str, rounding: str, agreement: float) -> float:
+    """vNMSE of sums of 8 workers."""
+    gradients = of_workers(7, 8, 60_000, agreement=agreement)
+    truth = gradients.sum(axis=0, dtype=np.float64)
+    run = reducer(name, rounding)
+    return float(np.mean([vnmse(run(jax.random.key(i), gradients)[0], truth) for i in range(8)]))
+
+
+@functools.cache
+def reducer(name: str, rounding: str):
+    method = dataclasses.replace(TWO_WIDTHS, rounding=rounding)
+    return simulated(
+        lambda key, g: dq.psum(g, "data", key=key, method=method, topology=TOPOLOGIES[name])
+    )
+
+
+@pytest.mark.parametrize("agreement", (0.0, 0.5))
+def test_the_error_law_is_what_the_codec_does(agreement):
+    """Independent roundings of gradients of known agreement: the error of one compression, which
+    the law asks for, is the same on paths of 8, 4 and 2 compressions.
+    """
+    one = [
+        error_of(name, "independent", agreement)
+        / error_growth(TOPOLOGIES[name], 8, agreement=agreement)
+        for name in ("ring", "butterfly", "all_to_all")
+    ]
+    assert min(one) > 1e-5
+    assert max(one) / min(one) < 1.1
+
+
+def test_shorter_paths_have_smaller_errors():
+    """Correlated roundings of neighbors cancel, the more the longer the path."""
+    ring, all_to_all = (error_of(name, "correlated", 0.5) for name in ("ring", "all_to_all"))
+    assert 0.4 < all_to_all / ring < 0.65
+    assert 0.55 < ring / error_of("ring", "independent", 0.5) < 0.8
