@@ -20,7 +20,7 @@ from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
-from dynamiq_jax._buckets.operations import AllGather, AllReduce, Leaves
+from dynamiq_jax._buckets.operations import AllGather, Leaves, WholeLeaves
 from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
@@ -31,12 +31,13 @@ from pallas_kernels.compat import override
 
 
 @dataclasses.dataclass(frozen=True)
-class ScatterMean(AllReduce):
-    """First half: a mean, of which every worker gets its shard of each bucket."""
+class _Half(WholeLeaves):
+    """One half of a mean over all workers."""
 
-    mean: bool = True
-
-    can_estimate: ClassVar[bool] = False
+    @property
+    @override
+    def divisor(self) -> int:
+        return self.axes.num_workers
 
     @override
     def cuts(self, options: Options) -> Cuts:
@@ -46,6 +47,11 @@ class ScatterMean(AllReduce):
                 "backward pass computes others. Leave it out."
             )
         return Cuts("in_order")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatterMean(_Half):
+    """First half: a mean, of which every worker gets its shard of each bucket."""
 
     @override
     def check_method(self, method: Method) -> None:
@@ -77,12 +83,9 @@ class ScatterMean(AllReduce):
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherMean(AllReduce):
+class GatherMean(_Half):
     """Second half: the mean on every worker, from the shards of all of them."""
 
-    mean: bool = True
-
-    can_estimate: ClassVar[bool] = False
     # A forward pass uses the first leaves first.
     last_first: ClassVar[bool] = False
     salt: ClassVar[int | None] = AllGather.salt

@@ -94,16 +94,8 @@ class Operation(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllReduce(Operation):
-    """Sum or mean, whole on every worker."""
-
-    mean: bool = False
-
-    can_estimate: ClassVar[bool] = True
-
-    @override
-    def cuts(self, options: Options) -> Cuts:
-        return Cuts(options.bucketing)
+class WholeLeaves(Operation):
+    """Collective whose result has the shapes of the leaves."""
 
     @override
     def multiple(self, bucket: Bucket) -> int:
@@ -121,6 +113,29 @@ class AllReduce(Operation):
     def exact(self, leaves: Leaves) -> Leaves:
         return exact.all_reduce(leaves, self.axes, self.divisor)
 
+    @property
+    @abc.abstractmethod
+    def divisor(self) -> int:
+        """Number that sums are divided by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce(WholeLeaves):
+    """Sum or mean, whole on every worker."""
+
+    mean: bool = False
+
+    can_estimate: ClassVar[bool] = True
+
+    @property
+    @override
+    def divisor(self) -> int:
+        return self.axes.num_workers if self.mean else 1
+
+    @override
+    def cuts(self, options: Options) -> Cuts:
+        return Cuts(options.bucketing)
+
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         axes, call = self.axes, bucket.call
@@ -133,11 +148,6 @@ class AllReduce(Operation):
             return dataclasses.replace(reduced, total=total)
         metrics = {name: lax.pmean(m, axes.names[1:]) for name, m in reduced.metrics.items()}
         return dataclasses.replace(reduced, total=total, token=total, metrics=metrics)
-
-    @property
-    def divisor(self) -> int:
-        """Number that sums are divided by."""
-        return self.axes.num_workers if self.mean else 1
 
 
 @dataclasses.dataclass(frozen=True)
