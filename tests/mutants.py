@@ -5,8 +5,8 @@
     python -m tests.mutants --seed 1           draw others
 
 Each change is applied to a copy of the last commit, where the tests of its module run, without
-those marked slow: see `tests/support/covering.py`. `cosmic-ray.toml` describes the changes. One takes the time of
-its tests, up to some minutes. `pip install '.[dev]'` installs cosmic-ray.
+those marked slow: `tests/support/covering.py` finds them. A change takes up to some minutes.
+`cosmic-ray.toml` describes the changes, and `pip install '.[dev]'` installs cosmic-ray.
 """
 
 import argparse

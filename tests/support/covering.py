@@ -28,11 +28,8 @@ def used(text: str) -> collections.Counter[str]:
         for node in nodes
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in names
     )
-    return (
-        modules
-        + collections.Counter(name for name in plain if name in names - {"dq"})
-        + (collections.Counter(members))
-    )
+    plain_names = collections.Counter(name for name in plain if name in names - {"dq"})
+    return modules + plain_names + collections.Counter(members)
 
 
 def tests_of(module: Path, library: dict[str, str], tests: dict[Path, str]) -> list[str]:
