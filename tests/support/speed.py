@@ -16,7 +16,10 @@ two to four runs on two cores of a CPU, with JAX 0.10.2. Runs differ by up to 8%
 | `ONE_PART`                       | 30.7 (+12%)     | 16.5 (+12%)         |
 | both, which are `QUICK`          | 42.3 (+55%)     | 24.9 (+70%)         |
 | `collect_garbage_rarely`         | 28.8 (+5%)      | 15.3 (+5%)          |
-@EXAMPLES@
+| all but the line before          | 55.9 (+105%)    | 29.1 (+98%)         |
+
+`MAX_EXAMPLES` gains in files of many properties: test_scales takes 4.8 s with the 100 examples of
+Hypothesis, and 3.4 s with these (+42%). test_packing takes 3.2 s with either.
 """
 
 import contextlib
