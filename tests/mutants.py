@@ -27,12 +27,12 @@ from cosmic_ray.modules import filter_paths, find_modules
 from cosmic_ray.mutating import mutate_and_test
 from cosmic_ray.testing import run_tests
 from cosmic_ray.work_db import use_db
-from cosmic_ray.work_item import MutationSpec, TestOutcome
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tests.support.covering import PACKAGES, dotted, tests_of
+from tests.support.covering import PACKAGES, tests_of
 
 ROOT = Path(__file__).parents[1]
 CONFIG = load_config(str(ROOT / "cosmic-ray.toml"))
@@ -106,25 +106,30 @@ def report(options: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     found = find_modules(map(Path, PACKAGES))
     every = sorted(filter_paths(found, CONFIG["excluded-modules"]))
-    library = {dotted(path): path.read_text() for path in every}
+    library = {path: path.read_text() for path in every}
     tests = {path: path.read_text() for path in sorted(Path("tests").rglob("test_*.py"))}
     modules = [path for path in every if options.only in path.as_posix()]
     with console.status(f"looking for places in {len(modules)} modules"):
         changes = drawn(modules, options.sample, options.seed)
-    files = {path: tests_of(path, library, tests) for path in {c.module_path for c in changes}}
+    files = [tests_of(c.module_path, c.start_pos[0], library, tests) for c in changes]
     with console.status("running the tests without a change"):
-        unchanged = sorted({file for of_module in files.values() for file in of_module})
+        unchanged = sorted({file for of_change in files for file in of_change})
         outcome, output = run_tests(command(unchanged), 60 * CONFIG.timeout)
     if outcome != TestOutcome.SURVIVED:
         console.print(f"The tests fail without a change.\n{output}", markup=False)
         return 2
-    table = Table("place", "change", "tests", title="not noticed", show_lines=True)
-    for change in track(changes, "changes", console=console):
-        result = mutate_and_test([change], command(files[change.module_path]), CONFIG.timeout)
+    table = Table(title="not noticed", show_lines=True)
+    for column in ("place", "change", "tests"):
+        table.add_column(column, overflow="fold")
+    both = list(zip(changes, files, strict=True))
+    for change, covering in track(both, "changes", console=console):
+        result = mutate_and_test([change], command(covering), CONFIG.timeout)
+        if result.worker_outcome != WorkerOutcome.NORMAL:
+            raise RuntimeError(f"{change} was not tried: {result.output}")
         if result.test_outcome == TestOutcome.SURVIVED:
             lines = [s for s in result.diff.splitlines() if re.match(r"[-+](?![-+])", s)]
             where = f"{change.module_path}:{change.start_pos[0]}"
-            table.add_row(where, "\n".join(lines), "\n".join(files[change.module_path]))
+            table.add_row(where, "\n".join(lines), "\n".join(covering))
     if table.rows:
         console.print(table, markup=False)
     noticed = len(changes) - len(table.rows)

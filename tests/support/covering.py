@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 PACKAGES = ("dynamiq_jax", "pallas_kernels")
-FEWEST, MOST = 2, 5  # test files of a module
+MOST = 8  # test files of a change
 
 
 def dotted(path: Path) -> str:
@@ -32,24 +32,41 @@ def used(text: str) -> collections.Counter[str]:
     return modules + plain_names + collections.Counter(members)
 
 
-def tests_of(module: Path, library: dict[str, str], tests: dict[Path, str]) -> list[str]:
-    """Return the test files of a module: those that have its name, or import it or what it
-    defines, those that use most of it first. If they are few, also those of its importers.
+def definitions(text: str) -> dict[str, range]:
+    """Return the functions and classes of a module, with their lines."""
+    body = ast.parse(text).body
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {n.name: range(n.lineno, n.end_lineno + 1) for n in body if isinstance(n, kinds)}
+
+
+def direct(module: Path, library: dict[Path, str], tests: dict[Path, str]) -> list[Path]:
+    """Return the test files with the name of a module or of its folder, and those that import it
+    or what it defines. Those that use most of it come first.
     """
-    scores: dict[Path, float] = dict.fromkeys(tests, 0)
-    frontier, seen, weight = {dotted(module)}, set[str](), 1.0
-    while frontier and sum(score > 0 for score in scores.values()) < FEWEST:
-        for name in frontier:
-            stem = name.rpartition(".")[2].strip("_")
-            body = ast.parse(library[name]).body
-            defined = {n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-            for path, text in tests.items():
-                same = f"_{stem}_" in f"_{path.stem}_"
-                uses = sum(count for use, count in used(text).items() if use in {*defined, name})
-                scores[path] += weight * (50 * same + min(50, uses))
-        seen |= frontier
-        frontier = {n for n, text in library.items() if frontier & used(text).keys()} - seen
-        weight /= 100
-    best = sorted((p for p in tests if scores[p] > 0), key=lambda p: (-scores[p], p))[:MOST]
+    names = {dotted(module), *definitions(library[module])}
+    stems = [stem.strip("_") for stem in dotted(module).split(".")[1:]]
+    scores = {}
+    for path, text in tests.items():
+        same = sum(f"_{stem}_" in f"_{path.stem}_" for stem in stems)
+        scores[path] = 50 * same + sum(used(text)[name] for name in names)
+    return sorted((path for path in tests if scores[path]), key=lambda path: -scores[path])
+
+
+def tests_of(
+    module: Path, line: int, library: dict[Path, str], tests: dict[Path, str]
+) -> list[str]:
+    """Return the test files that cover a line of a module: three of the module itself, and the
+    first one of each module that uses the function or class around the line. Then those of the
+    modules that use these, until they are enough.
+    """
+    around = [name for name, lines in definitions(library[module]).items() if line in lines]
+    chosen = dict.fromkeys(direct(module, library, tests)[:3])
+    seen, frontier = {module}, {*around, dotted(module)}
+    while frontier and len(chosen) < MOST:
+        users = [p for p, text in library.items() if p not in seen and frontier & used(text).keys()]
+        for user in users:
+            chosen |= dict.fromkeys(direct(user, library, tests)[:1])
+        seen |= set(users)
+        frontier = {name for user in users for name in definitions(library[user])}
     always = [path for path in tests if path.stem == "test_as_users_compile"]
-    return [str(path) for path in dict.fromkeys([*best, *always, module])]  # with its doctests
+    return [str(path) for path in dict.fromkeys([*[*chosen][:MOST], *always, module])]
