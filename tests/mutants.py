@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tests.support.covering import PACKAGES, tests_of
+from tests.support.covering import PACKAGES, covering_files
 
 ROOT = Path(__file__).parents[1]
 CONFIG = load_config(str(ROOT / "cosmic-ray.toml"))
@@ -111,7 +111,7 @@ def report(options: argparse.Namespace) -> int:
     modules = [path for path in every if options.only in path.as_posix()]
     with console.status(f"looking for places in {len(modules)} modules"):
         changes = drawn(modules, options.sample, options.seed)
-    files = [tests_of(c.module_path, c.start_pos[0], library, tests) for c in changes]
+    files = [covering_files(c.module_path, c.start_pos[0], library, tests) for c in changes]
     with console.status("running the tests without a change"):
         unchanged = sorted({file for of_change in files for file in of_change})
         outcome, output = run_tests(command(unchanged), 60 * CONFIG.timeout)

@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.support.covering import tests_of
+from tests.support.covering import covering_files
 
 # Of the nearest folder above that has it: tests may move into folders.
 ROOT = next(path for path in Path(__file__).parents if (path / "pyproject.toml").is_file())
@@ -118,5 +118,5 @@ def test_a_change_is_tried_by_the_tests_of_its_module_and_of_those_that_use_it()
         Path("tests/test_as_users_compile.py"): "",
     }
     always = ["tests/test_as_users_compile.py", "dynamiq_jax/_core/spans.py"]
-    found = tests_of(Path("dynamiq_jax/_core/spans.py"), 3, library, tests)
+    found = covering_files(Path("dynamiq_jax/_core/spans.py"), 3, library, tests)
     assert found == ["tests/core/test_layout.py", "tests/test_packet_loss.py", *always]

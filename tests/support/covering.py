@@ -57,7 +57,7 @@ def direct(module: Path, library: dict[Path, str], tests: dict[Path, str]) -> li
     return sorted((path for path in tests if scores[path]), key=lambda path: -scores[path])
 
 
-def tests_of(
+def covering_files(
     module: Path, line: int, library: dict[Path, str], tests: dict[Path, str]
 ) -> list[str]:
     """Return the test files that cover a line of a module: three of the module itself, and the
