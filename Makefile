@@ -1,12 +1,14 @@
 # `make demo` and `make test` need Python 3.11 or newer and pip, nothing else: they make their own virtual environment.
 PYTHON ?= python3
 VENV ?= .venv
+# For a new environment, a version of JAX in place of the newest.
+JAX ?=
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
-X64 := $(patsubst %,tests/test_%.py,methods topologies collectives buckets error_estimate error_limits vmapped)
+X64 := $(patsubst %,tests/%.py,methods/test_methods topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo test test-fast test-slow test-x64 test-tunix lint docs build benchmarks clean
+.PHONY: help demo test test-fast test-slow test-x64 test-tunix lint hooks mutants docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -34,6 +36,12 @@ lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+hooks: $(VENV)/dev-installed  ## run lint before each commit
+	$(RUN) -m pre_commit install
+
+mutants: $(VENV)/dev-installed  ## change the library in random places and report what no test notices
+	$(RUN) -m tests.mutants $(ARGS)
+
 docs: $(VENV)/docs-installed  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
@@ -53,12 +61,16 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[test]'
+	$(RUN) -m pip install --quiet --editable '.[test]' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	@touch $@
 
 .venv-tunix/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-tunix
 	.venv-tunix/bin/python -m pip install --quiet --editable . google-tunix==0.1.7 pytest hypothesis
+	@touch $@
+
+$(VENV)/dev-installed: $(VENV)/installed
+	$(RUN) -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 $(VENV)/docs-installed: $(VENV)/installed

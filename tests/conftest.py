@@ -1,9 +1,7 @@
 """Eight CPU devices, strict dtypes and ranks, and the fixtures that every file shares."""
 
 import functools
-import gc
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 
 import jax
@@ -11,20 +9,12 @@ import pytest
 from hypothesis import settings
 from jax.sharding import AxisType, Mesh
 
+from tests.support import speed
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# XLA reads its flags again for each program, so that a file can have flags of its own.
-READ_AGAIN = "--xla_flags_reset=true"
-os.environ["XLA_FLAGS"] = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), READ_AGAIN)))
-# Other emitters of fused loops compile in a third of the time, and a program as one part in less
-# than as many. Later versions of XLA have one kind of emitters only, and end the process at a flag
-# that they do not have.
-QUICK = (
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    if jax.__version_info__ < (0, 11)
-    else ""
-)
+speed.read_flags_again()
 
 # Trainers that others wrote have environments of their own: see `make test-tunix`.
 collect_ignore = [] if importlib.util.find_spec("tunix") else ["trainers"]
@@ -36,7 +26,7 @@ OF_USERS = (
 )
 
 # Examples are the same in every run, and none fails for being slow on a busy machine.
-settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("suite", deadline=None, derandomize=True, max_examples=speed.MAX_EXAMPLES)
 settings.load_profile("suite")
 
 
@@ -52,28 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage rarely: most objects are parts of traced programs, which stay for long, and
-    to look through them again and again is a tenth of the time of the suite.
-    """
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+    speed.collect_garbage_rarely()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile without most optimizations, except in files that are marked as `optimized`: those
-    about arithmetic that gives the same bits in different programs. Compilation is most of the time
-    of the suite, and this saves two thirds of it.
-    """
+    """Compile quickly, except in files that are marked as `optimized`: as users do."""
     is_marked = request.node.get_closest_marker("optimized") is not None
-    optimized = is_marked or request.config.getoption("--optimized")
-    jax.config.update("jax_disable_most_optimizations", not optimized)
-    with pytest.MonkeyPatch.context() as patch:  # for processes that tests start
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not optimized)))
-        if not optimized:
-            patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {QUICK}")
+    with speed.compiling(optimized=is_marked or request.config.getoption("--optimized")):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,317 @@
+"""Every method, topology and collective of the product, compiled as users compile: with all
+optimizations of XLA, for a mesh of devices.
+
+Most files compile without them, to save time (see `tests/support/speed.py`). This one always has
+them. It takes pairs, so that each method, each topology and each collective is in at least one.
+"""
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import METHODS, PRESETS, resolve_method
+from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Auto, Butterfly, Network, Ring, Topology
+from tests.support import speed
+from tests.support.gradients import of_workers, vnmse
+from tests.support.hlo import Collective, collectives
+
+pytestmark = pytest.mark.optimized
+
+NUM_WORKERS, SHAPE, BIAS = 4, (83, 251), 40  # divides by nothing
+KEY = jax.random.key(0)
+METHODS_OF_PRODUCT = (
+    *("dynamiq", "paper", "exact", "bf16", "blockint", "qgz", "equarx"),
+    *("mxfp8", "mxfp6", "mxfp4", "mxint8", "topk_chunked", "powersgd"),
+)
+RESEARCH = {
+    *("flash_communication", "thc", "entropy_coded", "omnireduce", "arc_top_k", "top_k"),
+    *("rand_k", "split_sketch", "marsit"),
+}
+SLOW_LINK = Auto(network=Network(gbit_per_s=0.1))  # where compression pays
+
+
+class Case(NamedTuple):
+    """One collective with one method on one topology, and the bounds of its vNMSE."""
+
+    collective: str
+    method: str
+    topology: Topology
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        options = [f.name for f in dataclasses.fields(self.topology) if f.type is bool]
+        words = (type(self.topology).__name__, *(o for o in options if getattr(self.topology, o)))
+        return f"{self.collective}-{self.method}-{'_'.join(words)}"
+
+
+CASES = (
+    # The default method in every collective and on every topology.
+    Case("psum", "dynamiq", Ring(), 9e-4, 1.5e-3),
+    Case("pmean", "dynamiq", Ring(bidirectional=True), 7e-4, 1.3e-3),
+    Case("psum_scatter", "dynamiq", Ring(), 8e-4, 1.4e-3),
+    Case("all_gather", "dynamiq", AllToAll(), 3.3e-4, 5.6e-4),
+    Case("all_reduce_gradients", "dynamiq", Butterfly(), 7e-4, 1.3e-3),
+    Case("value_and_grad", "dynamiq", Ring(unroll=True), 9e-4, 1.5e-3),
+    Case("data_parallel", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
+    Case("pcast", "dynamiq", SLOW_LINK, 7e-4, 1.2e-3),
+    Case("mean_of_replicas", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
+    # Every other method.
+    Case("psum", "paper", Ring(), 2.8e-3, 4.5e-3),
+    Case("psum", "exact", Butterfly(), 1e-17, 1e-14),
+    Case("value_and_grad", "bf16", SLOW_LINK, 2.8e-6, 4.5e-6),
+    Case("pmean", "blockint", Ring(bidirectional=True), 7e-5, 1.2e-4),
+    Case("data_parallel", "qgz", AllToAll(), 0.03, 0.05),
+    Case("psum", "equarx", Ring(unroll=True), 1.4e-4, 2.3e-4),
+    Case("psum_scatter", "mxfp8", Ring(), 8e-4, 1.3e-3),
+    Case("all_gather", "mxint8", AllToAll(), 8e-5, 1.3e-4),
+    Case("pcast", "mxfp6", Ring(unroll=True), 1.4e-3, 2.3e-3),
+    Case("value_and_grad", "mxfp4", Butterfly(), 0.017, 0.028),
+    Case("mean_of_replicas", "mxint8", AllToAll(), 1e-4, 1.7e-4),
+    Case("pmean", "topk_chunked", Butterfly(), 0.17, 0.25),
+    # Methods with state.
+    Case("all_reduce_gradients", "powersgd", Ring(), 0.6, 0.9),
+    Case("all_reduce_gradients", "ef+topk_chunked", Butterfly(), 0.17, 0.25),
+    Case("all_reduce_gradients", "ef+bf16", Ring(bidirectional=True), 5e-6, 9e-6),
+)
+
+
+def parts(method: str) -> set[str]:
+    """`ef` and `bf16` of `ef+bf16:...`."""
+    return set(method.partition(":")[0].split("+"))
+
+
+@functools.cache
+def gradients() -> dict[str, np.ndarray]:
+    """One gradient for each worker: a leaf that is compressed, and one that is too small for it."""
+    flat = of_workers(1, NUM_WORKERS, int(np.prod(SHAPE)))
+    bias = of_workers(2, NUM_WORKERS, BIAS)
+    return {"w": flat.reshape(NUM_WORKERS, *SHAPE), "bias": bias}
+
+
+def params() -> dict[str, jax.Array]:
+    return {"w": jnp.ones(SHAPE), "bias": jnp.ones(BIAS)}
+
+
+def own(stacked: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
+def loss_fn(params: Any, stacked: Any) -> jax.Array:
+    """Return a loss whose gradient is the worker's own."""
+    return sum(jnp.vdot(params[name], stacked[name][0]) for name in params)
+
+
+# ----------------------------------------------------------- programs of (key, stacked gradients)
+
+Program = Callable[..., Any]
+
+
+def on_workers(mesh: Mesh, local: Program, out: Any = P()) -> Program:
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=out))
+
+
+def reduced(function: Program, mesh: Mesh, **how: Any) -> Program:
+    return on_workers(mesh, lambda key, rows: function(own(rows), "data", key=key, **how))
+
+
+def scattered(mesh: Mesh, **how: Any) -> Program:
+    """The leaf that is compressed as a vector, of which each worker keeps a part."""
+
+    def local(key: jax.Array, rows: Any) -> Any:
+        flat = jnp.pad(rows["w"].reshape(-1), (0, -rows["w"].size % NUM_WORKERS))
+        return {"w": dq.psum_scatter(flat, "data", key=key, tiled=True, **how)}
+
+    return on_workers(mesh, local, P("data"))
+
+
+def gathered(mesh: Mesh, **how: Any) -> Program:
+    """The gradients of all workers, side by side on each of them."""
+    del how["topology"]  # sends to all in any case
+
+    def local(key: jax.Array, rows: Any) -> Any:
+        return {"w": dq.all_gather(rows["w"], "data", key=key, tiled=True, to="invarying", **how)}
+
+    return on_workers(mesh, local)
+
+
+def updated(mesh: Mesh, **how: Any) -> Program:
+    reduce = dq.all_reduce_gradients("data", **how)
+
+    def local(key: jax.Array, rows: Any) -> Any:
+        updates, state = reduce.update(own(rows), reduce.init(own(rows)))
+        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
+
+    both = on_workers(mesh, local, (P(), P("data")))
+    return jax.jit(lambda key, rows: both(key, rows)[0])
+
+
+def cast(mesh: Mesh, **how: Any) -> Program:
+    def local(key: jax.Array, rows: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            varying = dq.pcast(params, "data", to="varying", key=key, **how)
+            return jax.lax.pmean(loss_fn(varying, rows), "data")
+
+        return jax.grad(loss)(params())
+
+    return on_workers(mesh, local)
+
+
+def differentiated(mesh: Mesh, **how: Any) -> Program:
+    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **how)
+    return jax.jit(lambda key, rows: grad_fn(params(), rows, key=key)[1])
+
+
+def parallel(mesh: Mesh, **how: Any) -> Program:
+    mean_loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **how)
+    return jax.jit(lambda key, rows: jax.grad(mean_loss)(params(), rows))
+
+
+def averaged(mesh: Mesh, **how: Any) -> Program:
+    return jax.jit(lambda key, rows: dq.mean_of_replicas(rows, "data", key=key, mesh=mesh, **how))
+
+
+PROGRAMS: dict[str, Program] = {
+    "psum": functools.partial(reduced, dq.psum),
+    "pmean": functools.partial(reduced, dq.pmean),
+    "psum_scatter": scattered,
+    "all_gather": gathered,
+    "all_reduce_gradients": updated,
+    "value_and_grad": differentiated,
+    "data_parallel": parallel,
+    "pcast": cast,
+    "mean_of_replicas": averaged,
+}
+
+
+# --------------------------------------------------------------------------------------- the laws
+
+
+HALVES = ("psum_scatter", "all_gather")
+
+
+def sent_bytes(found: list[Collective], case: Case) -> float:
+    """Bytes of each worker. Some rings have their last step outside of the loop."""
+    both_ways = isinstance(case.topology, Ring) and case.topology.bidirectional
+    trips = NUM_WORKERS - (2 if both_ways or case.collective == "psum_scatter" else 1)
+    once = [dataclasses.replace(c, looped=False).sent_bytes(NUM_WORKERS) for c in found]
+    return sum(s * (trips if c.looped else 1) for s, c in zip(once, found, strict=True))
+
+
+def reported_bytes(case: Case) -> float:
+    """Bytes that `dq.wire_report` counts, and those that are beside the gradients."""
+    tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), gradients())
+    if case.collective == "psum_scatter":
+        del tree["bias"]
+    if case.collective == "all_gather":  # half of an all-reduce of what comes out
+        tree = {"w": jax.ShapeDtypeStruct(gradients()["w"].shape, jnp.float32)}
+    report = dq.wire_report(tree, NUM_WORKERS, method=case.method, topology=case.topology)
+    assert report.compressed_bytes > 0
+    if case.collective in HALVES:
+        return report.compressed_bytes / 2
+    # Without a key, noise follows the batch: two words, which are summed.
+    words = 2 if case.collective == "data_parallel" and case.method == "dynamiq" else 0
+    return report.bytes_per_worker + words * 4 * 2 * (NUM_WORKERS - 1) / NUM_WORKERS
+
+
+def truth_of(case: Case, name: str) -> np.ndarray:
+    rows = gradients()[name].astype(np.float64)
+    if case.collective == "all_gather":
+        return rows.reshape(-1, *rows.shape[2:])
+    is_sum = case.collective in ("psum", "psum_scatter")
+    return rows.sum(axis=0) if is_sum else rows.mean(axis=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_replicas_error_and_bytes(data_mesh, case):
+    """One compiled program: the same bits on all workers, as far from the exact result as the
+    method is and no farther or closer, and the bytes of the report.
+    """
+    mesh = data_mesh(NUM_WORKERS)
+    rows = jax.device_put(gradients(), NamedSharding(mesh, P("data")))
+    key = jax.device_put(KEY, NamedSharding(mesh, P()))
+    make = PROGRAMS[case.collective]
+    compiled = make(mesh, method=case.method, topology=case.topology).lower(key, rows).compile()
+    result, found = compiled(key, rows), collectives(compiled.as_text())
+
+    whole = case.collective != "psum_scatter"
+    for leaf in jax.tree.leaves(result):
+        copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
+        assert len(leaf.addressable_shards) == NUM_WORKERS
+        assert len(copies) == (1 if whole else NUM_WORKERS)
+    truth = truth_of(case, "w")
+    # A scattered vector is padded.
+    value = np.asarray(result["w"]).reshape(-1)[: truth.size].reshape(truth.shape)
+    assert case.least < vnmse(value, truth) < case.most
+    if "bias" in result:
+        assert vnmse(result["bias"], truth_of(case, "bias")) < 1e-12
+
+    # A half of an all-reduce has either more or less than half of the statistics.
+    has_statistics = case.collective in HALVES and case.method == "dynamiq"
+    expected = reported_bytes(case)
+    assert sent_bytes(found, case) == pytest.approx(expected, rel=0.03 if has_statistics else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "least", "most"), (("ef+topk_chunked", 0.15, 0.2), ("ef+bf16", 2e-6, 6e-6))
+)
+def test_error_feedback_makes_up_for_what_a_step_left_out(data_mesh, method, least, most):
+    """The mean of two steps with the same gradient is closer to it than that of either."""
+    reduce = dq.all_reduce_gradients("data", method=method)
+
+    def local(key: jax.Array, rows: Any) -> Any:
+        first, state = reduce.update(own(rows), reduce.init(own(rows)))
+        second, _ = reduce.update(own(rows), state)
+        return first["w"], second["w"]
+
+    steps = on_workers(data_mesh(NUM_WORKERS), local)(KEY, gradients())
+    first, second = map(np.asarray, steps)
+    truth = gradients()["w"].mean(axis=0, dtype=np.float64)
+    error = vnmse((first + second) / 2, truth)
+    assert least < error < most
+    assert error < 0.95 * min(vnmse(first, truth), vnmse(second, truth))
+
+
+# ------------------------------------------------------------------------------------ completeness
+
+
+def test_this_file_compiles_as_users_do():
+    assert jax.config.read("jax_disable_most_optimizations") is False
+    assert os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
+    flags = os.environ["XLA_FLAGS"].split()
+    assert not [flag for flag in flags if flag in speed.QUICK]
+
+
+def test_every_method_of_the_product_is_here():
+    registry = {*METHODS, *PRESETS}
+    assert registry - RESEARCH == set(METHODS_OF_PRODUCT)
+    tried = set().union(*(parts(case.method) for case in CASES))
+    assert tried == {*METHODS_OF_PRODUCT, "ef"}
+    assert all(resolve_method(case.method) for case in CASES)
+
+
+def test_every_topology_and_option_of_a_ring_is_here():
+    tried = {case.topology for case in CASES}
+    assert {type(topology) for topology in tried} == set(TOPOLOGIES.values())
+    assert tried >= {Ring(), Ring(bidirectional=True), Ring(unroll=True)}
+
+
+def test_every_collective_is_here():
+    collective = {
+        name
+        for name in dq.__all__
+        if inspect.isfunction(getattr(dq, name))
+        and {"axis_name", "method"} <= inspect.signature(getattr(dq, name)).parameters.keys()
+    }
+    assert PROGRAMS.keys() == collective == {case.collective for case in CASES}

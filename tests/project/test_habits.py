@@ -1,0 +1,122 @@
+"""Workflows, hooks and the Makefile run the same commands, on the versions of pyproject.toml."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.support.covering import covering_files
+
+# Of the nearest folder above that has it: tests may move into folders.
+ROOT = next(path for path in Path(__file__).parents if (path / "pyproject.toml").is_file())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml"))
+}
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def recipe(target: str) -> list[str]:
+    """Return the commands of a target, with `RUN` as in the default environment."""
+    rule = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, flags=re.MULTILINE)
+    commands = [line.strip() for line in rule[1].splitlines()]
+    return [command.replace("$(RUN)", ".venv/bin/python") for command in commands]
+
+
+def steps(workflow: str) -> list[dict]:
+    return [step for job in WORKFLOWS[workflow]["jobs"].values() for step in job["steps"]]
+
+
+def commands(workflow: str) -> list[str]:
+    return [step["run"] for step in steps(workflow) if "run" in step]
+
+
+def test_hooks_run_what_make_lint_runs():
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = [hook for repository in repositories for hook in repository["hooks"]]
+    assert [hook["entry"] for hook in hooks] == recipe("lint")
+    # Versions are those of the environment, and a hook sees all files: as `make lint` does.
+    assert {repository["repo"] for repository in repositories} == {"local"}
+    assert all(h["language"] == "system" and not h["pass_filenames"] for h in hooks)
+
+
+def test_the_matrix_has_the_pythons_and_the_oldest_jax_of_the_project():
+    pattern = r"Programming Language :: Python :: (\d\.\d+)"
+    found = [re.fullmatch(pattern, text) for text in PROJECT["classifiers"]]
+    pythons = [match[1] for match in found if match]
+    matrix = WORKFLOWS["tests"]["jobs"]["tests"]["strategy"]["matrix"]
+    assert matrix["python"] == pythons
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    (oldest,) = matrix["include"]
+    assert oldest["python"] == pythons[0]
+    lowest = {r.name: r.specifier for r in map(Requirement, PROJECT["dependencies"])}
+    for name in ("jax", "jaxlib"):
+        (bound,) = lowest[name]
+        assert bound.operator == ">="
+        assert Version(bound.version) == Version(oldest["jax"])
+
+
+def test_workflows_run_targets_that_exist():
+    for workflow in WORKFLOWS:
+        for command in commands(workflow):
+            tool, target = shlex.split(command, comments=True)[:2]
+            assert tool == "make"
+            targets = ["test-slow", "test-x64"] if "matrix.target" in command else [target]
+            assert all(re.search(rf"^{t}:.*##", MAKEFILE, flags=re.MULTILINE) for t in targets)
+    more = WORKFLOWS["tests"]["jobs"]["more"]["strategy"]["matrix"]["target"]
+    run = " ".join([*more, *commands("tests"), *commands("documentation")])
+    assert {"lint", "test-fast", "test-slow", "test-x64", "docs"} <= set(re.findall(r"[\w-]+", run))
+
+
+def test_make_installs_the_version_of_jax_that_it_is_given():
+    command = ["make", "--dry-run", "--always-make", "test-fast", f"PYTHON={sys.executable}"]
+    newest, oldest = (
+        subprocess.run(
+            [*command, f"JAX={jax}"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        for jax in ("", "0.10.0")
+    )
+    assert "jax==0.10.0 jaxlib==0.10.0" in oldest
+    assert "jax==" not in newest
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_forms_have_fields_with_names_of_their_own(path):
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    names = [field["id"] for field in form["body"]]
+    assert len(set(names)) == len(names) > 0
+    assert all(field["attributes"]["label"] for field in form["body"])
+
+
+def test_a_bug_report_asks_for_versions_bytes_and_the_step():
+    text = (ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text()
+    for asked in ("jax.print_environment_info()", "dq.wire_report(", "dq.inspect("):
+        assert asked in text
+    assert "http" not in text  # the repository has no address yet
+
+
+def test_a_change_is_tried_by_the_tests_of_its_module_and_of_those_that_use_it():
+    library = {
+        Path("dynamiq_jax/_core/spans.py"): "class Spans:\n    def ends(self):\n        return 1\n",
+        Path("dynamiq_jax/loss.py"): "def lost(spans):\n    return spans.ends()\n",
+        Path("dynamiq_jax/other.py"): "def other():\n    return 2\n",
+    }
+    tests = {
+        Path("tests/core/test_layout.py"): "from dynamiq_jax._core.spans import Spans\nSpans()\n",
+        Path("tests/test_packet_loss.py"): "",
+        Path("tests/test_any.py"): "from dynamiq_jax.other import other\nother()\n",
+        Path("tests/api/test_as_users_compile.py"): "",
+    }
+    always = ["tests/api/test_as_users_compile.py", "dynamiq_jax/_core/spans.py"]
+    found = covering_files(Path("dynamiq_jax/_core/spans.py"), 3, library, tests)
+    assert found == ["tests/core/test_layout.py", "tests/test_packet_loss.py", *always]
