@@ -31,6 +31,7 @@ from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._console.plots import figure_of
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.contrib import LossyChannel, LossyCollectives, drift
+from dynamiq_jax.contrib.packet_loss import terms_of
 from dynamiq_jax.methods import Axis, Call, resolve_method
 from dynamiq_jax.topologies import AllToAll
 from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
@@ -214,8 +215,9 @@ def measure_messages(method: str, config: Config) -> dict[str, Any]:
     def lost_share(gradient: Array, channel: LossyChannel, together: bool = False) -> Array:
         axis = Axis("data", config.workers)
         call = Call(size=gradient.size, axis=axis, topology=AllToAll(), collective="psum_scatter")
-        codec = resolve_method(method).bind(gradient, call, jax.random.key(0))
-        spans = codec.byte_spans(axis.index)
+        resolved = resolve_method(method)
+        codec = resolved.bind(gradient, call, jax.random.key(0))
+        spans = terms_of(resolved, codec).byte_spans(axis.index)
         if spans is None:
             return jnp.float32(jnp.nan)  # all, as a message has many packets
         if together:

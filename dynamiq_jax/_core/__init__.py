@@ -2,7 +2,6 @@
 
 from dynamiq_jax._core.axis import Axis
 from dynamiq_jax._core.codec import (
-    ByteSpans,
     ChunkCodec,
     LocalChunks,
     Payload,

@@ -11,12 +11,11 @@ adds what is encoded.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.codec import Index
@@ -40,38 +39,6 @@ class WireCost:
             self.statistics_bytes + other.statistics_bytes,
             self.saved_bytes + other.saved_bytes,
         )
-
-
-class ByteSpans(NamedTuple):
-    """Bytes of a message that each group of its terms is decoded from.
-
-    Groups have equally many consecutive terms. Bytes count through the arrays of a payload,
-    in the order of the flattened tree. A span that stops where it starts holds no byte.
-    """
-
-    starts: Array  # int32 [groups, spans]
-    stops: Array  # int32 [groups, spans]: the byte after the last one
-    size: int  # at least the bytes of all groups, those they share counted for each of them
-
-    def side_by_side(self) -> "ByteSpans":
-        """Return the spans of a message that has the bytes of a group next to each other."""
-        sizes = jnp.sum(self.stops - self.starts, axis=1, keepdims=True, dtype=jnp.int32)
-        stops = jnp.cumsum(sizes, axis=0, dtype=jnp.int32)
-        return ByteSpans(stops - sizes, stops, self.size)
-
-    @staticmethod
-    def of_sections(groups: int, sizes: Sequence[int]) -> "ByteSpans":
-        """Return the spans of a message of sections, each of which holds group after group.
-
-        Args:
-          groups: number of groups.
-          sizes: bytes of a group in each section, in the order of the sections.
-        """
-        before = jnp.asarray(groups * np.cumsum([0, *sizes])[:-1], jnp.int32)[None, :]
-        of_group = jnp.asarray(sizes, jnp.int32)[None, :]
-        index = lax.broadcasted_iota(jnp.int32, (groups, len(sizes)), 0)
-        starts = before + index * of_group
-        return ByteSpans(starts, starts + of_group, groups * sum(sizes))
 
 
 class SumCodec(abc.ABC):
@@ -120,29 +87,6 @@ class ChunkCodec(SumCodec):
         """Return what the codec knows of the bucket: see `Method.details`."""
         return {}
 
-    # The next four are only needed where parts of messages may be lost, in a reduce-scatter.
-    # Together they are `accumulate` of messages of one worker each: the values of the local terms
-    # plus the terms of all messages. A lost term is left out of this sum.
-
-    def local_terms(self, chunk: Array) -> Array:
-        """Return the terms of the local values of a chunk, float32 [terms]."""
-        raise _needed_under_loss(self, "local_terms")
-
-    def terms(self, payload: Payload, chunk: Array) -> Array:
-        """Decode a message of one worker's values to its terms, float32 [terms]."""
-        raise _needed_under_loss(self, "terms")
-
-    def values_of_terms(self, terms: Array, chunk: Array) -> Array:
-        """Return the values of a weighted sum of terms: float32 [chunk size], linear in them."""
-        return terms
-
-    def byte_spans(self, chunk: Array) -> ByteSpans | None:
-        """Return the bytes of a message that each group of terms depends on.
-
-        None says that every term depends on every byte.
-        """
-        return None
-
     def of_sums(self, num_workers: int) -> SumCodec:
         """Return a codec that encodes the sum of all workers with less error.
 
@@ -172,8 +116,6 @@ class RecodedChunks(ChunkCodec):
     local: LocalChunks
     encode: Callable[[Array, Array, Index], Payload]  # (float32 [chunk size], chunk, turn)
     decode: Callable[[Payload, Array], Array]  # (payload, chunk) to float32 [chunk size]
-    sections: tuple[int, tuple[int, ...]] | None = None  # (groups in a chunk, bytes of a group in
-    # each section of a message); None: every term depends on every byte
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Payload:
@@ -190,18 +132,6 @@ class RecodedChunks(ChunkCodec):
             one = jax.tree.map(lambda leaf, m=message: leaf[m], payloads)
             total = total + self.decode(one, chunk)
         return total
-
-    @override
-    def local_terms(self, chunk: Array) -> Array:
-        return self.local.at(chunk)
-
-    @override
-    def terms(self, payload: Payload, chunk: Array) -> Array:
-        return self.decode(payload, chunk)
-
-    @override
-    def byte_spans(self, chunk: Array) -> ByteSpans | None:
-        return None if self.sections is None else ByteSpans.of_sections(*self.sections)
 
     @override
     def decompress(self, payloads: Payload) -> Array:
@@ -227,7 +157,6 @@ class SummedChunks(ChunkCodec):
     first: Index = 0
     pack: Callable[[Array], Payload] = lambda numbers: numbers  # of one chunk
     unpack: Callable[[Payload], Array] = lambda payloads: payloads  # of stacked payloads
-    sections: tuple[int, tuple[int, ...]] | None = None  # as for `RecodedChunks`
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Payload:
@@ -240,23 +169,6 @@ class SummedChunks(ChunkCodec):
     @override
     def accumulate(self, payloads: Payload, chunk: Array) -> Array:
         return self.decode(self._sum(payloads, chunk)[None], chunk)
-
-    @override
-    def local_terms(self, chunk: Array) -> Array:
-        return self._local(chunk).reshape(-1).astype(jnp.float32)
-
-    @override
-    def terms(self, payload: Payload, chunk: Array) -> Array:
-        stacked = jax.tree.map(lambda leaf: leaf[None], payload)
-        return self.unpack(stacked).reshape(-1).astype(jnp.float32)
-
-    @override
-    def values_of_terms(self, terms: Array, chunk: Array) -> Array:
-        return self.decode(terms.reshape(1, *self.encoded.shape[1:]), chunk)
-
-    @override
-    def byte_spans(self, chunk: Array) -> ByteSpans | None:
-        return None if self.sections is None else ByteSpans.of_sections(*self.sections)
 
     @override
     def decompress(self, payloads: Payload) -> Array:
@@ -286,13 +198,6 @@ def as_chunks(flat: Array, num_chunks: int, multiple_of: int = 1) -> Array:
     The chunk size is a multiple of `multiple_of`.
     """
     return jnp.pad(flat, (0, -flat.size % (num_chunks * multiple_of))).reshape(num_chunks, -1)
-
-
-def _needed_under_loss(codec: ChunkCodec, method: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{type(codec).__name__} has no {method}, which is needed where messages may be lost. Add "
-        "it, or give another method, such as dq.DynamiQ() or dq.BF16()."
-    )
 
 
 def _length(stacked: Payload) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._core import ByteSpans
+from dynamiq_jax.contrib.packet_loss import ByteSpans, Terms
 from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod, WireCost
 from dynamiq_jax.parts import (
     Payload,
@@ -130,7 +130,7 @@ class _Message(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _SignChunks(ChunkCodec):
+class _SignChunks(ChunkCodec, Terms):
     """Codec of signs: hops merge messages, and nothing is decoded before the end.
 
     A message holds signs, uint8 [32 rows], a bit for each coordinate that is 1 if positive; and

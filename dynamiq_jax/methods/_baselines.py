@@ -31,7 +31,6 @@ class Exact(ChunkedMethod):
             decode=lambda sums, chunk: sums.reshape(-1),
             size=local.size,
             first=local.first,
-            sections=(local.values.shape[1], (4,)),
         )
 
 
@@ -56,5 +55,4 @@ class BF16(ChunkedMethod):
                 values.astype(jnp.bfloat16), jnp.uint16
             ),
             decode=lambda bits, _: lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32),
-            sections=(local.values.shape[1], (2,)),
         )

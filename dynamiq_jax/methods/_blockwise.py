@@ -45,11 +45,6 @@ class BlockFormat:
         """Bytes of a row, everything included."""
         return row_bytes(self.bits) + self.blocks * sum(self.side_bytes)
 
-    def sections(self, rows: int) -> tuple[int, tuple[int, ...]]:
-        """Return rows, and the bytes of a row in each section of a message, as `ByteSpans` has."""
-        planes = [row_bytes(bits) for bits in packing.planes(self.bits)]
-        return rows, (*planes, *(self.blocks * count for count in self.side_bytes))
-
     def zeros(self, rows: int) -> tuple[Array, ...]:
         """Return codes and sides of zero, of the shapes and dtypes that `pack` takes."""
         sides = [jnp.zeros((rows, self.blocks), _SIDE_DTYPES[count]) for count in self.side_bytes]
@@ -119,7 +114,6 @@ class BlockwiseMethod(ChunkedMethod):
             local=local,
             encode=functools.partial(self._encode, seed),
             decode=lambda payload, _: self.decode_rows(*self.format.unpack(payload)).reshape(-1),
-            sections=self.format.sections(local.values.shape[1] // SUPER_GROUP_SIZE),
         )
 
     def _encode(self, seed: Array | None, values: Array, chunk: Array, turn: Index) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._core import ByteSpans, ChunkCodec, SumCodec
+from dynamiq_jax._core import ChunkCodec, SumCodec
 from pallas_kernels import operations
 from pallas_kernels.codec import (
     Index,
@@ -58,25 +58,6 @@ class DynamiQChunks(ChunkCodec):
     def accumulate(self, payloads: Array, chunk: Array) -> Array:
         order = self.local.places.order[chunk] - chunk * self.layout.rows_per_chunk
         return restore_rows(self.sums(payloads, chunk), order).reshape(-1)
-
-    @override
-    def local_terms(self, chunk: Array) -> Array:
-        rows = self.layout.rows_per_chunk
-        of_chunk = lax.dynamic_slice_in_dim(self.local.rows, chunk * rows, rows)
-        return of_chunk.reshape(-1).astype(jnp.float32)
-
-    @override
-    def terms(self, payload: Array, chunk: Array) -> Array:
-        local = self.local._replace(rows=jnp.zeros_like(self.local.rows))
-        return dataclasses.replace(self, local=local).accumulate(payload[None], chunk)
-
-    @override
-    def byte_spans(self, chunk: Array) -> ByteSpans:
-        places = self.local.places.at(chunk)
-        ends = self.layout.spans(places.widths, places.starts)
-        order = places.order - chunk * self.layout.rows_per_chunk
-        starts, stops = (restore_rows(of_places, order) for of_places in ends)
-        return ByteSpans(starts, stops, self.layout.payload_bytes)
 
     @override
     def decompress(self, payloads: Array) -> Array:

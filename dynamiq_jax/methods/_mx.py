@@ -91,8 +91,7 @@ class _MX(BlockwiseMethod):
         def decode(payload: Array, chunk: Array) -> Array:
             return self.decode_rows(*form.unpack(payload), take_chunk(scales, chunk)).reshape(-1)
 
-        sections = form.sections(local.values.shape[1] // SUPER_GROUP_SIZE)
-        return RecodedChunks(local=local, encode=encode, decode=decode, sections=sections)
+        return RecodedChunks(local=local, encode=encode, decode=decode)
 
     @property
     def _codes_alone(self) -> BlockFormat:

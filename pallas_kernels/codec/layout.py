@@ -134,32 +134,6 @@ class Layout:
         super_bits = lax.bitcast_convert_type(super_bytes.reshape(*rows, 2), jnp.uint16)
         return group_bytes.reshape(*rows, self.groups), super_bits
 
-    def spans(self, widths: Array, plane_starts: Array) -> tuple[Array, Array]:
-        """Return where the bytes of each place of a chunk start and stop: int32 [R, 18] each.
-
-        These are its units in planes 0 to 15, its group scales and its super-scale. Bytes that it
-        does not need stop where they start: planes from its width on, and group scales at width 0.
-
-        Args:
-          widths: widths of the places, int32 [R].
-          plane_starts: where every plane starts, in units: int32 [16 or more].
-        """
-        place = lax.broadcasted_iota(jnp.int32, (self.rows_per_chunk, 1), 0)
-        unit = plane_starts[None, :MAX_WIDTH] + place
-        has_plane = widths[:, None] > np.arange(MAX_WIDTH, dtype=np.int32)[None, :]
-        starts = [
-            UNIT * unit,
-            self.group_scales_start + place * self.groups,
-            self.super_scales_start + place * 2,
-        ]
-        sizes = [
-            jnp.where(has_plane, np.int32(UNIT), np.int32(0)),
-            jnp.where(widths[:, None] > 0, np.int32(self.groups), np.int32(0)),
-            jnp.full_like(place, 2),
-        ]
-        first = jnp.concatenate(starts, axis=1)
-        return first, first + jnp.concatenate(sizes, axis=1)
-
     def with_scales(self, payload: Array, group_bytes: Array, super_bits: Array) -> Array:
         """Replace the scales of messages; the shapes are those that `scales` returns."""
         batch = payload.shape[:-1]

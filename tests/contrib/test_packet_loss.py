@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._core import ByteSpans
 from dynamiq_jax.contrib import LossyChannel, LossyCollectives, drift, expected_drift
+from dynamiq_jax.contrib.packet_loss import ByteSpans, terms_of
 from dynamiq_jax.methods import resolve_method
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS, call_on, on_mesh, simulated
 
@@ -159,21 +159,22 @@ def test_a_group_depends_on_the_bytes_of_its_spans_and_on_no_others(name):
 
     def local(values):
         codec, chunk = method.bind(values, call, KEY), jnp.int32(1)
+        parts = terms_of(method, codec)
         leaves, structure = jax.tree.flatten(codec.compress(chunk, 0))
-        parts = [lax.bitcast_convert_type(leaf, jnp.uint8).reshape(-1) for leaf in leaves]
-        data = jnp.concatenate(parts)
+        in_bytes = [lax.bitcast_convert_type(leaf, jnp.uint8).reshape(-1) for leaf in leaves]
+        data = jnp.concatenate(in_bytes)
 
         def decoded(data):
             words = []
-            for leaf, stop in zip(leaves, np.cumsum([part.size for part in parts]), strict=True):
+            for leaf, stop in zip(leaves, np.cumsum([part.size for part in in_bytes]), strict=True):
                 item = leaf.dtype.itemsize
                 own = data[stop - leaf.size * item : stop].reshape(*leaf.shape, item)
                 own = own if item > 1 else own[..., 0]
                 words.append(lax.bitcast_convert_type(own, leaf.dtype))
-            terms = codec.terms(jax.tree.unflatten(structure, words), chunk)
+            terms = parts.terms(jax.tree.unflatten(structure, words), chunk)
             return lax.bitcast_convert_type(terms, jnp.uint32)
 
-        spans = codec.byte_spans(chunk)
+        spans = parts.byte_spans(chunk)
 
         def changes(at):
             changed = decoded(data.at[at].set(data[at] ^ np.uint8(0xFF))) != decoded(data)
@@ -362,10 +363,11 @@ def test_values_of_all_terms_are_those_of_the_sum(method):
 
     def local(key, flat):
         codec = resolve_method(method).bind(flat, call, key)
+        parts = terms_of(resolve_method(method), codec)
         ((messages, chunk, _),) = call.topology.arrivals(codec, call.axis)
         each = [jax.tree.map(lambda leaf, i=i: leaf[i], messages) for i in range(3)]
-        terms = codec.local_terms(chunk) + sum(codec.terms(one, chunk) for one in each)
-        return codec.accumulate(messages, chunk), codec.values_of_terms(terms, chunk)
+        terms = parts.local_terms(chunk) + sum(parts.terms(one, chunk) for one in each)
+        return codec.accumulate(messages, chunk), parts.values_of_terms(terms, chunk)
 
     sums, values = simulated(local)(KEY, normal(4, 2048))
     np.testing.assert_allclose(values, sums, rtol=1e-5, atol=1e-5)
@@ -678,13 +680,12 @@ def test_axes_that_the_compiler_manages_are_refused():
         jax.jit(mapped)(jnp.ones((4, 8)))
 
 
-def test_a_codec_that_cannot_decode_one_message_is_named():
-    class Old(dq.methods.RecodedChunks):
-        terms = dq.methods.ChunkCodec.terms
+def test_a_method_with_a_codec_of_its_own_is_named():
+    class Other(dq.methods.ChunkCodec):
+        compress = hop = accumulate = decompress = rounded = None
 
-    codec = Old(local=None, encode=None, decode=None)
-    with pytest.raises(NotImplementedError, match=r"Old has no terms.*DynamiQ"):
-        codec.terms(None, 0)
+    with pytest.raises(ValueError, match=r"method=PowerSGD.*DynamiQ.*packet_loss.Terms"):
+        terms_of(dq.methods.PowerSGD(), Other())
 
 
 def test_expected_drift_checks_its_arguments():

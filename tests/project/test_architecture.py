@@ -145,13 +145,28 @@ def test_the_product_imports_nothing_of_the_research():
 def test_the_research_uses_public_names_alone():
     """So anybody could write such a system in a package of their own."""
     private = [(n, o) for n, o in edges() if inside(n, WING) and list(private_parts(o))]
-    # Packet loss still has hooks in the interface of codecs, which nothing public shows.
-    hooked = {"packet_loss", "marsit"}
-    assert {system(n) for n, o in private if not inside(o, WING)} <= hooked
+    # It is a collective of its own, between the buckets and the topology. No public function takes
+    # one.
+    assert {system(n) for n, o in private if not inside(o, WING)} == {"packet_loss"}
     entered = [(n, o) for n, o in edges() if inside(n, WING) and inside(o, WING)]
     wrong = [(n, o) for n, o in entered if n != f"{WING}.__init__" and system(n) != system(o)]
     # Systems that build on another one take it from its package.
     assert all(o.endswith(".__init__") for _, o in wrong)
+
+
+def test_the_core_knows_no_packet_loss():
+    """Neither by a name nor in a comment. The simulation has an adapter of its own."""
+    names = re.compile(
+        r"byte_?spans|local_terms|terms_of|of_terms|lossy|packets?\b|\bis lost", re.I
+    )
+    core = ("pallas_kernels", "dynamiq_jax._core", "dynamiq_jax.topologies", "dynamiq_jax.methods")
+    told = {
+        module: names.findall((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+        for module in LIBRARY
+        if any(inside(module, layer) for layer in (*core, f"{WING}.packet_loss"))
+    }
+    mentions = {module for module, matches in told.items() if matches}
+    assert mentions and all(inside(module, f"{WING}.packet_loss") for module in mentions), told
 
 
 def test_every_system_has_a_level_of_trust():

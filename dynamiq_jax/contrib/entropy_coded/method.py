@@ -17,6 +17,7 @@ from dynamiq_jax.contrib.entropy_coded.integer_coders import (
     PlainCoder,
 )
 from dynamiq_jax.contrib.entropy_coded.rans import RansCoder
+from dynamiq_jax.contrib.packet_loss import Terms
 from dynamiq_jax.contrib.thc import THC
 from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod, SummedChunks, WireCost
 from dynamiq_jax.parts import Payload, check_choice, check_number, take_chunk
@@ -151,7 +152,7 @@ class _Code(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodedChunks(ChunkCodec):
+class CodedChunks(ChunkCodec, Terms):
     """Codec whose hops decode integers, add them and encode the sum.
 
     A payload is uint8: whether the body is coarse, how full it is, the number of coarse messages
@@ -188,7 +189,7 @@ class CodedChunks(ChunkCodec):
 
     @override
     def local_terms(self, chunk: Array) -> Array:
-        return self.summed.local_terms(chunk)
+        return self._local(chunk).reshape(-1).astype(jnp.float32)
 
     @override
     def terms(self, payload: Payload, chunk: Array) -> Array:
@@ -197,7 +198,7 @@ class CodedChunks(ChunkCodec):
 
     @override
     def values_of_terms(self, terms: Array, chunk: Array) -> Array:
-        return self.summed.values_of_terms(terms, chunk)
+        return self.summed.decode(terms.reshape(1, *self.summed.encoded.shape[1:]), chunk)
 
     @override
     def decompress(self, payloads: Payload) -> Array:

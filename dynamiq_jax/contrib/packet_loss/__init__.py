@@ -3,5 +3,9 @@
 from dynamiq_jax.contrib.packet_loss.channel import LossyChannel
 from dynamiq_jax.contrib.packet_loss.collectives import LossyCollectives
 from dynamiq_jax.contrib.packet_loss.drift import drift, expected_drift
+from dynamiq_jax.contrib.packet_loss.spans import ByteSpans
+from dynamiq_jax.contrib.packet_loss.terms import Terms, terms_of
 
 __all__ = ["LossyChannel", "LossyCollectives", "drift", "expected_drift"]
+# For methods whose messages can lose parts.
+__all__ += ["ByteSpans", "Terms", "terms_of"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._core import ByteSpans
+from dynamiq_jax.contrib.packet_loss.spans import ByteSpans
 from dynamiq_jax.parts import check_integer, check_number
 from pallas_kernels.compat import match_varying
 

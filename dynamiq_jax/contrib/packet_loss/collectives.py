@@ -13,14 +13,14 @@ from dynamiq_jax._buckets.axes import find_axis
 from dynamiq_jax._buckets.leaves import join, named_leaves, split
 from dynamiq_jax._buckets.operations import AllGather, Leaves, ReduceScatter
 from dynamiq_jax._buckets.plan import Bucket
-from dynamiq_jax._core import ByteSpans
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.shards import managed_axes
 from dynamiq_jax.contrib.packet_loss.channel import LossyChannel
+from dynamiq_jax.contrib.packet_loss.spans import ByteSpans
+from dynamiq_jax.contrib.packet_loss.terms import terms_of
 from dynamiq_jax.methods import (
     Call,
-    ChunkCodec,
     ChunkedMethod,
     DynamiQ,
     Exact,
@@ -236,7 +236,7 @@ class _LossyReduceScatter(ReduceScatter):
             return {index: self._mean(total) for index, total in super().exact(leaves).items()}
         flat = join([leaf.astype(jnp.float32) for leaf in leaves.values()], 1)
         call = self._call(Call(size=flat.size, axis=self.axes.slow, topology=AllToAll()))
-        mean = self._estimate(Exact().bind(flat, call, self.key), call, self.key)
+        mean = self._estimate(Exact(), flat, call, (self.key, self.key))
         parts = split(mean, [leaf.shape[1] for leaf in leaves.values()], 1)
         return {
             index: part[0].astype(leaf.dtype)
@@ -251,7 +251,7 @@ class _LossyReduceScatter(ReduceScatter):
         call = self._call(bucket.call.of_size(flat.size))
         assert isinstance(bucket.method, ChunkedMethod)
         of_losses = jax.random.fold_in(key, _GRADIENTS)
-        mean = self._estimate(bucket.method.bind(flat, call, key), call, of_losses)
+        mean = self._estimate(bucket.method, flat, call, (key, of_losses))
         return Reduced(mean, mean)
 
     @property
@@ -264,33 +264,40 @@ class _LossyReduceScatter(ReduceScatter):
     def _call(self, call: Call) -> Call:
         return dataclasses.replace(call, collective="psum_scatter")
 
-    def _estimate(self, codec: ChunkCodec, call: Call, key: Array) -> Array:
-        """Estimate the mean of this worker's chunk: float32 [chunk size]."""
+    def _estimate(
+        self, method: ChunkedMethod, flat: Array, call: Call, keys: tuple[Array, Array]
+    ) -> Array:
+        """Estimate the mean of this worker's chunk, float32 [chunk size].
+
+        The keys are those of the rounding noise and of the losses.
+        """
+        codec = method.bind(flat, call, keys[0])
+        parts = terms_of(method, codec)
         axis, channel, others = call.axis, self.lossy.channel, call.num_workers - 1
         ((messages, chunk, _),) = call.topology.arrivals(codec, axis)
         message_bytes = _num_bytes(messages) // others
         senders = (axis.index + 1 + jnp.arange(others)) % axis.size  # in the order of arrivals
-        spans = codec.byte_spans(chunk)
+        spans = parts.byte_spans(chunk)
         if spans is None:  # all terms are one group, which depends on all bytes
             spans = ByteSpans.of_sections(1, (message_bytes,))
         if self.lossy.rows_together:
             spans, message_bytes = spans.side_by_side(), spans.size
         number = channel.num_packets(message_bytes)
-        arrived = channel.arrived(key, axis.size, axis.index, number)[senders]
+        arrived = channel.arrived(keys[1], axis.size, axis.index, number)[senders]
         is_here = jax.vmap(lambda each: channel.intact(spans, each))(arrived)
         chances = channel.chance_intact(spans, axis.size, axis.index)[senders]
         of_own, of_others = _weights(self.lossy.estimator, is_here, chances)
-        local = codec.local_terms(chunk).reshape(len(of_own), -1)
+        local = parts.local_terms(chunk).reshape(len(of_own), -1)
 
         def add(index: Array, total: Array) -> Array:
             message = jax.tree.map(lambda leaf: take_chunk(leaf, index), messages)
-            terms = codec.terms(message, chunk).reshape(total.shape)
+            terms = parts.terms(message, chunk).reshape(total.shape)
             weighted = take_chunk(of_others, index)[:, None] * terms
             # Not a product with zero: lost bytes may decode to NaN.
             return total + jnp.where(take_chunk(is_here, index)[:, None], weighted, np.float32(0))
 
         total = lax.fori_loop(0, others, add, of_own[:, None] * local)
-        return self._mean(codec.values_of_terms(total.reshape(-1), chunk))
+        return self._mean(parts.values_of_terms(total.reshape(-1), chunk))
 
 
 def _weights(estimator: Estimator, is_here: Array, chances: Array) -> tuple[Array, Array]:

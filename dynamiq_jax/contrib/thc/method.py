@@ -143,7 +143,6 @@ class THC(ChunkedMethod):
             first=local.first,
             pack=layout.pack,
             unpack=layout.unpack,
-            sections=layout.sections,
         )
 
     @property
@@ -185,11 +184,6 @@ class Layout:
     def payload_bytes(self) -> int:
         """Bytes of a message."""
         return self.rows_per_chunk * row_bytes(self.width)
-
-    @property
-    def sections(self) -> tuple[int, tuple[int, ...]]:
-        """Rows of a message, and the bytes of a row in each plane, as `ByteSpans` has."""
-        return self.rows_per_chunk, tuple(row_bytes(bits) for bits in packing.planes(self.width))
 
     def as_blocks(self, chunks: Array) -> Array:
         """Reshape [chunks, chunk_size] to [blocks, block], each chunk padded with zeros."""
