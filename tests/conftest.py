@@ -16,8 +16,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 speed.read_flags_again()
 
-# Trainers that others wrote have environments of their own: see `make test-tunix`.
-collect_ignore = [] if importlib.util.find_spec("tunix") else ["trainers"]
+# A command, which needs cosmic-ray.
+collect_ignore = ["mutants.py"]
+# Third-party trainers have environments of their own: see `make test-tunix`.
+if importlib.util.find_spec("tunix") is None:
+    collect_ignore.append("trainers")
 
 # Files that run examples, pages and trainers, whose own code may promote ranks.
 OF_USERS = (
