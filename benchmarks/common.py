@@ -62,12 +62,12 @@ def earlier_results(name: str, config: dict[str, Any], *, but: Collection[str]) 
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
+    earlier = json.loads(path.read_text())
     ours = json.loads(json.dumps(config))
-    for options in (ours, found["config"]):
+    for options in (ours, earlier["config"]):
         for option in but:
             options.pop(option, None)
-    return found["results"] if found["config"] == ours else None
+    return earlier["results"] if earlier["config"] == ours else None
 
 
 def _commit() -> str:

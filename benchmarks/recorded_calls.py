@@ -147,25 +147,25 @@ def make_tree(name: str, workers: int) -> dict[str, Any]:
 
 def cases() -> list[Case]:
     """All calls that are recorded."""
-    found = []
+    known = []
     for method in METHODS:
         stateful = method.startswith(NEEDS_STATE)
         function = "all_reduce_gradients" if stateful else "psum"
-        found += [Case(function, method), Case(function, method, "all_to_all")]
+        known += [Case(function, method), Case(function, method, "all_to_all")]
     for topology in TOPOLOGIES:
-        found += [Case("pmean", m, topology, 8, "mixed") for m in ("dynamiq", "bf16", "thc")]
-        found += [
+        known += [Case("pmean", m, topology, 8, "mixed") for m in ("dynamiq", "bf16", "thc")]
+        known += [
             Case("psum_scatter", m, topology) for m in ("dynamiq", "exact", "thc", "mxfp8 shared")
         ]
     for dtype in ("bfloat16", "float16", "hostile"):
-        found += [Case("pmean", m, tree=dtype) for m in ("dynamiq", "paper", "mxfp6", "blockint")]
-    found += [
+        known += [Case("pmean", m, tree=dtype) for m in ("dynamiq", "paper", "mxfp6", "blockint")]
+    known += [
         Case("all_gather", m, tree=tree)
         for m in ("dynamiq", "bf16", "exact", "thc", "mxfp4", "blockint:4:rounding=stochastic")
         for tree in ("small", "mixed")
     ]
-    found += [Case("psum_scatter", m, tree="mixed") for m in ("dynamiq", "bf16", "mxfp8")]
-    found += [
+    known += [Case("psum_scatter", m, tree="mixed") for m in ("dynamiq", "bf16", "mxfp8")]
+    known += [
         Case("all_gather axis=-1", "dynamiq", tree="mixed"),
         Case("psum_scatter dimension=1", "dynamiq", tree="mixed"),
         Case("value_and_grad", "dynamiq"),
@@ -182,7 +182,7 @@ def cases() -> list[Case]:
         Case("psum", "dynamiq", tree="mixed", options=(("exact leaf", "a"),)),
         Case("all_reduce_gradients", "ef+powersgd", tree="mixed", options=APART),
     ]
-    return found
+    return known
 
 
 def program(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -219,11 +219,11 @@ def reduce(case: Case, mine: Any, axes: Any, options: dict[str, Any]) -> Any:
         options["mask"] = {name: name != exact for name in mine}
     elif exact:
         method = {f"^{exact}$": "exact", ".*": method}
-    how = {"method": method} | call_options(function, **options)
+    arguments = {"method": method} | call_options(function, **options)
     if name != "all_gather":
-        how["topology"] = TOPOLOGIES.get(case.topology, case.topology)
+        arguments["topology"] = TOPOLOGIES.get(case.topology, case.topology)
     if name == "all_reduce_gradients":
-        transformation = function(axes, seed=3, **how)
+        transformation = function(axes, seed=3, **arguments)
         state, results = transformation.init(mine), []
         for step in range(3):
             scaled = jax.tree.map(lambda leaf, s=step: leaf * jnp.asarray(1 + s, leaf.dtype), mine)
@@ -231,13 +231,13 @@ def reduce(case: Case, mine: Any, axes: Any, options: dict[str, Any]) -> Any:
             results.append(update)
         return results
     if name in ("psum_scatter", "all_gather"):
-        how["tiled"] = True
+        arguments["tiled"] = True
     if "axis=-1" in case.function:
-        how["axis"] = -1
+        arguments["axis"] = -1
     if "dimension=1" in case.function:
-        how["scatter_dimension"] = 1
+        arguments["scatter_dimension"] = 1
         mine = {name: leaf for name, leaf in mine.items() if leaf.ndim > 1}
-    return function(mine, axes, key=key, **how)
+    return function(mine, axes, key=key, **arguments)
 
 
 def value_and_grad(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -264,7 +264,7 @@ def value_and_grad(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def collectives(hlo: str) -> list[str]:
     """List kind, dtype, size and place of every result of a collective in a compiled program."""
-    computation, found = "", []
+    computation, lines = "", []
     bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
     for line in hlo.splitlines():
         opening = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{", line)
@@ -274,8 +274,8 @@ def collectives(hlo: str) -> list[str]:
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match.group(1)):
                 size = math.prod(int(dim) for dim in dims.split(",") if dim)
                 looped = " in a loop" * (computation in bodies)
-                found.append(f"{match.group(2)} {dtype} x {size}{looped}")
-    return sorted(found)
+                lines.append(f"{match.group(2)} {dtype} x {size}{looped}")
+    return sorted(lines)
 
 
 def record(case: Case) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def table(rows: list[dict[str, Any]], once: bool) -> Table:
     for row in rows:
         axes = " x ".join(f"{size} {name}" for name, size in row["axes"].items())
         result.add_column(f"{row['sum']}\n{axes}", justify="right")
-    how = "loops once" if once else "loops by trip count"
+    turns = "loops once" if once else "loops by trip count"
     for heading, cell in {
         "slices": "{slices}",
         "compiled as on": "{host}",
@@ -178,7 +178,7 @@ def table(rows: list[dict[str, Any]], once: bool) -> Table:
         "compile, s of a core": "{compile_cpu_seconds:.1f}",
         "bytes a coordinate": "{bytes_per_coordinate:.1f}",
         "far": "{far_bytes_per_coordinate:.1f}",
-        f"cost_analysis, {how}": "{cost_analysis_bytes_per_coordinate:.1f}",
+        f"cost_analysis, {turns}": "{cost_analysis_bytes_per_coordinate:.1f}",
         "relayouts": "{relayouts}",
         "bytes a coordinate of these": "{relayout_bytes_per_coordinate:.1f}",
         "ms": "{estimated_ms:.2f}",
@@ -191,8 +191,8 @@ def table(rows: list[dict[str, Any]], once: bool) -> Table:
         )
         result.add_row(heading, *cells)
     for name in sorted({name for row in rows for name in row["collectives"]}):
-        found = (row["collectives"].get(name, {"bytes": 0})["bytes"] for row in rows)
-        result.add_row(f"{name}, MB", *(f"{size / 1e6:.2f}" for size in found))
+        sizes = (row["collectives"].get(name, {"bytes": 0})["bytes"] for row in rows)
+        result.add_row(f"{name}, MB", *(f"{size / 1e6:.2f}" for size in sizes))
     return result
 
 

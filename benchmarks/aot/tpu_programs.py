@@ -51,8 +51,8 @@ def mesh(topology: str, slices: int, axes: dict[str, int]) -> Mesh:
       axes: sizes of the axes by their names. Devices of a slice are consecutive.
     """
     several = {"num_slices": slices} if slices > 1 else {}
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
-    devices: Sequence[Any] = found.devices
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
+    devices: Sequence[Any] = described.devices
     shaped = np.array(devices).reshape(tuple(axes.values()))
     return Mesh(shaped, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 

@@ -176,9 +176,9 @@ def _layer(x: jax.Array, matrices: Sequence[jax.Array]) -> jax.Array:
 
 
 def _step(case: Case) -> Any:
-    how: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if case.topology != "exact":
-        how = {
+        arguments = {
             "method": dq.DynamiQ(implementation="triton"),
             "topology": resolve_topology(case.topology),
             "options": dq.Options(bucket_bytes=case.matrices * _MATRIX_BYTES, bucketing="in_order"),
@@ -188,9 +188,9 @@ def _step(case: Case) -> Any:
         """Make gradients the sums over the workers, where a form takes them by a transpose."""
         if case.form == "after":
             return matrices
-        if not how:
+        if not arguments:
             return lax.pcast(matrices, "data", to="varying")
-        return dq.pcast(matrices, "data", to="varying", key=key, **how)
+        return dq.pcast(matrices, "data", to="varying", key=key, **arguments)
 
     def run(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         """Run the layers, each of which is cast."""
@@ -226,7 +226,9 @@ def _step(case: Case) -> Any:
 
         if case.form == "after":
             own = jax.grad(loss)(lax.pcast(params, "data", to="varying"))
-            mean = dq.pmean(own, "data", key=key, **how) if how else lax.pmean(own, "data")
+            mean = (
+                dq.pmean(own, "data", key=key, **arguments) if arguments else lax.pmean(own, "data")
+            )
         else:
             mean = jax.grad(loss)(params)
         return jax.tree.map(lambda param, gradient: param - 0.1 * gradient, params, mean)

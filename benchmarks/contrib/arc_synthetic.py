@@ -178,8 +178,8 @@ def main(config: Config) -> None:
     for wrapper in wrappers:
         table.add_column(wrapper, justify="right")
     for name in dict.fromkeys(row["method"] for row in rows):
-        found = {row["wrapper"]: row["last"] for row in rows if row["method"] == name}
-        table.add_row(name, *(f"{found[wrapper]:.2e}" for wrapper in wrappers))
+        losses = {row["wrapper"]: row["last"] for row in rows if row["method"] == name}
+        table.add_row(name, *(f"{losses[wrapper]:.2e}" for wrapper in wrappers))
     console.print(table)
     if config.save:
         path = common.save("arc_synthetic", dataclasses.asdict(config), rows)

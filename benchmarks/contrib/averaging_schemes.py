@@ -76,17 +76,17 @@ def variances(
       relative to the variance there: [rounds + 1].
     """
     rng = np.random.default_rng(0)
-    found = np.zeros(rounds + 1)
+    spread = np.zeros(rounds + 1)
     for _ in range(trials):
         run = SCHEMES[scheme](grid, dead, rng)
         values = [next(run) for _ in range(rounds + 1)]
-        found += [np.mean((value - values[0].mean()) ** 2) for value in values]
-    return found / found[0]
+        spread += [np.mean((value - values[0].mean()) ** 2) for value in values]
+    return spread / spread[0]
 
 
-def rounds_until(found: np.ndarray, variance: float) -> int | None:
+def rounds_until(spread: np.ndarray, variance: float) -> int | None:
     """Return the first number of rounds that leaves at most this variance; None if none does."""
-    below = np.flatnonzero(found <= variance)
+    below = np.flatnonzero(spread <= variance)
     return int(below[0]) if below.size else None
 
 

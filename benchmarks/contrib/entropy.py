@@ -123,7 +123,7 @@ def coded(flat: Values, method: EntropyCoded, topology: FixedTopology) -> dict[s
 
 def code_entropy(values: NDArray[np.float32]) -> dict[str, float]:
     """Return bits saved of each code by entropy coding with a table for each width."""
-    found = {}
+    saved_bits = {}
     rows = jnp.asarray(values[: values.size // SUPER_GROUP_SIZE * SUPER_GROUP_SIZE]).reshape(
         -1, 256
     )
@@ -142,11 +142,11 @@ def code_entropy(values: NDArray[np.float32]) -> dict[str, float]:
         for width in np.unique(widths[widths > 0]):
             rows_of_width = codes[widths == width]
             saved += (width - entropy(rows_of_width)) * len(rows_of_width) / len(rows)
-        found[f"dynamiq:{bits}"] = saved
+        saved_bits[f"dynamiq:{bits}"] = saved
     for code_bits in (4, 5, 8):
         codes, _ = BlockInt(code_bits=code_bits).encode_rows(rows, None)
-        found[f"blockint:{code_bits}"] = code_bits - entropy(np.asarray(codes))
-    return found
+        saved_bits[f"blockint:{code_bits}"] = code_bits - entropy(np.asarray(codes))
+    return saved_bits
 
 
 def main(config: Config) -> None:

@@ -108,9 +108,9 @@ def laws(config: Config) -> list[dict[str, Any]]:
     for grid, dead in config.grids:
         rounds = 2 * len(grid)
         trials = min(config.trials, config.peers // int(np.prod(grid)))
-        found = variances(MOSHPIT, grid, dead, rounds=rounds, trials=trials)
+        simulated = variances(MOSHPIT, grid, dead, rounds=rounds, trials=trials)
         law = [moshpit_variance(number, grid=grid, dead=dead) for number in range(rounds + 1)]
-        rows.append({"grid": grid, "dead": dead, "simulated": found.tolist(), "law": law})
+        rows.append({"grid": grid, "dead": dead, "simulated": simulated.tolist(), "law": law})
     return rows
 
 
@@ -118,15 +118,15 @@ def schemes(config: Config) -> list[dict[str, Any]]:
     """Simulate all schemes with as many peers."""
     rows = []
     for name in SCHEMES:
-        found = variances(
+        simulated = variances(
             name,
             config.schemes_grid,
             config.schemes_dead,
             rounds=config.schemes_rounds,
             trials=config.schemes_trials,
         )
-        until = {f"{limit:g}": rounds_until(found, limit) for limit in (1e-2, 1e-4, 1e-9)}
-        rows.append({"scheme": name, "variance": found.tolist(), "rounds_until": until})
+        until = {f"{limit:g}": rounds_until(simulated, limit) for limit in (1e-2, 1e-4, 1e-9)}
+        rows.append({"scheme": name, "variance": simulated.tolist(), "rounds_until": until})
     return rows
 
 
@@ -270,8 +270,8 @@ class Bench:
         for method in ("bf16", "dynamiq:8", "dynamiq:5"):
             row: dict[str, Any] = {"method": method}
             for values in ("parameters", "changes"):
-                found = peers.average(values, method)(state, here, jax.random.key(0))
-                error = _flat(_mean(found[0])) - exact
+                averaged = peers.average(values, method)(state, here, jax.random.key(0))
+                error = _flat(_mean(averaged[0])) - exact
                 row[values] = float(np.linalg.norm(error) / np.linalg.norm(exact - before))
             rows.append(row)
         return rows
@@ -309,18 +309,18 @@ def main(config: Config) -> None:
     jax.config.update("jax_num_cpu_devices", int(np.prod(config.grid)))
     console = Console()
     options = dataclasses.asdict(config)
-    found = {}
+    earlier = {}
     if config.resume:
         simulated = ("grids", "peers", "trials")
         simulated += ("schemes_grid", "schemes_dead", "schemes_rounds", "schemes_trials")
         but = (*simulated, "groups", "save", "resume")
-        found = common.earlier_results("moshpit", options, but=but) or {}
+        earlier = common.earlier_results("moshpit", options, but=but) or {}
     results: dict[str, Any] = {"laws": laws(config), "schemes": schemes(config)}
     bench = functools.cache(lambda: prepare(config))
     with console.status("Pre-training"):
-        results["errors"] = found.get("errors") or bench().errors()
+        results["errors"] = earlier.get("errors") or bench().errors()
     results["training"] = []
-    known = {(row["group"], row["run"]): row for row in found.get("training", ())}
+    known = {(row["group"], row["run"]): row for row in earlier.get("training", ())}
     runs = [(group, name, run) for group in config.groups for name, run in GROUPS[group].items()]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Training", total=len(runs) * len(config.seeds))

@@ -181,8 +181,8 @@ def measure(
             )
             tokens = windows.reshape(config.workers, config.batch, config.context + 1)
             key = jax.random.fold_in(jax.random.key(seed), number)
-            state, found = step(state, jnp.asarray(tokens), key)
-            drifts.append(float(found[0]))
+            state, metrics = step(state, jnp.asarray(tokens), key)
+            drifts.append(float(metrics[0]))
         of_first = jax.tree.map(lambda leaf: leaf[0], (state[0], joined(state, key)))
         of_worker, of_owners = (float(evaluate(each, held_out)) for each in of_first)
         square = float(optax.global_norm(of_first[1])) ** 2
@@ -281,8 +281,8 @@ def main(config: Config) -> None:
             of_run = {**dataclasses.asdict(run), "gradients": run.gradients}
             results.append({**of_run, "seeds": seeds})
             if config.save:  # after every run: all of them take long
-                found = {"messages": messages, "training": with_offsets(results)}
-                common.save("packet_loss", dataclasses.asdict(config), found)
+                measured = {"messages": messages, "training": with_offsets(results)}
+                common.save("packet_loss", dataclasses.asdict(config), measured)
     results = with_offsets(results)
     if config.save:
         draw(results)
@@ -295,9 +295,9 @@ def earlier_runs(config: Config) -> dict[Run, list[dict[str, Any]]]:
     of_runs = "methods", "rates", "burst", "contrast_rate", "save", "resume"
     of_messages = "message_methods", "message_size"
     config_of_all = dataclasses.asdict(config)
-    found = common.earlier_results("packet_loss", config_of_all, but=of_runs + of_messages)
+    earlier = common.earlier_results("packet_loss", config_of_all, but=of_runs + of_messages)
     names = [field.name for field in dataclasses.fields(Run)]
-    rows = found["training"] if found else []
+    rows = earlier["training"] if earlier else []
     return {Run(**{name: row[name] for name in names}): row["seeds"] for row in rows}
 
 

@@ -69,18 +69,18 @@ def main(config: Config) -> int:
         (row["method"], row["topology"], row["workers"], row["tensor"]): row["vnmse"]
         for row in measured
     }
-    found = {
+    results = {
         "against_fitted": against_fitted(vnmse, config, names, fitted(config.recipe)),
         "against_blockint": against_blockint(vnmse, config, names),
         "against_mxfp4": against_mxfp4(vnmse, config, names),
     }
-    for name, rows in found.items():
+    for name, rows in results.items():
         if rows:
             console.print(as_table(name, rows, config.tolerance))
     if config.save:
         options = dataclasses.asdict(config)
         del options["folder"], options["output"]
-        path = common.write(config.output, options, found | {"measured": measured})
+        path = common.write(config.output, options, results | {"measured": measured})
         console.print(f"Written to {path}", soft_wrap=True)
     return tables.warn_unequal(console, measured)
 
@@ -130,7 +130,7 @@ def measure(config: Config, names: list[str], folder: Path) -> Rows:
             bits = parsed.wire_report(size, workers).bits
             for name in names:
                 values = {"gradient": load(folder, name, workers)}
-                found = simulation(values, range(config.seeds))
+                errors = simulation(values, range(config.seeds))
                 rows.append(
                     {
                         "setting": setting,
@@ -139,9 +139,9 @@ def measure(config: Config, names: list[str], folder: Path) -> Rows:
                         "workers": workers,
                         "bits": bits,
                         "tensor": name,
-                        "vnmse": found.vnmse,
-                        "gain": found.gain,
-                        "replicas_equal": found.replicas_equal,
+                        "vnmse": errors.vnmse,
+                        "gain": errors.gain,
+                        "replicas_equal": errors.replicas_equal,
                     }
                 )
                 done(f"{setting}, {workers} workers, {name}")

@@ -110,15 +110,15 @@ def main(config: Config) -> None:
             of_workers = {step: {"gradient": all_[:workers]} for step, all_ in gradients.items()}
             simulation = Simulation(setting, next(iter(of_workers.values())))
             for step, chosen in of_workers.items():
-                found = simulation(chosen, range(config.seeds))
+                errors = simulation(chosen, range(config.seeds))
                 row = {
                     "preset": name,
                     "bits": dq.wire_report(chosen["gradient"][0], workers, method=method).bits,
                     "topology": topology,
                     "workers": workers,
                     "step": step,
-                    "vnmse": found.vnmse,
-                    "relative": found.relative,
+                    "vnmse": errors.vnmse,
+                    "relative": errors.relative,
                 }
                 if name == "paper" and workers == 8 and bits == 5:
                     row["oracle_vnmse"] = oracle_vnmse(chosen["gradient"], method, config)

@@ -59,16 +59,16 @@ def measure(config: Config) -> list[dict[str, Any]]:
     """Return a row for each agreement, topology and number of workers."""
     rows = []
     for agreement in config.agreements:
-        found: dict[tuple[str, int], float] = {}
+        errors: dict[tuple[str, int], float] = {}
         for workers in track(config.simulated, f"agreement {agreement:g}", transient=True):
             # Few workers get larger chunks: of few rows, one heavy one would decide everything.
             size = SUPER_GROUP_SIZE * config.rows_per_chunk * max(workers, 32)
             stacked = worker_gradients(workers, size, 0, agreement=agreement)
             for name in TOPOLOGIES:
-                found[name, workers] = simulate(stacked, name, config)
+                errors[name, workers] = simulate(stacked, name, config)
         ones = [
             error / error_growth(TOPOLOGIES[name], workers, agreement=agreement)
-            for (name, workers), error in found.items()
+            for (name, workers), error in errors.items()
         ]
         one = float(np.exp(np.mean(np.log(ones))))
         for name, topology in TOPOLOGIES.items():
@@ -79,7 +79,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
                         "agreement": agreement,
                         "topology": name,
                         "workers": workers,
-                        "vnmse": found.get((name, workers)),
+                        "vnmse": errors.get((name, workers)),
                         "law": one * growth,
                     }
                 )

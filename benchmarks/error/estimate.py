@@ -174,18 +174,18 @@ def hostile_run(config: Config) -> dict[str, Any]:
         jax.vmap(reduce.update, axis_name=_AXIS, in_axes=(0, None), out_axes=(0, None))
     )
     state = reduce.init(np.zeros(size, np.float32))
-    found: dict[str, Any] = {"error": [], "estimate": [], "fallbacks": [], "without_limit": []}
+    curves: dict[str, Any] = {"error": [], "estimate": [], "fallbacks": [], "without_limit": []}
     for step in range(config.steps):
         values = worker_gradients(workers, size, seed=step)
         if config.hostile[0] <= step < config.hostile[1]:
             values = np.random.default_rng(step).standard_normal((workers, size), np.float32)
             values[0, :: 97 + step] *= 50
         mean, state = update(values, state)
-        found["error"].append(vnmse(mean[0], values))
-        found["estimate"].append(float(state.metrics["worst_error"]))
-        found["fallbacks"].append(int(state.metrics["fallbacks"]))
-        found["without_limit"].append(vnmse(unlimited(jax.random.key(step), values)[0], values))
-    return found
+        curves["error"].append(vnmse(mean[0], values))
+        curves["estimate"].append(float(state.metrics["worst_error"]))
+        curves["fallbacks"].append(int(state.metrics["fallbacks"]))
+        curves["without_limit"].append(vnmse(unlimited(jax.random.key(step), values)[0], values))
+    return curves
 
 
 def precision_table(rows: list[dict[str, Any]]) -> Table:

@@ -108,10 +108,10 @@ def main(config: Config) -> None:
                 done[text, workers] = [
                     simulation(gradients, range(config.seeds)).vnmse for gradients in chosen
                 ]
-            found = dict(zip(steps, done[text, workers], strict=True))
+            errors = dict(zip(steps, done[text, workers], strict=True))
             row = {"table": table, "row": label, "setting": text, "workers": workers}
             results.append(
-                row | {"vnmse": found, "mean": geometric_mean(found.values()), "paper": paper}
+                row | {"vnmse": errors, "mean": geometric_mean(errors.values()), "paper": paper}
             )
             progress.advance(task)
     for title in dict.fromkeys(row["table"] for row in results):

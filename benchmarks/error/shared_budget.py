@@ -83,8 +83,8 @@ def allocated(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple
     """Return the policy of the gradients of one worker, and options."""
     method, options = in_order(tree, workers, bits, bucket_bytes)
     of_one = jax.tree.map(lambda leaf: leaf[0], tree)
-    found = dq.allocate_bits(of_one, axis_size=workers, method=method, options=options)
-    return found.policy, options
+    allocation = dq.allocate_bits(of_one, axis_size=workers, method=method, options=options)
+    return allocation.policy, options
 
 
 FORMS: dict[str, Form] = {
@@ -133,13 +133,13 @@ def cases(config: Config) -> list[Case]:
             energy = _lognormal(size, config.octaves, rng)
         return energy / energy.mean() * _SHARES.get(kind, 1e-3) / sizes[kind]
 
-    found = [
+    known = [
         Case("four leaves", leaves, spread, 4 * config.leaf_size),
         Case("four leaves of white noise", leaves, white, 4 * config.leaf_size),
         Case("SmolLM2, 128 MiB", model, language_model, 2**27 // reduced),
         Case("SmolLM2, 4 MiB", model, language_model, 2**22),
     ]
-    return [case for case in found if case.name in config.trees or not config.trees]
+    return [case for case in known if case.name in config.trees or not config.trees]
 
 
 def draw(case: Case, workers: int, agreement: float) -> Tree:
@@ -191,8 +191,10 @@ def vnmse(tree: Tree, truth: Tree, method: Any, options: dq.Options) -> float:
     mean = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
     on_devices = jax.device_put(tree, NamedSharding(mesh, P(AXIS)))
     error = norm = 0.0
-    for found, exact in zip(jax.tree.leaves(mean(on_devices)), jax.tree.leaves(truth), strict=True):
-        error += float(np.sum((np.asarray(found) - exact) ** 2, dtype=np.float64))
+    for mean_of_leaf, exact in zip(
+        jax.tree.leaves(mean(on_devices)), jax.tree.leaves(truth), strict=True
+    ):
+        error += float(np.sum((np.asarray(mean_of_leaf) - exact) ** 2, dtype=np.float64))
         norm += float(np.sum(exact**2, dtype=np.float64))
     return error / norm
 

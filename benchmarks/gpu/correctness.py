@@ -48,7 +48,7 @@ def simulate(bench: Bench, results: Results) -> None:
     errors: dict[str, float] = {}
     for name in IMPLEMENTATIONS:
         method = options.method(options.bits[0], name)
-        key, how = ("all_reduce", name), "vmap"
+        key, route = ("all_reduce", name), "vmap"
         try:
             executable = _compile_vmap(method, gradients)
             reduced = jax.block_until_ready(executable(gradients))
@@ -56,11 +56,11 @@ def simulate(bench: Bench, results: Results) -> None:
         except Exception as error:
             # Whether a kernel can be mapped is the backend's affair, not this benchmark's.
             results[f"no vmap of {name}"] = f"{type(error).__name__}: {str(error)[:500]}"
-            how = "by hand"
+            route = "by hand"
             reduced = _ring_by_hand(method, gradients)[None]
         errors[name] = _vnmse(reduced[0], total)
         same = bool(jnp.all(reduced == reduced[:1]))
-        results[name] = {"how": how, "vnmse": errors[name], "replicas_are_equal": same}
+        results[name] = {"how": route, "vnmse": errors[name], "replicas_are_equal": same}
         results[name] |= bench.measure(key, [[gradients]]) or {}
         print(f"{workers} workers, {size} coordinates, {name}: {results[name]}", flush=True)
         if not same:

@@ -273,8 +273,10 @@ def _assemble(ptx: str, shared: dict[str, int]) -> Kernel:
         sass = _run(disassembler, "-c", binary).stdout if disassembler else None
     opcodes = None
     if sass is not None:
-        found = re.findall(r"^\s*/\*\w{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z][\w.]*)", sass, re.MULTILINE)
-        opcodes = dict(collections.Counter(found).most_common())
+        opcodes_in_order = re.findall(
+            r"^\s*/\*\w{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z][\w.]*)", sass, re.MULTILINE
+        )
+        opcodes = dict(collections.Counter(opcodes_in_order).most_common())
         opcodes.pop("NOP", None)  # padding behind the end
     accesses: collections.Counter[tuple[str, int]] = collections.Counter()
     pattern = r"\b(ld|st)(?:\.\w+)*?\.global(?:[.:]\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\b"
@@ -308,13 +310,13 @@ def _printing_to(path: Path) -> Iterator[None]:
 
 def _shared_memory(dump: Path) -> dict[str, int]:
     """Return bytes by the name of a kernel: they are given at launch, not to the assembler."""
-    found: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
     for path in dump.glob("*thunk_sequence.txt"):
         pattern = r"(\w+) grid: .*shared_memory: (\d+) bytes"
-        found |= {name: int(size) for name, size in re.findall(pattern, path.read_text())}
+        bytes_of |= {name: int(size) for name, size in re.findall(pattern, path.read_text())}
     printed = (dump / _MOSAIC).read_text()
     names, sizes = (re.findall(p, printed) for p in (r"\.entry (\w+)", r"smem_scratch_bytes=(\d+)"))
-    return found | {name: int(size) for name, size in zip(names, sizes, strict=True)}
+    return bytes_of | {name: int(size) for name, size in zip(names, sizes, strict=True)}
 
 
 def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -327,21 +329,21 @@ def _read_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
             name = start[2]
             entry = name if start[1] else entry
             computations[name] = []
-        elif name and (found := line_of.match(line)):
-            operands = tuple(re.findall(r"%([\w.\-]+)", found[4]))
+        elif name and (match := line_of.match(line)):
+            operands = tuple(re.findall(r"%([\w.\-]+)", match[4]))
             target = re.search(
-                r'custom_call_target="(__gpu\$xla\.gpu\.triton|mosaic_gpu)', found[5]
+                r'custom_call_target="(__gpu\$xla\.gpu\.triton|mosaic_gpu)', match[5]
             )
-            pallas = found[3] == "custom-call" and target is not None
-            body = re.search(r"body=%?([\w.\-]+)", found[5])
-            scope = re.search(r'op_name="([^"]*)"', found[5])
-            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', found[5])
+            pallas = match[3] == "custom-call" and target is not None
+            body = re.search(r"body=%?([\w.\-]+)", match[5])
+            scope = re.search(r'op_name="([^"]*)"', match[5])
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', match[5])
             computations[name].append(
                 Instruction(
-                    *found.group(1, 2, 3),
+                    *match.group(1, 2, 3),
                     operands,
                     pallas,
-                    matmul=bool(re.search(r'"__triton_(?:nested_)?gemm|"__cublas', found[5])),
+                    matmul=bool(re.search(r'"__triton_(?:nested_)?gemm|"__cublas', match[5])),
                     scope=scope[1] if scope else "",
                     body=body and body[1],
                     turns=int(turns[1]) if turns else 1,
@@ -363,10 +365,10 @@ def _run(*command: Any) -> subprocess.CompletedProcess[str]:
 
 
 def _find(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise ValueError(f"No {pattern!r} in {text[:200]!r}: has its format changed?")
-    return found[1]
+    return match[1]
 
 
 def _version(package: str) -> str | None:

@@ -40,11 +40,11 @@ def sweep(bench: Bench, results: Results) -> None:
         if not bench.record.may_start(f"sweep {dtype}"):
             continue
         with bench.record.case(f"sweep {dtype}"):
-            found = results[dtype] = _sweep(
+            rows = results[dtype] = _sweep(
                 bench, Case(bench, options.sizes[0], dtype, options.bits[0])
             )
-            best = min(found, key=lambda row: row["us"], default=None)
-            for row in found:
+            best = min(rows, key=lambda row: row["us"], default=None)
+            for row in rows:
                 print(
                     f"{dtype:>9} rows {row['rows']:>2} warps {row['warps']}: {row['us']:9.1f} us, "
                     f"{row['fraction_of_copy']:.3f} of copy" + (" <- best" if row is best else "")
@@ -92,10 +92,10 @@ def _sweep(bench: Bench, case: Case) -> list[dict[str, Any]]:
     bench.compile_all(programs)
     arg_sets = case.arg_sets(_HOP, case.make_inputs())
     moved = floor_bytes(*_HOP, case.layout, case.dtype) * case.size
-    found = []
+    timed = []
     for config, key in keys.items():
         timing = bench.measure(key, arg_sets)
         if timing is not None:
             fraction = moved / timing["us"] * 1e6 / bench.copy_bytes_per_second
-            found.append(config._asdict() | timing | {"fraction_of_copy": fraction})
-    return found
+            timed.append(config._asdict() | timing | {"fraction_of_copy": fraction})
+    return timed

@@ -152,13 +152,13 @@ def collectives(runs: list[Run]) -> dict[str, dict[str, int]]:
 
     A send moves bytes between slices; what the host then does with them is not in the program.
     """
-    found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"times": 0, "bytes": 0})
+    totals: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"times": 0, "bytes": 0})
     for run in runs:
         opcode = run.instruction.opcode.removesuffix("-start")
         if opcode in COLLECTIVES:
-            found[opcode]["times"] += run.times
-            found[opcode]["bytes"] += run.operand_bytes * run.times
-    return dict(found)
+            totals[opcode]["times"] += run.times
+            totals[opcode]["bytes"] += run.operand_bytes * run.times
+    return dict(totals)
 
 
 def sizes(types: str) -> list[tuple[int, bool]]:

@@ -1,1 +1,1 @@
-"""Training with trainers that others wrote, exact and through the library."""
+"""Training with third-party trainers, exact and through the library."""

@@ -256,7 +256,7 @@ def reports(run: Run, config: Any, lowered: Any, compiled: Any, method: str) -> 
     if run.axis == "diloco":
         manipulator = diloco.FragmentedTreeManipulator.create(placed, config)
         parts = [manipulator.get_flat_fragment(placed, number) for number in range(FRAGMENTS)]
-    found = [
+    wire_reports = [
         dq.wire_report(
             part,
             run.axis,
@@ -266,11 +266,11 @@ def reports(run: Run, config: Any, lowered: Any, compiled: Any, method: str) -> 
         )
         for part in parts
     ]
-    found *= config.gradient_accumulation_steps
+    wire_reports *= config.gradient_accumulation_steps
     return {
-        "bytes": sum(report.bytes_per_worker for report in found),
-        "exact_bytes": sum(report.exact_bytes for report in found),
-        "bf16_bytes": sum(report.bytes_per_worker * report.ratio_bf16 for report in found),
+        "bytes": sum(report.bytes_per_worker for report in wire_reports),
+        "exact_bytes": sum(report.exact_bytes for report in wire_reports),
+        "bf16_bytes": sum(report.bytes_per_worker * report.ratio_bf16 for report in wire_reports),
         "coordinates": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(placed)),
     }
 

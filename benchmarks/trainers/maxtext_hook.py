@@ -36,10 +36,14 @@ def compress_gradients(**options):
 
     @functools.wraps(exact_loss)
     def mean_loss(model, *args, **kwargs):
-        how = {"mesh": model.mesh, "axis_name": "data", "static_argnames": "is_train"} | options
+        arguments = {
+            "mesh": model.mesh,
+            "axis_name": "data",
+            "static_argnames": "is_train",
+        } | options
         specs = functools.partial(shardings_of, mesh=model.mesh)
         loss = dq.data_parallel(
-            worker_loss, has_aux=True, num_targets=num_targets, specs=specs, **how
+            worker_loss, has_aux=True, num_targets=num_targets, specs=specs, **arguments
         )
         return loss(model, *args, **kwargs)
 
@@ -52,8 +56,8 @@ def compress_diloco(**options):
 
     def compressed(state, *args, mesh):
         params = nnx.filter_state(state.inner_state.model, nnx.Param)
-        found = jax.tree.leaves_with_path(shardings_of(params, mesh).to_pure_dict())
-        specs = {jax.tree_util.keystr(path): sharding for path, sharding in found}
+        shardings = jax.tree.leaves_with_path(shardings_of(params, mesh).to_pure_dict())
+        specs = {jax.tree_util.keystr(path): sharding for path, sharding in shardings}
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
         def mean(fragment):

@@ -32,7 +32,7 @@ from dynamiq_jax._console import options, tables
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 from dynamiq_jax._console.units import format_seconds
-from dynamiq_jax._prediction.stragglers import MadeUp, Noise, Rule, halves, predict, sweep
+from dynamiq_jax._prediction.stragglers import MadeUp, Noise, Rule, predict, split_in_half, sweep
 from dynamiq_jax.training import Calibration
 from examples.llm.corpora import all_windows, load_corpora
 from examples.llm.pretraining import pretrain
@@ -113,7 +113,7 @@ def simulate(config: Config) -> dict[str, Any]:
             found = dataclasses.asdict(predict(latencies, rule))
             rows.append({"noise": noise, "workers": workers, **found})
             if (noise, workers) == ("normal", config.workers[-1]):
-                _, held_out = halves(latencies)
+                _, held_out = split_in_half(latencies)
                 swept = {
                     "sweep": sweep(held_out, rule),
                     "sweep_threshold": found["chosen"]["threshold"],

@@ -158,19 +158,24 @@ def trained(config: Config) -> dict[str, Tree]:
 def functions(bits: float, topology: str, seed: int) -> dict[str, Function]:
     """Return the jitted functions that are compared; each takes a tree of all workers."""
     key = jax.random.key(seed)
-    how: dict[str, Any] = {"topology": topology, "options": dq.Options(bucket_bytes=_ONE_BUCKET)}
-    how["method"] = dq.DynamiQ(bits=bits, rounding="correlated")
+    arguments: dict[str, Any] = {
+        "topology": topology,
+        "options": dq.Options(bucket_bytes=_ONE_BUCKET),
+    }
+    arguments["method"] = dq.DynamiQ(bits=bits, rounding="correlated")
 
     def pmean(tree: Any) -> Any:
-        return dq.pmean(tree, _AXIS, key=key, **how)
+        return dq.pmean(tree, _AXIS, key=key, **arguments)
 
     def pipelined(tree: Any) -> Any:
-        step = dq.training.Pipelined(optimizer=optax.sgd(1.0), axis_name=_AXIS, seed=seed, **how)
+        step = dq.training.Pipelined(
+            optimizer=optax.sgd(1.0), axis_name=_AXIS, seed=seed, **arguments
+        )
         start = step.gather(step.init(jax.tree.map(jnp.zeros_like, tree)))
         return jax.tree.map(jnp.negative, step.gather(step.scatter(start, tree)).params)
 
     def psum_scatter(tree: Any) -> Any:
-        return dq.psum_scatter(tree, _AXIS, key=key, tiled=True, **how)
+        return dq.psum_scatter(tree, _AXIS, key=key, tiled=True, **arguments)
 
     mapped = {"pmean": pmean, "pipelined": pipelined, "psum_scatter": psum_scatter}
     return {name: jax.jit(jax.vmap(one, axis_name=_AXIS)) for name, one in mapped.items()}

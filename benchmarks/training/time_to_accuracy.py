@@ -34,8 +34,8 @@ import tyro
 import dynamiq_jax as dq
 from benchmarks import common
 from benchmarks.training.emulated_training import report
+from benchmarks.training.emulated_training.rounds import Rounds, parse_all_rounds
 from benchmarks.training.emulated_training.run import Run, check_identical, trainers
-from benchmarks.training.emulated_training.schedule import Schedule, parse_schedules
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.training import abstract_model, new_model
 from dynamiq_jax._console import options, tables
@@ -118,10 +118,10 @@ class Config:
         return [*range(0, self.steps, self.eval_every), self.steps]
 
 
-def check(config: Config) -> tuple[dict[str, Schedule], list[float]]:
+def check(config: Config) -> tuple[dict[str, Rounds], list[float]]:
     """Return settings and rates; raise CommandError if an option makes no sense."""
-    settings = parse_schedules(config.settings)
-    if all(schedule.setting.method is not None for schedule in settings.values()):
+    settings = parse_all_rounds(config.settings)
+    if all(rounds.setting.method is not None for rounds in settings.values()):
         raise CommandError(f"--settings: add {PSUM}, whose loss is the target of all others.")
     least = {"steps": 1, "eval_every": 1, "batch": 1, "context": 1, "pretrain_steps": 1}
     for name, low in (least | {"layers": 1, "timeout": 1}).items():
@@ -173,17 +173,17 @@ def write_weights(
         np.savez(folder / f"weights{seed}.npz", *map(np.asarray, jax.tree.leaves(params)))
 
 
-def costs(settings: dict[str, Schedule], shapes: Any, hosts: int) -> dict[str, dict[str, float]]:
+def costs(settings: dict[str, Rounds], shapes: Any, hosts: int) -> dict[str, dict[str, float]]:
     """Return the bytes of a host in an all-reduce, their mean over steps, and bits, by setting."""
     found = {}
-    for name, schedule in settings.items():
-        setting = schedule.setting
+    for name, rounds in settings.items():
+        setting = rounds.setting
         cost = setting.wire_report(shapes, hosts)  # refuses what so many hosts cannot do
         bits = 32.0
         if setting.method is not None:
             cost = dq.wire_report(shapes, hosts, method=setting.method, topology=setting.topology)
             bits = cost.bits
-        reductions = schedule.times / (schedule.every or 1)  # in a step
+        reductions = rounds.times / (rounds.every or 1)  # in a step
         found[name] = {
             "bytes_per_worker": cost.bytes_per_worker,
             "bytes_a_step": cost.bytes_per_worker * reductions,

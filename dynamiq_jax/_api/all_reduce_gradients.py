@@ -95,21 +95,25 @@ def all_reduce_gradients(
         "phases": tuple(schedule.phases),
         "phase": phase,
     }
-    hows = [
+    compressions = [
         resolve(each, topology, options, measures=with_metrics, settings=settings)
         for each in schedule.methods
     ]
 
     def names_of(tree: Any) -> list[str]:
         return list(
-            dict.fromkeys(name for how in hows for name in how.metrics(how.policy.used(tree)))
+            dict.fromkeys(
+                name
+                for compression in compressions
+                for name in compression.metrics(compression.policy.used(tree))
+            )
         )
 
     def init(params: Any) -> AllReduceState:
         states: dict[str, Any] = {}
-        for how in hows:
-            if how.is_stateful(params):
-                states |= driver.first_states(_mean(axis_name), params, how, specs=specs)
+        for compression in compressions:
+            if compression.is_stateful(params):
+                states |= driver.first_states(_mean(axis_name), params, compression, specs=specs)
         return AllReduceState(
             jnp.asarray(start_step, jnp.int32),
             states,
@@ -122,12 +126,12 @@ def all_reduce_gradients(
         del params
         no_metrics = {name: jnp.zeros((), jnp.float32) for name in names_of(updates)}
 
-        def names_of_states(how: Compression) -> tuple[str, ...]:
-            if not how.is_stateful(updates):
+        def names_of_states(compression: Compression) -> tuple[str, ...]:
+            if not compression.is_stateful(updates):
                 return ()
-            return driver.names_of_states(_mean(axis_name), updates, how, specs=specs)
+            return driver.names_of_states(_mean(axis_name), updates, compression, specs=specs)
 
-        own = [names_of_states(how) for how in hows]
+        own = [names_of_states(compression) for compression in compressions]
         driver.check_state_names(state.method, itertools.chain(*own))
 
         def run(number: int) -> tuple[Any, dict[str, Any], dict[str, Array]]:
@@ -135,19 +139,19 @@ def all_reduce_gradients(
                 _mean(axis_name),
                 updates,
                 jax.random.fold_in(jax.random.key(seed), state.step),
-                hows[number],
+                compressions[number],
                 specs=specs,
                 states={name: state.method[name] for name in own[number]},
             )
             states = {**state.method, **outcome.states}
             return outcome.tree, states, {**no_metrics, **outcome.metrics}
 
-        if len(hows) == 1:
+        if len(compressions) == 1:
             tree, states, metrics = run(0)
         elif phase is not None:
             tree, states, metrics = run(phase)
         else:
-            branches = [functools.partial(run, number) for number in range(len(hows))]
+            branches = [functools.partial(run, number) for number in range(len(compressions))]
             tree, states, metrics = lax.switch(schedule.traced_phase(state.step), branches)
         return tree, AllReduceState(state.step + 1, states, metrics)
 

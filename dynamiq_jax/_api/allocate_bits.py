@@ -152,9 +152,9 @@ def allocate_bits(
             "bucketing='striped': striped buckets share their bits already, and none has bits to "
             "give to another. Give dq.Options(bucketing='in_order'), for buckets that need it."
         )
-    how = resolve(method, topology, dataclasses.replace(options, bucketing="in_order"))
+    compression = resolve(method, topology, dataclasses.replace(options, bucketing="in_order"))
     steps = _steps_of(gradients)
-    scopes = _scopes(gradients[0], axis_size, how, layers)
+    scopes = _scopes(gradients[0], axis_size, compression, layers)
     equal = [group for scope in scopes for group in groups_of_buckets(scope)]
     if not equal:
         raise ValueError(
@@ -215,14 +215,14 @@ def _steps_of(gradients: Sequence[Any]) -> list[list[Any]]:
     return [jax.tree.leaves(tree) for tree in gradients]
 
 
-def _scopes(tree: Any, axis_size: Any, how: Compression, layers: str | None) -> list[Scope]:
+def _scopes(tree: Any, axis_size: Any, compression: Compression, layers: str | None) -> list[Scope]:
     """Return the leaves of each call.
 
     Raises:
       ValueError: `layers` is no part of the tree, or its leaves have no common leading axis.
     """
-    axes, _, named = plan_without_arrays(tree, axis_size, how)
-    paths, methods = paths_of(tree), how.policy.methods(tree)
+    axes, _, named = plan_without_arrays(tree, axis_size, compression)
+    paths, methods = paths_of(tree), compression.policy.methods(tree)
     inside = {
         index
         for index, path in enumerate(paths)
@@ -253,7 +253,7 @@ def _scopes(tree: Any, axis_size: Any, how: Compression, layers: str | None) -> 
                 methods=tuple(methods[index] for index in indices),
                 repeats=sizes[0][0] if prefix else 1,
                 axes=axes,
-                how=how,
+                compression=compression,
             )
         )
     return [scope for scope in scopes if scope.indices]
@@ -275,14 +275,14 @@ def _by_patterns(patterns: Sequence[str], scopes: Sequence[Scope]) -> list[Group
             f"groups={patterns!r:.200} are no regular expressions: {error}. Give several, which "
             "are searched for in paths such as 'layers/0/kernel'."
         ) from None
-    found = {scope: list(groups_of_patterns(patterns, scope)) for scope in scopes}
-    used = {pattern for own in found.values() for _, pattern in own}
+    groups_of = {scope: list(groups_of_patterns(patterns, scope)) for scope in scopes}
+    used = {pattern for own in groups_of.values() for _, pattern in own}
     if missing := [pattern for pattern in patterns if pattern not in used]:
         raise ValueError(
             f"groups={list(patterns)!r:.200}: no leaf is left for {missing[0]!r} that DynamiQ "
             "compresses. Patterns before may match all. Correct the pattern, or remove it."
         )
-    return [group for own in found.values() for group, _ in own]
+    return [group for own in groups_of.values() for group, _ in own]
 
 
 def _measured(groups: Sequence[Group], steps: Sequence[Sequence[Any]]) -> SharedBudget:
@@ -297,14 +297,14 @@ def _measured(groups: Sequence[Group], steps: Sequence[Sequence[Any]]) -> Shared
         def measure(group: Group, number: int = number, leaves: Sequence[Any] = leaves) -> Expected:
             def values(member: int, repeat: int) -> NDArray[np.float32]:
                 leaf = np.asarray(leaves[group.scope.indices[member]])
-                found = (leaf[repeat] if group.scope.prefix else leaf).astype(np.float32)
-                if not np.isfinite(found).all():
+                gradient = (leaf[repeat] if group.scope.prefix else leaf).astype(np.float32)
+                if not np.isfinite(gradient).all():
                     path = "/".join(filter(None, (group.scope.prefix, group.scope.paths[member])))
                     raise ValueError(
                         f"gradients[{number}] has NaN or Inf at {path!r}. Give gradients of a step "
                         "in which all are finite."
                     )
-                return found
+                return gradient
 
             return group.measure(values)
 

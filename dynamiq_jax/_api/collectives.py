@@ -89,11 +89,11 @@ def psum(
     >>> total.shape, bool((total[0] == total[1]).all())
     ((2, 8192), True)
     """
-    how = resolve(method, topology, options, stateless="psum", measures=with_metrics)
+    compression = resolve(method, topology, options, stateless="psum", measures=with_metrics)
 
     def reduce(tree: Tree) -> Any:
         operation = AllReduce(find_axes(axis_name))
-        return _result(driver.run(operation, tree, key, how, specs=specs), with_metrics)
+        return _result(driver.run(operation, tree, key, compression, specs=specs), with_metrics)
 
     if not is_unreduced(tree):
         return reduce(tree)
@@ -119,14 +119,14 @@ def pmean(
     in float32 before it is cast to each leaf's dtype. Dtypes are kept: the mean of an integer leaf
     is floored, and a boolean leaf is True where any worker has True.
     """
-    how = resolve(method, topology, options, stateless="pmean", measures=with_metrics)
+    compression = resolve(method, topology, options, stateless="pmean", measures=with_metrics)
     if is_unreduced(tree):
         raise ValueError(
             f"The leaves are unreduced over axis_name={axis_name!r}: each device holds its term of "
             "a sum. Use dq.psum. The sum is the gradient of a loss that is a mean over the batch."
         )
     operation = AllReduce(find_axes(axis_name), mean=True)
-    return _result(driver.run(operation, tree, key, how, specs=specs), with_metrics)
+    return _result(driver.run(operation, tree, key, compression, specs=specs), with_metrics)
 
 
 def psum_scatter(
@@ -173,9 +173,9 @@ def psum_scatter(
     >>> jax.jit(jax.vmap(reduce, axis_name="data"))(gradients).shape
     (2, 256, 64)
     """
-    how = resolve(method, topology, options)
+    compression = resolve(method, topology, options)
     operation = ReduceScatter(find_axis(axis_name), scatter_dimension, tiled)
-    return driver.run(operation, tree, key, how, specs=specs).tree
+    return driver.run(operation, tree, key, compression, specs=specs).tree
 
 
 def all_gather(
@@ -231,7 +231,7 @@ def all_gather(
     """
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r} is not supported. Give 'varying' or 'invarying'.")
-    how = resolve(method, topology, options)
+    compression = resolve(method, topology, options)
     operation = AllGather(find_axis(axis_name), axis, tiled)
     names = operation.axes.names
     tracked = all(map(compat.tracks_varying, names))
@@ -239,7 +239,7 @@ def all_gather(
 
     @jax.custom_vjp
     def gather(tree: Tree, key: Array) -> Tree:
-        whole = driver.run(operation, tree, key, how, specs=specs).tree
+        whole = driver.run(operation, tree, key, compression, specs=specs).tree
         return compat.vary_over(whole, names) if to == "varying" else whole
 
     def forward(tree: Tree, key: Array) -> tuple[Tree, Array]:
@@ -252,7 +252,7 @@ def all_gather(
                 "its gradient already, exactly and uncompressed. Give to='varying'."
             )
         scatter = ReduceScatter(operation.axes, axis, tiled)
-        return driver.run(scatter, cotangents, key, how, specs=whole_specs).tree, None
+        return driver.run(scatter, cotangents, key, compression, specs=whole_specs).tree, None
 
     gather.defvjp(forward, backward)
     return gather(tree, key)

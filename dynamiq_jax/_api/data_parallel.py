@@ -86,9 +86,9 @@ def data_parallel(
         of workers, specs do not fit, or an argument is missing.
       TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
     """
-    how = resolve(method, topology, options, stateless="data_parallel")
+    compression = resolve(method, topology, options, stateless="data_parallel")
     roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
-    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, how)
+    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, compression)
 
     @functools.wraps(loss_fn)  # its signature gives names to positions
     def mean_loss(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def _run(
             unwrap_single(trees),
             key=None,
             salt=word_of(arrays[SPLIT], work.names),
-            how=work.how,
+            compression=work.compression,
             specs=specs_like(trees, specs),
         )
         floating = [

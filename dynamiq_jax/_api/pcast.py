@@ -70,7 +70,7 @@ def pcast(
     """
     if to != "varying":
         raise ValueError(f"to={to!r} is not supported. Give to='varying', or use jax.lax.pcast.")
-    how = resolve(method, topology, options, stateless="pcast")
+    compression = resolve(method, topology, options, stateless="pcast")
     operation = AllReduce(find_axes(axis_name), mean=mean)
     names = operation.axes.names
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -81,7 +81,7 @@ def pcast(
                 "parameters that are the same on all workers, which shard_map takes with "
                 "in_specs=P()."
             )
-    return cast_to_sum(operation, tree, key, None, how, specs)
+    return cast_to_sum(operation, tree, key, None, compression, specs)
 
 
 def cast_to_sum(
@@ -89,7 +89,7 @@ def cast_to_sum(
     tree: Tree,
     key: Array | None,
     salt: Array | None,
-    how: Compression,
+    compression: Compression,
     specs: Any,
 ) -> Tree:
     """Return a tree of the same values, varying, whose transpose is an all-reduce.
@@ -101,7 +101,7 @@ def cast_to_sum(
       tree: pytree of arrays.
       key: PRNG key; None for one from all bits of the leaves that are differentiated.
       salt: number that such a key depends on as well, uint32 scalar, or None.
-      how: method, topology and options.
+      compression: method, topology and options.
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
     """
 
@@ -112,20 +112,22 @@ def cast_to_sum(
 
     def forward(tree: Any, key: Any, salt: Any) -> tuple[Tree, tuple[_Differentiated, Array]]:
         primals, structure = jax.tree.flatten(tree)
-        found = _Differentiated(tuple(primal.perturbed for primal in primals))
+        differentiated = _Differentiated(tuple(primal.perturbed for primal in primals))
         values = jax.tree.unflatten(structure, [primal.value for primal in primals])
         if key is None:
-            step_key = key_of(found.only(values), specs)
+            step_key = key_of(differentiated.only(values), specs)
             step_key = step_key if salt is None else jax.random.fold_in(step_key, salt.value)
         else:
             step_key = key.value
-        return compat.vary_over(values, operation.axes.names), (found, step_key)
+        return compat.vary_over(values, operation.axes.names), (differentiated, step_key)
 
     def backward(
         residuals: tuple[_Differentiated, Array], cotangents: Any
     ) -> tuple[Tree, None, None]:
-        found, key = residuals
-        sent = driver.run(operation, found.only(cotangents), key, how, specs=specs).tree
+        differentiated, key = residuals
+        sent = driver.run(
+            operation, differentiated.only(cotangents), key, compression, specs=specs
+        ).tree
         return jax.tree.map(_none_if_float0, sent), None, None
 
     cast.defvjp(forward, backward, symbolic_zeros=True)

@@ -110,9 +110,11 @@ def value_and_grad(
         of workers, specs do not fit, or an argument is missing.
       TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
     """
-    how = resolve(method, topology, options, stateless="value_and_grad", measures=with_metrics)
+    compression = resolve(
+        method, topology, options, stateless="value_and_grad", measures=with_metrics
+    )
     roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
-    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, how)
+    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, compression)
 
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
@@ -149,7 +151,7 @@ def _run(
             AllReduce(find_axes(work.axis_name), mean=True),
             unwrap_single(_like(trees, floating)),
             key,
-            work.how,
+            work.compression,
             specs=specs_like(trees, specs),
         )
         leaves = jax.tree.leaves(outcome.tree)

@@ -60,14 +60,14 @@ class WireReport:
     def __str__(self) -> str:
         rows = [("leaf", "size", "method", "bytes")]
         for leaf in self.leaves:
-            how = f"exact: {leaf.why_exact}" if leaf.method is None else spelled(leaf.method)
-            rows.append((leaf.path, f"{leaf.size:,}", how, f"{leaf.bytes:,.0f}"))
+            shown = f"exact: {leaf.why_exact}" if leaf.method is None else spelled(leaf.method)
+            rows.append((leaf.path, f"{leaf.size:,}", shown, f"{leaf.bytes:,.0f}"))
         sizes = sum(leaf.size for leaf in self.leaves)
         rows.append(("all", f"{sizes:,}", "", f"{self.bytes_per_worker:,}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
-            f"{path:<{widths[0]}}  {size:>{widths[1]}}  {how:<{widths[2]}}  {sent:>{widths[3]}}"
-            for path, size, how, sent in rows
+            f"{path:<{widths[0]}}  {size:>{widths[1]}}  {shown:<{widths[2]}}  {sent:>{widths[3]}}"
+            for path, size, shown, sent in rows
         )
 
 
@@ -103,22 +103,24 @@ def wire_report(
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    how = resolve(method, topology, options, measures=with_metrics)
-    return report_of(how, tree, axis_size, mesh=mesh, specs=specs)
+    compression = resolve(method, topology, options, measures=with_metrics)
+    return report_of(compression, tree, axis_size, mesh=mesh, specs=specs)
 
 
 def report_of(
-    how: Compression, tree: Any, axis_size: Any, *, mesh: Any = None, specs: Any = None
+    compression: Compression, tree: Any, axis_size: Any, *, mesh: Any = None, specs: Any = None
 ) -> WireReport:
     """Count bytes; see `wire_report`."""
-    axes, plan, named = plan_without_arrays(tree, axis_size, how, mesh=mesh, specs=specs)
+    axes, plan, named = plan_without_arrays(tree, axis_size, compression, mesh=mesh, specs=specs)
     names, leaves = zip(*named, strict=True) if named else ((), ())
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     in_buckets = {index for bucket in plan.buckets for index in bucket.leaves}
     compressed_size = sum(sizes[index] for index in in_buckets)
     exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
-    sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if how.estimates else 0
+    sampled = (
+        sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if compression.estimates else 0
+    )
     total = compressed + exactly + sampled
     shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
     by_leaf: dict[int, Method] = {}
@@ -161,7 +163,7 @@ def report_of(
 
 
 def plan_without_arrays(
-    tree: Any, axis_size: Any, how: Compression, *, mesh: Any = None, specs: Any = None
+    tree: Any, axis_size: Any, compression: Compression, *, mesh: Any = None, specs: Any = None
 ) -> tuple[Axes, Plan, list[tuple[str, jax.ShapeDtypeStruct]]]:
     """Plan a collective outside of a program; see `wire_report`.
 
@@ -177,8 +179,8 @@ def plan_without_arrays(
     plan = make_plan(
         leaves,
         axes,
-        how,
-        how.policy.methods(tree),
+        compression,
+        compression.policy.methods(tree),
         split_over=[shards.axes_of(index) for index in range(len(leaves))],
     )
     return axes, plan, list(zip(names, leaves, strict=True))

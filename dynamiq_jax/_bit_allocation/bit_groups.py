@@ -34,11 +34,11 @@ class Scope:
     methods: tuple[Method | None, ...]  # that the user gave; None for exact leaves
     repeats: int
     axes: Axes
-    how: Compression
+    compression: Compression
 
     def plan(self, methods: Sequence[Method | None]) -> Plan:
         """Plan the call with a method for each of its leaves."""
-        return make_plan(self.leaves, self.axes, self.how, methods)
+        return make_plan(self.leaves, self.axes, self.compression, methods)
 
     def bytes_sent(self, methods: Sequence[Method | None]) -> int:
         """Count the bytes that each worker sends over the slow axis, in all calls."""
@@ -150,13 +150,13 @@ def groups_of_patterns(patterns: Sequence[str], scope: Scope) -> Iterator[tuple[
     for group in groups_of_buckets(scope):
         for index in group.members:
             path = "/".join(filter(None, (scope.prefix, scope.paths[index])))
-            found = next((each for each in patterns if re.search(each, path)), None)
-            if found is None:
+            first_match = next((each for each in patterns if re.search(each, path)), None)
+            if first_match is None:
                 raise ValueError(
                     f"groups={list(patterns)!r:.200} have no pattern for the leaf {path!r}. Add "
                     "one, or '.*' as the last one, for all leaves that are left."
                 )
-            members[found].append(index)
+            members[first_match].append(index)
     for pattern, own in members.items():
         methods = [method if n in own else None for n, method in enumerate(scope.methods)]
         found_methods = list(dict.fromkeys(method for method in methods if method is not None))

@@ -83,19 +83,19 @@ def distortions(quantizer: Quantizer) -> NDArray[np.float64]:
     values = np.abs(rows).reshape(-1, quantizer.group_size)
     scales = values.max(axis=1, keepdims=True)
     positions = values / scales
-    found = [1.0]
+    errors = [1.0]
     for width in range(1, MAX_WIDTH + 1):
         top = num_levels(width)
         if top == 0:  # one bit is a sign alone
-            found.append(1.0)
+            errors.append(1.0)
             continue
         codes: Any = np.arange(top + 1, dtype=np.float32)
         levels = np.asarray(quantizer.levels(width).position(codes), np.float64)
         above = np.clip(np.searchsorted(levels, positions, side="right"), 1, top)
         # Random rounding between two levels.
         squared = np.maximum((positions - levels[above - 1]) * (levels[above] - positions), 0)
-        found.append(float(np.sum(squared * scales**2) / np.sum(values**2)))
-    return np.array(found)
+        errors.append(float(np.sum(squared * scales**2) / np.sum(values**2)))
+    return np.array(errors)
 
 
 def _at_least(

@@ -41,7 +41,7 @@ _exchange: Exchange | None = None
 
 def check(
     operation: Operation,
-    how: Compression,
+    compression: Compression,
     tree: Any,
     key: Array,
     specs: Sequence[PartitionSpec] | None = None,
@@ -59,7 +59,7 @@ def check(
 
     Args:
       operation: kind of collective, and its axes.
-      how: policy, topology, options and settings.
+      compression: policy, topology, options and settings.
       tree: pytree of arrays that it sends.
       key: typed PRNG key.
       specs: how the leaves are split over axes that are not manual here; None if none is.
@@ -67,21 +67,21 @@ def check(
     Raises:
       RuntimeError: processes differ. All of them raise it, and it names the differences.
     """
-    job = compat.job() if how.options.check_agreement else None
+    job = compat.job() if compression.options.check_agreement else None
     if job is None or recording.is_recording():
         return
     processes = _processes(operation.axes, job.num_processes)
     if len(processes) < 2 or job.process not in processes:
         return
     description = {
-        **_of_collective(operation, how, key),
+        **_of_collective(operation, compression, key),
         **{
             field: text
-            for name, value in how.settings
+            for name, value in compression.settings
             for field, text in _fields(name, value).items()
         },
         **_of_process(),
-        **_of_leaves(how, tree, specs),
+        **_of_leaves(compression, tree, specs),
     }
     exchange_of(job).agree(description, processes)
 
@@ -108,22 +108,22 @@ def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in concrete.devices.flat}))
 
 
-def _of_collective(operation: Operation, how: Compression, key: Array) -> dict[str, str]:
+def _of_collective(operation: Operation, compression: Compression, key: Array) -> dict[str, str]:
     """Describe a collective, but for its leaves."""
     mesh, axes = jax.sharding.get_abstract_mesh(), operation.axes
-    found = {
+    texts = {
         "collective": type(operation).__name__,
         "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
         "mesh": _text(dict(mesh.shape)),
-        **_fields("topology", how.topology),
-        "with_metrics": _text(how.measures),
+        **_fields("topology", compression.topology),
+        "with_metrics": _text(compression.measures),
         "implementation of the key": _text(str(jax.random.key_impl(key))),
     }
     for field in dataclasses.fields(operation):
         value = getattr(operation, field.name)
         if isinstance(value, bool | int | float | str):
-            found[field.name] = _text(value)
-    return found | _fields("options", how.options)
+            texts[field.name] = _text(value)
+    return texts | _fields("options", compression.options)
 
 
 def _of_process() -> dict[str, str]:
@@ -148,32 +148,32 @@ def _flags(text: str) -> list[str]:
 
 
 def _of_leaves(
-    how: Compression, tree: Any, specs: Sequence[PartitionSpec] | None
+    compression: Compression, tree: Any, specs: Sequence[PartitionSpec] | None
 ) -> dict[str, str]:
     """Describe the leaves of a tree and their methods."""
-    methods = [method or "exact" for method in how.policy.methods(tree)]
+    methods = [method or "exact" for method in compression.policy.methods(tree)]
     same = len({*methods}) == 1
-    found = {"number of leaves": _text(len(methods))}
+    texts = {"number of leaves": _text(len(methods))}
     if same:
-        found |= _fields("method", methods[0])
+        texts |= _fields("method", methods[0])
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         name = f"tree{jax.tree_util.keystr(path)}"
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         split = f" split as {specs[number]}" if specs is not None and any(specs[number]) else ""
-        found[f"leaf {number}"] = _text(f"{name} of {dtype}{list(np.shape(leaf))}{split}")
+        texts[f"leaf {number}"] = _text(f"{name} of {dtype}{list(np.shape(leaf))}{split}")
         if not same:
-            found[f"method of {name}"] = _text(methods[number])
-    return found
+            texts[f"method of {name}"] = _text(methods[number])
+    return texts
 
 
 def _fields(name: str, value: Any) -> dict[str, str]:
     """Describe a value by name, with a field of its own for each field of a dataclass."""
     if not dataclasses.is_dataclass(value):
         return {name: _text(value)}
-    found = {name: type(value).__name__}
+    texts = {name: type(value).__name__}
     for field in dataclasses.fields(value):
-        found |= _fields(f"{name}.{field.name}", getattr(value, field.name))
-    return found
+        texts |= _fields(f"{name}.{field.name}", getattr(value, field.name))
+    return texts
 
 
 def _text(value: Any) -> str:

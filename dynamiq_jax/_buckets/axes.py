@@ -91,13 +91,13 @@ def find_axes(axis_name: Any) -> Axes:
       ValueError: these are not the names of different axes in scope.
     """
     names = axis_names(axis_name)
-    found = [Axis(name, checks.check_axis(name, axis_name)) for name in names]
+    axes = [Axis(name, checks.check_axis(name, axis_name)) for name in names]
     if not names or len(set(names)) < len(names):
         raise ValueError(
             f"axis_name={axis_name!r} does not name different axes. Give one, such as 'data', or "
             "several with the slowest link first, such as ('hosts', 'local')."
         )
-    slow, *fast = found
+    slow, *fast = axes
     return Axes(slow, tuple(fast))
 
 

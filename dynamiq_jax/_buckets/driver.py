@@ -44,7 +44,7 @@ def run(
     operation: Operation,
     tree: Any,
     key: Array,
-    how: Compression,
+    compression: Compression,
     *,
     specs: Any = None,
     states: NamedStates | None = None,
@@ -55,7 +55,7 @@ def run(
       operation: kind of collective, and its axes.
       tree: pytree of arrays.
       key: PRNG key, the same on all workers.
-      how: policy, topology and options.
+      compression: policy, topology and options.
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods by their names, as from `first_states`; None for those of a
         first step.
@@ -63,72 +63,75 @@ def run(
     key = checks.check_key(key, operation.axes.names)
     if operation.salt is not None:
         key = jax.random.fold_in(key, operation.salt)
-    layout = Layout.of(operation, tree, how, specs)
-    plan, shards = layout.plan, layout.shards
-    for name, leaf in zip(layout.names, layout.leaves, strict=True):
+    planned_tree = PlannedTree.of(operation, tree, compression, specs)
+    plan, shards = planned_tree.plan, planned_tree.shards
+    for name, leaf in zip(planned_tree.names, planned_tree.leaves, strict=True):
         operation.check_values(name, leaf)
     if states is not None:
-        layout.check_states(states)
-    layout.check_agreement(key)
+        planned_tree.check_states(states)
+    planned_tree.check_agreement(key)
 
     def local(
         leaves: dict[int, Array], key: Array, states: NamedStates | None
     ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array]]:
-        before = layout.local_states() if states is None else layout.of_buckets(states)
-        result, after_step, metrics = send_all(operation, plan, leaves, key, how, before)
-        metrics = {**layout.no_metrics(), **metrics}
+        before = planned_tree.local_states() if states is None else planned_tree.of_buckets(states)
+        result, after_step, metrics = send_all(operation, plan, leaves, key, compression, before)
+        metrics = {**planned_tree.no_metrics(), **metrics}
         if shards.axes:
             metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
-        return result, layout.named(after_step), metrics
+        return result, planned_tree.named(after_step), metrics
 
     touched = {
-        index: leaf for index, leaf in enumerate(layout.leaves) if index not in plan.untouched
+        index: leaf for index, leaf in enumerate(planned_tree.leaves) if index not in plan.untouched
     }
     split = {index: shards.specs[index] for index in touched}
     whole = {
-        index: operation.result_spec(layout.leaves[index], spec) for index, spec in split.items()
+        index: operation.result_spec(planned_tree.leaves[index], spec)
+        for index, spec in split.items()
     }
     mapped = shards.map(
         local,
-        in_specs=(split, P(), None if states is None else layout.state_specs),
-        out_specs=(whole, layout.state_specs, P()),
+        in_specs=(split, P(), None if states is None else planned_tree.state_specs),
+        out_specs=(whole, planned_tree.state_specs, P()),
     )
     result, after_step, metrics = mapped(touched, key, states)
     for index in plan.untouched:
-        leaf = layout.leaves[index]
+        leaf = planned_tree.leaves[index]
         result[index] = np.zeros(operation.shape(leaf), leaf.dtype)
     return Outcome(
-        tree=jax.tree.unflatten(layout.structure, [result[i] for i in range(len(layout.leaves))]),
+        tree=jax.tree.unflatten(
+            planned_tree.structure, [result[i] for i in range(len(planned_tree.leaves))]
+        ),
         states=after_step,
         metrics=metrics,
     )
 
 
 def first_states(
-    operation: Operation, tree: Any, how: Compression, *, specs: Any = None
+    operation: Operation, tree: Any, compression: Compression, *, specs: Any = None
 ) -> NamedStates:
     """Return the states of methods by their names, before the first step.
 
     Every array has a leading axis: the devices over which leaves of the bucket are split by axes
     that are not manual here, which is one where there are none.
     """
-    return Layout.of(operation, tree, how, specs).first_states()
+    return PlannedTree.of(operation, tree, compression, specs).first_states()
 
 
 def names_of_states(
-    operation: Operation, tree: Any, how: Compression, *, specs: Any = None
+    operation: Operation, tree: Any, compression: Compression, *, specs: Any = None
 ) -> tuple[str, ...]:
     """Return the names of the states of a tree, as of `first_states`."""
     with recording.paused():  # nothing is sent
-        return tuple(Layout.of(operation, tree, how, specs).state_names.values())
+        return tuple(PlannedTree.of(operation, tree, compression, specs).state_names.values())
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PlannedTree:
     """Leaves of a tree, their shards, and the plan of each device."""
 
     operation: Operation
-    how: Compression
+    compression: Compression
     names: list[str]
     leaves: list[Array]
     structure: Any
@@ -138,7 +141,7 @@ class Layout:
     plan: Plan
 
     @staticmethod
-    def of(operation: Operation, tree: Any, how: Compression, specs: Any) -> "Layout":
+    def of(operation: Operation, tree: Any, compression: Compression, specs: Any) -> "PlannedTree":
         """Find the shards of a tree, and plan the buckets of each device."""
         named, structure = named_leaves(tree)
         names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
@@ -151,23 +154,25 @@ class Layout:
             planned.append(operation.planned(shards.local(index, leaf)))
             varying = compat.varying_axes(leaf) - own
             split_over.append((*sorted(varying), *shards.axes_of(index)))
-        methods = how.policy.methods(tree)
-        used = how.policy.used(tree)
+        methods = compression.policy.methods(tree)
+        used = compression.policy.used(tree)
         for method in used:
             operation.check_method(method)
-            how.check_state(method)
-        _check_limit(operation, how, used)
+            compression.check_state(method)
+        _check_limit(operation, compression, used)
         plan = make_plan(
             planned,
             operation.axes,
-            how,
+            compression,
             methods,
             split_over=split_over,
-            cuts=operation.cuts(how.options),
+            cuts=operation.cuts(compression.options),
         )
         if recording.is_recording():
             recording.record(_record(operation, names, planned, plan))
-        return Layout(operation, how, names, leaves, structure, shards, split_over, used, plan)
+        return PlannedTree(
+            operation, compression, names, leaves, structure, shards, split_over, used, plan
+        )
 
     def name_of(self, kind: str, bucket: Bucket, *facts: Any) -> str:
         """Return the name of something that belongs to the leaves of a bucket.
@@ -243,7 +248,7 @@ class Layout:
 
     def no_metrics(self) -> dict[str, Array]:
         """Return zero for the metrics of all methods."""
-        return {name: jnp.zeros((), jnp.float32) for name in self.how.metrics(self.used)}
+        return {name: jnp.zeros((), jnp.float32) for name in self.compression.metrics(self.used)}
 
     def first_states(self) -> NamedStates:
         """Return first states of all devices; see `first_states`."""
@@ -257,13 +262,13 @@ class Layout:
     def check_agreement(self, key: Array) -> None:
         """Check that all processes trace the same collective; see `agreement.check`."""
         tree = jax.tree.unflatten(self.structure, self.leaves)
-        agreement.check(self.operation, self.how, tree, key, self.shards.specs)
+        agreement.check(self.operation, self.compression, tree, key, self.shards.specs)
 
     def check_states(self, states: NamedStates) -> None:
         """Raise ValueError for states of other buckets, or of several workers at once."""
         check_state_names(states, self.state_names.values())
-        found, wanted = shapes_of(dict(states)), shapes_of(jax.eval_shape(self.first_states))
-        for (path, shape), (_, needed) in zip(found, wanted, strict=True):
+        given, wanted = shapes_of(dict(states)), shapes_of(jax.eval_shape(self.first_states))
+        for (path, shape), (_, needed) in zip(given, wanted, strict=True):
             if shape != needed:
                 raise ValueError(
                     f"state.method{path} has shape {shape}, not {needed}: its first axis is not "
@@ -288,9 +293,9 @@ def _record(
     )
 
 
-def _check_limit(operation: Operation, how: Compression, used: tuple[Method, ...]) -> None:
+def _check_limit(operation: Operation, compression: Compression, used: tuple[Method, ...]) -> None:
     """Raise ValueError for a limit of the error that a collective or a method cannot keep."""
-    limit = how.options.max_error
+    limit = compression.options.max_error
     if limit is None:
         return
     if not operation.can_estimate:

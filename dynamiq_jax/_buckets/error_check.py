@@ -46,20 +46,20 @@ def checked(
       limit: largest vNMSE, or None.
     """
     with scopes.scope(scopes.ESTIMATE):
-        found, variance = estimate(operation.axes, bucket, flat, total, key, operation.divisor)
+        estimated, variance = estimate(operation.axes, bucket, flat, total, key, operation.divisor)
     if limit is None:
-        return total, Check(found, jnp.zeros_like(found.error))
-    is_over = found.may_exceed(limit, variance) | (found.bad_rows > 0)
+        return total, Check(estimated, jnp.zeros_like(estimated.error))
+    is_over = estimated.may_exceed(limit, variance) | (estimated.bad_rows > 0)
 
     @scopes.scope(scopes.FALLBACK)
     def exactly() -> tuple[Array, Estimate]:
         (again,) = exact.all_reduce({0: flat}, operation.axes, operation.divisor).values()
         again = again.astype(total.dtype)
         return compat.match_varying(again, total), compat.match_varying(
-            without_error(bucket, again), found.error
+            without_error(bucket, again), estimated.error
         )
 
-    result, kept = lax.cond(is_over, exactly, lambda: (total, found))
+    result, kept = lax.cond(is_over, exactly, lambda: (total, estimated))
     return result, Check(kept, is_over.astype(jnp.float32))
 
 
@@ -76,14 +76,14 @@ def summary(plan: Plan, axes: Axes, checks: Iterable[Check], exact_leaves: list[
     if not plan.buckets:
         nothing = {"bytes": jnp.float32(sent), "sharing_gain": jnp.float32(1)}
         return dict.fromkeys(MEASURED, jnp.float32(0)) | nothing
-    found, fell_back = zip(*checks, strict=True)
-    whole, bytes_sent = joined(found), jnp.float32(sent)
+    estimates, fell_back = zip(*checks, strict=True)
+    whole, bytes_sent = joined(estimates), jnp.float32(sent)
     for bucket, again in zip(plan.buckets, fell_back, strict=True):
         whole_again = exact.bytes_sent(axes, [_Flat((bucket.size,), bucket.dtype)])
         sent = np.float32(bucket.bytes_sent + sample_bytes(bucket, axes))
         bytes_sent = bytes_sent + sent + again * np.float32(whole_again)
-    errors = jnp.stack([each.vnmse for each in found])
-    gain, idle = sharing.gain_of_sharing(plan.buckets, found)
+    errors = jnp.stack([each.vnmse for each in estimates])
+    gain, idle = sharing.gain_of_sharing(plan.buckets, estimates)
     return {
         "error": whole.vnmse,
         "worst_error": jnp.max(errors),

@@ -114,12 +114,12 @@ def estimate(
     # Of both: a result that underflowed to zero has no magnitude of its own.
     scale = _over_shards(lax.pmax, bucket, jnp.maximum(rows.scale, _scale_of(exact)))
     unit = inverse_unit(scale)
-    found = value[index] * unit
-    off = found - exact * unit
+    decoded = value[index] * unit
+    off = decoded - exact * unit
     off = jnp.where(jnp.isfinite(off), off, np.float32(0))  # what is not finite is counted apart
     errors = weight * off**2
     error, spread = jnp.sum(errors), jnp.var(errors) * np.float32(number)
-    cross = jnp.sum(weight * jnp.where(off == 0, np.float32(0), off * found))
+    cross = jnp.sum(weight * jnp.where(off == 0, np.float32(0), off * decoded))
     exact_square = square * _ratio(rows.scale, scale) - 2 * cross + error
     exact_square = jnp.maximum(exact_square, np.float32(0))
     sums = (error, spread, exact_square, *rows.counts)

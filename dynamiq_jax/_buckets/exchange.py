@@ -92,8 +92,8 @@ class Exchange:
         # It raises an error if some do not come in time, or this process comes after that time.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.client.wait_at_barrier(f"{place}/all", int(1000 * PATIENCE), list(processes))
-        found = self.client.key_value_dir_get(f"{place}/")
-        return {int(key.rpartition("/")[2]): value for key, value in found}
+        entries = self.client.key_value_dir_get(f"{place}/")
+        return {int(key.rpartition("/")[2]): value for key, value in entries}
 
     def _description(self, digest: str) -> Description:
         text = self.client.blocking_key_value_get(_place(digest), int(1000 * _REPLY))

@@ -19,7 +19,7 @@ from dynamiq_jax import topologies
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.dealing import Dealing
-from dynamiq_jax._buckets.loop import Sender, after, restored, runs, send_buckets
+from dynamiq_jax._buckets.loop import Sender, after, groups_in_order, restored, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, Leaves, WholeLeaves
 from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
@@ -145,7 +145,7 @@ def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
 
 
 def scatter(
-    operation: ScatterMean, plan: Plan, leaves: Leaves, key: Array, how: Compression
+    operation: ScatterMean, plan: Plan, leaves: Leaves, key: Array, compression: Compression
 ) -> tuple[Array, ...]:
     """Run the first half on the leaves of one device.
 
@@ -154,13 +154,13 @@ def scatter(
       plan: buckets.
       leaves: local values by their index in the flattened tree.
       key: typed PRNG key, the same on all workers.
-      how: method, topology and options.
+      compression: method, topology and options.
 
     Returns:
       The worker's shard of each bucket's mean, and what the method carries over: float32
       [held_size].
     """
-    sent = send_buckets(operation, plan, leaves, key, how, ((),) * len(plan.buckets))
+    sent = send_buckets(operation, plan, leaves, key, compression, ((),) * len(plan.buckets))
     return tuple(sent[number].total for number in range(len(sent)))
 
 
@@ -170,7 +170,7 @@ def gather(
     leaves: Leaves,
     shards: tuple[Array, ...],
     key: Array,
-    how: Compression,
+    compression: Compression,
 ) -> Leaves:
     """Run the second half on the shards of one device.
 
@@ -180,7 +180,7 @@ def gather(
       leaves: anything with the shapes and dtypes of the leaves, by index.
       shards: those of the first half.
       key: typed PRNG key, the same on all workers; that of the first half may be used again.
-      how: method, topology and options.
+      compression: method, topology and options.
 
     Returns:
       Means of the leaves in buckets, by index, the same bits on all workers.
@@ -190,8 +190,8 @@ def gather(
         for number, bucket in enumerate(plan.buckets)
     )
     all_shards = Plan(of_shards, (), ())
-    sender = Sender(operation, all_shards, dict(enumerate(shards)), key, how)
-    groups = runs(all_shards, operation.last_first, how.options.unrolled_buckets)
+    sender = Sender(operation, all_shards, dict(enumerate(shards)), key, compression)
+    groups = groups_in_order(all_shards, operation.last_first, compression.options.unrolled_buckets)
     # All shards are here. If one was encoded after the gather of another, the chain of transfers
     # would be as much longer as that takes, and what workers exchange before they encode would
     # wait for it too.

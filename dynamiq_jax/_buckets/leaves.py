@@ -38,7 +38,7 @@ def join(leaves: Sequence[Array], multiple: int) -> Array:
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple))).reshape(-1)
 
 
-def split(flat: Array, sizes: Sequence[int], num_rows: int) -> list[Array]:
+def split_rows(flat: Array, sizes: Sequence[int], num_rows: int) -> list[Array]:
     """Invert `join`: leaves [num_rows, size]."""
     rows, ends = flat.reshape(num_rows, -1), np.cumsum(sizes)
     return [rows[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]

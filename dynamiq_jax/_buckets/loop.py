@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.error_check import Check, checked, summary
-from dynamiq_jax._buckets.leaves import join, split
+from dynamiq_jax._buckets.leaves import join, split_rows
 from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import AllReduce, Leaves, Operation
 from dynamiq_jax._buckets.plan import Bucket, Plan
@@ -43,7 +43,7 @@ def send_all(
     plan: Plan,
     leaves: Leaves,
     key: Array,
-    how: Compression,
+    compression: Compression,
     states: States,
 ) -> tuple[Leaves, States, Mapping[str, Array]]:
     """Run a collective on the leaves of one device, one bucket after the other.
@@ -53,16 +53,16 @@ def send_all(
       plan: buckets and exact leaves.
       leaves: arrays by their index in the flattened tree; untouched ones may be missing.
       key: typed PRNG key, the same on all workers.
-      how: method, topology and options.
+      compression: method, topology and options.
       states: states of the method for every bucket.
 
     Returns:
       Results by index, states for the next step, and metrics of the method: means over buckets,
       weighted by coordinates.
     """
-    sent = send_buckets(operation, plan, leaves, key, how, states)
+    sent = send_buckets(operation, plan, leaves, key, compression, states)
     metrics = _means([(plan.buckets[number].size, sent[number].metrics) for number in sent])
-    if how.measures:
+    if compression.measures:
         checks = [check for n in range(len(sent)) if (check := sent[n].check) is not None]
         exactly = [leaves[index] for index, _ in plan.exact]
         metrics |= summary(plan, operation.axes, checks, exactly)
@@ -96,7 +96,7 @@ def send_buckets(
     plan: Plan,
     leaves: Leaves,
     key: Array,
-    how: Compression,
+    compression: Compression,
     states: States,
 ) -> dict[int, Sent]:
     """Send the buckets of a plan, one after the other; see `send_all`.
@@ -104,17 +104,19 @@ def send_buckets(
     Returns:
       Results by the number of a bucket, in the order in which they are sent.
     """
-    sender = Sender(operation, plan, leaves, key, how)
+    sender = Sender(operation, plan, leaves, key, compression)
     sent: dict[int, Sent] = {}
     token = None
-    for numbers in runs(plan, operation.last_first, how.options.unrolled_buckets):
-        found = sender.send(numbers, states, token)
-        sent |= dict(zip(numbers, found, strict=True))
-        token = found[-1].token
+    for numbers in groups_in_order(
+        plan, operation.last_first, compression.options.unrolled_buckets
+    ):
+        group = sender.send(numbers, states, token)
+        sent |= dict(zip(numbers, group, strict=True))
+        token = group[-1].token
     return sent
 
 
-def runs(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[int, ...]]:
+def groups_in_order(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[int, ...]]:
     """Return the numbers of buckets in the order in which they are sent.
 
     Stripes of the same leaves come together: they share one compiled codec. Of the others, the
@@ -151,7 +153,7 @@ class Sender:
     plan: Plan
     leaves: Leaves
     key: Array
-    how: Compression
+    compression: Compression
 
     def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Sent]:
         """Send buckets that are alike, in a loop if there are several."""
@@ -168,10 +170,10 @@ class Sender:
             sent = self._send_one(first, flat, number, state)
             return None, (sent.total, sent.token, sent.state, sent.metrics, sent.check)
 
-        _, found = lax.scan(body, None, _counted(numbers, states))
+        _, stacked = lax.scan(body, None, _counted(numbers, states))
         return [
             Sent(total=total, token=token, state=state, metrics=metrics, check=check)
-            for total, token, state, metrics, check in _unstacked(found, len(numbers))
+            for total, token, state, metrics, check in _unstacked(stacked, len(numbers))
         ]
 
     def _send_stripes(
@@ -197,19 +199,19 @@ class Sender:
             sent = self._send_one(first, flat, number, state)
             same.update(compat.varying_axes(results[0]) - compat.varying_axes(sent.total))
             total = compat.match_varying(sent.total.astype(first.dtype), results[0])
-            (total,) = split(total, [stripes.size], operation.result_rows)
+            (total,) = split_rows(total, [stripes.size], operation.result_rows)
             rest = sent.token, sent.state, sent.metrics, sent.check
             return stripes.put(results, place, total), rest
 
         ascending = tuple(sorted(numbers))
-        results, found = lax.scan(body, start, _counted(ascending, states))
+        results, stacked = lax.scan(body, start, _counted(ascending, states))
         for axis in same:
             results = compat.same_over(results, axis)
         of_leaves = dict(zip(first.leaves, stripes.join(results), strict=True))
         by_number = {
             number: Sent(jnp.zeros((0,)), token, state, metrics=metrics, check=check)
             for number, (token, state, metrics, check) in zip(
-                ascending, _unstacked(found, len(numbers)), strict=True
+                ascending, _unstacked(stacked, len(numbers)), strict=True
             )
         }
         by_number[ascending[0]] = dataclasses.replace(by_number[ascending[0]], striped=of_leaves)
@@ -223,9 +225,9 @@ class Sender:
         return key
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
-        found = self._send_program(bucket.program, flat, self.key_of(bucket, number), state)
-        total, token, after_step, all_metrics, check = found
-        names = self.how.metrics([bucket.method])
+        sent = self._send_program(bucket.program, flat, self.key_of(bucket, number), state)
+        total, token, after_step, all_metrics, check = sent
+        names = self.compression.metrics([bucket.method])
         metrics = {name: all_metrics[name] for name in names if name in all_metrics}
         return Sent(total, token, after_step, metrics=metrics, check=check)
 
@@ -239,9 +241,9 @@ class Sender:
         with scopes.scope(spelled(bucket.method)):
             reduced = operation.send(bucket, flat, key, state)
         total, check = reduced.total, None
-        if self.how.estimates:
+        if self.compression.estimates:
             assert isinstance(operation, AllReduce)
-            limit = self.how.options.max_error
+            limit = self.compression.options.max_error
             total, check = checked(operation, bucket, flat, total, key, limit)
         return total, reduced.token, reduced.state, reduced.metrics, check
 
@@ -282,16 +284,16 @@ def restored(operation: Operation, plan: Plan, leaves: Leaves, totals: Sequence[
         else:
             shapes = [operation.shape(leaves[index]) for index in bucket.leaves]
             sizes = [math.prod(shape) // operation.result_rows for shape in shapes]
-        pieces = split(total, sizes, operation.result_rows)
+        pieces = split_rows(total, sizes, operation.result_rows)
         for index, piece in zip(bucket.leaves, pieces, strict=True):
             parts[index].append(piece)
     return {
         index: _result(
             operation,
-            found[0] if len(found) == 1 else jnp.concatenate(found, axis=1),
+            chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1),
             leaves[index],
         )
-        for index, found in parts.items()
+        for index, chunks in parts.items()
     }
 
 

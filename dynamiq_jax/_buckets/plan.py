@@ -67,7 +67,7 @@ class Plan:
 def make_plan(
     leaves: Sequence[Any],
     axes: Axes,
-    how: Compression,
+    compression: Compression,
     methods: Sequence[Method | None],
     *,
     split_over: Sequence[tuple[str, ...]] | None = None,
@@ -78,14 +78,14 @@ def make_plan(
     Args:
       leaves: anything with `shape` and `dtype`.
       axes: axes of the collective.
-      how: policy, topology and options.
+      compression: policy, topology and options.
       methods: method of each leaf by the policy; None for those that stay exact.
       split_over: further axes along which the values of each leaf differ. Leaves with different
         ones never share a bucket: those that are the same along an axis stay the same, since
         everything that their rounding depends on is.
       cuts: how leaves are cut; None for an all-reduce.
     """
-    cuts = cuts or Cuts(how.options.bucketing)
+    cuts = cuts or Cuts(compression.options.bucketing)
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
     by_kind: dict[_Kind, list[tuple[int, int]]] = {}
@@ -99,17 +99,17 @@ def make_plan(
             exact.append((index, "one worker has nothing to send"))
         elif (method := methods[index]) is None:
             exact.append((index, "by the policy"))
-        elif size < max(how.options.exact_below, 1):
-            limit = how.options.exact_below
+        elif size < max(compression.options.exact_below, 1):
+            limit = compression.options.exact_below
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
             axes_of_shards = split_over[index] if split_over is not None else ()
-            kind = _Kind(axes, how.topology, method, jnp.dtype(leaf.dtype), axes_of_shards)
+            kind = _Kind(axes, compression.topology, method, jnp.dtype(leaf.dtype), axes_of_shards)
             by_kind.setdefault(kind, []).append((index, size))
     buckets: list[Bucket] = []
     for kind, members in by_kind.items():
         shapes = {index: leaves[index].shape for index, _ in members}
-        limit = max(how.options.bucket_bytes // kind.dtype.itemsize, 1)
+        limit = max(compression.options.bucket_bytes // kind.dtype.itemsize, 1)
         striped = () if cuts.into == "in_order" else kind.striped(members, shapes, limit)
         if striped and (cuts.into == "striped" or striped[0].call.topology.is_loop):
             buckets += striped

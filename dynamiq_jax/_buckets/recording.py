@@ -29,10 +29,10 @@ _records: contextvars.ContextVar[list[Record] | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def recording() -> Iterator[list[Record]]:
     """Collect records of the collectives that are traced in this context."""
-    found: list[Record] = []
-    token = _records.set(found)
+    records: list[Record] = []
+    token = _records.set(records)
     try:
-        yield found
+        yield records
     finally:
         _records.reset(token)
 
@@ -52,8 +52,8 @@ def is_recording() -> bool:
     return _records.get() is not None
 
 
-def record(found: Record) -> None:
+def record(new: Record) -> None:
     """Add a record, unless an equal one is there: JAX traces some functions twice."""
     records = _records.get()
-    if records is not None and found not in records:
-        records.append(found)
+    if records is not None and new not in records:
+        records.append(new)

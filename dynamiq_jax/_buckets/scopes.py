@@ -23,7 +23,7 @@ def labels(source: str) -> tuple[str, ...]:
     >>> labels("jit(step)/shard_map/dynamiq_jax.DynamiQ(bits=4)/while/body/ppermute")
     ('DynamiQ(bits=4)',)
     """
-    found = []
+    names = []
     for match in re.finditer(re.escape(_PREFIX), source):
         rest, depth, end = source[match.end() :], 0, 0
         while end < len(rest):
@@ -31,5 +31,5 @@ def labels(source: str) -> tuple[str, ...]:
             if depth < 0 or (rest[end] == "/" and depth == 0):
                 break
             end += 1
-        found.append(rest[:end])
-    return tuple(found)
+        names.append(rest[:end])
+    return tuple(names)

@@ -17,7 +17,9 @@ from dynamiq_jax.methods import DynamiQ
 from pallas_kernels.codec.rows import inverse_unit
 
 
-def gain_of_sharing(buckets: Sequence[Bucket], found: Sequence[Estimate]) -> tuple[Array, Array]:
+def gain_of_sharing(
+    buckets: Sequence[Bucket], estimates: Sequence[Estimate]
+) -> tuple[Array, Array]:
     """Return the gain of sharing bits, and the number of the bucket with the most to give.
 
     Args:
@@ -32,7 +34,8 @@ def gain_of_sharing(buckets: Sequence[Bucket], found: Sequence[Estimate]) -> tup
     if len(which) < 2:
         return jnp.float32(1), jnp.float32(which[0] if which else 0)
     error, scale, rows = (
-        jnp.stack([getattr(found[n], field) for n in which]) for field in ("error", "scale", "rows")
+        jnp.stack([getattr(estimates[n], field) for n in which])
+        for field in ("error", "scale", "rows")
     )
     scale = scale * inverse_unit(jnp.max(scale))
     takes_part = (error > 0) & (scale > 0)

@@ -82,27 +82,27 @@ class Stripes:
 
     def put(self, dealt: Sequence[Array], number: Array, stripe: Array) -> tuple[Array, ...]:
         """Return dealt leaves in which the stripe of a number has other values, [rows, size]."""
-        found, start = [], 0
+        updated, start = [], 0
         for part in dealt:
             stop = start + part.shape[1] * ROW
             rows = stripe[:, start:stop].reshape(len(part), -1, ROW)
-            found.append(lax.dynamic_update_index_in_dim(part, rows, number, 2))
+            updated.append(lax.dynamic_update_index_in_dim(part, rows, number, 2))
             start = stop
-        return tuple(found)
+        return tuple(updated)
 
     def join(self, dealt: Sequence[Array]) -> list[Array]:
         """Invert `deal`."""
         flat = [part.reshape(len(part), -1) for part in dealt]
         rest = flat.pop() if self._rest else None
-        whole, found, start = iter(flat), [], 0
+        whole, joined, start = iter(flat), [], 0
         for columns, turns in zip(self.columns, self._turns, strict=True):
             parts = [next(whole)] if turns else []
             if left := columns % self._turn:
                 assert rest is not None
                 parts.append(rest[:, start : start + left])
                 start += left
-            found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
-        return found
+            joined.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
+        return joined
 
 
 def number_of_stripes(fewest: int, shapes: Sequence[tuple[int, ...]]) -> int:

@@ -32,11 +32,11 @@ def reduce_unreduced(reduce: Callable[[Tree], Tree], tree: Tree, axis_name: Axis
     """
     names = axis_names(axis_name)
     for path, leaf in named_leaves(tree)[0]:
-        if found := _unreduced_axes(leaf) ^ set(names):
+        if differing := _unreduced_axes(leaf) ^ set(names):
             raise ValueError(
                 f"tree{path} has type {jax.typeof(leaf)}, but axis_name={axis_name!r}: they differ "
-                f"in {sorted(found)}. Give the axes over which all leaves are unreduced, and other "
-                "leaves to another call."
+                f"in {sorted(differing)}. Give the axes over which all leaves are unreduced, and "
+                "other leaves to another call."
             )
     # Types of unreduced values cannot become varying ones, so they are not checked inside.
     mapped = jax.shard_map(

@@ -77,12 +77,12 @@ class Advise:
         """Print the predictions and the advice; return the exit status."""
         options.check_outputs(self.json, None)
         question = self.question()
-        found = predictions(question)
+        predicted = predictions(question)
         console = tables.console()
-        console.print(_table(self, found))
-        console.print(advice(question, found))
+        console.print(_table(self, predicted))
+        console.print(advice(question, predicted))
         if self.json is not None:
-            rows = [dataclasses.asdict(option) for option in found]
+            rows = [dataclasses.asdict(option) for option in predicted]
             records.write(self.json, environment(self.device), dataclasses.asdict(self), rows)
         return 0
 
@@ -125,15 +125,15 @@ class Advise:
         )
 
 
-def _table(asked: Advise, found: list[Option]) -> Table:
-    plain = found[0]
+def _table(asked: Advise, options: list[Option]) -> Table:
+    plain = options[0]
     table = tables.table(
         f"{asked.workers} workers on {format_rate(parse_rate(asked.link))}, gradient of "
         f"{asked.size} coordinates, {format_seconds(asked.step_time)} of computing a step",
         ("all-reduce",),
         ("sent by each", "codec", "wire", "step", "speed-up", "error, compressions"),
     )
-    for option in found:
+    for option in options:
         table.add_row(
             option.name,
             format_bytes(option.sent),

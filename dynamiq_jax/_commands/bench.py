@@ -128,9 +128,11 @@ class Bench:
             if platform == "cpu" and "GLIBC_TUNABLES" not in os.environ:
                 console.print(_MALLOC_HINT, highlight=False)
             device = "cpu" if platform == "cpu" else "gpu"
-            if found := to_advise(rows, device, with_wire=link is None and sharing < mesh.size):
+            if recommendation := to_advise(
+                rows, device, with_wire=link is None and sharing < mesh.size
+            ):
                 # Not wrapped: a line to paste.
-                console.print(found, highlight=False, soft_wrap=True)
+                console.print(recommendation, highlight=False, soft_wrap=True)
             if self.json is not None:
                 records.write(self.json, environment(kind), dataclasses.asdict(self), rows)
             plots.save_bars(self.plot, "time of one all-reduce", _series(rows))

@@ -185,14 +185,14 @@ def compare_table(rows: Sequence[dict[str, Any]], rate: float) -> Table:
         ),
     )
     for row in rows:
-        found = list(row["steps"].values())
+        of_steps = list(row["steps"].values())
         table.add_row(
             row["method"],
             row["topology"],
             f"{row['bits']:.2f}",
-            *(f"{each['vnmse']:.2e}" for each in found),
+            *(f"{each['vnmse']:.2e}" for each in of_steps),
             f"{row['relative']:.1e}",
-            f"{np.mean([each['gain'] for each in found]):.4f}",
+            f"{np.mean([each['gain'] for each in of_steps]):.4f}",
             f"{row['codec_ns']:.1f}",
             format_seconds(row["seconds"]),
         )

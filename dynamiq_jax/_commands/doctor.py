@@ -81,17 +81,19 @@ class Doctor:
                 f"{self.target} is no file. Give a script, or the text of a program."
             )
         meshes = [parse_mesh(self.mesh)] if self.mesh else []
-        found = self._of_script(meshes) if self.target.suffix == ".py" else self._of_text(meshes)
+        inspection = (
+            self._of_script(meshes) if self.target.suffix == ".py" else self._of_text(meshes)
+        )
         if jax.process_index() == 0:
-            _print(found)
+            _print(inspection)
             if self.json is not None:
                 results = {
-                    "collectives": [row._asdict() for row in found.rows],
-                    "findings": [finding._asdict() for finding in found.findings],
+                    "collectives": [row._asdict() for row in inspection.rows],
+                    "findings": [finding._asdict() for finding in inspection.findings],
                 }
                 where = environment(jax.devices()[0].device_kind)
                 records.write(self.json, where, dataclasses.asdict(self), results)
-        return int(bool(found.findings))
+        return int(bool(inspection.findings))
 
     def _of_script(self, meshes: Sequence[Mapping[str, int]]) -> Inspection:
         if self.cpu_devices is not None:
@@ -101,19 +103,19 @@ class Doctor:
         if step.mistake is not None:
             finding = Finding(step.mistake.kind, str(step.mistake))
             return Inspection((), (finding,), is_compiled=False)
-        found = inspect_text(
+        inspection = inspect_text(
             step.text or "",
             meshes=meshes,
             records=step.records,
             devices_per_host=self.devices_per_host,
         )
-        if step.text is None and not found.findings:
+        if step.text is None and not inspection.findings:
             raise CommandError(
                 f"{self.target} ended without a program in which each device sends {self.least}B "
                 "or more. Give a smaller --least, more devices (--cpu-devices 4), or the script "
                 "that trains."
             )
-        return found
+        return inspection
 
     def _of_text(self, meshes: Sequence[Mapping[str, int]]) -> Inspection:
         try:
@@ -136,28 +138,28 @@ class Doctor:
 
 def parse_mesh(texts: tuple[str, ...]) -> dict[str, int]:
     """Parse axes of a mesh, such as "data=4", in their order."""
-    found = {}
+    sizes = {}
     for text in texts:
         match = re.fullmatch(r"([^=]+)=([1-9]\d*)", text)
-        if match is None or match[1] in found:
+        if match is None or match[1] in sizes:
             raise CommandError(f"--mesh: {text!r} is not a new axis with its size, as in data=4.")
-        found[match[1]] = int(match[2])
-    if math.prod(found.values()) > MOST_DEVICES:
+        sizes[match[1]] = int(match[2])
+    if math.prod(sizes.values()) > MOST_DEVICES:
         raise CommandError(
             f"--mesh: {' '.join(texts)!r} has more than {MOST_DEVICES} devices. Give the sizes "
             "of the axes."
         )
-    return found
+    return sizes
 
 
-def _print(found: Inspection) -> None:
+def _print(inspection: Inspection) -> None:
     console = tables.console()
-    if found.rows:
+    if inspection.rows:
         made = tables.table("Collectives of a step, on each device", HEADINGS[:4], HEADINGS[4:])
-        for row in found.rows:
+        for row in inspection.rows:
             made.add_row(*texts(row))
         console.print(made)
-    console.print(found.summary, highlight=False)
-    for finding in found.findings:
+    console.print(inspection.summary, highlight=False)
+    for finding in inspection.findings:
         text = Text.assemble("\n", (finding.kind, "red"), f": {finding.text}")
         console.print(text, soft_wrap=True)

@@ -82,17 +82,17 @@ class DropCompute:
         latencies = self._latencies()
         console = tables.console()
         with console.status("Replaying"):
-            found = stragglers.predict(latencies, rule)
-            _, other = stragglers.halves(latencies)
+            prediction = stragglers.predict(latencies, rule)
+            _, other = stragglers.split_in_half(latencies)
             swept = stragglers.sweep(other, rule) if self.json or self.plot else []
-        console.print(self._table(latencies, found))
-        console.print(_advice(found))
+        console.print(self._table(latencies, prediction))
+        console.print(_advice(prediction))
         if self.json is not None:
-            results = {"prediction": dataclasses.asdict(found), "sweep": swept}
+            results = {"prediction": dataclasses.asdict(prediction), "sweep": swept}
             records.write(self.json, environment("none"), dataclasses.asdict(self), results)
         if self.plot is not None:
-            before, after = stragglers.step_seconds(other, found.chosen.threshold, rule)
-            save_prediction(self.plot, swept, found.chosen.threshold, (before, after))
+            before, after = stragglers.step_seconds(other, prediction.chosen.threshold, rule)
+            save_prediction(self.plot, swept, prediction.chosen.threshold, (before, after))
         return 0
 
     def _rule(self) -> Rule:
@@ -121,7 +121,7 @@ class DropCompute:
         )
         return made_up.draw(self.steps, self.seed)
 
-    def _table(self, latencies: Latencies, found: Prediction) -> Table:
+    def _table(self, latencies: Latencies, prediction: Prediction) -> Table:
         steps, workers, micro_batches = latencies.times.shape
         source = f"{self.noise} latencies, simulated" if self.latencies is None else self.latencies
         made = tables.table(
@@ -133,14 +133,14 @@ class DropCompute:
             "without a threshold",
             "none",
             "0.0%",
-            format_seconds(found.held_out.step_seconds_before),
+            format_seconds(prediction.held_out.step_seconds_before),
             "1.000x",
             "",
         )
         for name, effect, law in (
-            ("as chosen on the first half", found.chosen, None),
-            ("on the second half", found.held_out, found.law),
-            ("there, if cut off at the threshold", found.cut, found.cut_law),
+            ("as chosen on the first half", prediction.chosen, None),
+            ("on the second half", prediction.held_out, prediction.law),
+            ("there, if cut off at the threshold", prediction.cut, prediction.cut_law),
         ):
             threshold = effect.threshold
             made.add_row(
@@ -159,8 +159,8 @@ class DropCompute:
         return made
 
 
-def _advice(found: Prediction) -> str:
-    held_out = found.held_out
+def _advice(prediction: Prediction) -> str:
+    held_out = prediction.held_out
     if not np.isfinite(held_out.threshold) or held_out.speedup <= 1:
         return (
             "No threshold helps: latencies vary too little, or too much inside one micro-batch. "

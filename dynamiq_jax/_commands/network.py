@@ -79,9 +79,9 @@ class Network:
                 raise CommandError(f"--hosts: {count}: give 2 to {namespaces.MAX_HOSTS}.")
         options.check_outputs(self.json, self.plot)
         jax.config.update("jax_platforms", "cpu")  # as the hosts' processes have it
-        how = {"repeats": self.repeats, "seed": self.seed}
+        measuring = {"repeats": self.repeats, "seed": self.seed}
         runs = [
-            NetworkRun(settings, count, size=size, timeout=self.timeout, **how)
+            NetworkRun(settings, count, size=size, timeout=self.timeout, **measuring)
             for count in self.hosts
         ]
         namespaces.check_possible()
@@ -95,10 +95,10 @@ class Network:
             with tables.progress(
                 console, f"{run.num_hosts} hosts", run.steps(len(rates))
             ) as advance:
-                device, found = run.measure(rates, advance)
+                device, measured = run.measure(rates, advance)
             for rate in rates:
-                console.print(_table([row for row in found if row["rate"] == rate]))
-            rows += found
+                console.print(_table([row for row in measured if row["rate"] == rate]))
+            rows += measured
         if self.json is not None:
             records.write(self.json, environment(device), dataclasses.asdict(self), rows)
         plots.save_bars(self.plot, "time of one all-reduce", _series(rows))

@@ -11,8 +11,8 @@ from rich.table import Table
 
 def console(*, quiet: bool = False) -> Console:
     """Return the console of a command: wide enough for its tables where there is no terminal."""
-    found = Console(quiet=quiet)
-    return found if found.is_terminal else Console(quiet=quiet, width=160)
+    terminal = Console(quiet=quiet)
+    return terminal if terminal.is_terminal else Console(quiet=quiet, width=160)
 
 
 @contextlib.contextmanager

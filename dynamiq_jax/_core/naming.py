@@ -79,10 +79,10 @@ def spelled(value: Any) -> str:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        found = getattr(value, field.name)
-        if field.init and found != default:
-            nested = dataclasses.is_dataclass(found)
-            given.append(f"{field.name}={spelled(found) if nested else repr(found)}")
+        setting = getattr(value, field.name)
+        if field.init and setting != default:
+            nested = dataclasses.is_dataclass(setting)
+            given.append(f"{field.name}={spelled(setting) if nested else repr(setting)}")
     return f"{type(value).__name__}({', '.join(given)})"
 
 

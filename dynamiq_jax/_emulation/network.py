@@ -91,11 +91,11 @@ class NetworkRun:
         hosts.network.set_rate(rate)
         at = "an unlimited link" if rate is None else format_rate(rate)
         patience = link_patience(max(self._sent.values()), rate)
-        found: dict[str, dict[str, list[float]]] = {
+        seconds: dict[str, dict[str, list[float]]] = {
             name: {"seconds": [], "cpu_seconds": [], "interface_bytes": []} for name in self._sent
         }
         for repeat in range(-1, self._repeats):
-            for name, numbers in found.items():
+            for name, numbers in seconds.items():
                 request = {"do": "run", "setting": name, "seed": repeat + 2}
                 before = hosts.network.bytes_sent()
                 answers = hosts.ask(request, f"measuring {name} at {at}", patience=patience)
@@ -108,7 +108,7 @@ class NetworkRun:
                         statistics.fmean(a["cpu_seconds"] for a in answers)
                     )
                     numbers["interface_bytes"].append(statistics.fmean(sent))
-        return found
+        return seconds
 
     def _row(self, setting: str, rate: float, timed: dict[str, Any], local: dict[str, Any]) -> Row:
         sent = self._sent[setting]

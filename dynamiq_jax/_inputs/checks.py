@@ -101,7 +101,7 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
 
 
 def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None:
-    """Raise ValueError for a dimension that shards split and a half of the all-reduce cuts too."""
+    """Raise ValueError if `specs` already shards the dimension that is scattered or gathered."""
     if dimension < len(spec) and spec[dimension] is not None:
         raise ValueError(
             f"{argument}={dimension} is the dimension of tree{path} that specs={spec} splits over "

@@ -1,4 +1,4 @@
-"""Errors for mistakes of which `inspect` has a name."""
+"""Errors that `inspect` reports under the same name."""
 
 
 class MistakeError(ValueError):

@@ -142,8 +142,9 @@ def resolve(
     if not isinstance(options, Options):
         raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
     given = tuple((settings or {}).items())
-    found = Policy.of(method), resolve_topology(topology)
-    how = Compression(*found, options, stateless, measures, given)
-    for each in how.policy.known:
-        how.check_state(each)
-    return how
+    compression = Compression(
+        Policy.of(method), resolve_topology(topology), options, stateless, measures, given
+    )
+    for each in compression.policy.known:
+        compression.check_state(each)
+    return compression

@@ -67,25 +67,25 @@ class Policy:
         if self.everywhere is not None:
             return [self.everywhere] * len(paths)
         if self.function is not None:
-            found = [
+            chosen = [
                 resolve_method(self.function(path, leaf))
                 for path, leaf in zip(paths, leaves, strict=True)
             ]
         else:
-            found = self._of_patterns(paths, leaves)
-        return [None if isinstance(method, Exact) else method for method in found]
+            chosen = self._of_patterns(paths, leaves)
+        return [None if isinstance(method, Exact) else method for method in chosen]
 
     def used(self, tree: Any) -> tuple[Method, ...]:
         """Return the methods of a tree, each once."""
         return tuple(dict.fromkeys(method for method in self.methods(tree) if method is not None))
 
     def _of_patterns(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Method]:
-        unused, found = {pattern for pattern, _ in self.patterns}, []
+        unused, chosen = {pattern for pattern, _ in self.patterns}, []
         for path, leaf in zip(paths, leaves, strict=True):
             for pattern, method in self.patterns:
                 if re.search(pattern, path):
                     unused.discard(pattern)
-                    found.append(method)
+                    chosen.append(method)
                     break
             else:
                 if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
@@ -93,14 +93,14 @@ class Policy:
                         f"method={self._spelled()} has no pattern for the leaf {path!r}. Add one, "
                         "or '.*' as the last one, for all leaves that are left."
                     )
-                found.append(Exact())
+                chosen.append(Exact())
         if unused and self.all_used:
             raise ValueError(
                 f"method={self._spelled()}: no leaf is left for {sorted(unused)!r:.200}. Patterns "
                 f"before may match them, or there is no such leaf among {list(paths)!r:.400}. "
                 "Correct the pattern, or remove it."
             )
-        return found
+        return chosen
 
     def _spelled(self) -> str:
         return f"{dict(self.patterns)!r:.200}"

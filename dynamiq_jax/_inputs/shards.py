@@ -45,14 +45,14 @@ class Shards:
             for dimension, names in enumerate(self.specs[index])
             for place, name in enumerate(names_of(names))
         }
-        found: list[list[int]] = []
+        parts: list[list[int]] = []
         for name in self.axes_of(index):
             dimension, place = places[name]
-            if found and found[-1][0] == dimension and found[-1][2] + 1 == place:
-                found[-1][2:] = [place, found[-1][3] * sizes[name]]
+            if parts and parts[-1][0] == dimension and parts[-1][2] + 1 == place:
+                parts[-1][2:] = [place, parts[-1][3] * sizes[name]]
             else:
-                found.append([dimension, place, place, sizes[name]])
-        return [[dimension, first, count] for dimension, first, _, count in found]
+                parts.append([dimension, place, place, sizes[name]])
+        return [[dimension, first, count] for dimension, first, _, count in parts]
 
     def local(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of a device's shard of a leaf."""
@@ -212,7 +212,7 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
             f"specs={specs!r:.200} does not fit the tree: {error}. Give a tree of PartitionSpecs "
             "with the structure of the tree, or a prefix of it."
         ) from None
-    found = []
+    of_leaves = []
     for spec in given:
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
         if not isinstance(spec, PartitionSpec | None) or P.UNCONSTRAINED in (spec or ()):
@@ -220,8 +220,8 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
                 f"specs holds {spec!r:.80}. Give PartitionSpecs or NamedShardings, such as "
                 "jax.tree.map(lambda leaf: leaf.sharding, params)."
             )
-        found.append(P() if spec is None else spec)
-    return found
+        of_leaves.append(P() if spec is None else spec)
+    return of_leaves
 
 
 def _over(spec: PartitionSpec, axes: Any) -> PartitionSpec:

@@ -85,7 +85,7 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
     count = math.prod(map(int, counts))
 
-    def found(name: str, times: int, in_branch: bool) -> Iterator[Collective]:
+    def inside(name: str, times: int, in_branch: bool) -> Iterator[Collective]:
         computation = program.computations[name]
         for line in computation.values():
             opcode = line.opcode.removesuffix("-start")
@@ -111,16 +111,16 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
             elif line.opcode == "while":
                 turns = program.trips(name, line)
                 turns = 1 if turns is None else turns
-                yield from found(line.called("body"), times * turns, in_branch)
+                yield from inside(line.called("body"), times * turns, in_branch)
             elif line.opcode == "call":
-                yield from found(line.called("to_apply"), times, in_branch)
+                yield from inside(line.called("to_apply"), times, in_branch)
             elif line.opcode == "async-start":
-                yield from found(line.called("calls"), times, in_branch)
+                yield from inside(line.called("calls"), times, in_branch)
             elif line.opcode == "conditional":
                 for branch in line.branches():
-                    yield from found(branch, times, True)
+                    yield from inside(branch, times, True)
 
-    return list(found(program.entry, 1, False)) if program.entry else []
+    return list(inside(program.entry, 1, False)) if program.entry else []
 
 
 def _parts(
@@ -141,13 +141,13 @@ def _parts(
         for other in computation.values()
         if other.opcode == "get-tuple-element" and names & set(other.operands)
     }
-    found: dict[tuple[tuple[str, ...], str], tuple[list[ArrayType], Instruction]] = {}
+    parts: dict[tuple[tuple[str, ...], str], tuple[list[ArrayType], Instruction]] = {}
     for index, array in enumerate(arrays):
         user = users.get(index, line)
         origin = user if len(arrays) > 1 and user.source else line
         key = labels(origin.source), origin.attribute(r"stack_frame_id=(\d+)")
-        found.setdefault(key, ([], origin))[0].append(array)
-    return list(found.values())
+        parts.setdefault(key, ([], origin))[0].append(array)
+    return list(parts.values())
 
 
 def groups_of(line: Instruction, count: int) -> np.ndarray:

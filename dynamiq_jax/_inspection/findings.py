@@ -35,8 +35,8 @@ def findings(known: Evidence) -> list[Finding]:
         _widened,
         _fast_link,
     )
-    found = itertools.chain.from_iterable(rule(known) for rule in rules)
-    return list(dict.fromkeys(found))
+    of_rules = itertools.chain.from_iterable(rule(known) for rule in rules)
+    return list(dict.fromkeys(of_rules))
 
 
 def _one_worker(known: Evidence) -> Iterator[Finding]:
@@ -63,7 +63,7 @@ def _double_reduction(known: Evidence) -> Iterator[Finding]:
 
 def _summed_twice(known: Evidence) -> dict[Collective, tuple[Record, list[str]]]:
     """Return exact sums of arrays like those of compressed leaves, with the names of these."""
-    found = {}
+    summed_twice = {}
     for record in known.records:
         names = {
             math.prod(record.shapes[index]): record.names[index] or "the tree"
@@ -74,8 +74,8 @@ def _summed_twice(known: Evidence) -> dict[Collective, tuple[Record, list[str]]]
             over = record.axes if one.axes is None else one.axes
             is_other_sum = one.is_floating_sum and not one.labels and set(over) & set(record.axes)
             if is_other_sum and (alike := [names[size] for size in one.sizes if size in names]):
-                found[one] = record, alike
-    return found
+                summed_twice[one] = record, alike
+    return summed_twice
 
 
 def _not_compressed(known: Evidence) -> Iterator[Finding]:
@@ -178,8 +178,8 @@ def _is_between_workers(one: Collective, known: Evidence) -> bool:
     for groups in compressed:
         group_of = {device: number for number, group in enumerate(groups) for device in group}
         for members in one.groups:
-            found = [group_of[device] for device in members if device in group_of]
-            if len(set(found)) < len(found):
+            groups_of_members = [group_of[device] for device in members if device in group_of]
+            if len(set(groups_of_members)) < len(groups_of_members):
                 return True
     return False
 

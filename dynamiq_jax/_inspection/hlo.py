@@ -78,8 +78,8 @@ class Instruction:
 
     def attribute(self, pattern: str) -> str:
         """Return the first group of a pattern in the attributes, or an empty string."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
     def called(self, role: str) -> str:
         """Return the name of the computation with a role: `calls`, `body` or `condition`."""
@@ -88,8 +88,8 @@ class Instruction:
     @property
     def callees(self) -> list[str]:
         """Names of all computations that it calls, whatever their roles."""
-        found = _CALLS.findall(_TEXT.sub("", self.attributes))
-        return [name for pair in found for name in re.findall(r"[\w.\-]+", ",".join(pair))]
+        calls = _CALLS.findall(_TEXT.sub("", self.attributes))
+        return [name for pair in calls for name in re.findall(r"[\w.\-]+", ",".join(pair))]
 
     def branches(self) -> list[str]:
         """Return the names of the computations that a conditional chooses from."""
@@ -109,8 +109,8 @@ class Program:
         self.entry = ""
         current: Computation = {}
         for line in text.splitlines():
-            if found := _LINE.match(line):
-                current[found[2]] = _instruction(found[2], found[3], bool(found[1]))
+            if match := _LINE.match(line):
+                current[match[2]] = _instruction(match[2], match[3], bool(match[1]))
             elif head := _HEAD.match(line):
                 current = self.computations[head[2]] = {}
                 self.entry = head[2] if head[1] else self.entry

@@ -67,8 +67,8 @@ class Inspection:
                 f"and {format_bytes(self.bytes_exact)} exact."
             )
         count = len(self.findings)
-        found = ("No mistake found.", "One mistake found:")[count] if count < 2 else ""
-        return f"{sent} {found or f'{count} mistakes found:'}"
+        mistakes = ("No mistake found.", "One mistake found:")[count] if count < 2 else ""
+        return f"{sent} {mistakes or f'{count} mistakes found:'}"
 
 
 def texts(row: Row) -> tuple[str, ...]:
@@ -80,13 +80,13 @@ def texts(row: Row) -> tuple[str, ...]:
 
 def rows_of(collectives: Iterable[Collective]) -> tuple[Row, ...]:
     """Join collectives that differ in nothing but their sizes."""
-    found: dict[tuple[str, str, str, str, str], list[Collective]] = {}
+    groups: dict[tuple[str, str, str, str, str], list[Collective]] = {}
     for one in collectives:
         over = "" if one.axes is None else ", ".join(one.axes)
         over = over or f"groups of {len(one.groups[0])}"
         where = str(one.place) if one.place else ""
         key = (_what(one), over, one.link, "+".join(one.dtypes), where)
-        found.setdefault(key, []).append(one)
+        groups.setdefault(key, []).append(one)
     rows = [
         Row(
             what,
@@ -98,7 +98,7 @@ def rows_of(collectives: Iterable[Collective]) -> tuple[Row, ...]:
             where=where,
             in_branch=any(one.in_branch for one in members),
         )
-        for (what, over, link, type, where), members in found.items()
+        for (what, over, link, type, where), members in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 

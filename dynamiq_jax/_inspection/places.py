@@ -56,8 +56,8 @@ class Places:
 
     def of(self, attributes: str) -> Place | None:
         """Return the line outside of this library that an instruction comes from, if known."""
-        found = re.search(r"stack_frame_id=(\d+)", attributes)
-        frame = int(found[1]) if found else 0
+        match = re.search(r"stack_frame_id=(\d+)", attributes)
+        frame = int(match[1]) if match else 0
         while frame in self._frames:
             place, parent = self._frames[frame]
             if not place.file.startswith(_OURS):
@@ -69,5 +69,5 @@ class Places:
 
 
 def _section(text: str, title: str) -> str:
-    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
-    return found[1] if found else ""
+    match = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
+    return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""Train step of a script that others wrote: the script runs until that step is compiled."""
+"""Train step of any script: the script runs until that step is compiled."""
 
 import contextlib
 import runpy

@@ -83,7 +83,7 @@ def inspect(
         except MistakeError as error:
             return Inspection((), (Finding(error.kind, str(error)),), is_compiled=False)
     compiled = lowered.compile()
-    found = inspect_text(
+    inspection = inspect_text(
         compiled.as_text(),
         written=lowered.as_text("hlo", debug_info=True),
         meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
@@ -92,8 +92,10 @@ def inspect(
         arguments=_arguments((args, kwargs)),
     )
     if sharing is None:
-        return found
-    return dataclasses.replace(found, findings=(*found.findings, *wasted_bits(sharing, records)))
+        return inspection
+    return dataclasses.replace(
+        inspection, findings=(*inspection.findings, *wasted_bits(sharing, records))
+    )
 
 
 def inspect_text(

@@ -33,10 +33,10 @@ def find_factory(text: str) -> MakeStep:
         raise CommandError(
             f"{text!r}: no module {error.name!r} here or in the environment. {_EXAMPLE}."
         ) from None
-    found = getattr(module, name, None)
-    if not callable(found):
+    factory = getattr(module, name, None)
+    if not callable(factory):
         raise CommandError(f"{text!r}: {module_name} has no function {name!r}. {_EXAMPLE}.")
-    return found
+    return factory
 
 
 def make_step(factory: MakeStep, bucket_bytes: int) -> Callable[[], Any]:

@@ -45,12 +45,12 @@ class Comparison:
         report = setting.wire_report(shapes, workers)
         simulation = Simulation(setting, first)
         done(f"compiled {name}, {at}")
-        found = {}
+        simulated = {}
         for step, gradients in chosen.items():
-            found[step] = simulation(gradients, range(self.seeds))
+            simulated[step] = simulation(gradients, range(self.seeds))
             done(f"{name}, {at}")
         size = sum(shape.size for shape in shapes.values())
-        measured = codec_ns(min(each.seconds for each in found.values()), size, workers)
+        measured = codec_ns(min(each.seconds for each in simulated.values()), size, workers)
         codec = measured if self.codec_ns is None else self.codec_ns
         wire_seconds = 8 * report.bytes_per_worker / self.rate
         method, _, topology = name.rpartition(":")
@@ -64,10 +64,10 @@ class Comparison:
             "bytes_per_worker": report.bytes_per_worker,
             "codec_ns": measured,  # of one core, for each coordinate
             "seconds": wire_seconds + 1e-9 * codec * size,  # on the link
-            "replicas_equal": all(each.replicas_equal for each in found.values()),
-            "steps": {step: dataclasses.asdict(each) for step, each in found.items()},
-            "vnmse": geometric_mean(each.vnmse for each in found.values()),
-            "relative": geometric_mean(each.relative for each in found.values()),
+            "replicas_equal": all(each.replicas_equal for each in simulated.values()),
+            "steps": {step: dataclasses.asdict(each) for step, each in simulated.items()},
+            "vnmse": geometric_mean(each.vnmse for each in simulated.values()),
+            "relative": geometric_mean(each.relative for each in simulated.values()),
         }
 
 

@@ -117,9 +117,9 @@ def _check_alike(path: Path, steps: dict[str, Gradients]) -> None:
     first, *others = shapes
     for other in others:
         for name in sorted(shapes[first].keys() | shapes[other].keys()):
-            found = [shapes[step].get(name) for step in (first, other)]
-            if found[0] != found[1]:
-                first_shape, other_shape = (shape or f"less than {LARGE}" for shape in found)
+            both = [shapes[step].get(name) for step in (first, other)]
+            if both[0] != both[1]:
+                first_shape, other_shape = (shape or f"less than {LARGE}" for shape in both)
                 raise CommandError(
                     f"--gradients {path}: {name!r} is of {first_shape} coordinates in "
                     f"{first or 'no step'} and of {other_shape} in {other or 'no step'}. Give all "

@@ -56,8 +56,8 @@ class Setting:
         """
         if self.method is None or self.topology is None:
             return lax.psum(tree, axis_name)
-        how = Compression(Policy(self.method), self.topology, Options(exact_below=0))
-        return driver.run(AllReduce(find_axes(axis_name)), tree, key, how).tree
+        compression = Compression(Policy(self.method), self.topology, Options(exact_below=0))
+        return driver.run(AllReduce(find_axes(axis_name)), tree, key, compression).tree
 
     def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:
         """Report the bytes of one all-reduce: of a float32 vector of some size, or of a tree.
@@ -67,12 +67,12 @@ class Setting:
         """
         values = jax.ShapeDtypeStruct((tree,), "float32") if isinstance(tree, int) else tree
         everything = 1 + max(leaf.size for leaf in jax.tree.leaves(values))
-        how: dict[str, Any] = {"options": Options(exact_below=everything)}
+        arguments: dict[str, Any] = {"options": Options(exact_below=everything)}
         if self.method is not None and self.topology is not None:
-            how = {"method": self.method, "topology": self.topology}
-            how["options"] = Options(exact_below=0)
+            arguments = {"method": self.method, "topology": self.topology}
+            arguments["options"] = Options(exact_below=0)
         try:
-            return dq.wire_report(values, num_workers, **how)
+            return dq.wire_report(values, num_workers, **arguments)
         except ValueError as error:
             raise CommandError(
                 f"--settings: {self.name!r} with {num_workers} workers: {error}"

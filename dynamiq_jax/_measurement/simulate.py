@@ -80,7 +80,7 @@ class Simulation:
         """Sum gradients with several seeds: mean errors, and the time of the fastest."""
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
         on_devices = jax.device_put(gradients, self._split)
-        times, found, equal = [], [], True
+        times, errors, equal = [], [], True
         for seed in seeds:
             start = time.perf_counter()
             sums = jax.block_until_ready(self._function(on_devices, np.uint32(seed)))
@@ -88,8 +88,8 @@ class Simulation:
             copies = [_copies(leaf) for leaf in sums.values()]
             equal = equal and all(_equal_bits(each) for each in copies)
             first = {name: each[0] for name, each in zip(sums, copies, strict=True)}
-            found.append(_errors(_flat(first), truth))
-        vnmse, relative, gain = np.mean(found, axis=0)
+            errors.append(_errors(_flat(first), truth))
+        vnmse, relative, gain = np.mean(errors, axis=0)
         return Simulated(float(vnmse), float(relative), float(gain), min(times), equal)
 
 

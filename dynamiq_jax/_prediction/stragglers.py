@@ -67,10 +67,10 @@ def read_latencies(path: Path, rest: float) -> Latencies:
     try:
         if path.suffix == ".npz":
             with np.load(path) as arrays:
-                found = dict(arrays)
-            if "times" not in found:
-                raise ValueError(f"it has the arrays {sorted(found)}, but no `times`")
-            times, rests = found["times"], found.get("rest", rest)
+                saved = dict(arrays)
+            if "times" not in saved:
+                raise ValueError(f"it has the arrays {sorted(saved)}, but no `times`")
+            times, rests = saved["times"], saved.get("rest", rest)
         elif path.suffix == ".csv":
             times, rests = _table(np.genfromtxt(path, delimiter=",", names=True)), rest
         else:
@@ -132,7 +132,7 @@ class Rule:
 
 def predict(latencies: Latencies, rule: Rule) -> Prediction:
     """Choose a threshold on the first half of the steps, and replay the other half with it."""
-    first, other = halves(latencies)
+    first, other = split_in_half(latencies)
     chosen = choose_threshold(*first, **dataclasses.asdict(rule))
     return Prediction(
         chosen=chosen,
@@ -147,7 +147,7 @@ def _speedup(law: StragglerLaw | None, threshold: float, *, cut: bool = False) -
     return None if law is None else law.speedup(threshold, cut=cut)
 
 
-def halves(latencies: Latencies) -> tuple[Latencies, Latencies]:
+def split_in_half(latencies: Latencies) -> tuple[Latencies, Latencies]:
     """Split the steps of a table into those to choose from, and those to check with."""
     steps = len(latencies.times)
     if steps < 2:
@@ -196,12 +196,12 @@ def step_seconds(
     latencies: Latencies, threshold: float, rule: Rule
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the times of all steps without a threshold, and with it: [steps] each."""
-    found = (
+    effects = (
         [
             rule.effect(Latencies(*(array[step : step + 1] for array in latencies)), limit)
             for step in range(len(latencies.times))
         ]
         for limit in (math.inf, threshold)
     )
-    before, after = (np.array([effect.step_seconds for effect in of]) for of in found)
+    before, after = (np.array([effect.step_seconds for effect in of]) for of in effects)
     return before, after

@@ -173,7 +173,7 @@ def sort_by_role(
     def without_structure(where: int | str, value: Any) -> Any:
         if not modules.is_module(value):
             return value
-        graph, params, rest = modules.split(value)
+        graph, params, rest = modules.split_module(value)
         graphs.append((where, graph))
         return ModuleParts(params, rest)
 
@@ -188,7 +188,7 @@ def sort_by_role(
         where: iter(specs_of_leaves(*roles.entry(where), value)) for where, value in values.items()
     }
     arrays: dict[str, list[Any]] = {DIFFERENTIATED: [], SPLIT: [], WHOLE: []}
-    found: list[str] = []
+    sorted_roles: list[str] = []
     specs: list[PartitionSpec | None] = []
     static: list[Static] = []
     names: list[str] = []
@@ -207,7 +207,7 @@ def sort_by_role(
         role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
         if role == SPLIT and (is_module or not (spec is None or axes_of(spec))):
             role = WHOLE
-        found.append(role)
+        sorted_roles.append(role)
         specs.append(spec)
         names.append(f"argument {where!r}{jax.tree_util.keystr(path[2:])}")
         if role == STATIC:
@@ -217,7 +217,7 @@ def sort_by_role(
     signature = Signature(
         roles.argnums,
         structure,
-        tuple(found),
+        tuple(sorted_roles),
         tuple(names),
         tuple(specs),
         tuple(static),

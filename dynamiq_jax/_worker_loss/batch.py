@@ -143,9 +143,9 @@ def _text(structure: Any, specs: Sequence[PartitionSpec | None]) -> str:
 
     None is for leaves that are whole with any spec, such as numbers.
     """
-    found = {spec for spec in specs if spec is not None}
-    if len(found) <= 1:
-        spec = found.pop() if found else P()
+    given = {spec for spec in specs if spec is not None}
+    if len(given) <= 1:
+        spec = given.pop() if given else P()
         return f"P({', '.join(map(_quoted, spec))})"
     kind, keys = structure.node_data()
     parts = [_text(part, own) for part, own in _parts(structure, specs)]

@@ -16,7 +16,7 @@ def is_module(value: Any) -> bool:
     return "flax.nnx" in sys.modules and isinstance(value, _nnx().Module)
 
 
-def split(module: Any) -> tuple[Any, Any, Any]:
+def split_module(module: Any) -> tuple[Any, Any, Any]:
     """Split a module into its structure, its parameters and the rest of its state."""
     nnx = _nnx()
     structure, params, rest = nnx.split(module, nnx.Param, ...)
@@ -27,7 +27,7 @@ def merge(structure: Any, params: Any, rest: Any, worker: Array) -> Any:
     """Make a module of parts, with random keys of one worker: dropout differs between workers.
 
     Args:
-      structure: from `split`.
+      structure: from `split_module`.
       params: parameters.
       rest: other state.
       worker: index of the worker, int32 scalar.
@@ -51,7 +51,7 @@ def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
 
     Floating numbers, such as statistics of a batch, are averaged. Keys are those from before.
     """
-    _, _, rest = split(module)
+    _, _, rest = split_module(module)
 
     def same(after: Any, before: Any) -> Any:
         if jnp.issubdtype(after.dtype, jax.dtypes.prng_key):

@@ -46,7 +46,7 @@ class WorkerLoss:
     mesh: Mesh
     axis_name: AxisName
     specs: Any  # as a user gives them
-    how: Compression
+    compression: Compression
 
     def __post_init__(self) -> None:
         if not self.names or not set(self.names) <= set(self.mesh.axis_names):
@@ -73,16 +73,16 @@ class WorkerLoss:
         self.roles.check(len(args), kwargs)
         signature, arrays = sort_by_role(args, kwargs, self.roles)
         trees = signature.differentiated(arrays)
-        found: Specs
+        leaf_specs_of_args: Specs
         if self.specs is None:
-            found = _placed(trees, self.mesh)
+            leaf_specs_of_args = _placed(trees, self.mesh)
         elif callable(self.specs):
-            found = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
+            leaf_specs_of_args = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
         else:
-            found = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
+            leaf_specs_of_args = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
         axes = {name: self.mesh.shape[name] for name in self.names}
         signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
-        return signature, found, arrays
+        return signature, leaf_specs_of_args, arrays
 
     def over_workers(
         self, function: Callable[..., Any], signature: Signature, out_sharding: Any
@@ -196,16 +196,16 @@ def _at(where: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 def _placed(trees: tuple[Any, ...], mesh: Mesh) -> Specs:
     """Return how leaves are placed on the mesh; None where a tracer does not show it."""
     explicit = is_explicit()
-    found = []
+    specs = []
     for leaf in jax.tree.leaves(trees):
         if explicit:
-            found.append(jax.typeof(leaf).sharding.spec)
+            specs.append(jax.typeof(leaf).sharding.spec)
         elif isinstance(leaf, jax.core.Tracer):
             return None
         else:
             sharding = getattr(leaf, "sharding", None)
             if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
-                found.append(sharding.spec)
+                specs.append(sharding.spec)
             else:
-                found.append(P())
-    return tuple(found)
+                specs.append(P())
+    return tuple(specs)

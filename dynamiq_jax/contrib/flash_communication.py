@@ -74,13 +74,13 @@ class FlashCommunication(BlockwiseMethod):
     @override
     def encode_rows(self, rows: Array, noise: Array | None) -> tuple[Array, ...]:
         blocks = in_blocks(rows, self.block)
-        found = _extremes(_ordered(blocks))
+        extremes = _extremes(_ordered(blocks))
         spikes: tuple[Array, ...] = ()
-        low, high = _unordered(found.low), _unordered(found.high)
+        low, high = _unordered(extremes.low), _unordered(extremes.high)
         is_finite = group_maxima(rows, self.block) <= LARGEST_BITS
         if self.spikes:
             values = (_surfacing(bfloat16_bits(spike), is_finite) for spike in (low, high))
-            places = (found.low_place, found.high_place)
+            places = (extremes.low_place, extremes.high_place)
             spikes = (*values, *(place.astype(jnp.uint8) for place in places))
             low, high = _extremes_without(_ordered(blocks), *places)
         zero_bits = _bfloat16_below(low)

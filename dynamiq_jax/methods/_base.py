@@ -26,9 +26,8 @@ class Call:
     axis: Axis
     topology: FixedTopology  # an all-gather does not use it
     collective: Literal["all_reduce", "psum_scatter", "all_gather"] = "all_reduce"
-    shapes: Shapes | None = (
-        None  # of the leaves in the bucket, if the method uses them; None if it is a part of those
-    )
+    # Of the leaves in the bucket, if the method uses them. None if the bucket is a part of those.
+    shapes: Shapes | None = None
     feedback: bool = False  # whether the method returns `Reduced.applied`
 
     @property

@@ -48,11 +48,11 @@ class DynamiQChunks(ChunkCodec):
         places = self.local.places
         places = places._replace(order=places.order - self.first)
         local = self.local._replace(places=places)
-        return operations.compress(local, chunk, turn, **self._how)
+        return operations.compress(local, chunk, turn, **self._arguments)
 
     @override
     def hop(self, payloads: Array, chunk: Array, turn: Index) -> Array:
-        return operations.hop(payloads, self.local, chunk, turn, **self._how)
+        return operations.hop(payloads, self.local, chunk, turn, **self._arguments)
 
     @override
     def accumulate(self, payloads: Array, chunk: Array) -> Array:
@@ -79,19 +79,19 @@ class DynamiQChunks(ChunkCodec):
 
         Rows are in the order of the table.
         """
-        return operations.decompress_accumulate(payloads, self.local, chunk, **self._how)
+        return operations.decompress_accumulate(payloads, self.local, chunk, **self._arguments)
 
     def _decoded(self, payloads: Array) -> Array:
-        return operations.decompress(payloads, self.local.places, **self._how)
+        return operations.decompress(payloads, self.local.places, **self._arguments)
 
     @override
     def metrics(self) -> dict[str, Array]:
         widths = self.local.places.widths.astype(jnp.float32)
-        found = jnp.min(widths), jnp.max(widths), jnp.std(widths)
-        return dict(zip(self.METRICS, found, strict=True))
+        statistics = jnp.min(widths), jnp.max(widths), jnp.std(widths)
+        return dict(zip(self.METRICS, statistics, strict=True))
 
     @property
-    def _how(self) -> dict:
+    def _arguments(self) -> dict:
         return {"layout": self.layout, "implementation": self.implementation}
 
 

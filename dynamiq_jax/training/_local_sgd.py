@@ -95,7 +95,7 @@ class LocalSGD:
     options: Options = Options()
 
     def __post_init__(self):
-        _ = self._how  # raises if it is not possible
+        _ = self._compression  # raises if it is not possible
         if not isinstance(self.outer, optax.GradientTransformation):
             raise TypeError(
                 f"outer={self.outer!r:.80} is not an optax transformation. Give one, such as "
@@ -134,7 +134,7 @@ class LocalSGD:
           mesh: the mesh over which `specs` split the parameters.
         """
         specs = P() if mesh is not None and self.specs is None else self.specs
-        self._how.policy.methods(params)
+        self._compression.policy.methods(params)
         return tuple(
             report_of(self._of_fragments, fragment, axis_size, mesh=mesh, specs=specs)
             for fragment in jax.eval_shape(self.split, params)
@@ -162,10 +162,10 @@ class LocalSGD:
         fragments = self._fragments(params)
         parts = dict(zip(fragments.names, _parts(fragments, params), strict=True))
         method: dict[str, Mapping[str, State]] = {}
-        if self._how.is_stateful(params):
-            operation, how = AllReduce(axes, mean=True), self._of_fragments
+        if self._compression.is_stateful(params):
+            operation, compression = AllReduce(axes, mean=True), self._of_fragments
             method = {
-                name: driver.first_states(operation, part, how, specs=self.specs)
+                name: driver.first_states(operation, part, compression, specs=self.specs)
                 for name, part in parts.items()
             }
         return LocalSGDState(
@@ -227,7 +227,7 @@ class LocalSGD:
         """Check that all processes have the same settings, also in a step that sends nothing."""
         agreement.check(
             AllReduce(axes, mean=True),
-            self._how,
+            self._compression,
             params,
             jax.random.key(self.seed),
             None if self.specs is None else leaf_specs(params, self.specs),
@@ -248,7 +248,7 @@ class LocalSGD:
 
     def _check_state(self, state: LocalSGDState, fragments: Fragments, params: Any) -> None:
         """Raise ValueError for a state of another configuration, or of other parameters."""
-        is_stateful, how = self._how.is_stateful(params), self._of_fragments
+        is_stateful, compression = self._compression.is_stateful(params), self._of_fragments
         check_fragments(state, fragments.names)
         check_timing(state, self._timing)
         for name, part in zip(fragments.names, _parts(fragments, params), strict=True):
@@ -256,11 +256,11 @@ class LocalSGD:
             names: tuple[str, ...] = ()
             if is_stateful:
                 operation = AllReduce(find_axes(self.axis_name), mean=True)
-                names = driver.names_of_states(operation, part, how, specs=self.specs)
+                names = driver.names_of_states(operation, part, compression, specs=self.specs)
             check_method(state, name, names)
 
     @property
-    def _how(self) -> Compression:
+    def _compression(self) -> Compression:
         settings = {name: getattr(self, name) for name in _SHARED}
         return resolve(self.method, self.topology, self.options, settings=settings)
 
@@ -270,11 +270,14 @@ class LocalSGD:
 
         `update` itself checks that processes agree.
         """
-        how, options = self._how, dataclasses.replace(self.options, check_agreement=False)
+        compression, options = (
+            self._compression,
+            dataclasses.replace(self.options, check_agreement=False),
+        )
         if options.bucketing == "auto":  # all of a change is there when it is sent
             options = dataclasses.replace(options, bucketing="striped")
-        policy = dataclasses.replace(how.policy, all_used=False)
-        return dataclasses.replace(how, policy=policy, options=options)
+        policy = dataclasses.replace(compression.policy, all_used=False)
+        return dataclasses.replace(compression, policy=policy, options=options)
 
     def _fragments(self, params: Any) -> Fragments:
         if self.specs is not None:

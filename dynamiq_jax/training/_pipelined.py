@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._api.wire_report import plan_without_arrays
 from dynamiq_jax._buckets import exact, halves, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
-from dynamiq_jax._buckets.driver import Layout
+from dynamiq_jax._buckets.driver import PlannedTree
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
 from dynamiq_jax._buckets.operations import Leaves
 from dynamiq_jax._core.validation import check_number
@@ -80,7 +80,7 @@ class Pipelined:
     options: Options = Options(bucket_bytes=25 * 2**20, unrolled_buckets=64)
 
     def __post_init__(self):
-        for method in self._how.policy.known:
+        for method in self._compression.policy.known:
             checks.check_chunked(method, "training.Pipelined")
         if not isinstance(self.optimizer, optax.GradientTransformation):
             raise TypeError(
@@ -114,8 +114,10 @@ class Pipelined:
           mesh: the mesh over which `specs` split the parameters.
         """
         specs = P() if mesh is not None and self.specs is None else self.specs
-        how = self._how
-        axes, plan, named = plan_without_arrays(params, axis_size, how, mesh=mesh, specs=specs)
+        compression = self._compression
+        axes, plan, named = plan_without_arrays(
+            params, axis_size, compression, mesh=mesh, specs=specs
+        )
         leaves = [named[index][1] for index, _ in plan.exact]
         scattering, gathering = ScatterMean(axes), GatherMean(axes)
         sizes = [halves.held_size(bucket) for bucket in plan.buckets]
@@ -234,13 +236,13 @@ class Pipelined:
         _check_updated(updated)
         _check_like(grads, updated.params)
         layout = self._layout(grads)
-        operation, how = ScatterMean(find_axes(self.axis_name)), self._how
+        operation, compression = ScatterMean(find_axes(self.axis_name)), self._compression
         for name, leaf in zip(layout.names, layout.leaves, strict=True):
             operation.check_values(name, leaf)
         layout.check_agreement(self._key(updated.step))
 
         def local(leaves: Leaves, key: Array) -> tuple[tuple[Array, ...], Leaves]:
-            shards = halves.scatter(operation, layout.plan, leaves, key, how)
+            shards = halves.scatter(operation, layout.plan, leaves, key, compression)
             exact = {index: leaves[index][None] for index, _ in layout.plan.exact}
             return tuple(shard[None] for shard in shards), exact
 
@@ -269,17 +271,19 @@ class Pipelined:
         return self.gather(state).params
 
     @property
-    def _how(self) -> Compression:
+    def _compression(self) -> Compression:
         settings = {"seed": self.seed, "clip_norm": self.clip_norm}
         return resolve(self.method, self.topology, self.options, settings=settings)
 
-    def _layout(self, tree: Any) -> Layout:
-        return Layout.of(ScatterMean(find_axes(self.axis_name)), tree, self._how, self.specs)
+    def _layout(self, tree: Any) -> PlannedTree:
+        return PlannedTree.of(
+            ScatterMean(find_axes(self.axis_name)), tree, self._compression, self.specs
+        )
 
     def _key(self, step: Array) -> Array:
         return jax.random.fold_in(jax.random.key(self.seed), step)
 
-    def _means(self, state: PipelinedState, layout: Layout) -> tuple[Any, Array]:
+    def _means(self, state: PipelinedState, layout: PlannedTree) -> tuple[Any, Array]:
         """Gather the mean gradients, and compute their norm before that."""
         plan, operation = layout.plan, GatherMean(find_axes(self.axis_name))
         local_leaves = {i: layout.shards.local(i, leaf) for i, leaf in enumerate(layout.leaves)}
@@ -289,7 +293,9 @@ class Pipelined:
             with scopes.scope(scopes.EXACT):
                 means = operation.exact({index: leaf[0] for index, leaf in exact.items()})
             norm = _norm(own, means, layout)
-            return means | halves.gather(operation, plan, local_leaves, own, key, layout.how), norm
+            return means | halves.gather(
+                operation, plan, local_leaves, own, key, layout.compression
+            ), norm
 
         mapped = layout.shards.map(
             local,
@@ -312,12 +318,12 @@ def _check_updated(updated: Any) -> None:
         )
 
 
-def _exact_specs(layout: Layout) -> dict[int, PartitionSpec]:
+def _exact_specs(layout: PlannedTree) -> dict[int, PartitionSpec]:
     """Return how exact leaves with a leading axis are split over the axes of their shards."""
     return {index: P(None, *layout.shards.specs[index]) for index, _ in layout.plan.exact}
 
 
-def _norm(shards: tuple[Array, ...], exact: Leaves, layout: Layout) -> Array:
+def _norm(shards: tuple[Array, ...], exact: Leaves, layout: PlannedTree) -> Array:
     """Return the global norm of a mean from what one device has of it."""
     squares: dict[tuple[str, ...], Array] = {}  # by the axes to sum them over
 

@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 from dynamiq_jax._buckets import halves
-from dynamiq_jax._buckets.driver import Layout
+from dynamiq_jax._buckets.driver import PlannedTree
 from dynamiq_jax._buckets.state_names import check_names
 
 _REMEDY = (
@@ -61,7 +61,7 @@ class PipelinedReport(NamedTuple):
         return self.scattered_bytes + self.gathered_bytes + self.exact_bytes
 
 
-def shard_names(layout: Layout) -> list[str]:
+def shard_names(layout: PlannedTree) -> list[str]:
     """Return what the shard of each bucket belongs to."""
     workers = layout.operation.axes.slow.size
     return [

@@ -52,7 +52,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
         pieces = rows.partial_sum(block, rows_ref, refs)
         rows.encode(block, pieces, turn_ref[0], seed_ref, sent_ref)
 
-    messages = [message.halves(payloads)] if received else []
+    messages = [message.as_units(payloads)] if received else []
     sent = for_each_block(
         kernel,
         layout,
@@ -78,7 +78,7 @@ def decompress_accumulate(
     sums = for_each_block(
         kernel,
         layout,
-        [chunk, *local.places, local.rows.reshape(-1, *ROW), message.halves(payloads)],
+        [chunk, *local.places, local.rows.reshape(-1, *ROW), message.as_units(payloads)],
         shape_like((layout.rows_per_chunk, *ROW), jnp.float32, local.rows),
         staged=local.rows.dtype,
     )
@@ -95,7 +95,7 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     decoded = for_each_block(
         kernel,
         layout,
-        [0, *places, message.halves(payloads)],
+        [0, *places, message.as_units(payloads)],
         shape_like((layout.num_rows, *ROW), jnp.float32, payloads),
         staged=jnp.float32,
         chunks=layout.num_chunks,

@@ -27,13 +27,13 @@ class Received(NamedTuple):
     super_bits: Array  # uint32 [rows]
 
 
-def halves(payloads: Array) -> Array:
+def as_units(payloads: Array) -> Array:
     """View messages, uint8 [..., bytes], in units of 16 bits."""
     return lax.bitcast_convert_type(payloads.reshape(*payloads.shape[:-1], -1, 2), jnp.uint16)
 
 
 def as_bytes(message: Array) -> Array:
-    """Invert `halves`, for one message."""
+    """Invert `as_units`, for one message."""
     return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
 
 

@@ -53,7 +53,7 @@ def hop(
             pieces = rows.add_messages(block, pieces, received_ref, received)
         rows.encode(block, pieces, rows.Noise(turn_ref[0], seed_ref), sent_ref)
 
-    messages = [message.halves(payloads)] if received else []
+    messages = [message.as_units(payloads)] if received else []
     sent = Blocks(layout, config, local.places, chunk).run(
         kernel,
         [turn, local.seed, local.rows, *messages],
@@ -76,7 +76,7 @@ def decompress_accumulate(
 
     return Blocks(layout, config, local.places, chunk).run(
         kernel,
-        [local.rows, message.halves(payloads)],
+        [local.rows, message.as_units(payloads)],
         shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, local.rows),
     )
 
@@ -92,6 +92,6 @@ def decompress(
 
     return Blocks(layout, config, places).run(
         kernel,
-        [message.halves(payloads)],
+        [message.as_units(payloads)],
         shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
     )

@@ -28,13 +28,13 @@ from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import MAX_WIDTH
 
 
-def halves(payloads: Array) -> Array:
+def as_units(payloads: Array) -> Array:
     """View messages, uint8 [..., bytes], in 16-bit units."""
     return lax.bitcast_convert_type(payloads.reshape(-1, 2), jnp.uint16)
 
 
 def as_bytes(message: Array) -> Array:
-    """Invert `halves`, for one message."""
+    """Invert `as_units`, for one message."""
     return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
 
 

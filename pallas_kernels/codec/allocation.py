@@ -98,8 +98,8 @@ class Allocation:
         rounds = math.ceil(math.log(ENERGY_LIMIT - lowest, _PRICES))
         scales = jnp.array([_PRICES**power for power in reversed(range(rounds))], jnp.int32)
 
-        def narrow(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            price, _ = found
+        def narrow(index: Array, solution: tuple[Array, Array]) -> tuple[Array, Array]:
+            price, _ = solution
             prices = price + scales[index] * np.arange(_PRICES + 1, dtype=np.int32)
             rows = rows_of_steps(prices)
             last = jnp.sum(rows[1:-1] @ sizes > units, dtype=jnp.int32)
@@ -131,10 +131,10 @@ def search_at_least(values: Array, thresholds: Array) -> Array:
     """
     rounds = values.size.bit_length()
 
-    def narrow(number: Array, found: Array) -> Array:
-        further = found + (jnp.int32(1 << (rounds - 1)) >> number)
+    def narrow(number: Array, reached: Array) -> Array:
+        further = reached + (jnp.int32(1 << (rounds - 1)) >> number)
         last = values[jnp.minimum(further, values.size) - 1]
-        return jnp.where((further <= values.size) & (last >= thresholds), further, found)
+        return jnp.where((further <= values.size) & (last >= thresholds), further, reached)
 
     return lax.fori_loop(0, rounds, narrow, jnp.zeros_like(thresholds, jnp.int32))
 

@@ -126,11 +126,11 @@ def test_the_policy_sends_no_more_bytes_and_nearly_as_many(
         str(n): heavy_tailed(n, (size,), spread=1, scale=2.0 ** octaves[n])
         for n, size in enumerate(sizes)
     } | {"norm": np.ones(300, np.float32), "count": np.arange(3)}
-    how = {"topology": topology, "options": APART}
+    arguments = {"topology": topology, "options": APART}
     method = dq.DynamiQ(bits=bits)
-    found = dq.allocate_bits(tree, axis_size=axis_size, method=method, **how)
-    ours = dq.wire_report(tree, axis_size, method=found.policy, **how)
-    theirs = dq.wire_report(tree, axis_size, method=method, **how)
+    found = dq.allocate_bits(tree, axis_size=axis_size, method=method, **arguments)
+    ours = dq.wire_report(tree, axis_size, method=found.policy, **arguments)
+    theirs = dq.wire_report(tree, axis_size, method=method, **arguments)
     assert ours.bytes_per_worker == found.bytes_per_worker
     assert theirs.bytes_per_worker == found.uniform_bytes
     assert ours.bytes_per_worker <= theirs.bytes_per_worker
@@ -186,9 +186,9 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
         "c": heavy_tailed(0, (size,)),
         "d": heavy_tailed(2, (2 * size,), scale=1e-4),
     }
-    how = {"options": dq.Options(bucket_bytes=8 * size, bucketing="in_order")}
-    found = dq.allocate_bits(tree, axis_size=2, **how)
-    report = dq.wire_report(tree, 2, method=found.policy, **how)
+    arguments = {"options": dq.Options(bucket_bytes=8 * size, bucketing="in_order")}
+    found = dq.allocate_bits(tree, axis_size=2, **arguments)
+    report = dq.wire_report(tree, 2, method=found.policy, **arguments)
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
 
 
@@ -402,7 +402,7 @@ BAD = np.where(np.arange(8192) == 7, np.nan, LEAF)
 
 
 @pytest.mark.parametrize(
-    ("steps", "how", "message"),
+    ("steps", "arguments", "message"),
     [
         ([], {}, "gradients are missing"),
         ([{}], {}, "none of the 0 leaves"),
@@ -436,9 +436,9 @@ BAD = np.where(np.arange(8192) == 7, np.nan, LEAF)
         ),
     ],
 )
-def test_input_that_is_not_possible(steps, how, message):
+def test_input_that_is_not_possible(steps, arguments, message):
     with pytest.raises(ValueError, match=f"(?s){message}.*[.]$"):
-        dq.allocate_bits(*steps, **({"axis_size": 4} | how))
+        dq.allocate_bits(*steps, **({"axis_size": 4} | arguments))
 
 
 def test_traced_gradients_are_refused():

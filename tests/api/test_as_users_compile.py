@@ -122,32 +122,34 @@ def on_workers(mesh: Mesh, local: Program, out: Any = P()) -> Program:
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=out))
 
 
-def reduced(function: Program, mesh: Mesh, **how: Any) -> Program:
-    return on_workers(mesh, lambda key, rows: function(own(rows), "data", key=key, **how))
+def reduced(function: Program, mesh: Mesh, **arguments: Any) -> Program:
+    return on_workers(mesh, lambda key, rows: function(own(rows), "data", key=key, **arguments))
 
 
-def scattered(mesh: Mesh, **how: Any) -> Program:
+def scattered(mesh: Mesh, **arguments: Any) -> Program:
     """The leaf that is compressed as a vector, of which each worker keeps a part."""
 
     def local(key: jax.Array, rows: Any) -> Any:
         flat = jnp.pad(rows["w"].reshape(-1), (0, -rows["w"].size % NUM_WORKERS))
-        return {"w": dq.psum_scatter(flat, "data", key=key, tiled=True, **how)}
+        return {"w": dq.psum_scatter(flat, "data", key=key, tiled=True, **arguments)}
 
     return on_workers(mesh, local, P("data"))
 
 
-def gathered(mesh: Mesh, **how: Any) -> Program:
+def gathered(mesh: Mesh, **arguments: Any) -> Program:
     """The gradients of all workers, side by side on each of them."""
-    del how["topology"]  # sends to all in any case
+    del arguments["topology"]  # sends to all in any case
 
     def local(key: jax.Array, rows: Any) -> Any:
-        return {"w": dq.all_gather(rows["w"], "data", key=key, tiled=True, to="invarying", **how)}
+        return {
+            "w": dq.all_gather(rows["w"], "data", key=key, tiled=True, to="invarying", **arguments)
+        }
 
     return on_workers(mesh, local)
 
 
-def updated(mesh: Mesh, **how: Any) -> Program:
-    reduce = dq.all_reduce_gradients("data", **how)
+def updated(mesh: Mesh, **arguments: Any) -> Program:
+    reduce = dq.all_reduce_gradients("data", **arguments)
 
     def local(key: jax.Array, rows: Any) -> Any:
         updates, state = reduce.update(own(rows), reduce.init(own(rows)))
@@ -157,10 +159,10 @@ def updated(mesh: Mesh, **how: Any) -> Program:
     return jax.jit(lambda key, rows: both(key, rows)[0])
 
 
-def cast(mesh: Mesh, **how: Any) -> Program:
+def cast(mesh: Mesh, **arguments: Any) -> Program:
     def local(key: jax.Array, rows: Any) -> Any:
         def loss(params: Any) -> jax.Array:
-            varying = dq.pcast(params, "data", to="varying", key=key, **how)
+            varying = dq.pcast(params, "data", to="varying", key=key, **arguments)
             return jax.lax.pmean(loss_fn(varying, rows), "data")
 
         return jax.grad(loss)(params())
@@ -168,18 +170,20 @@ def cast(mesh: Mesh, **how: Any) -> Program:
     return on_workers(mesh, local)
 
 
-def differentiated(mesh: Mesh, **how: Any) -> Program:
-    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **how)
+def differentiated(mesh: Mesh, **arguments: Any) -> Program:
+    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **arguments)
     return jax.jit(lambda key, rows: grad_fn(params(), rows, key=key)[1])
 
 
-def parallel(mesh: Mesh, **how: Any) -> Program:
-    mean_loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **how)
+def parallel(mesh: Mesh, **arguments: Any) -> Program:
+    mean_loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **arguments)
     return jax.jit(lambda key, rows: jax.grad(mean_loss)(params(), rows))
 
 
-def averaged(mesh: Mesh, **how: Any) -> Program:
-    return jax.jit(lambda key, rows: dq.mean_of_replicas(rows, "data", key=key, mesh=mesh, **how))
+def averaged(mesh: Mesh, **arguments: Any) -> Program:
+    return jax.jit(
+        lambda key, rows: dq.mean_of_replicas(rows, "data", key=key, mesh=mesh, **arguments)
+    )
 
 
 PROGRAMS: dict[str, Program] = {

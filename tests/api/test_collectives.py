@@ -507,8 +507,8 @@ def test_leaves_that_differ_along_another_axis_keep_to_themselves(name, size):
 
     def local(tree):
         leaves = {"same": tree["same"][0], "other": tree["other"][0, 0]}
-        how = {"to": "invarying"} if name == "all_gather" else {}
-        return reduce(leaves, "data", key=jax.random.key(0), method=STOCHASTIC, **how)
+        arguments = {"to": "invarying"} if name == "all_gather" else {}
+        return reduce(leaves, "data", key=jax.random.key(0), method=STOCHASTIC, **arguments)
 
     # Whole results are the same on all workers of "data".
     over = () if name != "psum_scatter" else ("data",)

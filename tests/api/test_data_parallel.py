@@ -33,9 +33,9 @@ def loss_fn(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w"]) - y) ** 2)
 
 
-def wrapped(data_mesh, loss=loss_fn, **how):
-    how = {"method": STOCHASTIC, "axis_name": "data"} | how
-    return dq.data_parallel(loss, mesh=data_mesh(NUM_WORKERS), **how)
+def wrapped(data_mesh, loss=loss_fn, **arguments):
+    arguments = {"method": STOCHASTIC, "axis_name": "data"} | arguments
+    return dq.data_parallel(loss, mesh=data_mesh(NUM_WORKERS), **arguments)
 
 
 @pytest.mark.parametrize("jit", (True, False), ids=("jit", "eager"))
@@ -114,8 +114,8 @@ def test_workers_are_weighted_by_their_targets(data_mesh, by_name):
         loss = jnp.sum(errors * mask) / jnp.maximum(1, mask.sum())
         return loss, {"errors": loss * 2, "rows": jnp.int32(8), "zero": 0.0}
 
-    how = {"num_targets": lambda params, x, y, scale, mask: mask.sum(), "has_aux": True}
-    mean_loss = wrapped(data_mesh, loss, **how)
+    arguments = {"num_targets": lambda params, x, y, scale, mask: mask.sum(), "has_aux": True}
+    mean_loss = wrapped(data_mesh, loss, **arguments)
     kwargs = {"x": x, "y": y, "mask": mask.astype(np.float32)}
     arguments = ((), kwargs) if by_name else ((x, y, 1.0, kwargs["mask"]), {})
     value, aux = mean_loss(params(), *arguments[0], **arguments[1])
@@ -205,11 +205,11 @@ def test_modules_may_have_stacked_keys_and_metadata_of_any_kind(data_mesh, form)
     def loss(model, x, y):
         return jnp.mean(model(x) ** 2)
 
-    how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": dq.Exact()}
+    arguments = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": dq.Exact()}
     if form == "data_parallel":
-        value, grads = nnx.value_and_grad(dq.data_parallel(loss, **how))(model, x, y)
+        value, grads = nnx.value_and_grad(dq.data_parallel(loss, **arguments))(model, x, y)
     else:
-        value, grads = dq.value_and_grad(loss, **how)(model, x, y, key=jax.random.key(0))
+        value, grads = dq.value_and_grad(loss, **arguments)(model, x, y, key=jax.random.key(0))
     columns = np.any(np.asarray(grads.w.get_value()) != 0, axis=0)
     assert 0.5 < columns.mean() < 1  # one worker keeps a quarter, four of them two thirds
     assert value > 0
@@ -261,15 +261,15 @@ def test_types_place_gradients_on_an_explicit_mesh():
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("arguments", "message"),
     (
         ({"method": "ef+topk_chunked:2"}, "carries state .* which dq.data_parallel cannot keep"),
         ({"axis_name": "rows"}, "axis_name='rows' is not an axis of the mesh"),
     ),
 )
-def test_what_is_refused(data_mesh, how, message):
+def test_what_is_refused(data_mesh, arguments, message):
     with pytest.raises(ValueError, match=message):
-        wrapped(data_mesh, **how)
+        wrapped(data_mesh, **arguments)
 
 
 def test_a_batch_that_does_not_divide_is_refused(data_mesh):

@@ -74,12 +74,12 @@ LAWS = {
 }
 
 
-def value_and_grads(form, loss_fn, mesh, axis_name="data", argnums=0, **how):
+def value_and_grads(form, loss_fn, mesh, axis_name="data", argnums=0, **arguments):
     """Return a function to the value and gradients, by either public function."""
-    how = {"mesh": mesh, "axis_name": axis_name, "method": "exact"} | how
+    arguments = {"mesh": mesh, "axis_name": axis_name, "method": "exact"} | arguments
     if form == "value_and_grad":
-        return functools.partial(dq.value_and_grad(loss_fn, argnums, **how), key=KEY)
-    return jax.value_and_grad(dq.data_parallel(loss_fn, argnums, **how), argnums)
+        return functools.partial(dq.value_and_grad(loss_fn, argnums, **arguments), key=KEY)
+    return jax.value_and_grad(dq.data_parallel(loss_fn, argnums, **arguments), argnums)
 
 
 def same(found, expected):
@@ -144,12 +144,14 @@ def test_several_axes_of_workers():
 
     y = np.arange(96, dtype=np.float32).reshape(4, 8, 3)
     in_specs = {"x": P(("hosts", "local")), "y": P("hosts", "local")}
-    how = {"axis_name": ("hosts", "local"), "in_specs": in_specs}
-    run = value_and_grads("value_and_grad", loss_fn, mesh, **how)
+    arguments = {"axis_name": ("hosts", "local"), "in_specs": in_specs}
+    run = value_and_grads("value_and_grad", loss_fn, mesh, **arguments)
     same(run(weights(), batch()["x"], y), jax.value_and_grad(loss_fn)(weights(), batch()["x"], y))
-    how["in_specs"] = {"data": {"x": P(("hosts", "local")), "labels": None, "class_weights": None}}
+    arguments["in_specs"] = {
+        "data": {"x": P(("hosts", "local")), "labels": None, "class_weights": None}
+    }
     with pytest.raises(ValueError, match=r'"class_weights": P.*"x": P\(\("hosts", "local"\)\)'):
-        value_and_grads("value_and_grad", in_a_dict, mesh, **how)(weights(), batch())
+        value_and_grads("value_and_grad", in_a_dict, mesh, **arguments)(weights(), batch())
 
 
 def test_specs_on_an_explicit_mesh():
@@ -392,8 +394,8 @@ def test_specs_of_several_arguments_are_in_the_order_of_argnums():
         return jnp.mean((x @ first) ** 2) + jnp.mean((second * x[:, :1]) ** 2)
 
     args = np.ones((IN, 6), np.float32), np.ones((1, 8), np.float32), batch()["x"]
-    how = {"argnums": (1, 0), "specs": (P(None, "model"), P("model"))}
-    run = value_and_grads("value_and_grad", loss_fn, mesh, **how)
+    arguments = {"argnums": (1, 0), "specs": (P(None, "model"), P("model"))}
+    run = value_and_grads("value_and_grad", loss_fn, mesh, **arguments)
     loss, grads = jax.jit(run)(*args)
     assert [grad.shape for grad in grads] == [(1, 8), (IN, 6)]
     assert [grad.sharding.spec for grad in grads] == [P(None, "model"), P("model")]
@@ -419,7 +421,7 @@ def test_counts_in_aux_are_averaged_in_float32(data_mesh):
     def loss_fn(w, x):
         return jnp.mean(x @ w), {"count": jnp.int32(100_001)}
 
-    how = {"has_aux": True, "num_targets": lambda w, x: x.shape[0]}
-    run = value_and_grads("value_and_grad", loss_fn, data_mesh(2), **how)
+    arguments = {"has_aux": True, "num_targets": lambda w, x: x.shape[0]}
+    run = value_and_grads("value_and_grad", loss_fn, data_mesh(2), **arguments)
     (_, aux), _ = run(weights(), batch()["x"])
     assert aux["count"].dtype == jnp.float32 and float(aux["count"]) == 100_001

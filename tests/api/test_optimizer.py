@@ -38,8 +38,8 @@ def gradients(step: int):
     }
 
 
-def transformation(**how):
-    return dq.all_reduce_gradients("data", **{"method": STOCHASTIC, **how})
+def transformation(**arguments):
+    return dq.all_reduce_gradients("data", **{"method": STOCHASTIC, **arguments})
 
 
 def stepper(optimizer, mesh):
@@ -58,8 +58,8 @@ FEEDBACK = ErrorFeedback(inner=dq.BF16())
 class Reducer:
     """One bare transformation, simulated; compiled once."""
 
-    def __init__(self, **how):
-        self.transformation = transformation(**how)
+    def __init__(self, **arguments):
+        self.transformation = transformation(**arguments)
 
         def update(state, tree):
             def local(local_tree):
@@ -188,10 +188,10 @@ def test_states_of_all_workers_lie_side_by_side(data_mesh, method, check_vma):
     specs = dq.AllReduceState(step=P(), method=P("data"))
     if method.metrics:
         specs = specs._replace(metrics=P())
-    how = {"mesh": data_mesh(2), "check_vma": check_vma}
-    init = jax.shard_map(reduce.init, in_specs=P(), out_specs=specs, **how)
+    arguments = {"mesh": data_mesh(2), "check_vma": check_vma}
+    init = jax.shard_map(reduce.init, in_specs=P(), out_specs=specs, **arguments)
     update = jax.shard_map(
-        reduce.update, in_specs=(P("data"), specs), out_specs=(P(), specs), **how
+        reduce.update, in_specs=(P("data"), specs), out_specs=(P(), specs), **arguments
     )
     start = jax.jit(init)(jnp.zeros((64, 96)))
     mean, state = jax.jit(update)(of_workers(0, 2, 64 * 96).reshape(128, 96), start)
@@ -332,7 +332,7 @@ def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes
 
 
 @pytest.mark.parametrize(
-    "how",
+    "arguments",
     (
         {"method": "ef+blockint:8"},
         {"method": lambda path, leaf: FEEDBACK},
@@ -340,12 +340,12 @@ def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes
         {"seed": 5},
         {"options": dq.Options(unrolled_buckets=0)},
     ),
-    ids=lambda how: min(how),
+    ids=lambda arguments: min(arguments),
 )
-def test_what_may_change_in_a_run_with_the_same_state(how):
+def test_what_may_change_in_a_run_with_the_same_state(arguments):
     tree = gradients(0)
     one, other = (
-        dq.all_reduce_gradients("data", **{"method": FEEDBACK, **each}) for each in ({}, how)
+        dq.all_reduce_gradients("data", **{"method": FEEDBACK, **each}) for each in ({}, arguments)
     )
     state = jax.eval_shape(jax.vmap(one.init, axis_name="data"), tree)
     assert jax.eval_shape(jax.vmap(other.init, axis_name="data"), tree) == state

@@ -78,8 +78,8 @@ def check_same(make, *arguments, run=True):
 
 def steps(method, topology="ring", **options):
     """Return a function of a gradient to two steps, with their state and metrics."""
-    how = {"method": method, "topology": topology, "options": dq.Options(**options)}
-    reduce = dq.all_reduce_gradients("data", with_metrics=True, **how)
+    arguments = {"method": method, "topology": topology, "options": dq.Options(**options)}
+    reduce = dq.all_reduce_gradients("data", with_metrics=True, **arguments)
 
     def fn(gradient):
         _, state = reduce.update(gradient, reduce.init(gradient))
@@ -104,11 +104,11 @@ def test_every_method(name, data_mesh):
 
 @pytest.mark.parametrize("name", (*CHUNKED, "two widths"))
 def test_every_half(name, data_mesh):
-    how = {"method": NAMES.get(name, TWO_WIDTHS), "options": EVERY_LEAF}
+    arguments = {"method": NAMES.get(name, TWO_WIDTHS), "options": EVERY_LEAF}
 
     def fn(gradient):
-        part = dq.psum_scatter(gradient, "data", key=key(), tiled=True, **how)
-        return part, dq.all_gather(part, "data", key=key(), tiled=True, **how)
+        part = dq.psum_scatter(gradient, "data", key=key(), tiled=True, **arguments)
+        return part, dq.all_gather(part, "data", key=key(), tiled=True, **arguments)
 
     check_same(
         lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(), run=name == "two widths"
@@ -128,9 +128,9 @@ def test_sums_with_metrics_and_a_limit(method, data_mesh):
     options = dq.Options(max_error=1e-3, exact_below=0)
 
     def fn(gradient):
-        how = {"method": method, "options": options, "with_metrics": True}
-        return dq.psum(gradient, "data", key=key(), **how), dq.pmean(
-            {"w": gradient, "n": jnp.int32(5), "b": gradient[0]}, "data", key=key(), **how
+        arguments = {"method": method, "options": options, "with_metrics": True}
+        return dq.psum(gradient, "data", key=key(), **arguments), dq.pmean(
+            {"w": gradient, "n": jnp.int32(5), "b": gradient[0]}, "data", key=key(), **arguments
         )
 
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients())
@@ -169,10 +169,10 @@ def test_train_steps(data_mesh):
     def loss(params, batch):
         return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None, :]) ** 2)
 
-    how = {"axis_name": "data", "method": method}
-    implicit = dq.data_parallel(loss, mesh=mesh, **how)
+    arguments = {"axis_name": "data", "method": method}
+    implicit = dq.data_parallel(loss, mesh=mesh, **arguments)
     check_same(lambda: jax.value_and_grad(implicit), params, batch)
-    explicit = dq.value_and_grad(loss, mesh=mesh, **how, with_metrics=True)
+    explicit = dq.value_and_grad(loss, mesh=mesh, **arguments, with_metrics=True)
     check_same(lambda: lambda params, batch: explicit(params, batch, key=key()), params, batch)
 
     def cast(params, batch):

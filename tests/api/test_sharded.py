@@ -88,14 +88,14 @@ def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled):
     shape[dimension] = 2 * N if tiled else N
     g = gradient(tuple(shape))
     tree = {dtype: jnp.asarray(g, dtype) for dtype in ("float32", "bfloat16", "float16")}
-    how = {"scatter_dimension": dimension, "tiled": tiled}
+    arguments = {"scatter_dimension": dimension, "tiled": tiled}
 
     def local(key, g):
         options = dq.Options(exact_below=0)
-        return dq.psum_scatter(g, "data", key=key, method="bf16", options=options, **how)
+        return dq.psum_scatter(g, "data", key=key, method="bf16", options=options, **arguments)
 
     ours = simulated(local)(KEY, tree)
-    theirs = simulated(lambda key, g: jax.lax.psum_scatter(g, "data", **how))(KEY, tree)
+    theirs = simulated(lambda key, g: jax.lax.psum_scatter(g, "data", **arguments))(KEY, tree)
     for dtype, leaf in ours.items():
         assert (leaf.shape, leaf.dtype) == (theirs[dtype].shape, dtype)
         assert 0 < vnmse(leaf, theirs[dtype]) < 1e-4

@@ -42,13 +42,13 @@ def loss_fn(params, x, cast=lambda tree: tree, *, remat=False):
     return jnp.mean((x @ cast(params["out"])) ** 2)
 
 
-def gradients(mesh, *, check_vma: bool, remat: bool = False, **how):
+def gradients(mesh, *, check_vma: bool, remat: bool = False, **arguments):
     """By the transposed form, of which each layer is a sum of its own."""
-    how = {"method": STOCHASTIC, "options": dq.Options(exact_below=100)} | how
+    arguments = {"method": STOCHASTIC, "options": dq.Options(exact_below=100)} | arguments
 
     def local(params, x, key):
         cast = functools.partial(
-            dq.pcast, axis_name="data", to="varying", mean=not check_vma, **{"key": key} | how
+            dq.pcast, axis_name="data", to="varying", mean=not check_vma, **{"key": key} | arguments
         )
 
         def loss(params):

@@ -441,7 +441,7 @@ def test_statistics_of_an_nnx_module_are_those_of_the_whole_batch(data_mesh):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("arguments", "words"),
     (
         ({"argnums": 4}, "argnums names position 4, but there are 3"),
         ({"static_argnums": -1}, "static_argnames names position -1"),
@@ -449,9 +449,9 @@ def test_statistics_of_an_nnx_module_are_those_of_the_whole_batch(data_mesh):
         ({"static_argnames": "params"}, "Argument 'params' is given twice"),
     ),
 )
-def test_arguments_that_do_not_exist(data_mesh, how, words):
+def test_arguments_that_do_not_exist(data_mesh, arguments, words):
     with pytest.raises(ValueError, match=words):
-        exact_grad_fn(data_mesh, plain_loss, **how)(plain_params(), *batch(), key=KEY)
+        exact_grad_fn(data_mesh, plain_loss, **arguments)(plain_params(), *batch(), key=KEY)
 
 
 def test_a_static_value_that_cannot_be_hashed(data_mesh):

@@ -55,14 +55,14 @@ def check_equals_loop(mesh, fn):
 
 @pytest.mark.parametrize("name", STATELESS)
 def test_sums_and_their_halves(name, data_mesh):
-    how = {"key": KEY, "method": CASES[name], "options": dq.Options(exact_below=0)}
+    arguments = {"key": KEY, "method": CASES[name], "options": dq.Options(exact_below=0)}
 
     def fn(gradient):
-        mean = dq.pmean(gradient, "data", **how)
+        mean = dq.pmean(gradient, "data", **arguments)
         if name not in CHUNKED:
             return mean
-        part = dq.psum_scatter(gradient, "data", tiled=True, **how)
-        return mean, part, dq.all_gather(part, "data", tiled=True, **how)
+        part = dq.psum_scatter(gradient, "data", tiled=True, **arguments)
+        return mean, part, dq.all_gather(part, "data", tiled=True, **arguments)
 
     check_equals_loop(data_mesh(NUM_WORKERS), fn)
 
@@ -81,8 +81,10 @@ def test_steps_with_a_state(name, data_mesh):
 
 @pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
 def test_topologies(topology, data_mesh):
-    how = {"key": KEY, "topology": topology, "method": TWO_WIDTHS}
-    check_equals_loop(data_mesh(NUM_WORKERS), lambda gradient: dq.psum(gradient, "data", **how))
+    arguments = {"key": KEY, "topology": topology, "method": TWO_WIDTHS}
+    check_equals_loop(
+        data_mesh(NUM_WORKERS), lambda gradient: dq.psum(gradient, "data", **arguments)
+    )
 
 
 def test_gradients_of_several_models_at_once(data_mesh):
@@ -94,9 +96,9 @@ def test_gradients_of_several_models_at_once(data_mesh):
     def loss(params, batch):
         return jnp.mean(jnp.tanh(batch @ params) ** 2)
 
-    how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": TWO_WIDTHS}
-    implicit = jax.grad(dq.data_parallel(loss, **how))
-    explicit = functools.partial(dq.value_and_grad(loss, **how), key=KEY)
+    arguments = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": TWO_WIDTHS}
+    implicit = jax.grad(dq.data_parallel(loss, **arguments))
+    explicit = functools.partial(dq.value_and_grad(loss, **arguments), key=KEY)
     for fn in (implicit, explicit):
         found = jax.jit(jax.vmap(fn, in_axes=(0, None)))(params, batch)
         one = jax.jit(fn)

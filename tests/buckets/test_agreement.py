@@ -230,14 +230,14 @@ def test_a_service_that_fails_stops_no_run():
         one.agree({"a": "1"}, (0, 1))
 
 
-def on_mesh(size: int, method="mxfp8", **how):
+def on_mesh(size: int, method="mxfp8", **arguments):
     mesh = jax.make_mesh(
         (size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
     )
 
     def local():
         tree = {"w": jnp.zeros((16, 256)) + jax.lax.axis_index("data").astype(jnp.float32)}
-        return dq.pmean(tree, "data", key=jax.random.key(0), method=method, **how)
+        return dq.pmean(tree, "data", key=jax.random.key(0), method=method, **arguments)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
     return jax.jit(mapped)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.leaves import join, split
+from dynamiq_jax._buckets.leaves import join, split_rows
 from dynamiq_jax._buckets.loop import after
 from dynamiq_jax._buckets.plan import make_plan
 from dynamiq_jax._core import Axis
@@ -65,8 +65,8 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
         jax.ShapeDtypeStruct((slices, -(-size // slices)), dtype)
         for size, dtype in zip(sizes, kinds, strict=False)
     ]
-    how = resolve("dynamiq", "ring", in_order(bucket_bytes=bucket_bytes))
-    plan = make_plan(leaves, Axes(Axis("data", 4)), how, how.policy.methods(leaves))
+    arguments = resolve("dynamiq", "ring", in_order(bucket_bytes=bucket_bytes))
+    plan = make_plan(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
     assert plan.exact == ()
     covered = {index: [] for index in range(len(leaves))}
     for bucket in plan.buckets:
@@ -99,11 +99,11 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
 
 def test_parts_of_a_large_leaf_are_alike():
     width = 2**14
-    how = resolve("dynamiq", "ring", in_order(bucket_bytes=4 * 5 * width))
+    arguments = resolve("dynamiq", "ring", in_order(bucket_bytes=4 * 5 * width))
 
     def sizes(slices: int) -> list[int]:
         leaf = jax.ShapeDtypeStruct((slices, width), jnp.float32)
-        plan = make_plan([leaf], Axes(Axis("data", 4)), how, how.policy.methods([leaf]))
+        plan = make_plan([leaf], Axes(Axis("data", 4)), arguments, arguments.policy.methods([leaf]))
         return [bucket.size // width for bucket in plan.buckets]
 
     assert sizes(32) == [4] * 8
@@ -131,7 +131,7 @@ def test_leaves_are_joined_into_rows_and_split_again(sizes, rows, multiple):
     joined = flat.reshape(rows, padded)
     np.testing.assert_array_equal(joined[:, :width], np.concatenate(leaves, axis=1))
     assert not joined[:, width:].any()
-    for leaf, piece in zip(leaves, split(jnp.asarray(flat), sizes, rows), strict=True):
+    for leaf, piece in zip(leaves, split_rows(jnp.asarray(flat), sizes, rows), strict=True):
         np.testing.assert_array_equal(piece, leaf)
 
 
@@ -278,8 +278,8 @@ def test_a_bucket_waits_for_those_before_it(data_mesh, name):
     tree = {name: jax.ShapeDtypeStruct((2, 8192), jnp.float32) for name in "abc"}
 
     def transfers_for(leaf):
-        how = {"method": "bf16", "options": in_order(bucket_bytes=1)}
-        collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY, **how)
+        arguments = {"method": "bf16", "options": in_order(bucket_bytes=1)}
+        collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY, **arguments)
         text = compiled(data_mesh(2), tree, lambda tree: collective(tree)[leaf])
         return len(collectives(text))
 
@@ -314,10 +314,10 @@ def test_a_bucket_does_not_wait_until_others_are_decoded(data_mesh, name):
     def counts(names):
         def fn(tree):
             options = in_order(bucket_bytes=1)
-            how = {"method": Sorting(), "options": options}
+            arguments = {"method": Sorting(), "options": options}
             if name != "all_gather":
-                how["topology"] = "all_to_all"
-            result = COLLECTIVES[name](tree, "data", key=KEY, **how)
+                arguments["topology"] = "all_to_all"
+            result = COLLECTIVES[name](tree, "data", key=KEY, **arguments)
             return [result[leaf] for leaf in names]
 
         text = compiled(data_mesh(2), tree, fn)

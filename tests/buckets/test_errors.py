@@ -414,12 +414,12 @@ def test_a_state_of_an_earlier_version():
 # ----------------------------------------------------------------------------------------- specs
 
 
-def beside(specs, collective=dq.pmean, **how):
+def beside(specs, collective=dq.pmean, **arguments):
     """A collective over "data" beside an axis "model" of two devices, which JAX manages."""
     axes = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes, devices=jax.devices()[:4])
     mapped = jax.shard_map(
-        lambda g: collective({"w": g}, "data", key=KEY, specs=specs, **how),
+        lambda g: collective({"w": g}, "data", key=KEY, specs=specs, **arguments),
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),

@@ -63,10 +63,10 @@ def mean_by_halves(tree, **choices):
 
 
 def mean_by_all_reduce(tree, method=CORRELATED, topology="ring", options=ONE_BUCKET):
-    how = {"method": method, "topology": topology, "options": options}
+    arguments = {"method": method, "topology": topology, "options": options}
 
     def mean(tree):
-        return dq.pmean(tree, "data", key=jax.random.key(0), **how)
+        return dq.pmean(tree, "data", key=jax.random.key(0), **arguments)
 
     return jax.tree.map(np.asarray, jax.jit(jax.vmap(mean, axis_name="data"))(tree))
 

@@ -30,9 +30,9 @@ ONE = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 POLICY = {"embedding": "dynamiq:6", "norm": "exact", "layers/0": "bf16", "": "blockint:6"}
 
 
-def mean_of(method, tree=TREE, **how):
+def mean_of(method, tree=TREE, **arguments):
     def local(key, tree):
-        return dq.pmean(tree, "data", key=key, method=method, **how)
+        return dq.pmean(tree, "data", key=key, method=method, **arguments)
 
     return simulated(local)(KEY, tree)
 

@@ -91,9 +91,10 @@ def own_gradients(params, x):
 
 
 def by_pmean(mesh, method):
-    how = {"method": method, "specs": specs_of(mesh)}
+    arguments = {"method": method, "specs": specs_of(mesh)}
     return over_data(
-        mesh, lambda params, x, key: dq.pmean(own_gradients(params, x), "data", key=key, **how)
+        mesh,
+        lambda params, x, key: dq.pmean(own_gradients(params, x), "data", key=key, **arguments),
     )
 
 
@@ -123,11 +124,11 @@ def by_optimizer(mesh, method):
 
 
 def by_pcast(mesh, method):
-    how = {"to": "varying", "method": method, "specs": specs_of(mesh)}
+    arguments = {"to": "varying", "method": method, "specs": specs_of(mesh)}
 
     def local(params, x, key):
         def mean_loss(params):
-            own = dq.pcast(params, "data", key=key, **how)
+            own = dq.pcast(params, "data", key=key, **arguments)
             return jax.lax.pmean(loss_fn(own, x), "data")
 
         return jax.grad(mean_loss)(params)
@@ -269,10 +270,12 @@ def test_states_are_split_as_the_gradients_are():
     def local(stacked, state):
         return reduce.update(jax.tree.map(lambda leaf: leaf[0], stacked), state)
 
-    how = {"mesh": mesh, "axis_names": {"data"}}
-    init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **how))
+    arguments = {"mesh": mesh, "axis_names": {"data"}}
+    init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **arguments))
     update = jax.jit(
-        jax.shard_map(local, in_specs=(P("data"), over_data), out_specs=(P(), over_data), **how)
+        jax.shard_map(
+            local, in_specs=(P("data"), over_data), out_specs=(P(), over_data), **arguments
+        )
     )
     shapes = {"in": jnp.zeros((256, 512)), "scale": jnp.zeros(4096)}
     first, state = update(own, init(shapes))
@@ -305,15 +308,15 @@ def test_states_of_every_kind_resume_on_shards(method):
     mesh, spec = mesh_of("data 2 x fsdp 4"), P("fsdp")
     reduce = dq.all_reduce_gradients("data", method=method, specs=spec)
     over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    how = {"mesh": mesh, "axis_names": {"data"}}
+    arguments = {"mesh": mesh, "axis_names": {"data"}}
     own = [of_workers(step, 2, 128 * 256).reshape(2, 128, 256) for step in range(2)]
-    init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **how))
+    init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **arguments))
     update = jax.jit(
         jax.shard_map(
             lambda own, state: reduce.update(own[0], state),
             in_specs=(P("data"), over_data),
             out_specs=(P(), over_data),
-            **how,
+            **arguments,
         )
     )
     first, state = update(own[0], init(jnp.zeros((128, 256))))
@@ -341,16 +344,20 @@ def test_a_run_goes_on_alike_on_another_mesh_with_the_same_shards():
             "data", method=dq.methods.ErrorFeedback(inner=STOCHASTIC), specs=spec
         )
         over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-        how = {"mesh": mesh_of(mesh_name), "axis_names": {"data"}}
+        arguments = {"mesh": mesh_of(mesh_name), "axis_names": {"data"}}
 
         def local(own, state, reduce=reduce):
             return reduce.update(own[0], state)
 
         update = jax.jit(
-            jax.shard_map(local, in_specs=(P("data"), over_data), out_specs=(P(), over_data), **how)
+            jax.shard_map(
+                local, in_specs=(P("data"), over_data), out_specs=(P(), over_data), **arguments
+            )
         )
         if not steps:
-            init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **how))
+            init = jax.jit(
+                jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **arguments)
+            )
             _, state = update(own, init(jnp.zeros((512, 256))))
             saved = jax.tree.map(np.asarray, state)
         steps.append(update(own, saved))

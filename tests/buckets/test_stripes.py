@@ -106,8 +106,10 @@ def test_no_stripe_has_the_same_columns_of_all_rows(fewest, shapes):
 
 def plan_of(sizes, num_workers=4, method="dynamiq", topology="ring", **options):
     leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-    how = resolve(method, topology, dq.Options(**options))
-    return make_plan(leaves, Axes(Axis("data", num_workers)), how, how.policy.methods(leaves))
+    arguments = resolve(method, topology, dq.Options(**options))
+    return make_plan(
+        leaves, Axes(Axis("data", num_workers)), arguments, arguments.policy.methods(leaves)
+    )
 
 
 @given(
@@ -158,10 +160,10 @@ def test_buckets_are_striped_where_nothing_runs_under_a_loop(topology, is_stripe
 def test_changes_of_local_sgd_are_striped_on_every_topology():
     """All of a change is there when it is sent. Gradients in an all-to-all leave in order."""
     params = {name: jax.ShapeDtypeStruct((2 * LEAF,), jnp.float32) for name in "ab"}
-    how = {"topology": "all_to_all", "options": dq.Options(bucket_bytes=4 * LEAF)}
-    (report,) = dq.training.LocalSGD(axis_name="data", every=2, **how).wire_report(params, 4)
+    arguments = {"topology": "all_to_all", "options": dq.Options(bucket_bytes=4 * LEAF)}
+    (report,) = dq.training.LocalSGD(axis_name="data", every=2, **arguments).wire_report(params, 4)
     assert [leaf.buckets for leaf in report.leaves] == [(0, 1, 2, 3)] * 2
-    of_gradients = dq.wire_report(params, 4, **how)
+    of_gradients = dq.wire_report(params, 4, **arguments)
     assert [leaf.buckets for leaf in of_gradients.leaves] == [(0, 1), (2, 3)]
 
 
@@ -172,8 +174,10 @@ def test_methods_that_use_shapes_take_leaves_as_they_are():
 
 def test_leaves_of_other_methods_or_dtypes_are_stripes_of_their_own():
     leaves = [jax.ShapeDtypeStruct((2 * LEAF,), dtype) for dtype in (jnp.float32, jnp.bfloat16) * 2]
-    how = resolve({"3": "dynamiq:4", ".*": "dynamiq"}, "ring", dq.Options(bucket_bytes=4 * LEAF))
-    plan = make_plan(leaves, Axes(Axis("data", 4)), how, how.policy.methods(leaves))
+    arguments = resolve(
+        {"3": "dynamiq:4", ".*": "dynamiq"}, "ring", dq.Options(bucket_bytes=4 * LEAF)
+    )
+    plan = make_plan(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
     # One bucket holds all of a leaf of 2-byte numbers.
     assert [bucket.leaves for bucket in plan.buckets] == [(0, 2)] * 4 + [(1,), (3,)]
 
@@ -353,8 +357,8 @@ def test_shards_are_striped_on_every_device():
 
     def local(stacked):
         own = jax.tree.map(lambda leaf: leaf[0], stacked)
-        how = {"specs": P("fsdp"), "options": options, "method": STOCHASTIC}
-        return dq.pmean(own, "data", key=KEY, **how)
+        arguments = {"specs": P("fsdp"), "options": options, "method": STOCHASTIC}
+        return dq.pmean(own, "data", key=KEY, **arguments)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
     found = jax.jit(mapped)(tree)["a"]

@@ -133,8 +133,8 @@ def test_metrics_are_those_of_the_method_inside_and_zero_in_an_exact_step():
     gradient = of_workers(0, 2, 4096)
     found = []
     for exact in (False, True):
-        how = dataclasses.replace(method, exact=exact)
-        reduce = dq.all_reduce_gradients("data", method=how)
+        arguments = dataclasses.replace(method, exact=exact)
+        reduce = dq.all_reduce_gradients("data", method=arguments)
         run = simulated(lambda _, g, r=reduce: r.update(g, r.init(g))[1])
         found.append(run(KEY, gradient).metrics["left_out"][0])
     assert found[0] > 0.3 and found[1] == 0

@@ -19,7 +19,7 @@ from jax import lax
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import THC
 from dynamiq_jax.contrib.thc import hadamard
-from dynamiq_jax.contrib.thc.method import Layout, _norm_words
+from dynamiq_jax.contrib.thc.method import BlockLayout, _norm_words
 from dynamiq_jax.methods import SummedChunks
 from dynamiq_jax.topologies import Ring
 from tests.support.gradients import of_workers, vnmse
@@ -220,7 +220,7 @@ def chain_of_hops(num_workers: int, bits: int):
     sum that it should be.
     """
     width = THC(code_bits=bits).wire_bits(num_workers)
-    layout, signs = Layout(chunk_size=256, num_chunks=1, block=256, width=width), jnp.ones(256)
+    layout, signs = BlockLayout(chunk_size=256, num_chunks=1, block=256, width=width), jnp.ones(256)
 
     def run(integers):
         numbers = integers.astype(jnp.int16)

@@ -36,9 +36,9 @@ def tree_of(name: str) -> dict[str, jax.Array]:
     return {name: jnp.arange(float(SIZE)).reshape(16, -1) * jax.lax.axis_index("data")}
 
 
-def mean(name: str, *, key: int | jax.Array = 0, **how: Any) -> Any:
+def mean(name: str, *, key: int | jax.Array = 0, **arguments: Any) -> Any:
     key = jax.random.key(key) if isinstance(key, int) else key
-    return dq.pmean(tree_of(name), "data", key=key, **how)
+    return dq.pmean(tree_of(name), "data", key=key, **arguments)
 
 
 def on_mesh(function: Callable[[], Any], mesh: jax.sharding.Mesh | None = None) -> Any:
@@ -48,8 +48,8 @@ def on_mesh(function: Callable[[], Any], mesh: jax.sharding.Mesh | None = None) 
     return jax.jit(mapped)
 
 
-def run_mean(name: str, **how: Any) -> None:
-    jax.block_until_ready(on_mesh(lambda: mean(name, **how))())
+def run_mean(name: str, **arguments: Any) -> None:
+    jax.block_until_ready(on_mesh(lambda: mean(name, **arguments))())
 
 
 @contextlib.contextmanager
@@ -58,8 +58,8 @@ def flags_of_xla(value: str):
         yield
 
 
-def reduce_gradients(name: str, **how: Any) -> Any:
-    reduction = dq.all_reduce_gradients("data", **how)
+def reduce_gradients(name: str, **arguments: Any) -> Any:
+    reduction = dq.all_reduce_gradients("data", **arguments)
     return reduction.update(tree_of(name), reduction.init(tree_of(name)))[0]
 
 
@@ -84,9 +84,9 @@ def without_agreement():
         yield
 
 
-def moshpit(name: str, **how: Any) -> Any:
+def moshpit(name: str, **arguments: Any) -> Any:
     key = jax.random.key(0)
-    return contrib.moshpit_mean(tree_of(name), ("data",), key=key, **how)
+    return contrib.moshpit_mean(tree_of(name), ("data",), key=key, **arguments)
 
 
 def lossy(name: str, broadcast: bool, rate: float) -> Any:
@@ -102,16 +102,18 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((x @ jax.tree.leaves(params)[0]) ** 2)
 
 
-def differentiated(name: str, by: str, **how: Any) -> Any:
+def differentiated(name: str, by: str, **arguments: Any) -> Any:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     params, x, key = {name: np.ones((64, 64), np.float32)}, np.ones((8, 64)), jax.random.key(0)
     if by == "value_and_grad":
-        return dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **how)(params, x, key=key)
+        return dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **arguments)(
+            params, x, key=key
+        )
     if by == "data_parallel":
-        wrapped = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **how)
+        wrapped = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **arguments)
         return jax.grad(wrapped)(params, x)
     replicas = {name: np.ones((jax.device_count(), 64, 64), np.float32)}
-    return dq.mean_of_replicas(replicas, "data", mesh=mesh, key=key, **how)
+    return dq.mean_of_replicas(replicas, "data", mesh=mesh, key=key, **arguments)
 
 
 # What one process runs, what the others run, both functions of the name of the case; and what
@@ -343,8 +345,8 @@ def special(rank: int, number: int) -> dict[str, Any]:
 
     def both(name: str) -> list[Any]:
         return [
-            on_mesh(functools.partial(mean, name, method="mxfp8", options=how))
-            for how in (options(check_agreement=False), options())
+            on_mesh(functools.partial(mean, name, method="mxfp8", options=arguments))
+            for arguments in (options(check_agreement=False), options())
         ]
 
     with unittest.mock.patch.object(exchange.Exchange, "_digests", timed):

@@ -28,8 +28,8 @@ def sum_by(method=dq.DynamiQ(), topology="ring"):
 
 def sum_in_halves(gradient, axis_name):
     """The sum again, as a reduce-scatter and a gather."""
-    how = {"key": jax.random.key(KEY), "method": STOCHASTIC, "tiled": True}
-    return dq.all_gather(dq.psum_scatter(gradient, axis_name, **how), axis_name, **how)
+    arguments = {"key": jax.random.key(KEY), "method": STOCHASTIC, "tiled": True}
+    return dq.all_gather(dq.psum_scatter(gradient, axis_name, **arguments), axis_name, **arguments)
 
 
 HIERARCHICAL = ("hosts", "local")

@@ -88,9 +88,9 @@ def test_sizes_are_tried_in_order_and_once():
         ({"rounds": -1}, "rounds=-1"),
     ),
 )
-def test_searches_that_are_not_possible(how, match):
+def test_searches_that_are_not_possible(arguments, match):
     with pytest.raises(ValueError, match=match):
-        tune_bucket_bytes(curve(8 * MIB), **how)
+        tune_bucket_bytes(curve(8 * MIB), **arguments)
     for wrong in (math.nan, math.inf, 0.0, -1.0):
         with pytest.raises(ValueError, match="no time"):
             tune_bucket_bytes(lambda _, wrong=wrong: wrong)
@@ -166,9 +166,9 @@ def test_functions_that_are_not_there(folder, name, match):
         ({"high": "many"}, "--high: 'many'"),
     ),
 )
-def test_options_that_are_not_possible(folder, how, match):
+def test_options_that_are_not_possible(folder, arguments, match):
     with pytest.raises(CommandError, match=match):
-        TuneBuckets(**{"step": "steps_of_a_user:make_step"} | how).run()
+        TuneBuckets(**{"step": "steps_of_a_user:make_step"} | arguments).run()
 
 
 def test_an_error_of_the_users_module_is_shown_as_it_is(folder):

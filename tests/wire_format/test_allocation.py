@@ -198,9 +198,9 @@ def test_replicas_agree_where_all_rows_tie(equal, monkeypatch):
     def imprecise(norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         error = np.float32(0.01 * (not equal))  # without one, all rows stay equal
 
-        def wrong(*args: Any, **how: Any) -> jax.Array:
+        def wrong(*args: Any, **arguments: Any) -> jax.Array:
             worker = lax.axis_index("data").astype(np.float32)
-            return norm(*args, **how) * (1 + error * worker)
+            return norm(*args, **arguments) * (1 + error * worker)
 
         return wrong
 

@@ -44,11 +44,11 @@ _quantize_once = jax.jit(_quantize, static_argnames=STATIC)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
-def _mean_and_square(values, first, count, **how):
+def _mean_and_square(values, first, count, **arguments):
     """Mean error and mean squared error of each coordinate over `count` seeds."""
 
     def add(index, sums):
-        error = _quantize(values, first + index.astype(jnp.uint32), **how) - values
+        error = _quantize(values, first + index.astype(jnp.uint32), **arguments) - values
         return sums[0] + error, sums[1] + error * error
 
     zero = jnp.zeros_like(values)
@@ -60,9 +60,9 @@ def for_all_widths(values: np.ndarray) -> np.ndarray:
     return np.broadcast_to(values.astype(np.float32), (len(WIDTHS), ROWS, 256))
 
 
-def quantize(values: np.ndarray, seed: int = 0, **how) -> dict[int, np.ndarray]:
+def quantize(values: np.ndarray, seed: int = 0, **arguments) -> dict[int, np.ndarray]:
     """Return values [ROWS, 256] after a quantization at each width."""
-    found = np.asarray(_quantize_once(for_all_widths(values), np.uint32(seed), **how))
+    found = np.asarray(_quantize_once(for_all_widths(values), np.uint32(seed), **arguments))
     return dict(zip(WIDTHS, found, strict=True))
 
 
@@ -71,9 +71,9 @@ def with_codes(found: dict[int, np.ndarray]) -> list[tuple[int, np.ndarray]]:
     return [(width, found[width]) for width in CODE_WIDTHS]
 
 
-def moments(values: np.ndarray, first: int, count: int, **how) -> list[dict[int, np.ndarray]]:
+def moments(values: np.ndarray, first: int, count: int, **arguments) -> list[dict[int, np.ndarray]]:
     """Return the mean error and the mean squared error at each width with codes."""
-    found = _mean_and_square(for_all_widths(values), np.uint32(first), np.int32(count), **how)
+    found = _mean_and_square(for_all_widths(values), np.uint32(first), np.int32(count), **arguments)
     return [dict(zip(WIDTHS, np.asarray(part), strict=True)) for part in found]
 
 

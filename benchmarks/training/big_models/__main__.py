@@ -37,21 +37,21 @@ class Config:
 
 def cases() -> dict[str, tuple[Case, int]]:
     """Return programs by name, and the virtual devices of each."""
-    found: dict[str, tuple[Case, int]] = {}
+    known: dict[str, tuple[Case, int]] = {}
     for form in decoder.FORMS:
-        found[f"8 B, {form}"] = decoder.Case(form, 32, (2, 8)), 16
-    found["8 B, pcast in the scan, 4 layers"] = decoder.Case("pcast in the scan", 4, (2, 8)), 16
+        known[f"8 B, {form}"] = decoder.Case(form, 32, (2, 8)), 16
+    known["8 B, pcast in the scan, 4 layers"] = decoder.Case("pcast in the scan", 4, (2, 8)), 16
     for form in decoder.FORMS[2:]:
         name = f"8 B on 256 devices, {form}, lowered alone"
-        found[name] = decoder.Case(form, 32, (16, 16)), 256
+        known[name] = decoder.Case(form, 32, (16, 16)), 256
     for count in (1, 8, 32, 64):
-        found[f"{count} buckets of 128 MiB"] = dense.Buckets(count), 4
+        known[f"{count} buckets of 128 MiB"] = dense.Buckets(count), 4
     for count in (8, 32):
-        found[f"{count} buckets of 128 MiB in order"] = dense.Buckets(count, "in_order"), 4
+        known[f"{count} buckets of 128 MiB in order"] = dense.Buckets(count, "in_order"), 4
     for mesh in dense.MESHES:
         for form in dense.FORMS:
-            found[f"dense, {mesh}, {form}"] = dense.Case(mesh, form), 8
-    return found
+            known[f"dense, {mesh}, {form}"] = dense.Case(mesh, form), 8
+    return known
 
 
 def measure(name: str) -> dict[str, Any]:

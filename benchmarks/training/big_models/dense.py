@@ -90,21 +90,24 @@ def _loss(matrices: list[Array], x: Array) -> Array:
 
 
 def _step(case: Case, mesh: Any, specs: list[PartitionSpec]) -> Callable[..., Any]:
-    how: dict[str, Any] = {"specs": specs, "options": dq.Options(bucket_bytes=case.bucket_bytes)}
+    arguments: dict[str, Any] = {
+        "specs": specs,
+        "options": dq.Options(bucket_bytes=case.bucket_bytes),
+    }
 
     def local(matrices: list[Array], x: Array, key: Array) -> list[Array]:
         if case.form == "pcast":
 
             def mean_loss(matrices: list[Array]) -> Array:
-                own = dq.pcast(matrices, "data", to="varying", key=key, **how)
+                own = dq.pcast(matrices, "data", to="varying", key=key, **arguments)
                 return lax.pmean(_loss(own, x), "data")
 
             return jax.grad(mean_loss)(matrices)
         grads = jax.grad(_loss)(lax.pcast(matrices, "data", to="varying"), x)
         if case.form == "pmean":
-            return dq.pmean(grads, "data", key=key, **how)
+            return dq.pmean(grads, "data", key=key, **arguments)
         if case.form == "all_reduce_gradients":
-            reduce = dq.all_reduce_gradients("data", **how)
+            reduce = dq.all_reduce_gradients("data", **arguments)
             return reduce.update(grads, reduce.init(matrices))[0]
         return lax.pmean(grads, "data")
 
@@ -115,7 +118,7 @@ def _step(case: Case, mesh: Any, specs: list[PartitionSpec]) -> Callable[..., An
         out_specs=P(),
         axis_names={"data"},
     )
-    mean_loss = dq.data_parallel(_loss, mesh=mesh, axis_name="data", **how)
+    mean_loss = dq.data_parallel(_loss, mesh=mesh, axis_name="data", **arguments)
 
     def step(matrices: list[Array], x: Array, key: Array) -> list[Array]:
         if case.form == "data_parallel":

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.training.emulated_training.schedule import Schedule, parse_schedule
+from benchmarks.training.emulated_training.rounds import Rounds, parse_rounds
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.training import Training, abstract_model, data_parallel, local_sgd
 from dynamiq_jax._emulation.host import Host, serve
@@ -52,13 +52,13 @@ class TrainingHost(Host):
           seed: chooses weights, batches and rounding.
         """
         mesh = self._alone if setting is None else self._everyone
-        schedule = parse_schedule(PSUM if setting is None else setting)
+        rounds = parse_rounds(PSUM if setting is None else setting)
         if setting not in self._compiled:
-            self._compiled[setting] = self._build(mesh, schedule)
-        compiled, batches = self._compiled[setting], self._batches(mesh, seed, schedule.times)
+            self._compiled[setting] = self._build(mesh, rounds)
+        compiled, batches = self._compiled[setting], self._batches(mesh, seed, rounds.times)
 
         def start() -> _Training:
-            return _Training(compiled, self._params_of(mesh, seed), batches, schedule.times)
+            return _Training(compiled, self._params_of(mesh, seed), batches, rounds.times)
 
         start().advance(1)
         self._trainings[setting] = start()
@@ -81,13 +81,13 @@ class TrainingHost(Host):
         loss, accuracy = self._evaluate(self._trainings[setting].own_params(), self._held_out)
         return {"loss": float(loss), "accuracy": float(accuracy)}
 
-    def _build(self, mesh: Mesh, schedule: Schedule) -> Training:
+    def _build(self, mesh: Mesh, rounds: Rounds) -> Training:
         config = self.config
-        optimizer = make_optimizer(config["learning_rate"], config["steps"] * schedule.times)
-        args = self._structure, optimizer, mesh, schedule.setting
-        if schedule.every is None:
+        optimizer = make_optimizer(config["learning_rate"], config["steps"] * rounds.times)
+        args = self._structure, optimizer, mesh, rounds.setting
+        if rounds.every is None:
             return data_parallel(*args)
-        return local_sgd(*args, schedule.every)
+        return local_sgd(*args, rounds.every)
 
     def _params_of(self, mesh: Mesh, seed: int) -> Any:
         """Read pre-trained parameters, a copy on every device."""

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib import pyplot as plt
 from rich.table import Table
 
+from benchmarks.training.emulated_training.rounds import parse_rounds
 from benchmarks.training.emulated_training.run import Run
-from benchmarks.training.emulated_training.schedule import parse_schedule
 from benchmarks.training.emulated_training.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds
@@ -229,22 +229,22 @@ def _style(setting: str) -> dict[str, Any]:
 
 
 def _color(setting: str) -> str:
-    schedule = parse_schedule(setting)
-    if schedule.every is not None:
-        return "tab:red" if schedule.times > 1 else "tab:pink"
+    rounds = parse_rounds(setting)
+    if rounds.every is not None:
+        return "tab:red" if rounds.times > 1 else "tab:pink"
     return next((c for name, c in COLORS.items() if setting.startswith(name)), "black")
 
 
 def _is_dashed(setting: str) -> bool:
-    schedule = parse_schedule(setting)
+    rounds = parse_rounds(setting)
     routes = (None, parse_setting(BF16_RING).topology)
-    return schedule.every is not None or schedule.setting.topology not in routes
+    return rounds.every is not None or rounds.setting.topology not in routes
 
 
 def _is(setting: str, reference: str) -> bool:
     """Return whether a setting is an all-reduce in every step that does the same as another."""
-    schedule = parse_schedule(setting)
-    return schedule.every is None and schedule.setting.same_as(parse_setting(reference))
+    rounds = parse_rounds(setting)
+    return rounds.every is None and rounds.setting.same_as(parse_setting(reference))
 
 
 def _when(seconds: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.training.emulated_training.schedule import parse_schedule
+from benchmarks.training.emulated_training.rounds import parse_rounds
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_rate
 from dynamiq_jax._emulation.hosts import Hosts, joined_hosts, link_patience
@@ -32,7 +32,7 @@ class Run:
     @property
     def step_seconds(self) -> float:
         """Median over steps, of the slowest host. With local SGD, whose steps differ, the mean."""
-        average = np.mean if parse_schedule(self.setting).every else np.median
+        average = np.mean if parse_rounds(self.setting).every else np.median
         return float(average(np.max(self.host_seconds, axis=1)))
 
     def clock(self, steps: int) -> float:

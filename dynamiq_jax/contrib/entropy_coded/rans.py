@@ -158,7 +158,7 @@ class RansCoder(IntegerCoder):
 
 
 def _probabilities(shift: int, deviation: float) -> NDArray[np.float64]:
-    """Return those of the symbols of rounded normal numbers; `deviation` is in symbols."""
+    """Return each symbol's probability for rounded normal numbers; `deviation` is in symbols."""
     edges = np.arange(SYMBOLS + 1) - _CENTER - 0.5 / 2**shift
     below = np.array([0.5 * math.erfc(-edge / deviation / math.sqrt(2)) for edge in edges])
     below[0], below[-1] = 0, 1

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from dynamiq_jax._buckets import agreement, driver
 from dynamiq_jax._buckets.axes import find_axis
-from dynamiq_jax._buckets.leaves import join, named_leaves, split
+from dynamiq_jax._buckets.leaves import join, named_leaves, split_rows
 from dynamiq_jax._buckets.operations import AllGather, Leaves, ReduceScatter
 from dynamiq_jax._buckets.plan import Bucket
 from dynamiq_jax._inputs import checks
@@ -134,12 +134,12 @@ class LossyCollectives:
         axis = find_axis(self.axis_name).slow
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
-        how = resolve(self.method, "all_to_all", self.options, settings=self._settings)
+        compression = resolve(self.method, "all_to_all", self.options, settings=self._settings)
         operation = _LossyReduceScatter(
             find_axis(self.axis_name), lossy=self, key=jax.random.fold_in(key, _GRADIENTS)
         )
         rows = jax.tree.map(lambda leaf: _rows(leaf, axis.size), tree)
-        return driver.run(operation, rows, key, how).tree
+        return driver.run(operation, rows, key, compression).tree
 
     def own_parts(self, tree: Tree) -> Tree:
         """Return the parts of a pytree that this worker owns.
@@ -173,8 +173,8 @@ class LossyCollectives:
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
         _check_parts(parts, tree, axis.size)
-        how = resolve("exact", "all_to_all", self.options, settings=self._settings)
-        agreement.check(AllGather(find_axis(self.axis_name)), how, parts, key)
+        compression = resolve("exact", "all_to_all", self.options, settings=self._settings)
+        agreement.check(AllGather(find_axis(self.axis_name)), compression, parts, key)
         leaves, structure = jax.tree.flatten(tree)
         words = [_as_words(part) for part in jax.tree.leaves(parts)]
         # The message is all parts, one after the other, those of wide numbers first: so no number
@@ -237,7 +237,7 @@ class _LossyReduceScatter(ReduceScatter):
         flat = join([leaf.astype(jnp.float32) for leaf in leaves.values()], 1)
         call = self._call(Call(size=flat.size, axis=self.axes.slow, topology=AllToAll()))
         mean = self._estimate(Exact(), flat, call, (self.key, self.key))
-        parts = split(mean, [leaf.shape[1] for leaf in leaves.values()], 1)
+        parts = split_rows(mean, [leaf.shape[1] for leaf in leaves.values()], 1)
         return {
             index: part[0].astype(leaf.dtype)
             for (index, leaf), part in zip(leaves.items(), parts, strict=True)
@@ -348,10 +348,10 @@ def _check_parts(parts: Any, tree: Any, workers: int) -> None:
     def described(leaf: Any) -> str:
         return f"{leaf.dtype}{list(leaf.shape)}"
 
-    found = jax.tree.map(described, parts)
+    given = jax.tree.map(described, parts)
     wanted = jax.tree.map(lambda leaf: described(part_of(leaf)), tree)
-    if found != wanted:
+    if given != wanted:
         raise ValueError(
-            f"parts={found!r:.200} are not the parts of this tree, {wanted!r:.200}. Give the "
+            f"parts={given!r:.200} are not the parts of this tree, {wanted!r:.200}. Give the "
             "updated result of own_parts, in the dtypes of the tree."
         )

@@ -30,8 +30,8 @@ def largest(keys: Array, count: int) -> Array:
 def _key_of_rank(keys: Array, rank: int) -> Array:
     """Return the key that `rank` keys are not below, uint32: the largest such number."""
 
-    def step(number: Array, found: Array) -> Array:
-        tried = found | (np.uint32(1) << (_BITS - 1 - number).astype(jnp.uint32))
-        return jnp.where(jnp.sum(keys >= tried, dtype=jnp.int32) >= rank, tried, found)
+    def step(number: Array, reached: Array) -> Array:
+        tried = reached | (np.uint32(1) << (_BITS - 1 - number).astype(jnp.uint32))
+        return jnp.where(jnp.sum(keys >= tried, dtype=jnp.int32) >= rank, tried, reached)
 
     return lax.fori_loop(0, _BITS, step, match_varying(jnp.uint32(0), keys))

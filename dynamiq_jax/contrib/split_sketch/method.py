@@ -142,25 +142,25 @@ class SplitSketch(Method):
         def hot_part(values: Array) -> Array:
             return values[: split.room * self.group].reshape(-1, self.group)
 
-        found = jnp.zeros(blocks.shape, jnp.float32)
+        hot = jnp.zeros(blocks.shape, jnp.float32)
         if sketch is not None:
             cells = reduced.total[split.room * self.group :].reshape(self.rows, -1)
-            found = _heavy_hitters(sketch, cells).reshape(blocks.shape)
+            hot = _heavy_hitters(sketch, cells).reshape(blocks.shape)
             # Noise may stand out where hot coordinates have left zeros.
-            found = chosen.put(jnp.zeros((split.room, self.group), jnp.float32), found)
-        total = chosen.put(hot_part(reduced.total), found)
+            hot = chosen.put(jnp.zeros((split.room, self.group), jnp.float32), hot)
+        total = chosen.put(hot_part(reduced.total), hot)
         applied = reduced.applied
         if applied is not None:
-            shares = found * np.float32(1 / call.num_workers)
+            shares = hot * np.float32(1 / call.num_workers)
             # What is not finite has not entered the sum: the others keep their values.
-            shares = jnp.where(jnp.isfinite(found), shares, np.float32(0))
+            shares = jnp.where(jnp.isfinite(hot), shares, np.float32(0))
             applied = chosen.put(hot_part(applied), shares).reshape(-1)[: call.size]
         return dataclasses.replace(
             reduced,
             total=total.reshape(-1)[: call.size],
             applied=applied,
             state=match_varying(self._remember(state, chosen, total), flat),
-            metrics={"kept": jnp.mean((found != 0).astype(jnp.float32))},
+            metrics={"kept": jnp.mean((hot != 0).astype(jnp.float32))},
         )
 
     def _num_groups(self, call: Call) -> int:

@@ -150,7 +150,7 @@ class THC(ChunkedMethod):
         """Largest integer of one worker."""
         return 2 ** (self.code_bits - 1) - 1
 
-    def layout(self, call: Call) -> "Layout":
+    def layout(self, call: Call) -> "BlockLayout":
         """Return the static layout of a bucket."""
         chunk_size = -(-call.size // call.num_chunks)
         block = self.block
@@ -158,11 +158,11 @@ class THC(ChunkedMethod):
             block //= 2
         # A gathered part is not a sum: its integers have the bits of one worker's.
         summands = 1 if call.collective == "all_gather" else call.num_workers
-        return Layout(chunk_size, call.num_chunks, block, self.wire_bits(summands))
+        return BlockLayout(chunk_size, call.num_chunks, block, self.wire_bits(summands))
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """All that is static about a bucket: chunks of whole blocks, blocks of whole rows of 256."""
 
     chunk_size: int  # coordinates of a chunk, before padding to blocks

@@ -12,7 +12,7 @@ from dynamiq_jax._measurement.settings import Setting, parse_setting, parse_sett
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Rounds:
     """An all-reduce, and the steps between two of them."""
 
     setting: Setting
@@ -20,18 +20,18 @@ class Schedule:
     times: int = 1  # local steps for each step of the others, on as many more batches
 
 
-def parse_schedule(text: str, option: str = "--settings") -> Schedule:
+def parse_rounds(text: str, option: str = "--settings") -> Rounds:
     """Parse one setting of a training.
 
-    >>> parse_schedule("dynamiq:4@20").every
+    >>> parse_rounds("dynamiq:4@20").every
     20
-    >>> parse_schedule("dynamiq:4@20x3").times
+    >>> parse_rounds("dynamiq:4@20x3").times
     3
     """
     setting, at, local = text.partition("@")
     parsed = parse_setting(setting, option)
     if not at:
-        return Schedule(parsed)
+        return Rounds(parsed)
     found = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", local)
     if found is None or parsed.method is None:
         raise CommandError(
@@ -39,17 +39,17 @@ def parse_schedule(text: str, option: str = "--settings") -> Schedule:
             "dynamiq:4@20 for an outer step after every 20 local ones, or dynamiq:4@20x3 to take "
             "three times as many steps as the others."
         )
-    return Schedule(parsed, int(found[1]), int(found[2] or 1))
+    return Rounds(parsed, int(found[1]), int(found[2] or 1))
 
 
-def parse_schedules(texts: Sequence[str]) -> dict[str, Schedule]:
+def parse_all_rounds(texts: Sequence[str]) -> dict[str, Rounds]:
     """Parse all settings of a training, by their texts, in order.
 
     Raises:
       CommandError: as `parse_settings`.
     """
-    found = {text: parse_schedule(text) for text in texts}
-    kinds = {(schedule.every, schedule.times) for schedule in found.values()}
+    found = {text: parse_rounds(text) for text in texts}
+    kinds = {(rounds.every, rounds.times) for rounds in found.values()}
     for kind in kinds:
         same = [s.setting.name for s in found.values() if (s.every, s.times) == kind]
         parse_settings(same)
