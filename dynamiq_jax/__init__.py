@@ -5,12 +5,14 @@
 """
 
 from dynamiq_jax import methods, topologies, training
+from dynamiq_jax._api.all_gather import all_gather
 from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
 from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
-from dynamiq_jax._api.collectives import all_gather, pmean, psum, psum_scatter
 from dynamiq_jax._api.data_parallel import data_parallel
 from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
 from dynamiq_jax._api.pcast import pcast
+from dynamiq_jax._api.psum import pmean, psum
+from dynamiq_jax._api.psum_scatter import psum_scatter
 from dynamiq_jax._api.schedule import Schedule
 from dynamiq_jax._api.value_and_grad import value_and_grad
 from dynamiq_jax._api.vnmse import vnmse

@@ -12,9 +12,11 @@
     _triton         fused kernels for NVIDIA GPUs from Ampere on
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
     implementation  choice of the backend
+    dependencies    values that tie the schedule of a program to its data
     row_blocks      loops over blocks of rows, for backends without kernels
     compat          differences between versions of JAX
 
 A module whose name starts with an underscore belongs to the package that holds it: nothing outside
-imports it. The package imports JAX and NumPy, and nothing of `dynamiq_jax`.
+imports it. `codec` and `_xla` need no Pallas, and the whole project takes its `compat`. The package
+imports JAX and NumPy, and nothing of `dynamiq_jax`.
 """

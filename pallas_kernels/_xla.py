@@ -17,8 +17,8 @@ from pallas_kernels.codec.ordering import LocalRows, Places
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import decode_rows, encode_rows, l2_norm
+from pallas_kernels.dependencies import zeros_after
 from pallas_kernels.row_blocks import block_rows, for_each_block
-from pallas_kernels.schedule import zeros_after
 
 # Sums of 256 squares in this range are as precise as those of scaled values: nothing overflows, and
 # what underflows is too small to count.

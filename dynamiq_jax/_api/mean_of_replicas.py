@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._api.collectives import pmean
+from dynamiq_jax._api.psum import pmean
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax._inputs.policy import Rules

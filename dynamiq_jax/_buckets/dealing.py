@@ -13,7 +13,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from pallas_kernels.codec.rounding import mix
-from pallas_kernels.schedule import zeros_after
+from pallas_kernels.dependencies import zeros_after
 
 _ORDERS = 16
 

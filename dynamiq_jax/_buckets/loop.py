@@ -24,7 +24,7 @@ from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels import compat
-from pallas_kernels.schedule import never
+from pallas_kernels.dependencies import never
 
 States = tuple[State, ...]  # of a method, for every bucket
 

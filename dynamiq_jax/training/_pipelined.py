@@ -31,7 +31,7 @@ from dynamiq_jax.training._pipelined_state import (
     shard_names,
 )
 from pallas_kernels import compat
-from pallas_kernels.schedule import never
+from pallas_kernels.dependencies import never
 
 P = PartitionSpec
 

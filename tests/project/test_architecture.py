@@ -167,6 +167,13 @@ def test_the_core_knows_no_packet_loss():
     assert mentions and all(inside(module, f"{WING}.packet_loss") for module in mentions), told
 
 
+def test_the_map_of_the_kernels_is_complete():
+    doc = ast.get_docstring(LIBRARY["pallas_kernels.__init__"])
+    assert doc is not None
+    modules = {name.split(".")[1] for name in LIBRARY if inside(name, "pallas_kernels")}
+    assert set(re.findall(r"^    (\w+) ", doc, re.M)) == modules - {"__init__"}
+
+
 def test_every_system_has_a_level_of_trust():
     assert set(contrib.LEVELS) == {system(n) for n in LIBRARY if inside(n, WING)} - {"__init__"}
 

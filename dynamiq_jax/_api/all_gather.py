@@ -1,0 +1,106 @@
+"""Compressed gathers of whole pytrees, whose transpose is compressed too."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import find_axis
+from dynamiq_jax._buckets.operations import AllGather, ReduceScatter
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.shards import leaf_specs
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+from pallas_kernels import compat
+
+Tree = TypeVar("Tree")
+
+
+def all_gather(
+    tree: Tree,
+    axis_name: str,
+    *,
+    key: Array,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    method: Method | str | Rules = DynamiQ(),
+    topology: Topology | str = "ring",
+    specs: Any = None,
+    options: Options = Options(),
+) -> Tree:
+    """Gather a pytree over a mesh axis, with floating-point leaves compressed on the wire.
+
+    Like `jax.lax.all_gather`, and the other half of the all-reduce: `all_gather` of the result of
+    `psum_scatter` is a sum with one more compression. All workers, the owner of a part too, get the
+    same bits. DynamiQ rounds to nearest here, unless its field `rounding` is set.
+
+    The transpose is `psum_scatter`, compressed as well. So parameters that live in parts are
+    gathered for a loss, and their gradients leave in the same parts.
+
+    Args:
+      tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once
+        gathered, are compressed.
+      axis_name: one axis; not several.
+      key: PRNG key, the same on all workers, another one at every step; the key of the
+        `psum_scatter` before may be used again.
+      axis: dimension of the result along which the parts lie; a negative one counts from the end.
+      tiled: join the parts along that dimension; otherwise it is a new one.
+      to: "varying" or "invarying", the type of the result under `check_vma=True`. Only a varying
+        result has a compressed transpose: gradients of an invarying one are summed by JAX before
+        they get here. Only an invarying one leaves `shard_map` with `out_specs=P()`.
+      method: compression method; see `psum`.
+      topology: route of the chunks in the transpose; see `psum`.
+      specs: how leaves are split over other axes; see `psum`. With `tiled`, they may not split the
+        dimension that is gathered.
+      options: leaves that stay exact, and the size of buckets; sizes are those of gathered leaves.
+
+    Returns:
+      A tree of the same structure and dtypes with all of every leaf.
+
+    Raises:
+      ValueError: as `psum`; no such dimension; an invarying result that is differentiated.
+
+    >>> import jax, jax.numpy as jnp
+    >>> parts = jax.random.normal(jax.random.key(0), (2, 256, 64))
+    >>> gather = lambda x: all_gather(x, "data", key=jax.random.key(1), tiled=True)
+    >>> jax.jit(jax.vmap(gather, axis_name="data"))(parts).shape
+    (2, 512, 64)
+    """
+    if to not in ("varying", "invarying"):
+        raise ValueError(f"to={to!r} is not supported. Give 'varying' or 'invarying'.")
+    compression = resolve(method, topology, options)
+    operation = AllGather(find_axis(axis_name), axis, tiled)
+    names = operation.axes.names
+    tracked = all(map(compat.tracks_varying, names))
+    whole_specs = None if specs is None else _gathered(operation, tree, specs)
+
+    @jax.custom_vjp
+    def gather(tree: Tree, key: Array) -> Tree:
+        whole = driver.run(operation, tree, key, compression, specs=specs).tree
+        return compat.vary_over(whole, names) if to == "varying" else whole
+
+    def forward(tree: Tree, key: Array) -> tuple[Tree, Array]:
+        return gather(tree, key), key
+
+    def backward(key: Array, cotangents: Tree) -> tuple[Tree, None]:
+        if tracked and to == "invarying":
+            raise ValueError(
+                "to='invarying', but the result of dq.all_gather is differentiated: JAX has summed "
+                "its gradient already, exactly and uncompressed. Give to='varying'."
+            )
+        scatter = ReduceScatter(operation.axes, axis, tiled)
+        return driver.run(scatter, cotangents, key, compression, specs=whole_specs).tree, None
+
+    gather.defvjp(forward, backward)
+    return gather(tree, key)
+
+
+def _gathered(operation: AllGather, tree: Any, specs: Any) -> Any:
+    """Return how gathered leaves are split: a tree of specs."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    split = map(operation.result_spec, leaves, leaf_specs(tree, specs))
+    return jax.tree.unflatten(jax.tree.structure(tree), split)

@@ -1,0 +1,64 @@
+"""Compressed sums of whole pytrees, of which each worker gets its own part."""
+
+from typing import Any, TypeVar
+
+from jax import Array
+
+from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets.axes import find_axis
+from dynamiq_jax._buckets.operations import ReduceScatter
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+
+Tree = TypeVar("Tree")
+
+
+def psum_scatter(
+    tree: Tree,
+    axis_name: str,
+    *,
+    key: Array,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    method: Method | str | Rules = DynamiQ(),
+    topology: Topology | str = "ring",
+    specs: Any = None,
+    options: Options = Options(),
+) -> Tree:
+    """Sum a pytree over a mesh axis, each worker its own part, compressed on the wire.
+
+    Like `jax.lax.psum_scatter`. The sums themselves are never compressed, only the messages: one
+    compression less than `psum`. The parts of all workers take equal bytes, so that the error is
+    larger than that of `psum` if some parts of the tree have much larger values than others.
+
+    Args:
+      tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are
+        compressed.
+      axis_name: one axis; not several.
+      key: PRNG key, the same on all workers, another one at every call.
+      scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
+        divided by it if tiled.
+      tiled: keep that dimension, divided by the size of the axis; otherwise remove it.
+      method: compression method; see `psum`.
+      topology: route of the chunks; see `psum`.
+      specs: how leaves are split over other axes; see `psum`. They may not split the dimension that
+        is scattered.
+      options: leaves that stay exact, and the size of buckets.
+
+    Returns:
+      A tree of the same structure and dtypes with the worker's part of every leaf.
+
+    Raises:
+      ValueError: as `psum`; a dimension that does not divide.
+
+    >>> import jax, jax.numpy as jnp
+    >>> gradients = jax.random.normal(jax.random.key(0), (2, 512, 64))
+    >>> reduce = lambda g: psum_scatter(g, "data", key=jax.random.key(1), tiled=True)
+    >>> jax.jit(jax.vmap(reduce, axis_name="data"))(gradients).shape
+    (2, 256, 64)
+    """
+    compression = resolve(method, topology, options)
+    operation = ReduceScatter(find_axis(axis_name), scatter_dimension, tiled)
+    return driver.run(operation, tree, key, compression, specs=specs).tree
