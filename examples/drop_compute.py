@@ -7,7 +7,9 @@ import optax
 from jax.sharding import AxisType
 
 import dynamiq_jax as dq
-from dynamiq_jax.training import Calibration, DropCompute, Latencies, SimulatedClock
+from dynamiq_jax.contrib.stragglers import SimulatedClock
+from dynamiq_jax.training import Calibration, DropCompute
+from dynamiq_jax.training.stragglers import Latencies
 
 STEPS, WORKERS, MICRO_BATCHES = 60, 4, 8
 random = np.random.default_rng(0)
@@ -29,7 +31,7 @@ def rows():
 
 # On real workers, leave out `clock`, to measure, and `devices_per_worker`: a process is a worker.
 times = 0.1 * random.lognormal(sigma=0.7, size=(STEPS, WORKERS, MICRO_BATCHES))
-train_step = DropCompute(
+drop_compute = DropCompute(
     loss_fn=loss_fn,
     optimizer=optax.sgd(0.5, momentum=0.9),
     mesh=mesh,
@@ -39,13 +41,13 @@ train_step = DropCompute(
     devices_per_worker=1,
     clock=SimulatedClock(Latencies(times, rest=np.full(STEPS, 0.1))),
 )
-state = train_step.init({"w": jnp.zeros((64, 32))})
+state = drop_compute.init({"w": jnp.zeros((64, 32))})
 history = []
 for _ in range(STEPS):
-    state, metrics = train_step(state, [rows() for _ in range(MICRO_BATCHES)])
+    metrics, state = drop_compute.step([rows() for _ in range(MICRO_BATCHES)], state)
     history.append(metrics)
 
-chosen = train_step.effect
+chosen = drop_compute.effect
 print(f"stop after {chosen.threshold:.2f} s: {chosen.speedup:.2f}x")  # stop after 0.84 s: 1.10x
 print(f"{np.mean([step.drop_rate for step in history[20:]]):.0%} dropped")  # 14% dropped
 print(bool(history[-1].loss < 0.01 * history[0].loss))  # True

@@ -29,10 +29,8 @@ def loss_fn(layers, x):
 
 
 def train_step(state, x):
-    updated = pipelined.gather(state)  # of the gradients of the step before
-    own = jax.lax.pcast(updated.params, "data", to="varying")
-    loss, grads = jax.value_and_grad(loss_fn)(own, x)
-    return pipelined.scatter(updated, grads), jax.lax.pmean(loss, "data")
+    loss, state = pipelined.step(lambda layers: jax.value_and_grad(loss_fn)(layers, x), state)
+    return jax.lax.pmean(loss, "data"), state
 
 
 specs = pipelined.state_specs
@@ -44,11 +42,11 @@ def on_mesh(function, in_specs, out_specs):
 
 
 state = on_mesh(pipelined.init, P(), specs)(layers)
-step = on_mesh(train_step, (specs, P("data")), (specs, P()))
+step = on_mesh(train_step, (specs, P("data")), (P(), specs))
 losses = []
 for number in range(60):
     x = jax.random.normal(jax.random.fold_in(jax.random.key(1), number), (4 * 64, 128))
-    state, loss = step(state, x)
+    loss, state = step(state, x)
     losses.append(float(loss))
 layers = on_mesh(pipelined.flush, (specs,), P())(state)  # with the gradients of the last step
 

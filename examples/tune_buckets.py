@@ -30,9 +30,7 @@ def make_step(bucket_bytes):
     specs = pipelined.state_specs
 
     def train_step(state, x):
-        updated = pipelined.gather(state)
-        own = jax.lax.pcast(updated.params, "data", to="varying")
-        return pipelined.scatter(updated, jax.grad(loss_fn)(own, x))
+        return pipelined.step(lambda layers: ((), jax.grad(loss_fn)(layers, x)), state)[1]
 
     init = jax.shard_map(pipelined.init, mesh=mesh, in_specs=P(), out_specs=specs)
     mapped = jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)

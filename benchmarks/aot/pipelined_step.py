@@ -164,7 +164,7 @@ def _step(case: Case, mesh: Any) -> tuple[Any, Any, Any]:
     def local(state: Any, x: jax.Array) -> Any:
         updated = pipelined.gather(state) if case.pipelined else dq.training.PipelinedUpdate(*state)
         own = lax.pcast(updated.params, "data", to="varying")
-        state = pipelined.scatter(updated, jax.grad(loss)(own, x))
+        state = pipelined.scatter(jax.grad(loss)(own, x), updated)
         return state if case.pipelined else pipelined.gather(state)
 
     whole = PartitionSpec()

@@ -172,7 +172,7 @@ def functions(bits: float, topology: str, seed: int) -> dict[str, Function]:
             optimizer=optax.sgd(1.0), axis_name=_AXIS, seed=seed, **arguments
         )
         start = step.gather(step.init(jax.tree.map(jnp.zeros_like, tree)))
-        return jax.tree.map(jnp.negative, step.gather(step.scatter(start, tree)).params)
+        return jax.tree.map(jnp.negative, step.gather(step.scatter(tree, start)).params)
 
     def psum_scatter(tree: Any) -> Any:
         return dq.psum_scatter(tree, _AXIS, key=key, tiled=True, **arguments)

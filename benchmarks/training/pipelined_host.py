@@ -85,15 +85,15 @@ class PipelinedHost(Host):
             return jax.tree.map(lambda leaf: leaf[None], function(own(params), x))
 
         def scatter(updated: Any, grads: Any) -> Any:
-            return pipelined.scatter(updated, jax.tree.map(lambda leaf: leaf[0], grads))
+            return pipelined.scatter(jax.tree.map(lambda leaf: leaf[0], grads), updated)
 
         def step(state: Any, x: jax.Array) -> Any:
             updated = pipelined.gather(state)
-            return pipelined.scatter(updated, jax.grad(loss)(own(updated.params), x))
+            return pipelined.scatter(jax.grad(loss)(own(updated.params), x), updated)
 
         def unpipelined(updated: Any, x: jax.Array) -> Any:
             return pipelined.gather(
-                pipelined.scatter(updated, jax.grad(loss)(own(updated.params), x))
+                pipelined.scatter(jax.grad(loss)(own(updated.params), x), updated)
             )
 
         rows, whole = P("data"), P()

@@ -15,7 +15,7 @@ from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._prediction import stragglers
 from dynamiq_jax._prediction.straggler_plots import save_prediction
 from dynamiq_jax._prediction.stragglers import MadeUp, Noise, Prediction, Rule, read_latencies
-from dynamiq_jax.training import Latencies
+from dynamiq_jax.training.stragglers import Latencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,8 @@ class DropCompute:
 
     Chooses the threshold on half of the steps of a table of latencies, and replays the other half
     with it. The table comes from a file, such as one that a run wrote with
-    np.savez(FILE, **step.latencies._asdict()), or is made up: all workers and steps are simulated
-    then. Nothing is trained.
+    np.savez(FILE, **drop_compute.latencies._asdict()), or is made up: all workers and steps are
+    simulated then. Nothing is trained.
 
     The law is that of independent normal latencies. If the replay is far from it, latencies have
     heavier tails, or some workers are always slower: trust the replay.

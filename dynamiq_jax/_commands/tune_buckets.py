@@ -13,7 +13,8 @@ from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_seconds, parse_size
 from dynamiq_jax._measurement import bucket_sizes
-from dynamiq_jax.training import BucketTrial, StepTimer, tune_bucket_bytes
+from dynamiq_jax.training import StepTimer, tune_bucket_bytes
+from dynamiq_jax.training._bucket_tuner import BucketTrial
 
 
 @dataclasses.dataclass(frozen=True)

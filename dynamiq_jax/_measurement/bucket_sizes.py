@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.plots import figure_of
-from dynamiq_jax.training import BucketTrial
+from dynamiq_jax.training._bucket_tuner import BucketTrial
 
 MakeStep = Callable[[int], Callable[[], Any]]  # bucket size in bytes to a function of one step
 _EXAMPLE = "Give MODULE:FUNCTION, such as my_training:make_step"

@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax.contrib import StragglerLaw
-from dynamiq_jax.training import Latencies, ThresholdEffect, choose_threshold, effect_of_threshold
+from dynamiq_jax.training.stragglers import (
+    Latencies,
+    ThresholdEffect,
+    choose_threshold,
+    effect_of_threshold,
+)
 
 Noise = Literal["normal", "lognormal", "exponential"]
 

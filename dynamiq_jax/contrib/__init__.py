@@ -24,13 +24,14 @@ from dynamiq_jax.contrib.omnireduce import OmniReduce
 from dynamiq_jax.contrib.packet_loss import LossyChannel, LossyCollectives, drift, expected_drift
 from dynamiq_jax.contrib.single_coordinates import RandK, TopK
 from dynamiq_jax.contrib.split_sketch import SplitSketch
-from dynamiq_jax.contrib.stragglers import StragglerLaw
+from dynamiq_jax.contrib.stragglers import SimulatedClock, StragglerLaw
 from dynamiq_jax.contrib.thc import THC
 
 # Methods, then train steps and simulations.
 __all__ = ["EF21M", "THC", "ARCTopK", "EntropyCoded", "FlashCommunication", "GlobalCompensation"]
 __all__ += ["Marsit", "OmniReduce", "RandK", "SplitSketch", "TopK"]
-__all__ += ["LossyChannel", "LossyCollectives", "StragglerLaw", "drift", "expected_drift"]
+__all__ += ["LossyChannel", "LossyCollectives", "drift", "expected_drift"]
+__all__ += ["SimulatedClock", "StragglerLaw"]
 __all__ += ["moshpit_mean", "moshpit_variance"]
 __all__ += ["LEVELS"]
 

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from dynamiq_jax._core.validation import check_integer
 
-_SHORTER = (3 - math.sqrt(5)) / 2  # part of an interval, by the golden section
+_GOLDEN = (3 - math.sqrt(5)) / 2  # shorter part of an interval by the golden section
 _MIB = 2**20
 
 
@@ -136,4 +136,4 @@ def _next_place(tried: dict[int, float]) -> float:
 
     beside = [size for size in sizes[max(0, number - 1) : number + 2] if size != best]
     end = max(beside, key=lambda size: (abs(octaves(size)), -tried[size]))
-    return math.log2(best) + _SHORTER * octaves(end)
+    return math.log2(best) + _GOLDEN * octaves(end)

@@ -93,10 +93,10 @@ class Fragments:
     def take(self, tree: Tree, number: int) -> Tree:
         """Return a fragment of a tree."""
         leaves, structure = jax.tree.flatten(tree)
-        found: list[Any] = [None] * len(leaves)
+        kept: list[Any] = [None] * len(leaves)
         for index, piece in self.members[number].items():
-            found[index] = leaves[index] if piece is None else piece.of(leaves[index])
-        return jax.tree.unflatten(structure, found)
+            kept[index] = leaves[index] if piece is None else piece.of(leaves[index])
+        return jax.tree.unflatten(structure, kept)
 
     def put(self, tree: Tree, number: int, fragment: Tree) -> Tree:
         """Return a tree with another fragment in the place of its own."""

@@ -45,10 +45,10 @@ def check_fragments(state: LocalSGDState, names: Iterable[str]) -> None:
 
 def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
     """Raise ValueError for a state whose pending changes are of another period or delay."""
-    found, wanted = (" and ".join(names) or "no delay" for names in (state.pending, timing))
-    if found != wanted:
+    given, wanted = (" and ".join(names) or "no delay" for names in (state.pending, timing))
+    if given != wanted:
         raise ValueError(
-            f"state.pending is of {found!r}, but this LocalSGD is of {wanted!r}: a change that is "
+            f"state.pending is of {given!r}, but this LocalSGD is of {wanted!r}: a change that is "
             "pending would be applied at another step, or never. Go on with every and delay of "
             f"init, {_ANEW}, which drops changes that are pending."
         )
@@ -56,10 +56,10 @@ def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
 
 def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
     """Raise ValueError for a state of another outer optimizer than that of a first state."""
-    found, wanted = _arrays(state.outer[name]), _arrays(first)
-    if found != wanted:
+    given, wanted = _arrays(state.outer[name]), _arrays(first)
+    if given != wanted:
         raise ValueError(
-            f"state.outer[{name!r}] has {found!r:.200}, but outer needs {wanted!r:.200}. Give the "
+            f"state.outer[{name!r}] has {given!r:.200}, but outer needs {wanted!r:.200}. Give the "
             f"outer optimizer of init, whose rates may change, {_ANEW}."
         )
 

@@ -1,7 +1,8 @@
 """Steps whose all-reduce runs under two passes: half of it backward, half of it forward (DeAR)."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from pallas_kernels import compat
 from pallas_kernels.dependencies import never
 
 P = PartitionSpec
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
@@ -43,16 +45,18 @@ class Pipelined:
         pipelined = dq.training.Pipelined(optimizer=optax.adamw(1e-3), axis_name="data")
         state = pipelined.init(params)
         ...
-        updated = pipelined.gather(state)  # first in a step
-        own = jax.lax.pcast(updated.params, "data", to="varying")
-        loss, grads = jax.value_and_grad(loss_fn)(own, batch)
-        state = pipelined.scatter(updated, grads)  # last in a step
+        loss_and_grads = lambda params: jax.value_and_grad(loss_fn)(params, batch)
+        loss, state = pipelined.step(loss_and_grads, state)
+        ...
+        params = pipelined.flush(state)
 
-    An all-reduce is a reduce-scatter and an all-gather. `scatter` runs the first half bucket by
-    bucket, the last leaves first, as soon as a backward pass has their gradients. `gather` runs the
-    second half in the next step, the first leaves first. The optimizer updates the leaves of a
-    bucket when that has arrived, and the forward pass goes on with them while the next bucket
-    travels. The result is the same as with both halves at the end of a step.
+    An all-reduce is a reduce-scatter and an all-gather. A step begins with the second half of the
+    step before, the first leaves first. The optimizer updates the leaves of a bucket when that has
+    arrived, and the forward pass goes on with them while the next bucket travels. A step ends with
+    the first half of its own, bucket by bucket, the last leaves first, as soon as the backward pass
+    has their gradients. The result is the same as with both halves at the end of a step.
+
+    `step` is `gather`, the passes, and `scatter`, which a program can also call one by one.
 
     Everything must run inside `jax.shard_map` (or `jax.vmap`) with the axis. The forward pass uses
     leaves as they come only if the tree has them in order of use, and if layers are no `lax.scan`.
@@ -149,9 +153,9 @@ class Pipelined:
         With it, a run goes on from what `gather` returned, also with another number of workers.
         """
         _check_updated(updated)
-        layout = self._layout(updated.params)
-        names, plan = layout.operation.axes.names, layout.plan
-        of_exact = _exact_specs(layout)
+        planned = self._plan(updated.params)
+        names, plan = planned.operation.axes.names, planned.plan
+        of_exact = _exact_specs(planned)
 
         def zeros() -> tuple[tuple[Array, ...], Leaves]:
             shards = tuple(
@@ -163,21 +167,43 @@ class Pipelined:
             )
             exact = {}
             for index, _ in plan.exact:
-                leaf = layout.shards.local(index, layout.leaves[index])
+                leaf = planned.shards.local(index, planned.leaves[index])
                 zero = jnp.zeros((1, *leaf.shape), leaf.dtype)
-                exact[index] = compat.vary_over(zero, (*names, *layout.split_over[index]))
+                exact[index] = compat.vary_over(zero, (*names, *planned.split_over[index]))
             return shards, exact
 
-        mapped = layout.shards.map(zeros, in_specs=(), out_specs=(layout.bucket_specs, of_exact))
+        mapped = planned.shards.map(zeros, in_specs=(), out_specs=(planned.bucket_specs, of_exact))
         shards, exact = mapped()
         return PipelinedState(
             step=updated.step,
             params=updated.params,
             opt_state=updated.opt_state,
-            shards=dict(zip(shard_names(layout), shards, strict=True)),
+            shards=dict(zip(shard_names(planned), shards, strict=True)),
             exact=tuple(exact[index] for index, _ in plan.exact),
             is_pending=jnp.zeros((), jnp.bool_),
         )
+
+    def step(
+        self, value_and_grads: Callable[[Any], tuple[Value, Any]], state: PipelinedState
+    ) -> tuple[Value, PipelinedState]:
+        """Take one step: gather and apply the gradients of the one before, and scatter new ones.
+
+        Args:
+          value_and_grads: function of parameters to anything, such as the loss of this worker, and
+            the gradients of this worker. Its parameters vary over the axis, so that JAX does not
+            sum their gradients.
+          state: from `init` or from the step before.
+
+        Returns:
+          What `value_and_grads` returns beside the gradients, and the state.
+
+        Raises:
+          ValueError: as `gather` and `scatter`.
+        """
+        updated = self.gather(state)
+        names = find_axes(self.axis_name).names
+        value, grads = value_and_grads(compat.vary_over(updated.params, names))
+        return value, self.scatter(grads, updated)
 
     @jax.named_scope("pipelined.gather")
     def gather(self, state: PipelinedState) -> PipelinedUpdate:
@@ -199,11 +225,11 @@ class Pipelined:
                 f"state is a {type(state).__name__}, not a PipelinedState. Give the result of init "
                 "or scatter."
             )
-        layout = self._layout(state.params)
+        planned = self._plan(state.params)
         again = PipelinedUpdate(*state[:3], jnp.float32(0))
         check_state(state, jax.eval_shape(lambda: self.resume(again)))
-        layout.check_agreement(self._key(state.step))
-        means, norm = self._means(state, layout)
+        planned.check_agreement(self._key(state.step))
+        means, norm = self._means(state, planned)
         if self.clip_norm is not None:
             limit = np.float32(self.clip_norm)
             scale = jnp.where(norm < limit, np.float32(1), limit / norm)
@@ -222,12 +248,12 @@ class Pipelined:
         )
 
     @jax.named_scope("pipelined.scatter")
-    def scatter(self, updated: PipelinedUpdate, grads: Any) -> PipelinedState:
+    def scatter(self, grads: Any, updated: PipelinedUpdate) -> PipelinedState:
         """Average gradients, each worker its part: they are pending then.
 
         Args:
-          updated: from `gather` in this step.
           grads: gradients of this worker, like the parameters.
+          updated: from `gather` in this step.
 
         Raises:
           ValueError: gradients of other shapes or dtypes than the parameters, or that are summed
@@ -235,29 +261,29 @@ class Pipelined:
         """
         _check_updated(updated)
         _check_like(grads, updated.params)
-        layout = self._layout(grads)
+        planned = self._plan(grads)
         operation, compression = ScatterMean(find_axes(self.axis_name)), self._compression
-        for name, leaf in zip(layout.names, layout.leaves, strict=True):
+        for name, leaf in zip(planned.names, planned.leaves, strict=True):
             operation.check_values(name, leaf)
-        layout.check_agreement(self._key(updated.step))
+        planned.check_agreement(self._key(updated.step))
 
         def local(leaves: Leaves, key: Array) -> tuple[tuple[Array, ...], Leaves]:
-            shards = halves.scatter(operation, layout.plan, leaves, key, compression)
-            exact = {index: leaves[index][None] for index, _ in layout.plan.exact}
+            shards = halves.scatter(operation, planned.plan, leaves, key, compression)
+            exact = {index: leaves[index][None] for index, _ in planned.plan.exact}
             return tuple(shard[None] for shard in shards), exact
 
-        mapped = layout.shards.map(
+        mapped = planned.shards.map(
             local,
-            in_specs=(dict(enumerate(layout.shards.specs)), P()),
-            out_specs=(layout.bucket_specs, _exact_specs(layout)),
+            in_specs=(dict(enumerate(planned.shards.specs)), P()),
+            out_specs=(planned.bucket_specs, _exact_specs(planned)),
         )
-        shards, exact = mapped(dict(enumerate(layout.leaves)), self._key(updated.step))
+        shards, exact = mapped(dict(enumerate(planned.leaves)), self._key(updated.step))
         return PipelinedState(
             step=updated.step + 1,
             params=updated.params,
             opt_state=updated.opt_state,
-            shards=dict(zip(shard_names(layout), shards, strict=True)),
-            exact=tuple(exact[index] for index, _ in layout.plan.exact),
+            shards=dict(zip(shard_names(planned), shards, strict=True)),
+            exact=tuple(exact[index] for index, _ in planned.plan.exact),
             # True, but no constant. A compiler that knows it would drop the selection in `gather`
             # where both are in one program, and fuse, and so round, the optimizer in another way.
             is_pending=~never(updated.step),
@@ -275,7 +301,7 @@ class Pipelined:
         settings = {"seed": self.seed, "clip_norm": self.clip_norm}
         return resolve(self.method, self.topology, self.options, settings=settings)
 
-    def _layout(self, tree: Any) -> PlannedTree:
+    def _plan(self, tree: Any) -> PlannedTree:
         return PlannedTree.of(
             ScatterMean(find_axes(self.axis_name)), tree, self._compression, self.specs
         )
@@ -283,30 +309,30 @@ class Pipelined:
     def _key(self, step: Array) -> Array:
         return jax.random.fold_in(jax.random.key(self.seed), step)
 
-    def _means(self, state: PipelinedState, layout: PlannedTree) -> tuple[Any, Array]:
+    def _means(self, state: PipelinedState, planned: PlannedTree) -> tuple[Any, Array]:
         """Gather the mean gradients, and compute their norm before that."""
-        plan, operation = layout.plan, GatherMean(find_axes(self.axis_name))
-        local_leaves = {i: layout.shards.local(i, leaf) for i, leaf in enumerate(layout.leaves)}
+        plan, operation = planned.plan, GatherMean(find_axes(self.axis_name))
+        local_leaves = {i: planned.shards.local(i, leaf) for i, leaf in enumerate(planned.leaves)}
 
         def local(shards: tuple[Array, ...], exact: Leaves, key: Array) -> tuple[Leaves, Array]:
             own = tuple(shard[0] for shard in shards)
             with scopes.scope(scopes.EXACT):
                 means = operation.exact({index: leaf[0] for index, leaf in exact.items()})
-            norm = _norm(own, means, layout)
+            norm = _norm(own, means, planned)
             return means | halves.gather(
-                operation, plan, local_leaves, own, key, layout.compression
+                operation, plan, local_leaves, own, key, planned.compression
             ), norm
 
-        mapped = layout.shards.map(
+        mapped = planned.shards.map(
             local,
-            in_specs=(layout.bucket_specs, _exact_specs(layout), P()),
-            out_specs=(dict(enumerate(layout.shards.specs)), P()),
+            in_specs=(planned.bucket_specs, _exact_specs(planned), P()),
+            out_specs=(dict(enumerate(planned.shards.specs)), P()),
         )
-        shards = tuple(state.shards[name] for name in shard_names(layout))
+        shards = tuple(state.shards[name] for name in shard_names(planned))
         exact = {index: leaf for (index, _), leaf in zip(plan.exact, state.exact, strict=True)}
         means, norm = mapped(shards, exact, self._key(state.step - 1))
-        leaves = [means[index] for index in range(len(layout.leaves))]
-        return jax.tree.unflatten(layout.structure, leaves), norm
+        leaves = [means[index] for index in range(len(planned.leaves))]
+        return jax.tree.unflatten(planned.structure, leaves), norm
 
 
 def _check_updated(updated: Any) -> None:
@@ -318,12 +344,12 @@ def _check_updated(updated: Any) -> None:
         )
 
 
-def _exact_specs(layout: PlannedTree) -> dict[int, PartitionSpec]:
+def _exact_specs(planned: PlannedTree) -> dict[int, PartitionSpec]:
     """Return how exact leaves with a leading axis are split over the axes of their shards."""
-    return {index: P(None, *layout.shards.specs[index]) for index, _ in layout.plan.exact}
+    return {index: P(None, *planned.shards.specs[index]) for index, _ in planned.plan.exact}
 
 
-def _norm(shards: tuple[Array, ...], exact: Leaves, layout: PlannedTree) -> Array:
+def _norm(shards: tuple[Array, ...], exact: Leaves, planned: PlannedTree) -> Array:
     """Return the global norm of a mean from what one device has of it."""
     squares: dict[tuple[str, ...], Array] = {}  # by the axes to sum them over
 
@@ -331,11 +357,11 @@ def _norm(shards: tuple[Array, ...], exact: Leaves, layout: PlannedTree) -> Arra
         square = jnp.sum(jnp.square(values.astype(jnp.float32)))
         squares[axes] = squares[axes] + square if axes in squares else square
 
-    for bucket, shard in zip(layout.plan.buckets, shards, strict=True):
+    for bucket, shard in zip(planned.plan.buckets, shards, strict=True):
         own = shard[: halves.shard_size(bucket)]  # without what the method carries
-        add(own, (*layout.operation.axes.names, *bucket.split_over))
+        add(own, (*planned.operation.axes.names, *bucket.split_over))
     for index, mean in exact.items():
-        add(mean, layout.split_over[index])
+        add(mean, planned.split_over[index])
     sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
     return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))
 
@@ -353,9 +379,9 @@ def _check_like(grads: Any, params: Any) -> None:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         ]
 
-    found, wanted = described(grads), described(params)
-    if found != wanted:
-        apart = sorted(set(found) ^ set(wanted)) or found
+    given, wanted = described(grads), described(params)
+    if given != wanted:
+        apart = sorted(set(given) ^ set(wanted)) or given
         raise ValueError(
             f"grads are not like the parameters: {'; '.join(apart)[:300]} is in one of both alone. "
             "Give gradients of the same structure, shapes and dtypes."

@@ -61,12 +61,12 @@ class PipelinedReport(NamedTuple):
         return self.scattered_bytes + self.gathered_bytes + self.exact_bytes
 
 
-def shard_names(layout: PlannedTree) -> list[str]:
+def shard_names(planned: PlannedTree) -> list[str]:
     """Return what the shard of each bucket belongs to."""
-    workers = layout.operation.axes.slow.size
+    workers = planned.operation.axes.slow.size
     return [
-        layout.name_of("shard", bucket, workers, halves.shard_size(bucket))
-        for bucket in layout.plan.buckets
+        planned.name_of("shard", bucket, workers, halves.shard_size(bucket))
+        for bucket in planned.plan.buckets
     ]
 
 

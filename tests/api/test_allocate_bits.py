@@ -352,7 +352,7 @@ def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
             own = jax.tree.map(lambda leaf: leaf[0], stacked)
             params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), own)
             updated = pipelined.gather(pipelined.init(params))
-            return pipelined.flush(pipelined.scatter(updated, own))
+            return pipelined.flush(pipelined.scatter(own, updated))
 
         sent.append(pipelined.wire_report(tree, 2).bytes_per_worker)
         after = run(stacked)

@@ -205,7 +205,7 @@ def test_steps_of_trainers(step, data_mesh):
         def run(params, moves):
             state = train.init(params)
             for _ in range(2):
-                state = train.scatter(train.gather(state), {"w": moves[0]})
+                state = train.scatter({"w": moves[0]}, train.gather(state))
             return jax.tree.map(lambda leaf: leaf[None], train.gather(state).params)
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))

@@ -39,7 +39,7 @@ def columns(workers: int) -> np.ndarray:
 
 def halves(pipelined, tree):
     start = pipelined.gather(pipelined.init(jax.tree.map(jnp.zeros_like, tree)))
-    return pipelined.gather(pipelined.scatter(start, tree))
+    return pipelined.gather(pipelined.scatter(tree, start))
 
 
 def pipelined_by(

@@ -13,7 +13,7 @@ from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._prediction import stragglers
 from dynamiq_jax._prediction.stragglers import MadeUp, Rule
 from dynamiq_jax.contrib import StragglerLaw
-from dynamiq_jax.training import choose_threshold, effect_of_threshold
+from dynamiq_jax.training.stragglers import choose_threshold, effect_of_threshold
 
 
 def latencies(steps=30, workers=16, micro_batches=6, sigma=0.5, seed=0) -> np.ndarray:

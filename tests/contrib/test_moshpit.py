@@ -266,11 +266,11 @@ def test_shards_of_leaves_travel_alone():
 @pytest.mark.parametrize(
     "change, error, words",
     (
-        ({"axis_names": ("x", "x")}, ValueError, "each of them once"),
-        ({"axis_names": ("x", "q")}, ValueError, "'q'"),
-        ({"axis_names": (("x", "y"),)}, ValueError, "axis_name="),
-        ({"axis_names": ()}, ValueError, "each of them once"),
-        ({"axis_names": None}, ValueError, "axis_name=None"),
+        ({"axis_name": ("x", "x")}, ValueError, "each of them once"),
+        ({"axis_name": ("x", "q")}, ValueError, "'q'"),
+        ({"axis_name": (("x", "y"),)}, ValueError, "axis_name="),
+        ({"axis_name": ()}, ValueError, "each of them once"),
+        ({"axis_name": None}, ValueError, "axis_name=None"),
         ({"key": 3}, TypeError, "key=3 is not a PRNG key"),
         ({"rounds": 0}, ValueError, "rounds=0"),
         ({"first": -1}, ValueError, "first=-1"),
@@ -283,8 +283,8 @@ def test_shards_of_leaves_travel_alone():
     ),
 )
 def test_wrong_arguments_are_refused(change, error, words):
-    arguments = {"tree": np.zeros(4, np.float32), "axis_names": ("x", "y"), "key": KEY} | change
-    tree, names = arguments.pop("tree"), arguments.pop("axis_names")
+    arguments = {"tree": np.zeros(4, np.float32), "axis_name": ("x", "y"), "key": KEY} | change
+    tree, names = arguments.pop("tree"), arguments.pop("axis_name")
 
     def local(_):
         return moshpit_mean(tree, names, **arguments)

@@ -75,7 +75,7 @@ def pipelined(name: str, half: str, **fields: Any) -> Any:
     state = step.init(params)
     with contextlib.nullcontext() if half == "gather" else without_agreement():
         updated = step.gather(state)
-    return updated.params if half == "gather" else step.scatter(updated, tree_of(name)).shards
+    return updated.params if half == "gather" else step.scatter(tree_of(name), updated).shards
 
 
 @contextlib.contextmanager

@@ -20,7 +20,9 @@ import optax
 from jax.sharding import AxisType
 
 from dynamiq_jax._emulation.processes import die_with_parent
-from dynamiq_jax.training import Calibration, DropCompute, Latencies, SimulatedClock
+from dynamiq_jax.contrib.stragglers import SimulatedClock
+from dynamiq_jax.training import Calibration, DropCompute
+from dynamiq_jax.training.stragglers import Latencies
 
 NUM_PROCESSES, NUM_STEPS, MICRO_BATCHES = 2, 6, 5
 INPUTS, OUTPUTS, ROWS, RATE = 48, 40, 4, 0.1
@@ -100,7 +102,7 @@ def main(
     state = train_step.init({"w": jnp.zeros((INPUTS, OUTPUTS))})
     done, losses = [], []
     for step in range(NUM_STEPS):
-        state, metrics = train_step(state, Loader(folder, rank, step, fault))
+        metrics, state = train_step.step(Loader(folder, rank, step, fault), state)
         done.append(int(metrics.done))
         losses.append(float(metrics.loss))
         (folder / f"done_{step}_{rank}").touch()

@@ -79,7 +79,7 @@ class Run:
         def backward(updated, x):
             own = lax.pcast(updated.params, axes, to="varying")
             loss, grads = jax.value_and_grad(loss_fn)(own, x)
-            return self.pipelined.scatter(updated, grads), lax.pmean(loss, axes)
+            return self.pipelined.scatter(grads, updated), lax.pmean(loss, axes)
 
         @jax.jit
         @mapped(in_specs=(of_state, rows), out_specs=(of_state, P()))

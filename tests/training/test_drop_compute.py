@@ -13,17 +13,16 @@ import pytest
 from jax.sharding import AxisType
 
 import dynamiq_jax as dq
+from dynamiq_jax.contrib.stragglers import SimulatedClock
 from dynamiq_jax.methods import ErrorFeedback
-from dynamiq_jax.training import (
-    Calibration,
-    DropCompute,
+from dynamiq_jax.training import Calibration, DropCompute
+from dynamiq_jax.training._drop_compute.accumulation import wall_clock
+from dynamiq_jax.training.stragglers import (
     Latencies,
-    SimulatedClock,
     choose_threshold,
     effect_of_threshold,
+    replay,
 )
-from dynamiq_jax.training._drop_compute.accumulation import wall_clock
-from dynamiq_jax.training._drop_compute.model import replay
 from tests.support import drop_compute_worker as worker
 from tests.support import processes
 from tests.support.gradients import vnmse
@@ -141,7 +140,7 @@ def test_a_micro_batch_is_not_loaded_before_its_turn(make):
             return float(len(read))
 
     step = make(clock=Clock(), threshold=3.0, mesh=jax.make_mesh((1,), ("data",)))
-    _, metrics = step(step.init(params()), Lazy())
+    metrics, _ = step.step(Lazy(), step.init(params()))
     assert read == [0, 1, 2]
     assert int(metrics.done) == 3
     np.testing.assert_allclose(float(metrics.drop_rate), 2 / 5, rtol=1e-6)
@@ -184,7 +183,7 @@ def test_the_update_is_the_mean_over_what_was_done(make, devices_per_worker):
         clock=SimulatedClock(latencies),
         threshold=threshold,
     )
-    state, metrics = step(step.init(params()), data())
+    metrics, state = step.step(data(), step.init(params()))
     done = replay(latencies.times[:1].cumsum(-1), threshold, 1, 0).done[0]
     assert len(set(done.tolist())) > 1 or groups == 1
     assert 0 < done.sum() < groups * MICRO_BATCHES
@@ -212,7 +211,7 @@ def test_meshes_of_two_axes(make, axes, kind):
         clock=SimulatedClock(latencies),
         threshold=threshold,
     )
-    state, _ = step(step.init(params()), data())
+    _, state = step.step(data(), step.init(params()))
     done = replay(latencies.times[:1].cumsum(-1), threshold, 1, 0).done[0]
     change = params()["w"].astype(np.float64) - np.asarray(state.params["w"])
     assert 1e-9 < vnmse(change, mean_of_done(data(), done)) < 1e-4
@@ -226,7 +225,7 @@ def test_weights_make_it_the_mean_over_targets(make):
         batch["mask"] = random.integers(0, 2, batch["mask"].shape).astype(np.float32)
     threshold = float(np.median(table().times.cumsum(-1)[0]))
     step = make(threshold=threshold, num_targets=lambda params, batch: batch["mask"].sum())
-    state, metrics = step(step.init(params()), batches)
+    metrics, state = step.step(batches, step.init(params()))
     done = replay(table().times[:1].cumsum(-1), threshold, 1, 0).done[0]
 
     def targets(batch, device):
@@ -250,7 +249,7 @@ def test_weights_make_it_the_mean_over_targets(make):
 def test_a_compressed_mean_has_the_error_of_its_method(make):
     threshold = float(np.median(table().times.cumsum(-1)[0]))
     step = make(threshold=threshold, method="dynamiq:5", options=dq.Options(exact_below=0))
-    state, _ = step(step.init(params()), data())
+    _, state = step.step(data(), step.init(params()))
     done = replay(table().times[:1].cumsum(-1), threshold, 1, 0).done[0]
     change = params()["w"].astype(np.float64) - np.asarray(state.params["w"])
     assert 1e-5 < vnmse(change, mean_of_done(data(), done)) < 1e-2
@@ -262,7 +261,7 @@ def test_gradients_are_scaled_alike_however_many_were_done(make):
     for threshold in (0.0, np.inf):
         step = make(threshold=threshold, method=ErrorFeedback(inner=STOCHASTIC))
         batches = [data()[0]] * MICRO_BATCHES
-        after, _ = step(step.init(params()), batches)
+        _, after = step.step(batches, step.init(params()))
         states[threshold] = np.concatenate(
             [np.ravel(leaf) for leaf in jax.tree.leaves(after.all_reduce.method)]
         )
@@ -280,16 +279,16 @@ def test_nothing_changes_in_a_step_without_targets(make):
         "threshold": np.inf,
     }
     step = make(**fields)
-    state, _ = step(step.init(params()), data())
+    _, state = step.step(data(), step.init(params()))
     before = jax.tree.map(np.array, state)
     empty = [batch | {"mask": np.zeros_like(batch["mask"])} for batch in data()]
-    after, metrics = step(state, empty)
+    metrics, after = step.step(empty, state)
     assert float(metrics.weight) == 0
     for name in ("params", "optimizer"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
     jax.tree.map(np.testing.assert_array_equal, after.all_reduce.method, before.all_reduce.method)
     assert int(after.all_reduce.step) == int(before.all_reduce.step) + 1
-    changed, _ = step(after, data(seed=7))
+    _, changed = step.step(data(seed=7), after)
     assert np.abs(changed.params["w"] - before.params["w"]).max() > 1e-3
 
 
@@ -298,7 +297,7 @@ def test_a_context_mesh_is_not_that_of_a_worker(make, axis_type):
     mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
     step = make(mesh=mesh, devices_per_worker=None, threshold=np.inf, clock=wall_clock)
     with jax.set_mesh(mesh):
-        state, _ = step(step.init(params()), data())
+        _, state = step.step(data(), step.init(params()))
     moved = params()["w"] - state.params["w"]
     np.testing.assert_allclose(moved, mean_of_done(data(), [MICRO_BATCHES] * 4), rtol=1e-4)
 
@@ -316,23 +315,23 @@ def test_a_mean_over_no_targets_may_be_nan(make):
     step = make(
         loss_fn=plain_mean, threshold=np.inf, num_targets=lambda params, batch: batch["mask"].sum()
     )
-    state, metrics = step(step.init(params()), batches)
+    metrics, state = step.step(batches, step.init(params()))
     assert np.isfinite(state.params["w"]).all() and np.isfinite(metrics.loss)
 
 
 def test_a_state_with_another_threshold_is_refused(make):
     state = make(threshold=2.5).init(params())
     with pytest.raises(ValueError, match=r"threshold=0\.0, but the threshold in the state is 2\.5"):
-        make(threshold=0.0)(state, data())
+        make(threshold=0.0).step(data(), state)
     state = make(threshold=Calibration()).init(params())
     with pytest.raises(ValueError, match="none yet, which a calibration would choose"):
-        make(threshold=0.0)(state, data())
+        make(threshold=0.0).step(data(), state)
 
 
 def test_a_table_is_of_the_workers_and_micro_batches_of_the_step(make):
     step = make(clock=SimulatedClock(table(workers=8)), threshold=1.0)
     with pytest.raises(ValueError, match=r"table of 8 workers and 5 micro-batches, .* has 4 and 5"):
-        step(step.init(params()), data())
+        step.step(data(), step.init(params()))
     with pytest.raises(TypeError, match="are no Latencies"):
         SimulatedClock(np.ones((3, 4, 5)))
 
@@ -341,7 +340,7 @@ def test_nan_of_one_micro_batch_surfaces(make):
     batches = data()
     batches[0]["x"][0, 3] = np.nan
     step = make(threshold=0.0)
-    state, metrics = step(step.init(params()), batches)
+    metrics, state = step.step(batches, step.init(params()))
     assert np.isnan(state.params["w"][3]).all() and np.isnan(metrics.loss)
 
 
@@ -359,7 +358,7 @@ def test_narrow_gradients_are_summed_in_float32(make):
     )
     assert found.sums.gradient["w"].dtype == jnp.float32
     np.testing.assert_array_equal(found.sums.gradient["w"], np.full((1, 4), 260))
-    state, _ = step(step.init({"w": jnp.zeros(4, jnp.bfloat16)}), batches)
+    _, state = step.step(batches, step.init({"w": jnp.zeros(4, jnp.bfloat16)}))
     assert state.params["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.float32(state.params["w"]), np.full(4, -52))
 
@@ -368,7 +367,7 @@ def test_parameters_of_the_user_stay_theirs(make):
     step = make(threshold=0.0)
     mine = jax.device_put(params(), jax.NamedSharding(step.mesh, jax.P()))
     state = step.init(mine)
-    step(state, data())
+    step.step(data(), state)
     np.testing.assert_array_equal(mine["w"], params()["w"])
     assert state.params["w"].is_deleted()  # donated
 
@@ -391,7 +390,7 @@ def test_the_threshold_is_chosen_once_from_recorded_steps_and_a_rerun_has_the_sa
     def steps(step, state, first, last):
         done = []
         for number in range(first, last):
-            state, metrics = step(state, data(seed=number))
+            metrics, state = step.step(data(seed=number), state)
             done.append(int(metrics.done))
         return state, done
 
@@ -423,10 +422,10 @@ def test_the_threshold_is_chosen_once_from_recorded_steps_and_a_rerun_has_the_sa
 
 def test_other_numbers_of_micro_batches_are_refused_while_recording(make):
     step = make(mesh=jax.make_mesh((1,), ("data",)), clock=wall_clock)
-    state, _ = step(step.init(params()), data(devices=1))
+    _, state = step.step(data(devices=1), step.init(params()))
     with pytest.raises(ValueError, match="micro_batches has length 4, and 5 in the steps before"):
-        step(state, data(devices=1)[:4])
-    step(state, data(devices=1))  # it was not donated
+        step.step(data(devices=1)[:4], state)
+    step.step(data(devices=1), state)  # it was not donated
 
 
 def test_the_wall_clock_records_times_of_this_machine(make):
@@ -436,7 +435,7 @@ def test_the_wall_clock_records_times_of_this_machine(make):
     )
     state = step.init(params())
     for _ in range(3):
-        state, _ = step(state, data(devices=1))
+        _, state = step.step(data(devices=1), state)
     assert (step.latencies.times > 0).all() and (step.latencies.rest > 0).all()
     assert step.latencies.times.shape == (2, 1, MICRO_BATCHES)
     assert float(state.threshold) == np.inf == step.effect.threshold  # one worker waits for nobody
@@ -450,7 +449,7 @@ def test_the_replay_of_a_run_is_what_it_did(make):
     step = make(threshold=4.0, clock=SimulatedClock(latencies))
     state, rates = step.init(params()), []
     for _ in range(STEPS):
-        state, metrics = step(state, data())
+        metrics, state = step.step(data(), state)
         rates.append(float(metrics.drop_rate))
     assert 0.05 < effect.drop_rate < 0.95
     np.testing.assert_allclose(np.mean(rates), effect.drop_rate, atol=1e-6)
@@ -497,9 +496,9 @@ def test_impossible_arguments_are_refused(make):
     with pytest.raises(ValueError, match=r"params\['w'\] has dtype int32"):
         step.init({"w": np.zeros(3, np.int32)})
     with pytest.raises(ValueError, match="micro_batches is empty"):
-        step(step.init(params()), [])
+        step.step([], step.init(params()))
     with pytest.raises(ValueError, match=r"micro_batches\[...\]\['mask'\] has shape \(6,\).*4 dev"):
-        step(step.init(params()), data(devices=3))
+        step.step(data(devices=3), step.init(params()))
 
 
 # ------------------------------------------------------------------------------- several processes

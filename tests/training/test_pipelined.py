@@ -118,7 +118,7 @@ def test_an_update_waits_for_its_own_bucket_and_those_before_it(data_mesh):
 
     def scatter(number, params, grads):
         updated = PipelinedUpdate(state.step, params, (), np.float32(0))
-        return list(run.pipelined.scatter(updated, grads).shards.values())[number]
+        return list(run.pipelined.scatter(grads, updated).shards.values())[number]
 
     grads = jax.tree.map(lambda leaf: np.stack([leaf] * WORKERS), start())
     scatters = [
@@ -164,7 +164,7 @@ def test_every_step_has_noise_of_its_own_in_both_halves():
 
         def local(grads):
             start = pipelined.gather(pipelined.init({"w": jnp.zeros(size)}))
-            state = pipelined.scatter(start._replace(step=scattered), {"w": grads})
+            state = pipelined.scatter({"w": grads}, start._replace(step=scattered))
             return pipelined.gather(state._replace(step=gathered + 1)).params["w"]
 
         return jax.vmap(local, axis_name="data")(grads)[0]
@@ -226,7 +226,7 @@ def test_shards_of_a_model_travel_alone(data_mesh):
         )
         def step(params, grads):
             updated = pipelined.gather(pipelined.init(params))
-            state = pipelined.scatter(updated, jax.tree.map(lambda leaf: leaf[0], grads))
+            state = pipelined.scatter(jax.tree.map(lambda leaf: leaf[0], grads), updated)
             return pipelined.gather(state)
 
         if specs is None:
@@ -257,7 +257,7 @@ def test_small_gradients_are_not_scaled_up():
 
     def step(grads):
         updated = pipelined.gather(pipelined.init({"w": jnp.zeros(2048)}))
-        return pipelined.gather(pipelined.scatter(updated, {"w": grads})).params["w"]
+        return pipelined.gather(pipelined.scatter({"w": grads}, updated)).params["w"]
 
     found = jax.jit(jax.vmap(step, axis_name="data"))(jnp.ones((2, 2048)))
     np.testing.assert_allclose(found, -1.0, rtol=1e-6)
@@ -274,7 +274,7 @@ def test_any_size_on_any_number_of_workers(workers, size):
 
     def step(grads):
         updated = pipelined.gather(pipelined.init({"w": jnp.zeros(size)}))
-        return pipelined.gather(pipelined.scatter(updated, {"w": grads}))
+        return pipelined.gather(pipelined.scatter({"w": grads}, updated))
 
     updated = jax.jit(jax.vmap(step, axis_name="data"))(grads)
     np.testing.assert_allclose(-updated.params["w"], [grads.mean(0)] * workers, atol=1e-6)
@@ -290,7 +290,7 @@ def test_noise_of_padding_is_in_no_norm():
 
     def step(grads):
         updated = pipelined.gather(pipelined.init({"w": jnp.zeros(size)}))
-        return pipelined.scatter(updated, {"w": grads})
+        return pipelined.scatter({"w": grads}, updated)
 
     state = jax.jit(jax.vmap(step, axis_name="data"))(grads)
     (shards,) = state.shards.values()
@@ -320,7 +320,7 @@ def test_halves_in_another_order_are_refused(clipped, data_mesh):
     pipelined = clipped.pipelined
     state = jax.eval_shape(clipped.init, start())
     with pytest.raises(TypeError, match="updated is a PipelinedState, not a PipelinedUpdate"):
-        pipelined.scatter(state, start())
+        pipelined.scatter(start(), state)
     with pytest.raises(TypeError, match="updated is a PipelinedState, not a PipelinedUpdate"):
         pipelined.resume(state)
     with pytest.raises(TypeError, match="state is a PipelinedUpdate, not a PipelinedState"):
@@ -330,7 +330,7 @@ def test_halves_in_another_order_are_refused(clipped, data_mesh):
         def local(params):
             updated = PipelinedUpdate(jnp.int32(0), params, (), jnp.float32(0))
             own = lax.pcast(grads(params), "data", to="varying") if pcast else grads(params)
-            return pipelined.scatter(updated, own).shards
+            return pipelined.scatter(own, updated).shards
 
         specs = pipelined.state_specs.shards
         jax.eval_shape(

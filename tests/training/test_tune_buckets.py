@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from dynamiq_jax._commands.tune_buckets import TuneBuckets
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement.bucket_sizes import find_factory
-from dynamiq_jax.training import BucketTrial, StepTimer, tune_bucket_bytes
+from dynamiq_jax.training import StepTimer, tune_bucket_bytes
+from dynamiq_jax.training._bucket_tuner import BucketTrial
 
 MIB = 2**20
 
@@ -80,7 +81,7 @@ def test_sizes_are_tried_in_order_and_once():
 
 
 @pytest.mark.parametrize(
-    ("how", "match"),
+    ("arguments", "match"),
     (
         ({"low": 0}, "low=0"),
         ({"low": 8, "high": 8}, "high=8"),
@@ -156,7 +157,7 @@ def test_functions_that_are_not_there(folder, name, match):
 
 
 @pytest.mark.parametrize(
-    ("how", "match"),
+    ("arguments", "match"),
     (
         ({"step": "steps_of_a_user:no_step"}, "returned a int"),
         ({"low": "4Mi", "high": "2Mi"}, "larger --high"),

@@ -55,7 +55,7 @@ class UnevenHost(Host):
             params = jax.tree.unflatten(jax.tree.structure(self._params), list(file.values()))
         first = self._step.init(params)
         unlimited = first._replace(threshold=jnp.full_like(first.threshold, np.inf))
-        jax.block_until_ready(self._step(unlimited, self._micro_batches(seed, 0)))
+        jax.block_until_ready(self._step.step(self._micro_batches(seed, 0), unlimited))
         self._state: DropComputeState = self._step.init(params)
         self._seed, self._number = seed, 0
         return {}
@@ -67,7 +67,7 @@ class UnevenHost(Host):
         for _ in range(steps):
             start = time.perf_counter()
             batches = self._micro_batches(self._seed, self._number)
-            self._state, metrics = jax.block_until_ready(self._step(self._state, batches))
+            metrics, self._state = jax.block_until_ready(self._step.step(batches, self._state))
             seconds.append(time.perf_counter() - start)
             dropped.append(float(metrics.drop_rate))
             self._number += 1

@@ -22,7 +22,7 @@ Tree = TypeVar("Tree")
 
 def moshpit_mean(
     tree: Tree,
-    axis_names: Sequence[str],
+    axis_name: str | Sequence[str],
     *,
     key: Array,
     alive: ArrayLike = True,
@@ -50,12 +50,12 @@ def moshpit_mean(
     Args:
       tree: pytree of floating arrays, of this peer. Narrow dtypes travel as float32 if the method
         is exact, as rounds are not rounded to them in between.
-      axis_names: axes of the grid.
+      axis_name: axes of the grid, or its only one.
       key: PRNG key, the same on all peers, another one at every call.
       alive: whether this peer takes part: a bool, or one for each round, bool [rounds]. By default,
         all do, and the result is the same for all peers by its type.
       rounds: number of rounds; by default one for each axis.
-      first: number of the first round, which is over axis `first % len(axis_names)`. If a call does
+      first: number of the first round, which is over axis `first % len(axis_name)`. If a call does
         not go over all axes, the next one goes on with the others. Lossy methods then leave peers
         with different values, as far as they err: lines that have the same values share their noise
         in one call only.
@@ -90,7 +90,7 @@ def moshpit_mean(
             f"max_error={options.max_error!r} limits the error of one sum, but groups of peers "
             "would exceed it at different times here. Give dq.Options() without it."
         )
-    names = _check_axes(axis_names)
+    names = _check_axes(axis_name)
     rounds = len(names) if rounds is None else rounds
     check_integer("rounds", rounds, 1)
     check_integer("first", first, 0)
@@ -162,13 +162,13 @@ def _vary(leaf: Array, axis_name: str) -> Array:
     return compat.vary_over(leaf, (axis_name,))
 
 
-def _check_axes(axis_names: Any) -> tuple[str, ...]:
-    names = tuple(axis_names) if isinstance(axis_names, tuple | list) else (axis_names,)
+def _check_axes(axis_name: Any) -> tuple[str, ...]:
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     for name in names:
-        check_axis(name, axis_names)
+        check_axis(name, axis_name)
     if not names or len(set(names)) < len(names):
         raise ValueError(
-            f"axis_names={axis_names!r} are not axes of a grid. Give each of them once, such as "
+            f"axis_name={axis_name!r} are not axes of a grid. Give each of them once, such as "
             "('x', 'y')."
         )
     return names

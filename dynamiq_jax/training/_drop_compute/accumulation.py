@@ -14,13 +14,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax.training._drop_compute.model import Latencies, Table
 from dynamiq_jax.training._drop_compute.workers import LOCAL, Workers
+from dynamiq_jax.training.stragglers import Table
 from pallas_kernels import compat
 
 P = PartitionSpec
 # Seconds at an event of a worker's step: 0 is its start, m the end of its m-th micro-batch, and one
-# more than the number of micro-batches the end of the step, after the all-reduce.
+# more than the number of micro-batches the end of the step, after the all-reduce. A clock can have
+# a method `check(workers, micro_batches)`, which raises ValueError for others than its own.
 Clock = Callable[[int, int, int], float]  # (step, worker, event)
 
 
@@ -28,41 +29,6 @@ def wall_clock(step: int, worker: int, event: int) -> float:
     """Return the seconds of this machine's clock."""
     del step, worker, event
     return time.perf_counter()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # arrays cannot be compared
-class SimulatedClock:
-    """Clock of `DropCompute` that shows latencies of a table, to simulate stragglers.
-
-    Micro-batches then count as done at the times of the table, whatever they take here. The steps
-    of the table repeat.
-    """
-
-    latencies: Latencies
-
-    def __post_init__(self):
-        if not isinstance(self.latencies, Latencies):
-            raise TypeError(
-                f"latencies={self.latencies!r:.80} are no Latencies. Give "
-                "dq.training.Latencies(times, rest)."
-            )
-
-    def check(self, workers: int, micro_batches: int) -> None:
-        """Raise ValueError for a table of other numbers of workers or micro-batches."""
-        found = self.latencies.times.shape[1:]
-        if found != (workers, micro_batches):
-            raise ValueError(
-                f"clock has a table of {found[0]} workers and {found[1]} micro-batches, and this "
-                f"step has {workers} and {micro_batches}. Give a table of the same numbers."
-            )
-
-    def __call__(self, step: int, worker: int, event: int) -> float:
-        """Return the seconds at an event of a worker's step, from the start of the step."""
-        row = step % len(self.latencies.times)
-        elapsed = np.cumsum(self.latencies.times[row], axis=1)
-        if event <= elapsed.shape[1]:
-            return float(elapsed[worker, event - 1]) if event else 0.0
-        return float(elapsed[:, -1].max() + self.latencies.rest[row])
 
 
 class Sums(NamedTuple):
@@ -119,11 +85,11 @@ class Accumulation:
         # A thread waits for each: a slow worker must not hide when another was done. Threads have
         # none of the caller's contexts, such as a mesh, which is not that of a worker.
         with ThreadPoolExecutor(len(numbers)) as threads:
-            found = list(threads.map(accumulate, numbers))
-        seconds = np.full((len(found), 1 + len(micro_batches)), np.nan)
-        for row, (_, read) in zip(seconds, found, strict=True):
+            accumulated = list(threads.map(accumulate, numbers))
+        seconds = np.full((len(accumulated), 1 + len(micro_batches)), np.nan)
+        for row, (_, read) in zip(seconds, accumulated, strict=True):
             row[: len(read)] = read
-        sums = self.workers.joined([sums for sums, _ in found])
+        sums = self.workers.joined([sums for sums, _ in accumulated])
         return Accumulated(sums, seconds[:, 0], seconds[:, 1:] - seconds[:, :1])
 
     def _accumulate(
@@ -167,7 +133,7 @@ class Accumulation:
             def of(shape: tuple[int, ...], dtype: Any) -> Array:
                 return jnp.zeros((mesh.size, *shape), dtype)
 
-            gradient = jax.tree.map(lambda leaf: of(leaf.shape, _sum_dtype(leaf)), params)
+            gradient = jax.tree.map(lambda leaf: of(leaf.shape, sum_dtype(leaf)), params)
             scalar = of((), jnp.float32)
             return Sums(gradient, loss=scalar, weight=scalar, done=of((), jnp.int32))
 
@@ -206,5 +172,6 @@ class Accumulation:
         return jax.jit(add, donate_argnums=0)
 
 
-def _sum_dtype(leaf: Array) -> Any:
+def sum_dtype(leaf: Any) -> Any:
+    """Return the dtype in which gradients of a parameter are summed: float32 at least."""
     return leaf.dtype if leaf.dtype.itemsize >= 4 else jnp.float32

@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dynamiq_jax._core.validation import check_integer, check_number
-from dynamiq_jax.training._drop_compute.model import (
+from dynamiq_jax.training.stragglers import (
     Latencies,
     Table,
     ThresholdEffect,
@@ -36,11 +36,13 @@ class Calibration:
 
 
 class Recorder:
-    """Latencies of the workers of this process, until there are enough to choose a threshold."""
+    """Latencies that the workers of this process record until a threshold is chosen from them."""
 
-    def __init__(self, calibration: Calibration):
-        self._calibration = calibration
+    def __init__(self) -> None:
         self._steps: list[Table] = []
+        # Of all workers, from which the last threshold was chosen; None if none was yet.
+        self.latencies: Latencies | None = None
+        self.effect: ThresholdEffect | None = None  # of that threshold on them
 
     def check(self, micro_batches: int) -> None:
         """Raise ValueError for another number of micro-batches than in the steps before."""
@@ -51,51 +53,52 @@ class Recorder:
                 "as many in every step until a threshold is chosen."
             )
 
-    def add(self, times: Table, rest: Table) -> bool:
+    def add(self, times: Table, rest: Table) -> int:
         """Add a step: seconds [workers, micro_batches], and [workers] of the rest of the step.
 
         Returns:
-          Whether all steps are there.
+          The number of steps that are there.
         """
-        step = np.concatenate([times, rest[:, None]], axis=1)
-        self._steps.append(step)
-        return len(self._steps) == self._calibration.skip + self._calibration.steps
+        self._steps.append(np.concatenate([times, rest[:, None]], axis=1))
+        return len(self._steps)
 
-    def share(self) -> Latencies:
-        """Gather the recorded steps of all processes, and start again.
+    def choose(self, calibration: Calibration, min_done: int, in_flight: int) -> ThresholdEffect:
+        """Choose a threshold from the steps of all processes, the same in all, and start again.
 
         Every process has to call this at the same step.
 
         Raises:
           ValueError: processes have other numbers of workers or of micro-batches.
         """
-        own = np.stack(self._steps[self._calibration.skip :])
-        self._steps = []
-        shapes = gathered(np.asarray(own.shape))
-        if (shapes != shapes[0]).any():
-            raise ValueError(
-                "Processes have other numbers of steps, workers or micro_batches: "
-                f"{[tuple((s - (0, 0, 1)).tolist()) for s in shapes]}. Give the same to each."
-            )
-        table = np.concatenate(list(gathered(own.astype(np.float32)).astype(np.float64)), axis=1)
-        # The last worker to stop waits for nobody: all others see its delay in their rest too.
-        return Latencies(times=table[..., :-1], rest=table[..., -1].min(axis=1))
-
-    def choose(self, latencies: Latencies, min_done: int, in_flight: int) -> ThresholdEffect:
-        """Choose the threshold, the same in all processes."""
+        own, self._steps = np.stack(self._steps[calibration.skip :]), []
+        self.latencies = _of_all_processes(own)
         effect = choose_threshold(
-            *latencies,
-            max_drop=self._calibration.max_drop,
-            candidates=self._calibration.candidates,
+            *self.latencies,
+            max_drop=calibration.max_drop,
+            candidates=calibration.candidates,
             min_done=min_done,
             in_flight=in_flight,
         )
         # Hosts of other kinds may round other sums, and then choose a neighbor.
         first = gathered(np.asarray([effect.threshold], np.float32))[0, 0]
-        return dataclasses.replace(effect, threshold=float(first))
+        self.effect = dataclasses.replace(effect, threshold=float(first))
+        return self.effect
+
+
+def _of_all_processes(own: Table) -> Latencies:
+    """Join the recorded steps of all processes, [steps, workers, micro_batches + 1]."""
+    shapes = gathered(np.asarray(own.shape))
+    if (shapes != shapes[0]).any():
+        raise ValueError(
+            "Processes have other numbers of steps, workers or micro_batches: "
+            f"{[tuple((s - (0, 0, 1)).tolist()) for s in shapes]}. Give the same to each."
+        )
+    table = np.concatenate(list(gathered(own.astype(np.float32)).astype(np.float64)), axis=1)
+    # The last worker to stop waits for nobody: all others see its delay in their rest too.
+    return Latencies(times=table[..., :-1], rest=table[..., -1].min(axis=1))
 
 
 def gathered(local: np.ndarray) -> np.ndarray:
     """Return an array of every process, [processes, *shape]."""
-    found = np.asarray(multihost_utils.process_allgather(local))
-    return found.reshape(jax.process_count(), *local.shape)
+    of_all = np.asarray(multihost_utils.process_allgather(local))
+    return of_all.reshape(jax.process_count(), *local.shape)

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
+from dynamiq_jax._api.wire_report import WireReport, wire_report
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._core.validation import check_integer, check_number
 from dynamiq_jax._inputs.options import Options, resolve
@@ -25,13 +26,13 @@ from dynamiq_jax.training._drop_compute.accumulation import (
     Accumulated,
     Accumulation,
     Clock,
-    SimulatedClock,
     Sums,
+    sum_dtype,
     wall_clock,
 )
 from dynamiq_jax.training._drop_compute.calibration import Calibration, Recorder
-from dynamiq_jax.training._drop_compute.model import Latencies, ThresholdEffect
 from dynamiq_jax.training._drop_compute.workers import Workers
+from dynamiq_jax.training.stragglers import Latencies, ThresholdEffect
 
 P = PartitionSpec
 _UNKNOWN = -1.0  # a threshold that is not chosen yet; NaN would differ from that of other processes
@@ -59,12 +60,12 @@ class DropComputeMetrics(NamedTuple):
 class DropCompute:
     """Train step in which a worker stops its gradient accumulation at a compute threshold.
 
-        step = dq.training.DropCompute(
+        drop_compute = dq.training.DropCompute(
             loss_fn=loss_fn, optimizer=optax.adamw(1e-3), mesh=mesh, axis_name="data"
         )
-        state = step.init(params)
+        state = drop_compute.init(params)
         for micro_batches in batches:
-            state, metrics = step(state, micro_batches)
+            metrics, state = drop_compute.step(micro_batches, state)
 
     Each worker accumulates gradients of its micro-batches in programs that do not communicate, and
     goes to the all-reduce after the last one, or when the threshold has passed. The sums of all
@@ -103,8 +104,8 @@ class DropCompute:
     in_flight: int = 0
     devices_per_worker: int | None = None  # None for all devices of a process
     clock: Clock = wall_clock
-    _recorder: Recorder | None = dataclasses.field(init=False, repr=False)
-    _chosen: list[tuple[Latencies, ThresholdEffect]] = dataclasses.field(init=False, repr=False)
+    # What this process has recorded for a calibration. It is no part of the state.
+    recorder: Recorder = dataclasses.field(default_factory=Recorder, repr=False)
 
     def __post_init__(self):
         resolve(self.method, self.topology, self.options)
@@ -112,20 +113,40 @@ class DropCompute:
         check_integer("in_flight", self.in_flight, 0)
         if not isinstance(self.threshold, Calibration):
             check_number("threshold", self.threshold, 0, math.inf, "seconds, or a Calibration")
-        calibration = self.threshold if isinstance(self.threshold, Calibration) else None
-        object.__setattr__(self, "_recorder", calibration and Recorder(calibration))
-        object.__setattr__(self, "_chosen", [])
         _ = self._workers  # checks mesh, axis_name and devices_per_worker
 
     @property
     def latencies(self) -> Latencies | None:
         """Latencies of all workers that the threshold was chosen from, if it was in this run."""
-        return self._chosen[-1][0] if self._chosen else None
+        return self.recorder.latencies
 
     @property
     def effect(self) -> ThresholdEffect | None:
         """Threshold that was chosen in this run, and its effect on the recorded latencies."""
-        return self._chosen[-1][1] if self._chosen else None
+        return self.recorder.effect
+
+    @property
+    def state_specs(self) -> DropComputeState:
+        """Specs of the state over the axes of the mesh."""
+        same: Any = P()
+        method: Any = self._workers.rows_spec
+        all_reduce = AllReduceState(step=same, method=method, metrics=same)
+        return DropComputeState(same, same, all_reduce=all_reduce, threshold=same)
+
+    def wire_report(self, params: Any) -> WireReport:
+        """Report the bytes of one step; see `dq.wire_report`.
+
+        Args:
+          params: tree of arrays, or of anything with `shape` and `dtype`.
+        """
+        sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, sum_dtype(leaf)), params)
+        return wire_report(
+            sums,
+            tuple(self.mesh.shape[name] for name in self._workers.names),
+            method=self.method,
+            topology=self.topology,
+            options=self.options,
+        )
 
     def init(self, params: Any) -> DropComputeState:
         """Return the state before the first step, replicated over the mesh; it owns its arrays.
@@ -145,19 +166,19 @@ class DropCompute:
         starting = _UNKNOWN if isinstance(self.threshold, Calibration) else self.threshold
         return self._init(*self._replicated((params, np.float32(starting))))
 
-    def __call__(
-        self, state: DropComputeState, micro_batches: Sequence[Any]
-    ) -> tuple[DropComputeState, DropComputeMetrics]:
+    def step(
+        self, micro_batches: Sequence[Any], state: DropComputeState
+    ) -> tuple[DropComputeMetrics, DropComputeState]:
         """Take one step. Waits until `state` is ready, so that the clock starts with the step.
 
         Args:
-          state: of `init` or of the step before; its buffers are donated.
           micro_batches: pytrees of arrays [rows, ...] with the rows of this process, as many for
             each of its devices. Scalars go whole to each device. The sequence may load lazily: a
             worker indexes a micro-batch just before it starts it, and its time counts.
+          state: of `init` or of the step before; its buffers are donated.
 
         Returns:
-          The next state, and the metrics of the step. If all weights are 0, parameters and the
+          The metrics of the step, and the next state. If all weights are 0, parameters and the
           state of the optimizer stay as they are.
 
         Raises:
@@ -166,49 +187,48 @@ class DropCompute:
         """
         if not len(micro_batches):
             raise ValueError("micro_batches is empty. Give at least one.")
-        if isinstance(self.clock, SimulatedClock):
-            self.clock.check(self.mesh.size // self._workers.size, len(micro_batches))
+        if check := getattr(self.clock, "check", None):
+            check(self.mesh.size // self._workers.size, len(micro_batches))
         jax.block_until_ready(state)
         number, threshold = int(state.all_reduce.step), float(state.threshold)
         self._check_threshold(threshold)
         calibrating = threshold == _UNKNOWN
-        if calibrating and self._recorder is not None:
-            self._recorder.check(len(micro_batches))  # before the state is donated
-        limit = math.inf if calibrating else threshold
-        found = self._accumulation.run(state.params, micro_batches, limit, number)
-        state, metrics = self._apply(state, found.sums, np.int32(len(micro_batches)))
         if calibrating:
+            self.recorder.check(len(micro_batches))  # before the state is donated
+        limit = math.inf if calibrating else threshold
+        accumulated = self._accumulation.run(state.params, micro_batches, limit, number)
+        metrics, state = self._apply(accumulated.sums, np.int32(len(micro_batches)), state)
+        if isinstance(self.threshold, Calibration) and calibrating:
             jax.block_until_ready(state)
-            if effect := self._record(found, number):
+            if effect := self._record(accumulated, number, self.threshold):
                 chosen = np.float32(effect.threshold)
                 state = state._replace(threshold=self._replicated(chosen))
-        return state, metrics
+        return metrics, state
 
-    def _check_threshold(self, found: float) -> None:
+    def _check_threshold(self, given: float) -> None:
         """Raise ValueError for a state that was made with another threshold."""
-        if isinstance(self.threshold, Calibration) or found == np.float32(self.threshold):
+        if isinstance(self.threshold, Calibration) or given == np.float32(self.threshold):
             return
-        of_state = "none yet, which a calibration would choose" if found == _UNKNOWN else found
+        of_state = "none yet, which a calibration would choose" if given == _UNKNOWN else given
         raise ValueError(
             f"threshold={self.threshold!r}, but the threshold in the state is {of_state}. Replace "
             "it: state._replace(threshold=np.float32(...)), or give the Calibration of before."
         )
 
-    def _record(self, found: Accumulated, number: int) -> ThresholdEffect | None:
+    def _record(
+        self, accumulated: Accumulated, number: int, calibration: Calibration
+    ) -> ThresholdEffect | None:
         """Record a step that has ended; return the threshold if one can be chosen."""
-        assert self._recorder is not None
-        end = found.elapsed.shape[1] + 1
+        elapsed = accumulated.elapsed
         ends = [
-            self.clock(number, self._workers.first + worker, end) - start
-            for worker, start in enumerate(found.starts)
+            self.clock(number, self._workers.first + worker, elapsed.shape[1] + 1) - start
+            for worker, start in enumerate(accumulated.starts)
         ]
-        times = np.diff(found.elapsed, axis=1, prepend=0)
-        if not self._recorder.add(times, np.asarray(ends) - found.elapsed[:, -1]):
+        times = np.diff(elapsed, axis=1, prepend=0)
+        recorded = self.recorder.add(times, np.asarray(ends) - elapsed[:, -1])
+        if recorded < calibration.skip + calibration.steps:
             return None
-        latencies = self._recorder.share()
-        effect = self._recorder.choose(latencies, self.min_done, self.in_flight)
-        self._chosen.append((latencies, effect))
-        return effect
+        return self.recorder.choose(calibration, self.min_done, self.in_flight)
 
     def _replicated(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
@@ -238,13 +258,6 @@ class DropCompute:
             options=self.options,
         )
 
-    @property
-    def _specs(self) -> Any:
-        same: Any = P()
-        method: Any = self._workers.rows_spec
-        all_reduce = AllReduceState(step=same, method=method, metrics=same)
-        return DropComputeState(same, same, all_reduce=all_reduce, threshold=same)
-
     @functools.cached_property
     def _init(self) -> Callable[..., DropComputeState]:
         def local(params: Any, threshold: Array) -> DropComputeState:
@@ -253,16 +266,16 @@ class DropCompute:
                 own, self.optimizer.init(own), self._all_reduce.init(own), threshold
             )
 
-        return self._mapped(local, (P(), P()), self._specs)
+        return self._mapped(local, (P(), P()), self.state_specs)
 
     @functools.cached_property
-    def _apply(self) -> Callable[..., tuple[DropComputeState, DropComputeMetrics]]:
+    def _apply(self) -> Callable[..., tuple[DropComputeMetrics, DropComputeState]]:
         """The only program of all devices: the all-reduce and the optimizer."""
         names, devices = self._workers.names, self.mesh.size
 
         def local(
-            state: DropComputeState, sums: Sums, given: Array
-        ) -> tuple[DropComputeState, DropComputeMetrics]:
+            sums: Sums, given: Array, state: DropComputeState
+        ) -> tuple[DropComputeMetrics, DropComputeState]:
             own = jax.tree.map(lambda leaf: leaf[0], sums)
             weight, loss, done = (lax.psum(x, names) for x in (own.weight, own.loss, own.done))
             # The mean over workers of these is the mean over micro-batches. Their scale does not
@@ -291,10 +304,10 @@ class DropCompute:
                 drop_rate=1 - done / (devices * given),
                 weight=weight,
             )
-            return after, metrics
+            return metrics, after
 
-        specs = (self._specs, self._workers.rows_spec, P())
-        return self._mapped(local, specs, (self._specs, P()), donate_argnums=0)
+        specs = (self._workers.rows_spec, P(), self.state_specs)
+        return self._mapped(local, specs, (P(), self.state_specs), donate_argnums=2)
 
     def _mapped(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any

@@ -114,7 +114,7 @@ class Workers:
     def _of_processes(self) -> list[list[Any]]:
         """Devices of the mesh by process, in the order of the axes."""
         order = [self.mesh.axis_names.index(name) for name in self.names]
-        found: dict[int, list[Any]] = {}
+        devices: dict[int, list[Any]] = {}
         for device in np.transpose(self.mesh.devices, order).flat:
-            found.setdefault(device.process_index, []).append(device)
-        return [found[process] for process in sorted(found)]
+            devices.setdefault(device.process_index, []).append(device)
+        return [devices[process] for process in sorted(devices)]

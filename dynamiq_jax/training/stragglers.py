@@ -1,4 +1,4 @@
-"""Effect of a compute threshold on recorded or simulated latencies of micro-batches."""
+"""Stragglers: recorded or simulated latencies of micro-batches, and what a threshold changes."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynamiq_jax._core.validation import check_integer, check_number
+
+__all__ = ["Latencies", "ThresholdEffect", "choose_threshold", "effect_of_threshold"]
 
 Table = NDArray[np.float64]
 
@@ -69,16 +71,16 @@ def effect_of_threshold(
 
     >>> import numpy as np
     >>> times = np.ones((1, 2, 4)); times[0, 1] = 2.0  # the second worker is slow
-    >>> found = effect_of_threshold(times, 1.0, 4.0)  # it stops after two of four
-    >>> found.drop_rate, found.step_seconds_before, found.step_seconds, found.speedup
+    >>> effect = effect_of_threshold(times, 1.0, 4.0)  # it stops after two of four
+    >>> effect.drop_rate, effect.step_seconds_before, effect.step_seconds, effect.speedup
     (0.25, 9.0, 5.0, 1.35)
     """
     check_number("threshold", threshold, 0, float("inf"), "seconds of at least 0, or inf")
     check_integer("min_done", min_done, 1)
     check_integer("in_flight", in_flight, 0)
     elapsed = _elapsed(times)
-    found = replay(elapsed, threshold, min_done, in_flight, cut)
-    return _effect(elapsed, _rest(rest, len(elapsed)), threshold, found)
+    replayed = replay(elapsed, threshold, min_done, in_flight, cut)
+    return _effect(elapsed, _rest(rest, len(elapsed)), threshold, replayed)
 
 
 def choose_threshold(
@@ -122,8 +124,8 @@ def choose_threshold(
     if elapsed.shape[1] == 1:
         return best
     for threshold in np.linspace(first, elapsed.max(), candidates).tolist():
-        found = replay(elapsed, threshold, min_done, in_flight)
-        effect = _effect(elapsed, seconds, threshold, found)
+        replayed = replay(elapsed, threshold, min_done, in_flight)
+        effect = _effect(elapsed, seconds, threshold, replayed)
         if effect.drop_rate <= max_drop and effect.speedup > best.speedup:
             best = effect
     return best
@@ -149,10 +151,10 @@ def replay(
     return Replay(done, np.take_along_axis(elapsed, done[..., None] - 1, axis=-1).max(axis=(1, 2)))
 
 
-def _effect(elapsed: Table, rest: Table, threshold: float, found: Replay) -> ThresholdEffect:
+def _effect(elapsed: Table, rest: Table, threshold: float, replayed: Replay) -> ThresholdEffect:
     before = float((elapsed[..., -1].max(axis=-1) + rest).mean())
-    after = float((found.seconds + rest).mean())
-    kept = float(found.done.mean()) / elapsed.shape[-1]
+    after = float((replayed.seconds + rest).mean())
+    kept = float(replayed.done.mean()) / elapsed.shape[-1]
     return ThresholdEffect(
         threshold=float(threshold),
         speedup=kept * (before / after),
