@@ -1,252 +1,267 @@
-"""Fine-tune a checkpoint of the Llama or Gemma family with compressed gradients.
+"""Fine-tune a checkpoint of the Llama family with compressed gradients.
 
     python -m examples.finetune_llm  # offline, about 5 minutes on 2 CPU cores
     python -m examples.finetune_llm --checkpoint Llama-3.2-1B-Instruct --data chats.jsonl
 
 A checkpoint is a folder in Hugging Face's layout with config.json, tokenizer.json and
 *.safetensors. The result is written in the same layout to OUTPUT_DIR/model. Without a checkpoint, a
-small decoder is pre-trained on the source code of the standard library. It is fine-tuned twice,
-with the exact and with the compressed mean gradient, from the same weights and on the same batches.
+new small decoder is trained on the source code of the standard library. It is trained twice, with
+the exact and with the compressed mean gradient, from the same weights and on the same batches.
 
 An interrupted run resumes with the same command, bit-identically, from its last checkpoint. On
-several hosts, start it on each with --coordinator, --num-processes and --process-id; OUTPUT_DIR has
-to be on a file system that all of them share.
+several hosts, start it on each with --processes; OUTPUT_DIR has to be on a file system that all
+of them share.
 
-llm/training.py has the step, llm/reduction.py the compressed mean, llm/finetuning.py the loop.
+llm/training.py has the step, and in `Recipe.optimizer` the line that compresses.
 """
 
 import dataclasses
-import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from rich.console import Console
-from rich.filesize import decimal
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from examples.llm import checkpoint, demo, links, report
-from examples.llm.averaging import PSUM, Averaging
-from examples.llm.config import DecoderConfig
-from examples.llm.documents import hold_out, read_documents
-from examples.llm.encoding import TOKENIZER, read_encoder
-from examples.llm.errors import RunError
-from examples.llm.export import write_model, written_dtype
-from examples.llm.finetuning import Every, Task, finetune
-from examples.llm.mesh import fsdp_specs, join_processes, make_mesh, on_mesh
-from examples.llm.metrics import Record
-from examples.llm.model import Decoder
-from examples.llm.options import Options
-from examples.llm.packing import Rows, pack
-from examples.llm.progress import progress
-from examples.llm.reduction import wire_report
-from examples.llm.snapshots import forget
-from examples.llm.training import Recipe
+from examples.llm import checkpoint, demo, report
+from examples.llm.data import Encoder, hold_out, pack, read_documents
+from examples.llm.model import Decoder, Params
+from examples.llm.run import Record, Task, train
+from examples.llm.training import Recipe, fsdp_specs, on_mesh
 
-EXACT = "exact"  # folder of the exact run inside the output folder
-MODEL = "model"  # folder of the result
+VIRTUAL_DEVICES = 8  # on CPUs, unless --workers is given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fine-tune a language model with compressed gradients.
+
+    Without arguments, a new small model is trained twice, with the exact and with the compressed
+    mean gradient. An interrupted run resumes with the same command.
+    """
+
+    checkpoint: Path | None = None
+    """Folder of a model of the Llama family: config.json, tokenizer.json and *.safetensors; for
+    chats also a chat template. None makes a small model."""
+
+    data: Path | None = None
+    """Text to train on: a .jsonl file with one document per line, {"text": ...} or {"messages":
+    [{"role": ..., "content": ...}]}. Of chats, the assistant's answers are learned. The last tenth
+    of the documents is held out to evaluate on."""
+
+    method: str = "dynamiq:5"
+    """How gradients are averaged: exact, or METHOD[:BITS][:FIELD=VALUE], such as dynamiq:4, mxfp8,
+    bf16 or ef+topk_chunked:2 (ef+ adds error feedback). `dynamiq-jax advise` compares them."""
+
+    topology: str = "ring"
+    """How gradients travel: ring, butterfly, all_to_all, or auto to choose one by size."""
+
+    compare: bool = False
+    """Fine-tune with the exact mean too, for a table of both."""
+
+    workers: int | None = None
+    """Data-parallel workers, between which gradients travel compressed. None for one per --fsdp
+    devices, of which CPUs have eight virtual ones."""
+
+    fsdp: int = 1
+    """Devices over which each worker spreads its parameters, optimizer state and rows, for models
+    that do not fit one device. Traffic between them is exact: choose devices with fast links."""
+
+    steps: int = 160
+    """Updates."""
+
+    batch: int = 2
+    """Rows per worker, a multiple of --fsdp."""
+
+    context: int = 1024
+    """Tokens per row. Short documents share a row, without attending to each other; long ones are
+    cut."""
+
+    learning_rate: float = 2e-5
+    """Peak of the learning rate, which rises over a tenth of the steps and falls as a cosine."""
+
+    seed: int = 0
+    """Seed of the order of rows and of the rounding of gradients."""
+
+    save_every: int = 50
+    """Steps between checkpoints. A crash loses at most as many."""
+
+    output_dir: Path = Path("results/finetune_llm")
+    """Folder for checkpoints, metrics.jsonl and the fine-tuned model."""
+
+    processes: tuple[str, int, int] | None = None
+    """Of a run on several hosts: HOST:PORT of the first process, number of processes, and rank of
+    this one."""
+
+    def __post_init__(self) -> None:
+        def require(name: str, fine: bool, remedy: str) -> None:
+            if not fine:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is {getattr(self, name)}. {remedy}.")
+
+        for name in ("fsdp", "steps", "batch", "context", "save_every", "workers", "learning_rate"):
+            value = getattr(self, name)
+            require(name, value is None or value > 0, "Give a number above 0")
+        require("seed", self.seed >= 0, "Give 0 or more")
+        even = self.batch % self.fsdp == 0
+        require("batch", even, f"Give a multiple of --fsdp, which is {self.fsdp}")
+        both = (self.checkpoint is None) == (self.data is None)
+        require("data", both, "Give --checkpoint and --data, or neither")
+        alone = self.checkpoint is not None or self.processes is None
+        require("processes", alone, "Give --checkpoint and --data too")
 
 
 def main(options: Options) -> None:
-    """Read the task, train, write the model and report."""
-    start = time.perf_counter()
-    try:  # Wrong options show here, before minutes of training.
-        averaging = Averaging(method=options.method, topology=options.topology)
-        if options.coordinator is not None:
-            join_processes(options.coordinator, options.num_processes, options.process_id)
-        mesh = make_mesh(
-            options.workers,
-            options.fsdp,
-            options.num_processes or 1,
-            # With one worker, a demonstration would have nothing to show.
-            at_least=2 if options.is_demo and not averaging.is_exact else 1,
-        )
-        first = jax.process_index() == 0
-        console = Console(quiet=not first)
-        if mesh.shape["data"] == 1 and not averaging.is_exact:
-            raise ValueError(
-                "--workers is 1, so that nothing travels. Give more, or --method psum."
-            )
-        if options.restart:
-            forget(options.output_dir)
-            forget(options.output_dir / EXACT)
-        if options.is_demo:
-            options = with_demo(options, console)
-        config, task = read_task(options, mesh)
-        sent = wire_report(averaging, task.shapes, mesh)
+    """Train, write the model and report. A mistake of the user ends it with one line."""
+    try:
+        finetune(options)
     except (ValueError, FileNotFoundError) as problem:
-        stop(problem)
+        raise SystemExit(f"finetune_llm: {problem}") from None
+
+
+def finetune(options: Options) -> None:
+    """Read the task, train, write the model and report."""
+    if options.processes is not None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # A process that hangs misses heartbeats, and JAX ends the others.
+        jax.distributed.initialize(*options.processes, heartbeat_timeout_seconds=30)
+    mesh = make_mesh(options)
+    if mesh.shape["data"] == 1 and options.method != "exact":
+        raise ValueError("--workers is 1, so that nothing travels. Give more, or --method exact.")
+    console, folder = Console(quiet=jax.process_index() > 0, emoji=False), options.output_dir
+    if options.checkpoint is None:
+        options = with_demo(options)
+    config, task = read_task(options, mesh)
+    recipe = Recipe(
+        method=options.method,
+        topology=options.topology,
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+    )
+    recipes = {folder: recipe}
+    if options.compare and options.method != "exact":
+        recipes = {folder / "exact": dataclasses.replace(recipe, method="exact")} | recipes
     count = sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
     console.print(
         f"{count:,} parameters, {len(task.rows.tokens):,} rows, {mesh.shape['data']} worker(s) of "
-        f"{mesh.shape['fsdp']} device(s) of kind {mesh.devices.flat[0].device_kind}, each of which "
-        f"sends {decimal(sent.bytes_per_worker)} a step",
+        f"{mesh.shape['fsdp']} device(s)",
         soft_wrap=True,
-        highlight=False,
     )
-    runs = []
-    if options.compares and not averaging.is_exact:
-        exact = Averaging(method=PSUM)
-        runs.append(train(options, task, exact, options.output_dir / EXACT, console)[1])
-    params, run = train(options, task, averaging, options.output_dir, console)
-    runs.append(run)
-    model = options.output_dir / MODEL
-    write_model(model, config, params, options.checkpoint)
-    if first:
+    runs = {}
+    for path, recipe in recipes.items():
+        name = f"{recipe.method}:{recipe.topology}"
+        params, runs[name] = shown(console, name, task, recipe, path, options.save_every)
+    checkpoint.save(folder / "model", config, params, options.checkpoint)
+    if jax.process_index() == 0:
         console.print(report.table(runs))
-        if len(runs) == 2:
-            sharing = mesh.shape["data"] // jax.process_count() if on_cpu(mesh) else 1
-            predicted = links.Prediction.of(*runs, sharing=max(sharing, 1))
-            console.print(links.table(predicted, runs[1].name))
-        for path in (*write_report(runs, options), model):
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
-    console.print(f"{time.perf_counter() - start:.0f} s in all")
+        console.print(f"wrote {folder}: metrics.jsonl, model", soft_wrap=True)
 
 
-def stop(problem: Exception) -> NoReturn:
-    """End the command with the message of an error, without a traceback."""
-    raise SystemExit(f"finetune_llm: {problem}") from None
+def make_mesh(options: Options) -> Mesh:
+    """Make a mesh of the accelerators if there are enough, otherwise of virtual CPU devices."""
+    fsdp, processes = options.fsdp, options.processes[1] if options.processes else 1
+    virtual = options.workers * fsdp if options.workers else max(VIRTUAL_DEVICES, fsdp)
+    jax.config.update("jax_num_cpu_devices", max(virtual // processes, 1))
+    devices = jax.devices()
+    wanted = (options.workers or (1 if options.method == "exact" else 2)) * fsdp
+    if len(devices) == 1 < wanted:
+        devices = jax.devices("cpu")
+        jax.config.update("jax_default_device", devices[0])
+    workers = options.workers or len(devices) // fsdp
+    size = workers * fsdp
+    # A process without a device would wait for the others forever.
+    if size > len(devices) or size == 0 or (processes > 1 and size < len(devices)):
+        raise ValueError(
+            f"--workers is {workers} and --fsdp is {fsdp}. Their product has to be {len(devices)}, "
+            "the number of devices, or less with one process. Give other numbers."
+        )
+    axes = (AxisType.Auto,) * 2
+    return jax.make_mesh((workers, fsdp), ("data", "fsdp"), axis_types=axes, devices=devices[:size])
 
 
-def with_demo(options: Options, console: Console) -> Options:
-    """Make a checkpoint and data, and return the options of the demonstration."""
-    with progress(console, "pre-training", options.pretrain_steps) as on_step:
-        made = demo.prepare(options.output_dir, steps=options.pretrain_steps, on_step=on_step)
+def with_demo(options: Options) -> Options:
+    """Make a model and data, and return the options of the demonstration."""
+    folder = options.output_dir / "new"
+    demo.prepare(folder)
     return dataclasses.replace(
         options,
-        checkpoint=made.checkpoint,
-        data=made.data,
-        evaluation_data=made.evaluation_data,
-        compare=options.compares,
-        context=options.context or 128,
-        learning_rate=options.learning_rate or 2e-3,
+        checkpoint=folder,
+        data=folder / demo.DATA,
+        compare=True,
+        context=min(options.context, 128),
+        learning_rate=max(options.learning_rate, 6e-3),
     )
 
 
-def read_task(options: Options, mesh: Mesh) -> tuple[DecoderConfig, Task]:
+def read_task(options: Options, mesh: Mesh) -> tuple[Any, Task]:
     """Read everything but the weights, which are read when a run starts."""
-    if options.checkpoint.resolve() == (options.output_dir / MODEL).resolve():
+    folder, context = options.checkpoint, options.context
+    assert folder is not None and options.data is not None
+    if folder.resolve() == (options.output_dir / "model").resolve():
         raise ValueError(
-            f"--checkpoint is {options.checkpoint}, which --output-dir {options.output_dir} would "
-            "overwrite. Give another --output-dir."
+            f"--checkpoint is {folder}, which --output-dir {options.output_dir} would overwrite. "
+            "Give another --output-dir."
         )
-    if not (options.checkpoint / TOKENIZER).is_file():
+    config, encoder = checkpoint.read_config(folder), Encoder(folder)
+    if context > config.max_position_embeddings:
         raise ValueError(
-            f"--checkpoint is {options.checkpoint}, which has no {TOKENIZER}. Give a folder that "
-            "has one."
+            f"--context is {context}, but the model was made for at most "
+            f"{config.max_position_embeddings}. Give less."
         )
-    encoder = read_encoder(options.checkpoint)
-    documents = read_documents(options.data, "--data")
-    if options.evaluation_data is not None:
-        held_out = read_documents(options.evaluation_data, "--evaluation-data")
-        held_out_name, first_held_out = f"--evaluation-data {options.evaluation_data}", 1
-    else:
-        documents, held_out = hold_out(documents, options.evaluation_share)
-        held_out_name, first_held_out = f"--data {options.data}", len(documents) + 1
-    context = options.context or 1024
-    rows = pack(encoder.encode(documents, f"--data {options.data}, document"), context)
-    held_out_rows = pack(
-        encoder.encode(held_out, f"{held_out_name}, document", first_held_out), context
-    )
-    config = checkpoint.read_config(options.checkpoint)
-    check_fits(options, config, rows, held_out_rows)
-    written_dtype(config)  # It is refused now rather than after training.
-    dtype = jnp.dtype(options.dtype or ("float32" if on_cpu(mesh) else "bfloat16"))
+    name = f"--data {options.data}"
+    documents, held_out = hold_out(read_documents(options.data, "--data"), name)
+    rows = pack(encoder.encode(documents, f"{name}, document"), context)
+    first = len(documents) + 1
+    held_out_rows = pack(encoder.encode(held_out, f"{name}, document", first), context)
+    largest = max(int(ids.max()) for r in (rows, held_out_rows) for ids in (r.tokens, r.targets))
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"--checkpoint is {folder}: its tokenizer gives token {largest}, but its config.json "
+            f"has a vocabulary of {config.vocab_size}. Give files that belong together."
+        )
+    # CPUs are slow with other dtypes, and accelerators have less memory.
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    dtype = jnp.dtype("float32" if on_cpu else "bfloat16")
 
     def make() -> Decoder:
-        return Decoder(config, dtype=dtype, remat=options.remat, rngs=nnx.Rngs(0))
+        return Decoder(config, dtype=dtype, remat=not on_cpu, rngs=nnx.Rngs(0))
 
     structure, shapes = nnx.split(nnx.eval_shape(make), nnx.Param)
     shardings = on_mesh(fsdp_specs(shapes, mesh), mesh)
-
-    def load() -> nnx.State:
-        try:
-            _, params = checkpoint.load(options.checkpoint, dtype=jnp.float32, shardings=shardings)
-        except (ValueError, FileNotFoundError) as problem:
-            raise RunError(f"--checkpoint: {problem}") from None
-        return params
-
     task = Task(
         structure=structure,
         shapes=shapes,
-        load=load,
+        load=lambda: checkpoint.load(folder, config, shardings),
         rows=rows,
-        held_out=held_out_rows.evenly(options.evaluation_rows),
+        held_out=held_out_rows,
         mesh=mesh,
-        model=f"{options.checkpoint.resolve().name} in {dtype}",
+        model=f"{folder.resolve().name} in {dtype}",
         batch=options.batch,
-        micro_batches=options.accumulate,
     )
     return config, task
 
 
-def on_cpu(mesh: Mesh) -> bool:
-    """Return whether the devices of a mesh are processors of hosts."""
-    return mesh.devices.flat[0].platform == "cpu"
+def shown(
+    console: Console, name: str, task: Task, recipe: Recipe, folder: Path, save_every: int
+) -> tuple[Params, list[Record]]:
+    """Train, with progress on the console: a bar on a terminal, a line now and then elsewhere."""
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        bar = bars.add_task(name, total=recipe.steps)
 
+        def show(record: Record) -> None:
+            step, error = record["step"], record["error"]
+            text = f"{name}: loss {record['loss']:.3f}, estimated vNMSE {error:.1e}"
+            bars.update(bar, completed=step, description=text)
+            if not console.is_terminal and step % 40 == 0:
+                console.print(f"{step}/{recipe.steps} {text}", soft_wrap=True, highlight=False)
 
-def check_fits(options: Options, config: DecoderConfig, *rows: Rows) -> None:
-    """Raise ValueError for rows that the model cannot read."""
-    context, longest = rows[0].tokens.shape[1], config.max_positions
-    if context > longest:
-        raise ValueError(
-            f"--context is {context}, but the model was made for at most {longest}. Give less."
-        )
-    largest = max(int(ids.max()) for part in rows for ids in (part.tokens, part.targets))
-    if largest >= config.vocabulary:
-        raise ValueError(
-            f"--checkpoint is {options.checkpoint}: its {TOKENIZER} gives token {largest}, but its "
-            f"config.json has a vocabulary of {config.vocabulary}. Give files that belong together."
-        )
-
-
-def train(
-    options: Options, task: Task, averaging: Averaging, folder: Path, console: Console
-) -> tuple[nnx.State, report.Run]:
-    """Train once, with progress on the console."""
-    recipe = Recipe(
-        averaging=averaging,
-        steps=options.steps,
-        learning_rate=options.learning_rate or 2e-5,
-        weight_decay=options.weight_decay,
-        clip=options.clip,
-        seed=options.seed,
-    )
-    every = Every(
-        evaluate=options.evaluate_every, save=options.save_every, vnmse=options.sample_vnmse
-    )
-    seen: Record = {}
-
-    with progress(console, f"fine-tuning, {averaging.name}", options.steps) as show_step:
-
-        def on_step(record: Record) -> None:
-            seen.update(record)  # Values that are not measured in each step stay in sight.
-            parts = [
-                f"loss {seen['loss']:.3f}",
-                f"held-out {seen['evaluation_loss']:.3f}" if "evaluation_loss" in seen else "",
-                f"{seen['tokens_per_second']:,.0f} tokens/s",
-                f"{decimal(seen['bytes_sent'])} sent",
-                f"vNMSE {seen['vnmse']:.1e}" if "vnmse" in seen else "",
-            ]
-            show_step(record["step"] - 1, ", ".join(filter(None, parts)))
-
-        try:
-            params, records = finetune(task, recipe, every, folder, on_step)
-        except RunError as problem:
-            stop(problem)
-    wire = wire_report(averaging, task.shapes, task.mesh)
-    return params, report.Run(name=averaging.name, records=records, wire=wire)
-
-
-def write_report(runs: list[report.Run], options: Options) -> list[Path]:
-    """Write a plot and a JSON file, and return the paths of all files about the runs."""
-    folder = options.output_dir
-    report.save_plot(runs, folder / "curves.png")
-    report.save_json(runs, dataclasses.asdict(options), folder / "results.json")
-    return [folder / name for name in ("curves.png", "results.json", "metrics.jsonl")]
+        return train(task, recipe, folder, save_every=save_every, on_step=show)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ from rich.progress import Progress
 
 from benchmarks import common
 from benchmarks.contrib.averaging_schemes import MOSHPIT, SCHEMES, rounds_until, variances
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._console import tables
 from dynamiq_jax.contrib import moshpit_mean, moshpit_variance
-from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
-from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
 
 AXES = ("x", "y", "z")
 VALUES = ("gradients", "parameters", "changes")

@@ -26,7 +26,9 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._console.plots import figure_of
 from dynamiq_jax._measurement.gradients import worker_gradients
@@ -34,8 +36,6 @@ from dynamiq_jax.contrib import LossyChannel, LossyCollectives, drift
 from dynamiq_jax.contrib.packet_loss import terms_of
 from dynamiq_jax.methods import Axis, Call, resolve_method
 from dynamiq_jax.topologies import AllToAll
-from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
-from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
 
 Broadcast = Literal["parameters", "updates"]
 

@@ -28,16 +28,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._measurement.gradient_files import LARGE
 from dynamiq_jax.contrib import SplitSketch
 from dynamiq_jax.contrib.split_sketch.count_sketch import CountSketch
 from dynamiq_jax.methods import Axis, Call, Method, TopKChunked
 from dynamiq_jax.topologies import resolve_topology
-from examples.llm.corpora import load_corpora
-from examples.llm.pretraining import pretrain
 
 _AXIS = "data"
 _ROWS = 3

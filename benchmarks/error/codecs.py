@@ -22,15 +22,15 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._measurement.gradient_files import LARGE
 from dynamiq_jax._measurement.settings import Setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
 from dynamiq_jax.topologies import resolve_topology
-from examples.llm.corpora import load_corpora
-from examples.llm.pretraining import pretrain
 from tests.support import oracle
 
 

@@ -15,12 +15,12 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
+from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots, save_snapshots
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
-from examples.llm.corpora import load_corpora
 from examples.llm.demo import new_decoder, small_config
-from examples.llm.pretraining import pretrain
 
 
 @dataclasses.dataclass(frozen=True)

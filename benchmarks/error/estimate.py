@@ -27,13 +27,13 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._console.plots import figure_of
 from dynamiq_jax._measurement.gradients import worker_gradients
-from examples.llm.corpora import load_corpora
-from examples.llm.pretraining import pretrain
 
 _AXIS = "data"
 Values = NDArray[np.float32]  # [workers, size]

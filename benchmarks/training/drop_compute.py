@@ -24,7 +24,9 @@ import tyro
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.training.small_lm.corpora import all_windows, load_corpora
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
 from benchmarks.training.uneven_workers.figure import draw
 from benchmarks.training.uneven_workers.run import compare, train
@@ -34,8 +36,6 @@ from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._prediction.stragglers import MadeUp, Noise, Rule, predict, split_in_half, sweep
 from dynamiq_jax.training import Calibration
-from examples.llm.corpora import all_windows, load_corpora
-from examples.llm.pretraining import pretrain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,11 +25,11 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._measurement.settings import Setting, parse_setting
-from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
-from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,12 +26,12 @@ from rich.progress import Progress
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._console import tables
 from dynamiq_jax.training import LocalSGD
-from examples.llm.corpora import Corpora, all_windows, load_corpora, random_windows
-from examples.llm.pretraining import Params, loss_of, make_optimizer, pretrain
 
 # The first is what the bytes of the others are compared with, the second what their losses are.
 EVERY_STEP = "all-reduce in every step, bf16"

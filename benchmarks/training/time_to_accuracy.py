@@ -36,7 +36,9 @@ from benchmarks import common
 from benchmarks.training.emulated_training import report
 from benchmarks.training.emulated_training.rounds import Rounds, parse_all_rounds
 from benchmarks.training.emulated_training.run import Run, check_identical, trainers
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import abstract_model, new_model
 from dynamiq_jax._console import options, tables
 from dynamiq_jax._console.errors import CommandError
@@ -44,8 +46,6 @@ from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 from dynamiq_jax._console.units import parse_rate
 from dynamiq_jax._emulation import namespaces
 from dynamiq_jax._measurement.settings import PSUM
-from examples.llm.corpora import Corpora, all_windows, load_corpora
-from examples.llm.pretraining import pretrain
 
 ALONE_STEPS = 20  # that measure how long a step takes without the all-reduce
 

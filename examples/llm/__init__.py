@@ -1,14 +1,14 @@
-"""Parts of the fine-tuning example.
+"""Parts of examples/finetune_llm.py.
 
-options                            of the command
-documents, encoding, packing       text to rows of tokens, with `chat_template`,
-                                   `generation_block` and `special_tokens` for chats
-config, model                      decoders of the Llama and Gemma 3 families
-checkpoint, export                 folders in Hugging Face's layout, with `weight_files`,
-                                   `stored_tensors`, `tensor_names` and `json_files`
-mesh, averaging, reduction         the mean gradient over devices, compressed
-training, batches, evaluation      a step, its rows, the held-out loss
-finetuning, snapshots, metrics     a run that can be resumed, and its records
-progress, report, errors           what the user sees
-corpora, pretraining, demo         a small model and data, made without a download
+model        a decoder of the Llama family in flax nnx
+checkpoint   its configuration and weights in Hugging Face's layout
+data         documents and chats, packed into rows of tokens
+training     the train step, whose gradients travel compressed
+run          the loop: evaluation, records, and checkpoints to resume from
+report       a table of the runs
+demo         a model and data that need no download
 """
+
+import os
+
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # It asks for PyTorch otherwise.

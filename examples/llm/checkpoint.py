@@ -1,256 +1,308 @@
-"""Hugging Face checkpoint folders: `config.json` beside one or several safetensors files.
+"""Hugging Face checkpoint folders: config.json beside one or several safetensors files.
 
-Tensors are read a few at a time, the largest first, and placed at once on their devices, so that a
-process never holds much more than its own share of the checkpoint.
+Tensors are placed on their devices one by one, so that a process never holds much more than its own
+share of the checkpoint. Networks other than that of Llama are refused.
 """
 
 import json
-import math
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from huggingface_hub import split_state_dict_into_shards_factory
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding, SingleDeviceSharding
-from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from transformers import LlamaConfig
 
-from examples.llm.config import DecoderConfig
-from examples.llm.json_files import read_object
-from examples.llm.model import abstract_params
-from examples.llm.stored_tensors import DTYPES, StoredTensor, find_tensors
-from examples.llm.tensor_names import hf_name, named_leaves
-from examples.llm.weight_files import INDEX, SINGLE
+from examples.llm.model import Params, abstract_params
 
 CONFIG = "config.json"
-SHARD_BYTES = 5 * 10**9
-READERS = 4
+COPY_AGAIN = "Copy or download the checkpoint again."
+# Dtypes of weights, as safetensors files spell them.
+DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+# Files that go with the weights: training changes none of them.
+COPIED = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+COPIED += ("generation_config.json", "chat_template.jinja")
 
-Params = Any  # An `nnx.State` of the decoder's parameters, or the same as a tree of dicts.
-Shardings = Any  # A Sharding, a tree of them, or a function from a parameter's name to one.
+# Values of keys under which the network is the one that is implemented.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0,),
+    "quantization_config": (None,),
+    "hidden_act": ("silu",),
+}
+# Keys of the ways to stretch rotary frequencies.
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+}
 
 
-def read_config(folder: Path) -> DecoderConfig:
+def read_object(path: Path, remedy: str = COPY_AGAIN) -> dict[str, Any]:
+    """Read the JSON object in a file.
+
+    Raises:
+      FileNotFoundError: there is no such file; the message ends with the remedy.
+      ValueError: the file is not JSON, or has something other than an object.
+    """
+    try:
+        content = json.loads(path.read_bytes())  # which detects UTF-8, UTF-16 and UTF-32
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing. {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is broken JSON: {error}. {remedy}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has a {type(content).__name__}, not a JSON object. {remedy}")
+    return content
+
+
+def read_config(folder: Path) -> LlamaConfig:
     """Read the configuration of a checkpoint.
-
-    Args:
-      folder: the checkpoint.
-
-    Returns:
-      The shape of its decoder.
 
     Raises:
       FileNotFoundError: there is no config.json.
-      ValueError: config.json is broken, or its network is not implemented.
+      ValueError: config.json is broken, or its network is not implemented; the message names all
+        keys that prevent it.
     """
-    return DecoderConfig.from_hf(read_object(folder / CONFIG))
+    path = folder / CONFIG
+    content = read_object(path)
+    kind = content.pop("model_type", None)
+    if kind != "llama":
+        raise ValueError(f"{path}: model_type is {kind!r}. Give a checkpoint of type 'llama'.")
+    try:
+        config = LlamaConfig(**content)
+        problems = _unsupported(config)
+    except Exception as error:  # The library raises whatever a wrong value leads to.
+        raise ValueError(f"{path} does not describe a Llama model: {error}") from None
+    if problems:
+        raise ValueError(f"{path} is not supported:\n  " + "\n  ".join(problems))
+    return config
 
 
-def load(
-    folder: str | Path, *, dtype: DTypeLike | None = None, shardings: Shardings | None = None
-) -> tuple[DecoderConfig, nnx.State]:
-    """Read a checkpoint.
+def _unsupported(config: LlamaConfig) -> list[str]:
+    """Describe all that the decoder does not implement."""
+    problems = [
+        f"{key} is {getattr(config, key)!r}, which is not implemented."
+        for key, neutral in _NEUTRAL.items()
+        if getattr(config, key, neutral[0]) not in neutral
+    ]
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append("num_key_value_heads does not divide num_attention_heads.")
+    if config.head_dim % 2:
+        problems.append("head_dim is odd, but features rotate in pairs.")
+    known = [np.dtype(dtype).name for dtype in DTYPES.values()]
+    if _dtype_name(config) not in known:
+        problems.append(f"dtype is {_dtype_name(config)!r}. Weights are written as one of {known}.")
+    rope = config.rope_parameters
+    if rope["rope_type"] not in _ROPE:
+        problems.append(f"rope_type is {rope['rope_type']!r}. Only {[*_ROPE]} are implemented.")
+    if rope.get("partial_rotary_factor", 1) != 1:
+        problems.append(f"partial_rotary_factor is {rope['partial_rotary_factor']}, not 1.")
+    missing = [key for key in _ROPE.get(rope["rope_type"], ()) if rope.get(key) is None]
+    return problems + [f"{key} is missing beside rope_type." for key in missing]
+
+
+def _dtype_name(config: LlamaConfig) -> str:
+    return str(config.dtype or "float32").removeprefix("torch.")
+
+
+def named_leaves(params: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of parameters with their names in files."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        yield name if name.startswith("lm_head") else f"model.{name}", leaf
+
+
+def load(folder: Path, config: LlamaConfig, shardings: Any) -> Params:
+    """Read the weights of a checkpoint.
 
     Args:
       folder: the checkpoint.
-      dtype: dtype to convert parameters to; None keeps the dtype of each tensor.
+      config: its configuration.
       shardings: where parameters go: a tree like `abstract_params(config)` with a `Sharding` at
-        each leaf or above several leaves, or a function from a name such as
-        "blocks.0.attention.query.weight" to one; None for the default device. Each process reads
-        only the parts of its own devices.
+        each leaf or above several leaves. Each process reads only the parts of its own devices.
 
     Returns:
-      The configuration, and the parameters as `nnx.split(Decoder(...), nnx.Param)` has them.
+      The parameters, float32, as `nnx.split(Decoder(...), nnx.Param)` has them.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is broken, an index names a file outside of the folder, or the tensors do
-        not fit `config.json`. Then the message names every tensor that is missing, unexpected, or
-        of a wrong shape or dtype.
+        not fit the configuration. Then the message names every tensor that is missing, unexpected,
+        or of a wrong shape or dtype.
     """
-    folder = Path(folder)
-    config = read_config(folder)
     abstract = abstract_params(config)
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract)}
-    placed = _shardings_by_name(shardings, abstract)
+    places = jax.tree.leaves(jax.tree.broadcast(shardings, abstract))
+    placed = dict(zip(shapes, places, strict=True))
     with ExitStack() as files:
-        found = find_tensors(folder, config, files)
-        _check(folder, found, {hf_name(name, config.family): s for name, s in shapes.items()})
-        # The last tensors are copied when all others are in memory, so these are small ones.
-        order = sorted(shapes, key=lambda name: math.prod(shapes[name]), reverse=True)
-        # Some tensors are copied while others wait for storage.
-        with ThreadPoolExecutor(READERS) as readers:
-            read = readers.map(
-                lambda name: _read(found[hf_name(name, config.family)], placed[name], dtype), order
+        stored = _stored_tensors(folder, config, files)
+        problems = _misfits({n: tuple(t.get_shape()) for n, t in stored.items()}, shapes)
+        problems += [
+            f"{name} has dtype {kind}; it may be {', '.join(DTYPES)}"
+            for name, tensor in stored.items()
+            if name in shapes and (kind := tensor.get_dtype()) not in DTYPES
+        ]
+        if problems:
+            listed = "\n  ".join(sorted(problems))
+            raise ValueError(f"{folder} does not fit its {CONFIG}:\n  {listed}")
+
+        def read(name: str) -> jax.Array:
+            array = jax.make_array_from_callback(
+                shapes[name], placed[name], lambda part: stored[name][part].astype(np.float32)
             )
-            arrays = dict(zip(order, read, strict=True))
-    leaves = [arrays[name] for name in shapes]
-    return config, jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+            # A transfer in flight keeps its source in memory.
+            return jax.block_until_ready(array)
+
+        arrays = list(map(read, shapes))
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+def _stored_tensors(folder: Path, config: LlamaConfig, files: ExitStack) -> dict[str, Any]:
+    """Open the weight files of a checkpoint, and return the tensors of its decoder by name."""
+    stored: dict[str, Any] = {}
+    for path in _weight_files(folder):
+        try:
+            # Memory-mapped pages would count as memory of this process, beside the copies.
+            file = files.enter_context(safe_open(path, framework="np", backend="pread"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole file: {error}. {COPY_AGAIN}") from None
+        for name in file.keys():  # noqa: SIM118 It is not a mapping.
+            # A tied output layer may be stored too, and old files have a table of frequencies.
+            is_tied = config.tie_word_embeddings and name == "lm_head.weight"
+            if is_tied or name.endswith(".rotary_emb.inv_freq"):
+                continue
+            if name in stored:
+                raise ValueError(f"{name} is in two files of {folder}. Remove one of them.")
+            stored[name] = file.get_slice(name)
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a checkpoint, each once, sorted by name."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.exists():
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}. {COPY_AGAIN}")
+    where = read_object(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ValueError(
+            f'{index} has "weight_map" {where!r:.80} instead of an object with the file of each '
+            f"tensor. {COPY_AGAIN}"
+        )
+    for name in where.values():
+        if not _is_inside(folder, name):
+            raise ValueError(
+                f"{index} names the file {name!r}, which is not inside of {folder}. Give names "
+                "relative to the folder, without '..'."
+            )
+    files = [folder / name for name in sorted(set(where.values()))]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing. {COPY_AGAIN}")
+    return files
+
+
+def _is_inside(folder: Path, name: Any) -> bool:
+    """Return whether a name in an index is that of a file in the folder or in a subfolder."""
+    if not isinstance(name, str) or "\0" in name or not PurePosixPath(name).name:
+        return False
+    # Refused on all systems if it would leave the folder on one of them.
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.anchor or ".." in path.parts:
+            return False
+    # The file itself may be a link, since download caches keep files elsewhere. Folders may not.
+    return (folder / name).parent.resolve().is_relative_to(folder.resolve())
+
+
+def _misfits(given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
+    """Describe how names and shapes differ from those that are wanted."""
+    problems = [f"{name} is missing" for name in wanted.keys() - given.keys()]
+    problems += [f"{name} is unexpected" for name in given.keys() - wanted.keys()]
+    return problems + [
+        f"{name} has shape {given[name]}; it needs {wanted[name]}"
+        for name in wanted.keys() & given.keys()
+        if given[name] != wanted[name]
+    ]
 
 
 def save(
-    folder: str | Path,
-    config: DecoderConfig,
+    folder: Path,
+    config: LlamaConfig,
     params: Params,
+    source: Path | None = None,
     *,
-    dtype: DTypeLike | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | str = "5GB",
 ) -> None:
-    """Write a checkpoint, replacing one that the folder may hold.
+    """Write a model, replacing one that the folder may hold.
 
     All processes call this. The first one writes, and all wait for it. The files appear when they
     are complete.
 
     Args:
       folder: where to write; made if it does not exist.
-      config: shape of the decoder.
+      config: configuration of the decoder, which names the dtype of the weights.
       params: its parameters.
-      dtype: dtype to convert them to; None keeps the dtype of each parameter.
+      source: folder that the model came from, whose tokenizer and configuration are copied.
       shard_bytes: largest size of a file, unless a single tensor is larger.
 
     Raises:
-      ValueError: the parameters do not fit the configuration, or have a dtype that `load` refuses.
+      ValueError: the parameters do not fit the configuration.
     """
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes is {shard_bytes}. Give at least 1.")
-    leaves = dict(named_leaves(params))
-    _check_saved(leaves, config, dtype)
-    tensors = {hf_name(name, config.family): leaf for name, leaf in leaves.items()}
-    sizes = {
-        name: leaf.size * np.dtype(leaf.dtype if dtype is None else dtype).itemsize
-        for name, leaf in tensors.items()
-    }
-    shards = _shards(sizes, shard_bytes)
-    names = _file_names(len(shards))
+    dtype = np.dtype(_dtype_name(config))
+    tensors = dict(named_leaves(params))
+    wanted = {n: leaf.shape for n, leaf in named_leaves(abstract_params(config))}
+    if problems := _misfits({name: leaf.shape for name, leaf in tensors.items()}, wanted):
+        raise ValueError("params do not fit config:\n  " + "\n  ".join(sorted(problems)))
+    shards = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda leaf: leaf.size * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        get_storage_id=lambda leaf: None,
+        max_shard_size=shard_bytes,
+    )
     writes = jax.process_index() == 0
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".saving-") as scratch:
-        for file, shard in zip(names, shards, strict=True):
-            content = {name: _on_host(tensors[name], dtype) for name in shard}
+        new = Path(scratch)
+        for file, names in shards.filename_to_tensors.items():
+            content = {name: _on_host(tensors[name], dtype) for name in names}
             if writes:
                 # Other libraries expect the name of a framework; the layout is that of PyTorch.
-                save_file(content, Path(scratch, file), metadata={"format": "pt"})
+                save_file(content, new / file, metadata={"format": "pt"})
         if writes:
-            if len(shards) > 1:
-                where = {name: f for f, shard in zip(names, shards, strict=True) for name in shard}
-                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-                _write_json(Path(scratch, INDEX), index)
-            _write_json(Path(scratch, CONFIG), config.to_hf())
-            _replace_files(Path(scratch), folder)
+            if shards.is_sharded:
+                index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+                (new / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+            config.to_json_file(new / CONFIG)
+            for name in COPIED if source is not None else ():
+                # A file that the source lacks must not stay from an earlier model.
+                (folder / name).unlink(missing_ok=True)
+                if (source / name).is_file():
+                    shutil.copy(source / name, new / name)
+            for old in [folder / INDEX, *folder.glob("model*.safetensors")]:
+                old.unlink(missing_ok=True)
+            for made in new.iterdir():
+                shutil.move(made, folder / made.name)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("checkpoint saved")
 
 
-# ---------------------------------------------------------------------------------------- reading
-
-
-def _misfits(found: Mapping[str, tuple], wanted: Mapping[str, tuple]) -> list[str]:
-    """Describe how names and shapes differ from those that are wanted."""
-    problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
-    problems += [f"{name} is unexpected" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{name} has shape {found[name]}; it needs {wanted[name]}"
-        for name in wanted.keys() & found.keys()
-        if found[name] != wanted[name]
-    ]
-    return problems
-
-
-def _check(folder: Path, found: Mapping[str, StoredTensor], wanted: Mapping[str, tuple]) -> None:
-    """Raise ValueError unless files hold exactly the tensors of a decoder."""
-    problems = _misfits({name: tensor.shape for name, tensor in found.items()}, wanted)
-    problems += [
-        f"{name} has dtype {found[name].dtype}; it may be {', '.join(DTYPES)}"
-        for name in wanted.keys() & found.keys()
-        if found[name].dtype not in DTYPES
-    ]
-    if problems:
-        listed = "\n  ".join(sorted(problems))
-        raise ValueError(f"{folder} does not fit its {CONFIG}:\n  {listed}")
-
-
-def _read(tensor: StoredTensor, sharding: Sharding, dtype: DTypeLike | None) -> jax.Array:
-    """Read the parts of a tensor that belong on the devices of this process."""
-    wanted = DTYPES[tensor.dtype] if dtype is None else dtype
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        return tensor[index].astype(wanted, copy=False)
-
-    array = jax.make_array_from_callback(tensor.shape, sharding, part)
-    # A transfer in flight keeps its source in memory.
-    return jax.block_until_ready(array)
-
-
-def _shardings_by_name(shardings: Shardings | None, abstract: Params) -> dict[str, Sharding]:
-    """Return the sharding of each parameter."""
-    if shardings is None:
-        shardings = SingleDeviceSharding(jax.devices()[0])
-    names = [name for name, _ in named_leaves(abstract)]
-    if callable(shardings):
-        return {name: shardings(name) for name in names}
-    leaves = jax.tree.leaves(jax.tree.broadcast(shardings, abstract))
-    return dict(zip(names, leaves, strict=True))
-
-
-# ---------------------------------------------------------------------------------------- writing
-
-
-def _check_saved(leaves: Mapping[str, Any], config: DecoderConfig, dtype: DTypeLike | None) -> None:
-    """Raise ValueError for parameters that `load` would refuse to read."""
-    wanted = {name: leaf.shape for name, leaf in named_leaves(abstract_params(config))}
-    problems = _misfits({name: leaf.shape for name, leaf in leaves.items()}, wanted)
-    problems += [
-        f"{name} would have dtype {saved}; it may be bfloat16, float16, float32"
-        for name in wanted.keys() & leaves.keys()
-        if (saved := np.dtype(leaves[name].dtype if dtype is None else dtype))
-        not in map(np.dtype, DTYPES.values())
-    ]
-    if problems:
-        raise ValueError("params do not fit config:\n  " + "\n  ".join(sorted(problems)))
-
-
-def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split the list of tensors where a file would become larger than `limit` bytes."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards
-
-
-def _file_names(count: int) -> list[str]:
-    """Return names for `count` files, as Hugging Face numbers them."""
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def _on_host(leaf: Any, dtype: DTypeLike | None) -> np.ndarray:
+def _on_host(leaf: Any, dtype: jnp.dtype) -> np.ndarray:
     """Return a whole parameter, which may be spread over the devices of several processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.ascontiguousarray(np.asarray(leaf).astype(dtype or leaf.dtype, copy=False))
-
-
-def _write_json(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-
-
-def _replace_files(new: Path, folder: Path) -> None:
-    """Move finished files into a folder, and remove all weights that it had."""
-    for old in [folder / INDEX, *folder.glob("model*.safetensors")]:
-        old.unlink(missing_ok=True)
-    for file in new.iterdir():
-        shutil.move(file, folder / file.name)
+    return np.ascontiguousarray(np.asarray(leaf).astype(dtype, copy=False))

@@ -1,98 +1,90 @@
-"""A checkpoint and data for the demonstration, made without a download.
+"""A model and data for the demonstration, without a download.
 
-A small decoder of the Llama family is pre-trained on the source code of the Python standard
-library. The data is the Python language reference.
+The model is a new small decoder of the Llama family. The data is the source code of the standard
+library, which comes with every Python.
 """
 
-import dataclasses
 import json
-import shutil
-from collections.abc import Callable
+import sysconfig
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from examples.llm import checkpoint
-from examples.llm.config import DecoderConfig
-from examples.llm.corpora import END_OF_TEXT, Corpora, load_corpora
-from examples.llm.model import Decoder
-from examples.llm.pretraining import Params, pretrain
+from examples.llm.model import Decoder, Params
+
+END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = 2048
+SOURCE_CODE_CHARACTERS = 4_000_000
+TOKENIZER_CHARACTERS = 1_000_000
+DATA = "source_code.jsonl"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demo:
-    """Files of the demonstration."""
-
-    checkpoint: Path  # folder
-    data: Path  # documents to train on
-    evaluation_data: Path  # documents to evaluate on
-
-
-def prepare(folder: Path, *, steps: int, on_step: Callable[[int, str], None]) -> Demo:
-    """Make a checkpoint and data, unless an earlier call has made them.
-
-    Args:
-      folder: where to write.
-      steps: steps of pre-training.
-      on_step: called after each step with its index and a message.
-
-    Returns:
-      Where everything is.
-    """
-    target = folder / f"pretrained_{steps}"
-    demo = Demo(
-        checkpoint=target,
-        data=target / "train.jsonl",
-        evaluation_data=target / "evaluation.jsonl",
-    )
-    if target.exists():
-        return demo
-    corpora = load_corpora()
-    config = small_config(corpora.vocabulary)
-    structure, params = new_decoder(config)
-    params = pretrain(
-        structure,
-        params,
-        corpora.source_code,
-        steps=steps,
-        on_step=lambda step, loss: on_step(step, f"loss {loss:.3f}"),
-    )
-    partial = folder / f"{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    checkpoint.save(partial, config, params)
-    corpora.tokenizer.save(str(partial / "tokenizer.json"))
-    _write(partial / demo.data.name, corpora, corpora.reference)
-    _write(partial / demo.evaluation_data.name, corpora, corpora.held_out)
-    partial.replace(target)  # If the folder is there, it is complete.
-    return demo
+def prepare(folder: Path) -> None:
+    """Write a new decoder and the text, unless an earlier call has."""
+    if (folder / DATA).exists():  # the last file
+        return
+    texts = standard_library()
+    tokenizer = train_tokenizer(texts)
+    config = small_config(tokenizer.get_vocab_size())
+    checkpoint.save(folder, config, new_decoder(config)[1])
+    tokenizer_of_folder = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+    tokenizer_of_folder.save_pretrained(folder)
+    (folder / DATA).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def small_config(vocabulary: int) -> DecoderConfig:
+def small_config(vocabulary: int) -> LlamaConfig:
     """Return the shape of a decoder with 1.6 M parameters beside the embeddings."""
-    return DecoderConfig(
-        family="llama",
-        vocabulary=vocabulary,
-        width=256,
-        mlp_width=768,
-        layers=2,
-        heads=4,
-        kv_heads=2,
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=64,
-        tie_embeddings=True,
+        tie_word_embeddings=True,
     )
 
 
-def new_decoder(config: DecoderConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
+def new_decoder(config: LlamaConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
     """Initialize a decoder and return its structure and its parameters, float32."""
     return nnx.split(Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
-def _write(path: Path, corpora: Corpora, tokens: np.ndarray) -> None:
-    """Write the documents of a corpus, one per line. Each ends with the end-of-text token."""
-    ends = np.flatnonzero(tokens == corpora.tokenizer.token_to_id(END_OF_TEXT))
-    documents = np.split(tokens, ends + 1)[:-1]
-    lines = (json.dumps({"text": corpora.tokenizer.decode(ids[:-1])}) for ids in documents)
-    path.write_text("\n".join(lines) + "\n")
+def standard_library() -> list[str]:
+    """Read the top-level modules in alphabetical order, up to a total size."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if not files:
+        raise FileNotFoundError(
+            "This Python has no source code of its standard library. Use one that has it, such as "
+            "one from python.org."
+        )
+    texts, size = [], 0
+    for file in files:
+        texts.append(file.read_text(encoding="utf-8", errors="replace"))
+        size += len(texts[-1])
+        if size > SOURCE_CODE_CHARACTERS:
+            break
+    return texts
+
+
+def train_tokenizer(*corpora: list[str]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer on evenly spaced texts of each corpus."""
+    texts: list[str] = []
+    for corpus in corpora:
+        texts += corpus[:: 1 + sum(map(len, corpus)) // TOKENIZER_CHARACTERS]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

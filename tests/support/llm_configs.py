@@ -1,4 +1,4 @@
-"""`config.json` of a tiny decoder of each family, with every feature of its architecture."""
+"""`config.json` of a tiny decoder with every feature of its architecture."""
 
 LLAMA = {
     "model_type": "llama",
@@ -24,24 +24,4 @@ LLAMA = {
     "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
-}
-GEMMA = {
-    "model_type": "gemma3_text",
-    "vocab_size": 48,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000.0,
-    "rope_local_base_freq": 100.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    "query_pre_attn_scalar": 11,
-    "sliding_window": 5,
-    "sliding_window_pattern": 2,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
 }

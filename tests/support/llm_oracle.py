@@ -1,4 +1,4 @@
-"""Decoders of the Llama and Gemma 3 families in float64 NumPy, one token after the other.
+"""Decoders of the Llama family in float64 NumPy, one token after the other.
 
 Written from the architectures and on its own: it reads `config.json` and the tensors by their
 names in the files, and shares nothing with `examples/llm`.
@@ -31,9 +31,6 @@ def shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "input_layernorm": (width,),
         "post_attention_layernorm": (width,),
     }
-    if hf["model_type"] == "gemma3_text":
-        inside |= {"self_attn.q_norm": (size,), "self_attn.k_norm": (size,)}
-        inside |= {"pre_feedforward_layernorm": (width,), "post_feedforward_layernorm": (width,)}
     for layer in range(hf["num_hidden_layers"]):
         found |= {f"model.layers.{layer}.{k}.weight": shape for k, shape in inside.items()}
     return found
@@ -48,7 +45,7 @@ def random_tensors(hf: dict[str, Any], dtype: Any = np.float32) -> dict[str, np.
         if len(shape) == 2:
             values *= 1.5 / math.sqrt(shape[1])
         else:
-            values = 0.3 * values + (hf["model_type"] == "llama")
+            values = 0.3 * values + 1
         tensors[name] = values.astype(dtype)
     return tensors
 
@@ -76,9 +73,8 @@ def logits(folder: Path, tokens: list[int]) -> np.ndarray:
     weights = {}
     for file in folder.glob("*.safetensors"):
         weights |= {name: t.astype(np.float64) for name, t in load_file(file).items()}
-    gemma = hf["model_type"] == "gemma3_text"
     embedding = weights["model.embed_tokens.weight"]
-    x = embedding[tokens] * (math.sqrt(hf["hidden_size"]) if gemma else 1.0)
+    x = embedding[tokens]
     for layer in range(hf["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         block = {
@@ -86,44 +82,26 @@ def logits(folder: Path, tokens: list[int]) -> np.ndarray:
             for name, tensor in weights.items()
             if name.startswith(prefix)
         }
-        x = _gemma_block(x, block, hf, layer) if gemma else _llama_block(x, block, hf)
+        x = _block(x, block, hf)
     x = _norm(x, weights["model.norm.weight"], hf)
     return x @ weights.get("lm_head.weight", embedding).T
 
 
-def _llama_block(x, block, hf):
+def _block(x, block, hf):
     frequencies = _scaled_frequencies(hf, hf["rope_theta"], hf["rope_scaling"])
     fits = _norm(x, block["input_layernorm"], hf)
-    x = x + _attention(fits, block, hf, frequencies, window=len(x), divisor=hf["head_dim"])
+    x = x + _attention(fits, block, hf, frequencies)
     fits = _norm(x, block["post_attention_layernorm"], hf)
     gate = fits @ block["mlp.gate_proj"].T
     hidden = gate / (1 + np.exp(-gate)) * (fits @ block["mlp.up_proj"].T)
     return x + hidden @ block["mlp.down_proj"].T
 
 
-def _gemma_block(x, block, hf, layer):
-    local = (layer + 1) % hf["sliding_window_pattern"] != 0
-    if local:
-        frequencies = _scaled_frequencies(hf, hf["rope_local_base_freq"], None)
-    else:
-        frequencies = _scaled_frequencies(hf, hf["rope_theta"], hf["rope_scaling"])
-    window = hf["sliding_window"] if local else len(x)
-    y = _norm(x, block["input_layernorm"], hf)
-    y = _attention(y, block, hf, frequencies, window, divisor=hf["query_pre_attn_scalar"])
-    x = x + _norm(y, block["post_attention_layernorm"], hf)
-    y = _norm(x, block["pre_feedforward_layernorm"], hf)
-    gate = y @ block["mlp.gate_proj"].T
-    gate = 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    y = (gate * (y @ block["mlp.up_proj"].T)) @ block["mlp.down_proj"].T
-    return x + _norm(y, block["post_feedforward_layernorm"], hf)
-
-
 def _norm(x, weight, hf):
-    factor = weight + 1 if hf["model_type"] == "gemma3_text" else weight
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + hf["rms_norm_eps"]) * factor
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + hf["rms_norm_eps"]) * weight
 
 
-def _attention(x, block, hf, frequencies, window, divisor):
+def _attention(x, block, hf, frequencies):
     size, groups = hf["head_dim"], hf["num_attention_heads"] // hf["num_key_value_heads"]
     out = np.zeros((len(x), hf["num_attention_heads"], size))
     for head in range(hf["num_attention_heads"]):
@@ -132,14 +110,11 @@ def _attention(x, block, hf, frequencies, window, divisor):
         query = x @ block["self_attn.q_proj"][own].T
         key = x @ block["self_attn.k_proj"][shared].T
         value = x @ block["self_attn.v_proj"][shared].T
-        if "self_attn.q_norm" in block:
-            query = _norm(query, block["self_attn.q_norm"], hf)
-            key = _norm(key, block["self_attn.k_norm"], hf)
         for at in range(len(x)):
-            seen = range(max(0, at - window + 1), at + 1)
+            seen = range(at + 1)
             turned = _turn(query[at], at, frequencies)
             fit = [turned @ _turn(key[other], other, frequencies) for other in seen]
-            share = np.exp(np.array(fit) / math.sqrt(divisor))
+            share = np.exp(np.array(fit) / math.sqrt(size))
             out[at, head] = share @ value[list(seen)] / share.sum()
     return out.reshape(len(x), -1) @ block["self_attn.o_proj"].T
 

@@ -1,6 +1,8 @@
-"""A small language model to measure with; text and pre-training are those of `examples.llm`.
+"""A small language model to measure with.
 
-model      the network
-training   its data-parallel training step
-gradients  gradients of its workers
+corpora      text that comes with every Python
+model        the network
+pretraining  on one device
+training     its data-parallel training step
+gradients    gradients of its workers
 """

@@ -17,8 +17,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.llm.corpora import random_windows
-from examples.llm.pretraining import Params, loss_of, make_optimizer
+from benchmarks.training.small_lm.corpora import random_windows
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.training.small_lm.model import ModelConfig, Transformer
+from benchmarks.training.small_lm.pretraining import Params, loss_of
 from dynamiq_jax._measurement.settings import Setting
 from dynamiq_jax.training import LocalSGD
-from examples.llm.pretraining import Params, loss_of
 
 State = Any  # of the all-reduce and the optimizer
 

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
+from benchmarks.training.small_lm.corpora import random_windows
 from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import loss_of
 from benchmarks.training.small_lm.training import abstract_model
 from dynamiq_jax._emulation.host import Host, serve
 from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax.training import Calibration, DropCompute, DropComputeState
-from examples.llm.corpora import random_windows
-from examples.llm.pretraining import loss_of
 
 
 class UnevenHost(Host):

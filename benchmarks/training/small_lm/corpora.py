@@ -5,17 +5,13 @@ reference, which `help()` shows. Neither needs a download.
 """
 
 import dataclasses
-import sysconfig
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-END_OF_TEXT = "<|endoftext|>"
-VOCABULARY = 2048
-SOURCE_CODE_CHARACTERS = 4_000_000
-TOKENIZER_CHARACTERS = 1_000_000
+from examples.llm.demo import END_OF_TEXT, standard_library, train_tokenizer
+
 HOLD_OUT_EVERY = 10  # topics
 
 
@@ -39,9 +35,9 @@ def load_corpora() -> Corpora:
 
     The result depends on the Python version alone.
     """
-    source_code = _standard_library()
+    source_code = standard_library()
     reference, held_out = _language_reference()
-    tokenizer = _train_tokenizer([*_sample(source_code), *_sample(reference)])
+    tokenizer = train_tokenizer(source_code, reference)
     return Corpora(
         source_code=_encode(tokenizer, source_code),
         reference=_encode(tokenizer, reference),
@@ -98,23 +94,6 @@ def all_windows(tokens: np.ndarray, *, context: int, multiple_of: int) -> np.nda
     return tokens[: count * (context + 1)].reshape(count, context + 1)
 
 
-def _standard_library() -> list[str]:
-    """Read the top-level modules in alphabetical order, up to a total size."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    if not files:
-        raise FileNotFoundError(
-            "This Python has no source code of its standard library. Use one that has it, such as "
-            "one from python.org."
-        )
-    texts, size = [], 0
-    for file in files:
-        texts.append(file.read_text(encoding="utf-8", errors="replace"))
-        size += len(texts[-1])
-        if size > SOURCE_CODE_CHARACTERS:
-            break
-    return texts
-
-
 def _language_reference() -> tuple[list[str], list[str]]:
     """Return the topics to train on and the topics held out."""
     names = sorted(topics)
@@ -128,27 +107,6 @@ def _language_reference() -> tuple[list[str], list[str]]:
             paragraphs = topics[name].split("\n\n")
             train.append("\n\n".join(p for p in paragraphs if p not in seen))
     return train, held_out
-
-
-def _sample(texts: list[str]) -> list[str]:
-    """Return evenly spaced texts of about `TOKENIZER_CHARACTERS` in all."""
-    stride = 1 + sum(map(len, texts)) // TOKENIZER_CHARACTERS
-    return texts[::stride]
-
-
-def _train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:

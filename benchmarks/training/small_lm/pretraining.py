@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.llm.corpora import random_windows
+from benchmarks.training.small_lm.corpora import random_windows
 
 Params = Any  # A pytree of arrays: what `nnx.split` leaves of a model beside its structure.
 

@@ -1,0 +1,138 @@
+"""A run of training, from the start or from its last checkpoint."""
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh
+
+from examples.llm.checkpoint import read_object
+from examples.llm.data import Rows, place, rows_of_step
+from examples.llm.model import Params
+from examples.llm.training import Recipe, evaluator, initial_state, train_step
+
+EVALUATE_EVERY = 40  # steps
+REMEDY = "Give the same options, delete that folder, or give another --output-dir."
+Record = dict[str, Any]
+FACTS, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, its data and the devices that train it."""
+
+    structure: nnx.GraphDef  # of the model
+    shapes: Params  # of its parameters
+    load: Callable[[], Params]  # reads the initial parameters, float32, onto their devices
+    rows: Rows  # to train on, as NumPy arrays
+    held_out: Rows  # to evaluate on
+    mesh: Mesh  # with axes "data" and "fsdp"
+    model: str  # short description; a run resumes with the same model only
+    batch: int  # rows per worker
+
+    def facts(self, recipe: Recipe) -> Record:
+        """Collect everything that the losses of a run depend on."""
+        digest = hashlib.blake2b(digest_size=8)
+        for field in self.rows:
+            digest.update(np.ascontiguousarray(field))
+        named = {"model": self.model, "data": digest.hexdigest(), "batch": self.batch}
+        return dataclasses.asdict(recipe) | dict(self.mesh.shape) | named
+
+
+def train(
+    task: Task,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    save_every: int = 50,
+    on_step: Callable[[Record], None] = lambda record: None,
+) -> tuple[Params, list[Record]]:
+    """Train, starting from the last checkpoint in a folder if there is one.
+
+    Args:
+      task: model, data and devices.
+      recipe: hyperparameters.
+      folder: folder of the checkpoints and records.
+      save_every: steps between checkpoints.
+      on_step: called with the record of each step.
+
+    Returns:
+      The trained parameters, on their devices, and the records: of step 0, before the first update,
+      and of each step after its update.
+
+    Raises:
+      ValueError: the folder has a run that was started with other options.
+    """
+    mesh, at_once = task.mesh, task.mesh.shape["data"] * task.batch
+    optimizer = recipe.optimizer(mesh)
+    start, abstract = initial_state(optimizer, task.shapes, mesh)
+    take_step = train_step(task.structure, optimizer, abstract, mesh)
+    evaluate = evaluator(task.structure, task.held_out, at_once, mesh)
+    folder = folder.absolute()
+    # Saving is synchronous, since the next step donates the buffers that are saved.
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    with ocp.CheckpointManager(folder / CHECKPOINTS, options=options) as snapshots:
+        done = snapshots.latest_step() or 0
+        _check_facts(folder / FACTS, task.facts(recipe), resumes=done > 0)
+        if done:
+            state = snapshots.restore(done, args=ocp.args.StandardRestore(abstract))
+        else:
+            state = start(task.load())
+        # A process that was killed took later steps, which are taken again.
+        records = [r for r in read_records(folder / METRICS) if done and r["step"] <= done]
+        if not done:
+            records.append({"step": 0, "evaluation_loss": evaluate(state.params)})
+        _write_records(folder, records)
+        for step in range(done, recipe.steps):
+            begin = time.perf_counter()
+            rows = rows_of_step(len(task.rows.tokens), count=at_once, seed=recipe.seed, step=step)
+            # Without this wait, several steps in flight on virtual CPU devices would compete for
+            # the few threads that their collectives need.
+            state, metrics = jax.block_until_ready(take_step(state, place(task.rows, rows, mesh)))
+            seconds = time.perf_counter() - begin
+            record: Record = {name: float(value) for name, value in metrics.items()}
+            record |= {"step": step + 1, "seconds": seconds}
+            last = step + 1 == recipe.steps
+            if last or (step + 1) % EVALUATE_EVERY == 0:
+                record["evaluation_loss"] = evaluate(state.params)
+            records.append(record)
+            _write_records(folder, [record], mode="a")
+            if last or (step + 1) % save_every == 0:
+                snapshots.save(step + 1, args=ocp.args.StandardSave(state))
+            on_step(record)
+    return state.params, records
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read the records of a file, none if there is no file."""
+    lines = path.read_text().splitlines(True) if path.exists() else []
+    # A process that was killed may have left its last line unfinished.
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _write_records(folder: Path, records: list[Record], mode: str = "w") -> None:
+    """Write records, one on a line. Of several processes, the first one writes."""
+    if jax.process_index() == 0:
+        with (folder / METRICS).open(mode) as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _check_facts(path: Path, facts: Record, *, resumes: bool) -> None:
+    """Write what a run depends on, or raise ValueError if it would resume with something else."""
+    if not resumes:
+        if jax.process_index() == 0:
+            path.write_text(json.dumps(facts, indent=2) + "\n")
+        return
+    before = read_object(path, REMEDY)
+    changed = [key for key in before | facts if before.get(key) != facts.get(key)]
+    if changed:
+        changes = ", ".join(f"{key} {before.get(key)!r}, now {facts.get(key)!r}" for key in changed)
+        raise ValueError(f"The run in {path.parent} was started with {changes}. {REMEDY}")
