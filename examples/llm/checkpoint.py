@@ -100,8 +100,6 @@ def _unsupported(config: LlamaConfig) -> list[str]:
     ]
     if config.num_attention_heads % config.num_key_value_heads:
         problems.append("num_key_value_heads does not divide num_attention_heads.")
-    if config.head_dim % 2:
-        problems.append("head_dim is odd, but features rotate in pairs.")
     known = [np.dtype(dtype).name for dtype in DTYPES.values()]
     if _dtype_name(config) not in known:
         problems.append(f"dtype is {_dtype_name(config)!r}. Weights are written as one of {known}.")

@@ -161,9 +161,8 @@ class Decoder(nnx.Module):
         layers = range(config.num_hidden_layers)
         self.layers = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in layers])
         self.norm = RMSNorm(config.hidden_size, config)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        tied, sizes = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
+        self.lm_head = None if tied else Linear(*sizes, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, tokens: Array, *, positions: Array | None = None, segments: Array | None = None

@@ -1,4 +1,4 @@
-"""Runs of the fine-tuning example: what is trained, and that they resume bit-identically."""
+"""Runs of the fine-tuning example: they learn, resume bit-identically, and refuse other options."""
 
 import json
 import os
@@ -10,25 +10,19 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-import dynamiq_jax as dq
 from examples import finetune_llm
 from examples.finetune_llm import Options
 from examples.llm import run
-from examples.llm.data import Rows, rows_of_step
 from examples.llm.run import read_records
-from examples.llm.training import Recipe, evaluator, initial_state, loss_of_rows
 from tests.support import llm_files, processes
 from tests.support.llm_files import last_state, losses
 
 ROOT = pathlib.Path(__file__).parents[2]
-STEPS, WORKERS = 8, 2
+STEPS = 8
 slow = pytest.mark.slow
 
 
@@ -97,7 +91,7 @@ def test_the_command_learns_and_writes_a_checkpoint_that_it_can_read(files, outp
     assert [record["step"] for record in records] == list(range(STEPS + 1))
     assert [r["step"] for r in records if "evaluation_loss" in r] == [0, 4, 8]
     assert records[-1]["evaluation_loss"] < 0.8 * records[0]["evaluation_loss"]
-    assert 0.001 < records[-1]["error"] < 1 and records[-1]["bytes"] > 0
+    assert records[-1]["error"] > 0.001 and records[-1]["bytes"] > 0
     before, after = (
         load_file(folder / "model.safetensors") for folder in (files / "start", output / "model")
     )
@@ -201,131 +195,6 @@ def test_bad_options_are_refused(options, words):
 def test_wrong_names_are_refused_in_one_line(command, change, words, tmp_path):
     with pytest.raises(SystemExit, match=f"^finetune_llm: {words}"):
         command(tmp_path, **change)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    (({"workers": 16}, "Their product has to be 8"), ({"fsdp": 16, "batch": 16}, "has to be 8")),
-)
-def test_too_few_devices_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        finetune_llm.make_mesh(Options(**options))
-
-
-# ------------------------------------------------------------------------------------- the gradient
-
-
-def task_of(files, fsdp=1, **options):
-    given = {"checkpoint": files / "start", "data": files / "chats.jsonl", "context": 64}
-    options = Options(**given | {"fsdp": fsdp} | options)
-    return finetune_llm.read_task(options, llm_files.mesh_of(WORKERS, fsdp))[1]
-
-
-def test_training_is_that_of_one_device_on_the_mean_over_all_targets(files, tmp_path):
-    """Workers have other numbers of targets: the mean of their means would be another one."""
-    task, recipe = task_of(files, batch=4, fsdp=2), Recipe(steps=3, learning_rate=1e-2)
-    params, records = run.train(task, recipe, tmp_path)
-    expected, reports = on_one_device(task_of(files), recipe, batch=8)
-    for record, (loss, norm) in zip(records[1:], reports, strict=True):
-        assert record["loss"] == pytest.approx(loss, rel=1e-4)
-        assert record["norm"] == pytest.approx(norm, rel=1e-4)
-    for ours, theirs in zip(*map(jax.tree.leaves, (params, expected)), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-4)
-    leaves = jax.tree.leaves(params)
-    assert max(leaf.size // leaf.addressable_shards[0].data.size for leaf in leaves) == 2
-
-
-def on_one_device(task, recipe, batch):
-    """Parameters after the steps of a recipe by AdamW as written, and each loss and norm."""
-    rise = round(0.1 * recipe.steps)
-    schedule = optax.warmup_cosine_decay_schedule(
-        recipe.learning_rate / (rise + 1), recipe.learning_rate, rise, recipe.steps, 1e-3
-    )
-    mask = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.01, mask=mask)
-    rule = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    params = jax.device_get(task.load())
-    state = rule.init(params)
-
-    @jax.jit
-    def step(params, state, rows):
-        def loss(params):
-            return loss_of_rows(task.structure, params, rows) / jnp.sum(rows.learned)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = rule.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
-
-    reports = []
-    for index in range(recipe.steps):
-        chosen = rows_of_step(len(task.rows.tokens), count=batch, seed=0, step=index)
-        rows = Rows(*(field[chosen] for field in task.rows))
-        counts = rows.learned.reshape(WORKERS, -1).sum(axis=1)
-        assert index or counts[0] != counts[1]
-        params, state, loss, norm = step(params, state, rows)
-        reports.append((float(loss), float(norm)))
-    return params, reports
-
-
-def test_the_evaluation_is_the_mean_over_all_held_out_targets(files):
-    """The last batch is filled up with rows that do not count."""
-    task = task_of(files)
-    rows, params = task.held_out, jax.device_get(task.load())
-    assert len(rows.tokens) % 6
-    loss = evaluator(task.structure, rows, 6, task.mesh)(task.load())
-    exact = jax.jit(lambda params: loss_of_rows(task.structure, params, rows))(params)
-    assert loss == pytest.approx(float(exact) / rows.learned.sum(), rel=1e-5)
-
-
-@pytest.mark.parametrize("method", ["bf16", "ef+bf16"])
-def test_gradients_travel_between_workers_only_and_in_as_many_bytes_as_reported(files, method):
-    """Each device sends its part; between the devices of a worker travel scalars."""
-    task, recipe = task_of(files, fsdp=2), Recipe(steps=3, learning_rate=1e-2, method=method)
-    optimizer = recipe.optimizer(task.mesh)
-    _, abstract = initial_state(optimizer, task.shapes, task.mesh)
-    grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), task.shapes)
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract.optimizer[0])
-    reduce, specs = optimizer.update, jax.P()
-    del reduce, specs
-    take_step = run.train_step(task.structure, optimizer, abstract, task.mesh)
-    rows = Rows(*(field[:4] for field in task.rows))
-    inspected = dq.inspect(take_step, abstract, rows)
-    over_data = sum(row.bytes for row in inspected.rows if row.over == "data")
-    report = dq.wire_report(
-        grads,
-        "data",
-        mesh=task.mesh,
-        specs=jax.tree.map(lambda leaf: leaf.sharding.spec, abstract.params),
-        method=method,
-        with_metrics=True,
-    )
-    assert report.bytes_per_worker <= over_data < 1.1 * report.bytes_per_worker + 200
-    assert state.step.shape == ()
-
-
-@pytest.mark.parametrize("method", ["dynamiq:5", "powersgd", "ef+powersgd", "ef+topk_chunked"])
-def test_a_checkpoint_has_the_state_of_every_device(method, files, tmp_path):
-    """Values are random: what a checkpoint leaves out shows."""
-    task, mesh = task_of(files, fsdp=2), llm_files.mesh_of(2, 2)
-    recipe = Recipe(method=method, steps=3, learning_rate=1e-2)
-    _, abstract = initial_state(recipe.optimizer(mesh), task.shapes, mesh)
-    rng = np.random.default_rng(0)
-
-    def draw(leaf):
-        values = (1000 * rng.random(leaf.shape)).astype(leaf.dtype)
-        return jax.device_put(values, leaf.sharding)
-
-    state = jax.tree.map(draw, abstract)
-    is_stateful = bool(jax.tree.leaves(state.optimizer[0].method))
-    assert is_stateful == dq.methods.resolve_method(method).is_stateful
-    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
-        manager.save(5, args=ocp.args.StandardSave(state))
-        manager.wait_until_finished()
-        restored = manager.restore(5, args=ocp.args.StandardRestore(abstract))
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        assert ours.dtype == theirs.dtype and ours.sharding == theirs.sharding
 
 
 # --------------------------------------------------------------------------- processes of their own

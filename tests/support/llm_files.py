@@ -52,7 +52,7 @@ def write_tokenizer(folder: pathlib.Path, template: str | None = UNMARKED) -> in
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": BEGIN, "eos_token": {"content": END}}
+    config = {"bos_token": BEGIN, "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
