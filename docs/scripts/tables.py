@@ -441,7 +441,6 @@ def environments() -> str:
         "aot_tpu": "python -m benchmarks.aot.tpu",
         "big_models": "python -m benchmarks.training.big_models",
         "codec": "python -m benchmarks.speed.codec",
-        "checkpoint_loading": "python -m benchmarks.training.checkpoint_loading",
         "compare_decoder": "dynamiq-jax compare",
         "compare_low_bits": "dynamiq-jax compare",
         "compare_ring": "dynamiq-jax compare",
