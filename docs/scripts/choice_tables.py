@@ -16,6 +16,7 @@ def which_method() -> str:
         if row["workers"] == 8
     }
     of_bf16, of_f32 = (break_even_gbit("cpu", "100M", kind) for kind in ("bf16", "f32"))
+    nvlink, hiding = (gain_of_a_step("3600gbit", overlap) for overlap in (0.0, 0.5))
     rows = [
         [
             "between sites, 10 Mbit/s",
@@ -48,9 +49,7 @@ def which_method() -> str:
         [
             "NVLink, or inside one host",
             "`jax.lax.pmean`",
-            "predicted: compressed steps {:.2f} times as fast, {:.2f} with half of each hidden".format(
-                *(gain_of_a_step("3600gbit", overlap) for overlap in (0.0, 0.5))
-            ),
+            f"predicted: compressed {nvlink:.2f} times as fast, {hiding:.2f} if half hides transfers",
         ],
         [
             "any, with the least error",

@@ -74,7 +74,7 @@ def test_the_diff_around_a_loss_compresses_its_gradients(setting):
     namespace = dict(setting)
     exec(applied(AROUND_A_LOSS, "+"), namespace)
     exact = exact_gradients(setting)
-    assert 0 < dq.vnmse(namespace["grads"], exact) < 1e-2
+    assert 1e-3 < dq.vnmse(namespace["grads"], exact) < 3e-2
     expected = setting["loss_fn"](setting["params"], setting["batch"])
     assert jnp.allclose(namespace["loss"], expected, rtol=1e-5)
 
@@ -84,11 +84,11 @@ def test_the_diff_in_a_shard_map_is_true_under_the_defaults_of_jax(setting):
     before = gradients_of(applied(IN_A_SHARD_MAP, "-"), setting)
     after = gradients_of(applied(IN_A_SHARD_MAP, "+"), setting)
     assert dq.vnmse(before, exact) < 1e-12
-    assert 0 < dq.vnmse(after, exact) < 1e-2
+    assert 1e-3 < dq.vnmse(after, exact) < 3e-2
 
 
 def test_the_diff_in_a_shard_map_needs_its_cast(setting):
     assert CAST in IN_A_SHARD_MAP
     code = applied(IN_A_SHARD_MAP.replace(CAST, ""), "+")
-    with pytest.raises(ValueError, match="jax.lax.pcast"):
+    with pytest.raises(ValueError, match=r"jax\.lax\.pcast"):
         gradients_of(code, setting)
