@@ -49,7 +49,7 @@ def which_method() -> str:
         [
             "NVLink, or inside one host",
             "`jax.lax.pmean`",
-            f"predicted: compressed {nvlink:.2f} times as fast, {hiding:.2f} if half hides transfers",
+            f"predicted: compressed {nvlink:.2f} times as fast, {hiding:.2f} with half hidden",
         ],
         [
             "any, with the least error",
