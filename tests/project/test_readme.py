@@ -88,7 +88,11 @@ def test_the_diff_in_a_shard_map_is_true_under_the_defaults_of_jax(setting):
 
 
 def test_the_diff_in_a_shard_map_needs_its_cast(setting):
+    """Without it, gradients are sums already: of JAX alone, without an error."""
     assert CAST in IN_A_SHARD_MAP
-    code = applied(IN_A_SHARD_MAP.replace(CAST, ""), "+")
+    diff = IN_A_SHARD_MAP.replace(CAST, "")
     with pytest.raises(ValueError, match=r"jax\.lax\.pcast"):
-        gradients_of(code, setting)
+        gradients_of(applied(diff, "+"), setting)
+    exact = exact_gradients(setting)
+    summed = jax.tree.map(lambda grad: 4 * grad, exact)
+    assert dq.vnmse(gradients_of(applied(diff, "-"), setting), summed) < 1e-12
