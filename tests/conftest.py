@@ -24,8 +24,8 @@ if importlib.util.find_spec("tunix") is None:
 
 # Files that run examples, pages and trainers, whose own code may promote ranks.
 OF_USERS = (
-    *("allocation_benchmark", "arc_top_k", "compare", "docs", "llm", "notebook"),
-    *("time_to_accuracy", "tunix", "upgrading"),
+    *("allocation_benchmark", "arc_top_k", "compare", "docs", "llm", "notebook", "readme"),
+    *("time_to_accuracy", "tunix"),
 )
 
 # Examples are the same in every run, and none fails for being slow on a busy machine.

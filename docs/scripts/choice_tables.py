@@ -15,6 +15,8 @@ def which_method() -> str:
         for row in results_of("compare_ring")
         if row["workers"] == 8
     }
+    of_bf16, of_f32 = (break_even_gbit("cpu", "100M", kind) for kind in ("bf16", "f32"))
+    nvlink, hiding = (gain_of_a_step("3600gbit", overlap) for overlap in (0.0, 0.5))
     rows = [
         [
             "between sites, 10 Mbit/s",
@@ -32,9 +34,9 @@ def which_method() -> str:
             f"measured: {fast['bf16:ring'] / fast['dynamiq:5:ring']:.1f} times sooner than BF16",
         ],
         [
-            "more than a few Gbit/s, CPUs",
-            "`jax.lax.pmean`",
-            f"predicted: BF16 is faster from {break_even_gbit('cpu', '100M', 'bf16'):g} Gbit/s on",
+            f"more than {of_bf16:g} Gbit/s, CPUs",
+            '`"bf16"`',
+            f"predicted: faster than 5 bits; from {of_f32:g} Gbit/s on, so is `psum` of float32",
         ],
         *(
             [
@@ -47,7 +49,7 @@ def which_method() -> str:
         [
             "NVLink, or inside one host",
             "`jax.lax.pmean`",
-            f"predicted: steps {gain_of_a_step('3600gbit'):.2f} times as fast if compressed",
+            f"predicted: compressed {nvlink:.2f} times as fast, {hiding:.2f} with half hidden",
         ],
         [
             "any, with the least error",

@@ -79,11 +79,11 @@ def break_even() -> str:
 def steps() -> str:
     """Write the times of a training step on several links by `dynamiq-jax advise --size 7G`."""
     rows = []
-    for link in ("1gbit", "10gbit", "25gbit", "100gbit", "400gbit", "1600gbit"):
+    for link in ("1gbit", "10gbit", "25gbit", "100gbit", "400gbit", "1600gbit", "3600gbit"):
         plain, ours = at_five_bits(Advise(link=link, size="7G"))
         rows.append(
             [
-                link.replace("gbit", " Gbit/s"),
+                link.replace("gbit", " Gbit/s") + (", NVLink" if link == "3600gbit" else ""),
                 format_seconds(plain.all_reduce.total),
                 format_seconds(ours.all_reduce.total),
                 f"{plain.all_reduce.total / ours.all_reduce.total:.2f}x",

@@ -174,6 +174,28 @@ def test_the_map_of_the_kernels_is_complete():
     assert set(re.findall(r"^    (\w+) ", doc, re.M)) == modules - {"__init__"}
 
 
+def test_the_page_on_architecture_names_every_package_from_the_bottom_up():
+    page = (ROOT / "docs/architecture.md").read_text()
+    diagram, table = page.split("## The path of one call")[0].split("| package | content |")
+    rooms = [layer for layer in LAYERS if "__" not in layer]
+    entries = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
+    assert entries == ["pallas_kernels.codec", *rooms]  # in which every module has its place
+    drawn = re.findall(r"[\w.]+", diagram.split("```")[1])
+    last_lines = [name.removeprefix("dynamiq_jax.") for name in reversed(entries)]
+    assert [name for name in drawn if name in last_lines] == last_lines
+
+
+def test_files_on_the_page_on_architecture_exist():
+    page = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    paths = {f"{name.replace('.', '/')}.py" for name in LIBRARY}
+    paths |= {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
+    assert named
+    assert [
+        name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)
+    ] == []
+
+
 def test_every_system_has_a_level_of_trust():
     assert set(contrib.LEVELS) == {system(n) for n in LIBRARY if inside(n, WING)} - {"__init__"}
 

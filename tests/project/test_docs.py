@@ -68,9 +68,10 @@ def file_of(module: str) -> Path:
     "page",
     [
         # Whole training steps, and a kernel that is interpreted.
-        pytest.param(page, marks=slow if "recipes/" in page or "CONTRIBUTING" in page else ())
+        pytest.param(page, marks=slow if "recipes/" in page or "extensions" in page else ())
         for page in PAGES
-        if code_blocks(PAGES[page], "python")
+        # That of the README makes devices of its own: see test_readme.py.
+        if code_blocks(PAGES[page], "python") and page != "README.md"
     ],
 )
 def test_python_of_a_page_runs_in_order_and_prints_its_comments(page):
@@ -82,17 +83,13 @@ def test_python_of_a_page_runs_in_order_and_prints_its_comments(page):
     with jax.numpy_dtype_promotion("standard"), contextlib.redirect_stdout(printed):
         for block in blocks:
             exec(compile(block, page, "exec"), namespace)
-    expected = re.findall(r"^ *print\(.*\)  # (.*)$", "\n".join(blocks), flags=re.MULTILINE)
-    assert [line.strip() for line in printed.getvalue().splitlines()] == expected
+    assert [line.strip() for line in printed.getvalue().splitlines()] == printed_by(PAGES[page])
 
 
-def test_diff_names_a_public_function():
-    for page in ("README.md", "docs/index.md"):
-        blocks = code_blocks(PAGES[page], "diff")
-        assert blocks
-        for block in blocks:
-            (added,) = re.findall(r"^\+ \w+ = dq\.(\w+)", block, flags=re.MULTILINE)
-            assert added in dq.__all__
+def printed_by(text: str) -> list[str]:
+    """Return the lines that the code of a page prints, by the comments behind them."""
+    code = "\n".join(code_blocks(text, "python"))
+    return re.findall(r"^ *print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
 
 
 # --------------------------------------------------------------------------------------- commands
@@ -181,6 +178,17 @@ def anchors(page: str) -> set[str]:
     # The reference of a class has its name as anchor.
     documented = re.findall(r"^::: ([\w.]+)$", PAGES[page], flags=re.MULTILINE)
     return {*(re.sub(r"\s+", "-", heading) for heading in plain), *documented}
+
+
+def test_titles_are_no_noun_clauses():
+    """They name a thing, or ask a question and end in its mark."""
+    clause = r"^#+ ((?:What|How|Which|Whose|When|Where|Whether|Why)\b.*[^?\n])$"
+    found = [
+        (page, title)
+        for page, text in PAGES.items()
+        for title in re.findall(clause, text, flags=re.MULTILINE)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,0 +1,54 @@
+"""Pages on extensions and research: groups, parts and levels of trust are those of the library."""
+
+import re
+import tomllib
+
+import pytest
+
+from dynamiq_jax import parts
+from dynamiq_jax.contrib import LEVELS
+from dynamiq_jax.methods import METHODS, WRAPPERS
+from tests.project.test_docs import PAGES, code_blocks
+
+EXTENSIONS = PAGES["docs/extensions.md"]
+OVERVIEW = PAGES["docs/contrib/index.md"]
+# Pages of systems that share one, and names of the overview that are not those of a page.
+SYSTEMS = {"top_k": "single_coordinates", "rand_k": "single_coordinates"}
+WITHOUT_A_PAGE = {"../workers/drop_compute": "stragglers"}
+
+
+def system_of(page: str) -> str:
+    return {**SYSTEMS, **WITHOUT_A_PAGE}.get(page, page)
+
+
+def test_entry_points_are_those_that_the_library_reads():
+    (block,) = code_blocks(EXTENSIONS, "toml")
+    groups = tomllib.loads(block)["project"]["entry-points"]
+    assert list(groups) == [METHODS.group, WRAPPERS.group]
+    for names in groups.values():
+        assert names and not {*names} & {*METHODS, *WRAPPERS}
+
+
+def test_the_table_of_parts_is_complete():
+    section = EXTENSIONS.split("## Parts")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| [^`|]+ \| (`.*) \|$", section, flags=re.MULTILINE)
+    named = re.findall(r"`(\w+)`", "\n".join(rows))
+    assert sorted(named) == sorted(parts.__all__)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if p.startswith("docs/contrib/") and not p.endswith("index.md")],
+)
+def test_the_page_of_a_system_opens_with_its_level(page):
+    opening = "\n".join(PAGES[page].splitlines()[:4])
+    (level,) = re.findall(r"^Level of trust: \[([\w ]+)\]\(index\.md\)\.$", opening, re.MULTILINE)
+    assert level == LEVELS[system_of(page.split("/")[-1].removesuffix(".md"))]
+
+
+def test_the_overview_has_the_level_of_every_system():
+    rows = re.findall(
+        r"^\| \[[^]]+\]\(([\w./]+)\.md(?:#\w+)?\) \|[^|]*\| ([\w ]+) \|", OVERVIEW, re.M
+    )
+    assert {system_of(page): level for page, level in rows} == LEVELS
+    assert len(rows) == len(LEVELS) + 1  # two pages of one system
