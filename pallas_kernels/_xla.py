@@ -7,6 +7,7 @@ of two, here and in the codec. Both give the same bytes.
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -30,6 +31,7 @@ _RowsAt = Callable[[Index, int], Array]  # (first place, count) to float32 [coun
 _Sections = tuple[Array, Array, Array]  # planes, group scales, super-scales
 
 
+@jax.jit
 def statistics(rows: Array) -> Array:
     """Compute norms; see `pallas_kernels.operations.statistics`."""
 
@@ -40,6 +42,7 @@ def statistics(rows: Array) -> Array:
     return for_each_block(rows.shape[0], step, zeros_after(rows, rows.shape[:1], jnp.float32))
 
 
+@functools.partial(jax.jit, static_argnames="layout")
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode a partial sum; see `pallas_kernels.operations.hop`."""
     places = local.places.at(chunk)
@@ -74,6 +77,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     return layout.message(planes[: layout.units], *scales)
 
 
+@functools.partial(jax.jit, static_argnames="layout")
 def decompress_accumulate(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
@@ -88,6 +92,7 @@ def decompress_accumulate(
     return for_each_block(layout.rows_per_chunk, step, empty)
 
 
+@functools.partial(jax.jit, static_argnames="layout")
 def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     """Decode all chunks; see `pallas_kernels.operations.decompress`."""
     num_chunks, rows_per_chunk = places.order.shape

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from jax.sharding import AxisType, Mesh
 
+from dynamiq_jax.methods import METHODS, WRAPPERS
 from tests.support import speed
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -42,6 +43,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_enable_x64", config.getoption("--x64"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Make the tests of research slow ones outside of its folder.
+
+    There, each system has its own tests. Elsewhere, it goes through those of all methods.
+    """
+    research = {*METHODS.installed, *WRAPPERS.installed, "ef21m", "global_compensation"}
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        names = {value for value in parameters.params.values() if isinstance(value, str)} if parameters else set()
+        if names & research and "contrib" not in item.path.parts:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
