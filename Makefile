@@ -22,7 +22,7 @@ test: lint test-fast  ## run lint, the type checker and the tests
 test-fast: $(VENV)/installed  ## run the tests alone
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/installed  ## run whole commands, recipes and the notebook, and kill processes
+test-slow: $(VENV)/installed  ## run the conformance of research, larger cases, whole commands, and kill processes
 	$(PYTEST) -m slow $(ARGS)
 
 test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64

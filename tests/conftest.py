@@ -53,7 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     research = {*METHODS.installed, *WRAPPERS.installed, "ef21m", "global_compensation"}
     for item in items:
         parameters = getattr(item, "callspec", None)
-        names = {value for value in parameters.params.values() if isinstance(value, str)} if parameters else set()
+        names = (
+            {value for value in parameters.params.values() if isinstance(value, str)}
+            if parameters
+            else set()
+        )
         if names & research and "contrib" not in item.path.parts:
             item.add_marker(pytest.mark.slow)
 

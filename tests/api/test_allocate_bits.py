@@ -62,7 +62,7 @@ def error_of_mean(stacked, method, options):
     [
         pytest.param(2, 3, 1.0, marks=pytest.mark.slow),
         (4, 4, 0.0),
-        (4, 6, 1.0),
+        pytest.param(4, 6, 1.0, marks=pytest.mark.slow),
         pytest.param(8, 5, 1.0, marks=pytest.mark.slow),
     ],
 )

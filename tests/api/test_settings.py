@@ -123,7 +123,11 @@ def test_every_topology(method, topology, check_vma, data_mesh):
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn, check_vma), gradients(), run=False)
 
 
-@pytest.mark.parametrize("method", (TWO_WIDTHS, EntropyCoded()), ids=("dynamiq", "entropy_coded"))
+@pytest.mark.parametrize(
+    "method",
+    (TWO_WIDTHS, pytest.param(EntropyCoded(), marks=pytest.mark.slow)),
+    ids=("dynamiq", "entropy_coded"),
+)
 def test_sums_with_metrics_and_a_limit(method, data_mesh):
     options = dq.Options(max_error=1e-3, exact_below=0)
 
@@ -136,7 +140,9 @@ def test_sums_with_metrics_and_a_limit(method, data_mesh):
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients())
 
 
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize(
+    "dtype", (jnp.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in ("f4", "f2")))
+)
 def test_dtypes(dtype, data_mesh):
     fn = steps(TWO_WIDTHS)
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(dtype))
@@ -184,7 +190,7 @@ def test_train_steps(data_mesh):
     check_same(lambda: mapped, params, batch)
 
 
-@pytest.mark.parametrize("step", (Pipelined, LocalSGD))
+@pytest.mark.parametrize("step", (pytest.param(Pipelined, marks=pytest.mark.slow), LocalSGD))
 def test_steps_of_trainers(step, data_mesh):
     mesh = data_mesh(NUM_WORKERS)
     params = {"w": gradients()[0]}

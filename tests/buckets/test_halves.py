@@ -76,9 +76,9 @@ def mean_by_all_reduce(tree, method=CORRELATED, topology="ring", options=ONE_BUC
     (
         (regions, 4, "ring"),
         (regions, 2, "all_to_all"),
-        (regions, 8, "all_to_all"),
+        pytest.param(regions, 8, "all_to_all", marks=pytest.mark.slow),
         (columns, 4, "butterfly"),
-        (columns, 8, Ring(bidirectional=True)),
+        pytest.param(columns, 8, Ring(bidirectional=True), marks=pytest.mark.slow),
     ),
     ids=lambda given: getattr(given, "__name__", str(given)),
 )

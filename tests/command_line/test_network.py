@@ -174,6 +174,7 @@ def failing_run(monkeypatch) -> Callable[[Callable[[], None]], CommandError]:
     return run
 
 
+@pytest.mark.slow
 @emulates
 def test_a_killed_process_ends_all_with_an_error(failing_run):
     workers = []
@@ -187,6 +188,7 @@ def test_a_killed_process_ends_all_with_an_error(failing_run):
     assert_nothing_left(os.getpid(), workers)
 
 
+@pytest.mark.slow
 @emulates
 def test_a_stalled_link_ends_all_with_an_error(failing_run):
     workers = []

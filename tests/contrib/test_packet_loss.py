@@ -266,7 +266,12 @@ def check_mean(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "method"), [("others", "exact"), ("inverse", "exact"), ("others", "bf16")]
+    ("estimator", "method"),
+    [
+        ("others", "exact"),
+        ("inverse", "exact"),
+        pytest.param("others", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_mean_estimate_is_the_mean_gradient(estimator, method):
     gradients, found = estimates(estimator, 0.1, 8, method)
@@ -337,7 +342,7 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("method", ["thc", TWO_WIDTHS])
+@pytest.mark.parametrize("method", ["thc", pytest.param(TWO_WIDTHS, marks=pytest.mark.slow)])
 def test_without_loss_it_is_the_mean_of_the_reduce_scatter(method):
     """Bit-identical. A channel that could lose packets, but does not, adds in another order."""
 

@@ -180,7 +180,11 @@ def test_the_cases_have_all_choices():
 
 
 @kernels
-@every_case
+@pytest.mark.parametrize(
+    "name",
+    # The widest codes, and the paper's, are those of slower programs.
+    [pytest.param(n, marks=pytest.mark.slow if n in ("wide", "paper") else ()) for n in CASES],
+)
 def test_a_hop_writes_the_bytes_of_the_base(kernel, name):
     ours, expected = (without_lost_rows(name, hop_of(k, name, 1)) for k in (kernel, "xla"))
     np.testing.assert_array_equal(ours, expected)

@@ -30,6 +30,7 @@ PAGES = {
 }
 COMMANDS = ("bench", "network", "advise", "compare", "doctor", "drop-compute", "tune-buckets")
 slow = pytest.mark.slow
+LONG = ("recipes/", "contrib/", "workers/", "extensions")  # pages
 
 
 def code_blocks(text: str, language: str) -> list[str]:
@@ -68,7 +69,7 @@ def file_of(module: str) -> Path:
     "page",
     [
         # Whole training steps, and a kernel that is interpreted.
-        pytest.param(page, marks=slow if "recipes/" in page or "extensions" in page else ())
+        pytest.param(page, marks=slow if any(part in page for part in LONG) else ())
         for page in PAGES
         # That of the README makes devices of its own: see test_readme.py.
         if code_blocks(PAGES[page], "python") and page != "README.md"

@@ -422,7 +422,7 @@ def reducer(name: str, rounding: str):
     )
 
 
-@pytest.mark.parametrize("agreement", (0.0, 0.5))
+@pytest.mark.parametrize("agreement", (pytest.param(0.0, marks=pytest.mark.slow), 0.5))
 def test_the_error_law_is_what_the_codec_does(agreement):
     """Independent roundings of gradients of known agreement: the error of one compression, which
     the law asks for, is the same on paths of 8, 4 and 2 compressions.

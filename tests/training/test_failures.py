@@ -7,6 +7,7 @@ test_drop_compute.py.
 import signal
 
 import numpy as np
+import pytest
 
 from tests.support import processes
 from tests.support.local_sgd_worker import EVERY, NUM_STEPS
@@ -28,6 +29,7 @@ def test_a_late_worker_holds_up_nobody_before_the_next_synchronization(tmp_path)
     assert 1 < ends[0].min() < ends[0].max() < 1.01 * ends[0].min()
 
 
+@pytest.mark.slow
 def test_a_crash_is_noticed_at_the_next_synchronization(tmp_path):
     """The other takes its local steps alone, and raises an error then, of the all-reduce."""
     with processes.running(WORKER, [(tmp_path, "SIGKILL")] * 2) as (survivor, victim):

@@ -42,7 +42,9 @@ def uninterrupted(tmp_path_factory):
     "victim, fault, heartbeat, told",
     (
         # gloo sees the connection close and raises; to exit takes `shutdown_timeout_seconds`.
-        pytest.param(1, signal.SIGKILL, LONG, "JaxRuntimeError: UNKNOWN: Gloo", id="killed"),
+        pytest.param(
+            1, signal.SIGKILL, LONG, "JaxRuntimeError: UNKNOWN: Gloo", id="killed", marks=slow
+        ),
         # The connection to the coordinator closes too, without which JAX aborts a process.
         pytest.param(0, signal.SIGKILL, LONG, SERVICE, id="coordinator_killed", marks=slow),
         # Nothing closes, but heartbeats are missed after `heartbeat_timeout_seconds`.
