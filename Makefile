@@ -14,7 +14,7 @@ X64 := $(patsubst %,tests/%.py,methods/test_methods topologies/test_topologies a
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
-demo: $(VENV)/installed  ## fine-tune a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
+demo: $(VENV)/installed  ## train a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
 	$(RUN) -m examples.finetune_llm $(ARGS)
 
 test: lint test-fast  ## run lint, the type checker and the tests

@@ -10,6 +10,7 @@ from hypothesis import settings
 from jax.sharding import AxisType, Mesh
 
 from dynamiq_jax.methods import METHODS, WRAPPERS
+from pallas_kernels import _xla
 from tests.support import speed
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -72,6 +73,14 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
     is_marked = request.node.get_closest_marker("optimized") is not None
     with speed.compiling(optimized=is_marked or request.config.getoption("--optimized")):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_traces() -> Iterator[None]:
+    """Forget how the codec was traced for the layouts of a file: they take gigabytes in all."""
+    yield
+    for operation in (_xla.statistics, _xla.hop, _xla.decompress_accumulate, _xla.decompress):
+        operation.clear_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)
