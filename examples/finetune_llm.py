@@ -16,6 +16,7 @@ llm/training.py has the step, and in `Recipe.optimizer` the line that compresses
 """
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.llm import checkpoint, demo, report
+from examples.llm.budget import seconds_of_step
 from examples.llm.data import Encoder, hold_out, pack, read_documents
 from examples.llm.model import Decoder, Params
 from examples.llm.run import Record, Task, train
 from examples.llm.training import Recipe, fsdp_specs, on_mesh
 
+SECONDS_BETWEEN_LINES = 20
 VIRTUAL_DEVICES = 8  # on CPUs, unless --workers is given
 
 
@@ -152,8 +155,9 @@ def finetune(options: Options) -> None:
         f"{mesh.shape['fsdp']} device(s)",
         soft_wrap=True,
     )
-    runs = {}
+    runs: dict[str, list[Record]] = {}
     for path, recipe in recipes.items():
+        params = None  # Those of two runs may not fit.
         name = f"{recipe.method}:{recipe.topology}"
         params, runs[name] = shown(console, name, task, recipe, path, options.save_every)
     checkpoint.save(folder / "model", config, params, options.checkpoint)
@@ -251,17 +255,33 @@ def shown(
 ) -> tuple[Params, list[Record]]:
     """Train, with progress on the console: a bar on a terminal, a line now and then elsewhere."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
+    printed = 0.0
+
+    def say(text: str) -> None:
+        console.print(f"{name}: {text}", soft_wrap=True, highlight=False)
+
+    say("compiling")
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=recipe.steps)
 
         def show(record: Record) -> None:
+            nonlocal printed
             step, error = record["step"], record["error"]
-            text = f"{name}: loss {record['loss']:.3f}, estimated vNMSE {error:.1e}"
-            bars.update(bar, completed=step, description=text)
-            if not console.is_terminal and step % 40 == 0:
-                console.print(f"{step}/{recipe.steps} {text}", soft_wrap=True, highlight=False)
+            text = f"loss {record['loss']:.3f}, estimated vNMSE {error:.1e}"
+            bars.update(bar, completed=step, description=f"{name}: {text}")
+            now = time.monotonic()
+            if not console.is_terminal and now - printed > SECONDS_BETWEEN_LINES:
+                printed = now
+                say(f"step {step} of {recipe.steps}, {text}")
 
-        return train(task, recipe, folder, save_every=save_every, on_step=show)
+        def start(needs: str) -> None:
+            if task.mesh.devices.flat[0].platform == "cpu":
+                tokens = task.mesh.shape["data"] * task.batch * task.rows.tokens.shape[1]
+                seconds = seconds_of_step(task.shapes, tokens)
+                needs += f", about {seconds:.2g} s on a free machine"
+            say(f"a step {needs}")
+
+        return train(task, recipe, folder, save_every=save_every, on_start=start, on_step=show)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,19 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Array, *, positions: Array | None = None, segments: Array | None = None
     ) -> Array:
-        """Compute the logits of the next token at each position.
+        """Compute the logits of the next token at each position, float32
+        `[batch, time, vocabulary]`; the arguments are those of `features`.
+        """
+        return self.logits(self.features(tokens, positions=positions, segments=segments))
+
+    def logits(self, features: Array) -> Array:
+        """Map features `[..., width]` to logits, float32 `[..., vocabulary]`."""
+        return (self.lm_head or self.embed_tokens)(features).astype(jnp.float32)
+
+    def features(
+        self, tokens: Array, *, positions: Array | None = None, segments: Array | None = None
+    ) -> Array:
+        """Compute the features that the next token at each position depends on.
 
         Args:
           tokens: int32 `[batch, time]`.
@@ -177,7 +189,7 @@ class Decoder(nnx.Module):
             None for one document per row.
 
         Returns:
-          float32 `[batch, time, vocabulary]`.
+          `[batch, time, width]`, in the dtype of computation.
         """
         time = tokens.shape[1]
         if positions is None:
@@ -191,8 +203,7 @@ class Decoder(nnx.Module):
         run = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for block in self.layers:
             x = run(block, x, angle, mask)
-        x = self.norm(x)
-        return (self.lm_head or self.embed_tokens)(x).astype(jnp.float32)
+        return self.norm(x)
 
 
 def abstract_params(config: LlamaConfig) -> Params:

@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
+from examples.llm.budget import check_memory
 from examples.llm.checkpoint import read_object
 from examples.llm.data import Rows, place, rows_of_step
 from examples.llm.model import Params
-from examples.llm.training import Recipe, evaluator, initial_state, train_step
+from examples.llm.training import Recipe, State, evaluator, initial_state, train_step
 
 EVALUATE_EVERY = 40  # steps
 REMEDY = "Give the same options, delete that folder, or give another --output-dir."
@@ -53,6 +55,7 @@ def train(
     folder: Path,
     *,
     save_every: int = 50,
+    on_start: Callable[[str], None] = lambda text: None,
     on_step: Callable[[Record], None] = lambda record: None,
 ) -> tuple[Params, list[Record]]:
     """Train, starting from the last checkpoint in a folder if there is one.
@@ -62,6 +65,7 @@ def train(
       recipe: hyperparameters.
       folder: folder of the checkpoints and records.
       save_every: steps between checkpoints.
+      on_start: called before the first step with what it needs.
       on_step: called with the record of each step.
 
     Returns:
@@ -69,12 +73,19 @@ def train(
       and of each step after its update.
 
     Raises:
-      ValueError: the folder has a run that was started with other options.
+      ValueError: the folder has a run that was started with other options, or a step needs more
+        memory than there is.
     """
     mesh, at_once = task.mesh, task.mesh.shape["data"] * task.batch
     optimizer = recipe.optimizer(mesh)
     start, abstract = initial_state(optimizer, task.shapes, mesh)
-    take_step = train_step(task.structure, optimizer, abstract, mesh)
+
+    def rows_at(step: int) -> Rows:
+        rows = rows_of_step(len(task.rows.tokens), count=at_once, seed=recipe.seed, step=step)
+        return place(task.rows, rows, mesh)
+
+    take_step = compiled_step(task, optimizer, abstract, rows_at(0))
+    on_start(check_memory(take_step, mesh))
     evaluate = evaluator(task.structure, task.held_out, at_once, mesh)
     folder = folder.absolute()
     # Saving is synchronous, since the next step donates the buffers that are saved.
@@ -93,10 +104,9 @@ def train(
         _write_records(folder, records)
         for step in range(done, recipe.steps):
             begin = time.perf_counter()
-            rows = rows_of_step(len(task.rows.tokens), count=at_once, seed=recipe.seed, step=step)
             # Without this wait, several steps in flight on virtual CPU devices would compete for
             # the few threads that their collectives need.
-            state, metrics = jax.block_until_ready(take_step(state, place(task.rows, rows, mesh)))
+            state, metrics = jax.block_until_ready(take_step(state, rows_at(step)))
             seconds = time.perf_counter() - begin
             record: Record = {name: float(value) for name, value in metrics.items()}
             record |= {"step": step + 1, "seconds": seconds}
@@ -109,6 +119,14 @@ def train(
                 snapshots.save(step + 1, args=ocp.args.StandardSave(state))
             on_step(record)
     return state.params, records
+
+
+def compiled_step(
+    task: Task, optimizer: optax.GradientTransformation, abstract: State, rows: Rows
+) -> jax.stages.Compiled:
+    """Compile the training step before the weights are read, to know the memory that it takes."""
+    step = train_step(task.structure, optimizer, abstract, task.mesh)
+    return step.lower(abstract, rows).compile()
 
 
 def read_records(path: Path) -> list[Record]:

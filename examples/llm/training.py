@@ -21,6 +21,7 @@ import dynamiq_jax as dq
 from examples.llm.data import Rows, place
 from examples.llm.model import Params
 
+LOGITS_AT_ONCE = 128  # positions of each row
 WHOLE_BELOW = 1024  # elements: to cut the weight of a norm would save nothing
 
 
@@ -102,11 +103,28 @@ def on_mesh(specs: Any, mesh: Mesh) -> Any:
 
 
 def loss_of_rows(structure: nnx.GraphDef, params: Params, rows: Rows) -> jax.Array:
-    """Sum the loss over all targets to learn, float32 in nats; rows are `[batch, context]`."""
+    """Sum the loss over all targets to learn, float32 in nats; rows are `[batch, context]`.
+
+    Logits take the memory of hundreds of layers where the vocabulary is large. They are computed
+    for some positions at a time, and again in the backward pass.
+    """
     model = nnx.merge(structure, params)
-    logits = model(rows.tokens, positions=rows.positions, segments=rows.segments)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.targets)
-    return jnp.sum(losses, where=rows.learned)
+    features = model.features(rows.tokens, positions=rows.positions, segments=rows.segments)
+
+    def in_parts(field: jax.Array) -> jax.Array:
+        missing = -field.shape[1] % LOGITS_AT_ONCE
+        field = jnp.pad(field, [(0, 0), (0, missing)] + [(0, 0)] * (field.ndim - 2))
+        parts = field.reshape(len(field), -1, LOGITS_AT_ONCE, *field.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    @jax.checkpoint
+    def loss(part: tuple[jax.Array, ...]) -> jax.Array:
+        x, targets, learned = part
+        losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(x), targets)
+        return jnp.sum(losses, where=learned)
+
+    parts = tuple(map(in_parts, (features, rows.targets, rows.learned)))
+    return jnp.sum(jax.lax.map(loss, parts))
 
 
 def initial_state(
@@ -145,8 +163,11 @@ def initial_state(
 
 
 def train_step(
-    structure: nnx.GraphDef, optimizer: optax.GradientTransformation, abstract: State, mesh: Mesh
-) -> Callable[[State, Rows], tuple[State, dict[str, jax.Array]]]:
+    structure: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    abstract: State,
+    mesh: Mesh,
+) -> jax.stages.Wrapped:
     """Build the training step.
 
     Args:

@@ -47,10 +47,10 @@ def command(files):
 
     Its step is compiled once.
     """
-    steps, make_step = [], run.train_step
+    steps, compile_step = [], run.compiled_step
 
-    def train_step(*arguments):
-        steps.append(steps[0] if steps else make_step(*arguments))
+    def compiled_step(*arguments):
+        steps.append(steps[0] if steps else compile_step(*arguments))
         return steps[0]
 
     def main(output, **more):
@@ -69,7 +69,7 @@ def command(files):
             finetune_llm.main(Options(**options | more))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "train_step", train_step)
+        patch.setattr(run, "compiled_step", compiled_step)
         patch.setattr(run, "EVALUATE_EVERY", 4)
         patch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(2, 2))
         yield main

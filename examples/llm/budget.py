@@ -1,0 +1,80 @@
+"""Memory and time of a training step, known before the first one."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+GIB = 2**30
+# Of a CPU process: the libraries, what the compiler keeps, and a weight file that is being read.
+REST_OF_PROCESS = 2 * GIB
+# Matrix products take about two thirds of a step on CPUs.
+SHARE_OF_PRODUCTS = 2 / 3
+
+
+def check_memory(step: jax.stages.Compiled, mesh: Mesh) -> str:
+    """Describe the memory that a step needs, and refuse one that cannot fit.
+
+    Raises:
+      ValueError: the devices of this process have less memory.
+    """
+    sizes = step.memory_analysis()
+    if sizes is None:  # The platform does not tell.
+        return ""
+    fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    needed = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + fresh
+    device = mesh.local_devices[0]
+    if device.platform == "cpu":  # Virtual devices share the memory of the machine.
+        where, free = "this machine", free_memory()
+        needed = needed * len(mesh.local_devices) + REST_OF_PROCESS
+    else:
+        where, free = device.device_kind, (device.memory_stats() or {}).get("bytes_limit")
+    text = f"needs {needed / GIB:.1f} GiB of memory"
+    if free is not None and needed > free:
+        raise ValueError(
+            f"A step with --workers {mesh.shape['data']} {text}, and {where} has "
+            f"{free / GIB:.1f} GiB free. Give fewer --workers, less --context or less --batch."
+        )
+    return text if free is None else f"{text}; {where} has {free / GIB:.1f} GiB free"
+
+
+def free_memory() -> int | None:
+    """Return the bytes that this process can still take, None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    limits = [] if kib is None else [1024 * int(kib)]
+    group = Path("/sys/fs/cgroup")  # of a container, whose limit may be lower
+    try:
+        most = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:
+        most = "max"
+    if most != "max":
+        limits.append(int(most) - used)
+    return min(limits, default=None)
+
+
+def seconds_of_step(params: Any, tokens: int) -> float:
+    """Estimate the time that a step computes on CPUs, from that of a matrix product.
+
+    Args:
+      params: the parameters, or their shapes.
+      tokens: those of all workers.
+    """
+    size = 1024
+    square = jnp.ones((size, size))
+    product = jax.jit(jnp.matmul).lower(square, square).compile()
+    rates = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        jax.block_until_ready(product(square, square))
+        rates.append(2 * size**3 / (time.perf_counter() - begin))
+    # Each parameter is multiplied once in the forward pass, and twice in the backward pass.
+    operations = 6 * tokens * sum(leaf.size for leaf in jax.tree.leaves(params))
+    return operations / sorted(rates)[2] / SHARE_OF_PRODUCTS
