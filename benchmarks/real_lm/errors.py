@@ -182,7 +182,10 @@ def reduced(
 
     def local(tree: dict[str, Array]) -> dict[str, Array]:
         own = {name: leaf[0] for name, leaf in tree.items()}
-        return dq.pmean(own, AXIS, key=jax.random.key(seed), method=method, topology=topology)
+        if not dq.methods.resolve_method(method).is_stateful:
+            return dq.pmean(own, AXIS, key=jax.random.key(seed), method=method, topology=topology)
+        reduce = dq.all_reduce_gradients(AXIS, method=method, topology=topology, seed=seed)
+        return reduce.update(own, reduce.init(own))[0]  # the first step
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
     return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in mapped(stacked).items()}
