@@ -15,7 +15,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -35,6 +35,7 @@ from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from dynamiq_jax._measurement.simulate import make_devices
 
 NAME = "real_lm_errors"
+KEY = ("step", "text", "workers", "topology", "bucketing", "method", "seed")
 METHODS = (
     "bf16",
     "dynamiq:3",
@@ -73,6 +74,10 @@ class Config:
     topologies: tuple[str, ...] = ("ring",)
     """ring, butterfly, all_to_all."""
 
+    bucketing: Literal["auto", "striped", "in_order"] = "auto"
+    """How leaves are put into buckets, as in dq.Options: striped on the ring by default, and in
+    order on topologies that overlap with the backward pass."""
+
     workers: tuple[int, ...] = (8,)
     """Numbers of workers."""
 
@@ -96,7 +101,8 @@ def main(config: Config) -> None:
     for text, workers in itertools.product(config.texts, config.workers):
         of_gradient = {"step": config.step, "text": text, "workers": workers}
         wanted = [
-            of_gradient | {"topology": topology, "method": method, "seed": seed}
+            of_gradient
+            | {"topology": topology, "bucketing": config.bucketing, "method": method, "seed": seed}
             for topology in config.topologies
             for method in config.methods
             for seed in range(config.seeds)
@@ -110,15 +116,12 @@ def main(config: Config) -> None:
             begin = time.perf_counter()
             with console.status(f"{row}"):
                 row |= {"batch": config.batch, "context": config.context}
-                row |= measured(stacked, mean, row["method"], row["topology"], row["seed"])
+                row |= measured(stacked, mean, row)
             seconds = time.perf_counter() - begin
             console.print(f"{row['method']}: {row['vnmse']:.2e}, {seconds:.0f} s", soft_wrap=True)
             rows.append(row)
             common.save(NAME, {"model": config.model.name}, rows)
     console.print(table(rows))
-
-
-KEY = ("step", "text", "workers", "topology", "method", "seed")
 
 
 def gradients(
@@ -144,11 +147,12 @@ def gradients(
 
 
 def measured(
-    stacked: dict[str, Array], mean: dict[str, NDArray], method: str, topology: str, seed: int
+    stacked: dict[str, Array], mean: dict[str, NDArray], row: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the errors of one all-reduce, and its bits for each coordinate."""
-    workers = len(next(iter(stacked.values())))
-    found = reduced(stacked, make_mesh(jax.devices()[:workers]), method, topology, seed)
+    workers, options = row["workers"], dq.Options(bucketing=row["bucketing"])
+    setting = {"method": row["method"], "topology": row["topology"], "options": options}
+    found = reduced(stacked, make_mesh(jax.devices()[:workers]), row["seed"], setting)
     squares = {name: float(np.sum((found[name] - mean[name]) ** 2)) for name in mean}
     norms = {name: float(np.sum(exact**2)) for name, exact in mean.items()}
 
@@ -161,7 +165,7 @@ def measured(
         if layer := re.search(r"layers\.(\d+)", name):
             of_layer.setdefault(layer[1], []).append(name)
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, "float32") for name, leaf in mean.items()}
-    report = dq.wire_report(shapes, workers, method=method, topology=topology)
+    report = dq.wire_report(shapes, workers, **setting)
     size = sum(leaf.size for leaf in mean.values())
     return {
         "bits": 8 * report.bytes_per_worker / (2 * (workers - 1) / workers * size),
@@ -176,15 +180,15 @@ def measured(
 
 
 def reduced(
-    stacked: dict[str, Array], mesh: Mesh, method: str, topology: str, seed: int
+    stacked: dict[str, Array], mesh: Mesh, seed: int, setting: dict[str, Any]
 ) -> dict[str, NDArray]:
     """Return the mean that all workers get, in the memory of one of them."""
 
     def local(tree: dict[str, Array]) -> dict[str, Array]:
         own = {name: leaf[0] for name, leaf in tree.items()}
-        if not dq.methods.resolve_method(method).is_stateful:
-            return dq.pmean(own, AXIS, key=jax.random.key(seed), method=method, topology=topology)
-        reduce = dq.all_reduce_gradients(AXIS, method=method, topology=topology, seed=seed)
+        if not dq.methods.resolve_method(setting["method"]).is_stateful:
+            return dq.pmean(own, AXIS, key=jax.random.key(seed), **setting)
+        reduce = dq.all_reduce_gradients(AXIS, seed=seed, **setting)
         return reduce.update(own, reduce.init(own))[0]  # the first step
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P()))

@@ -16,7 +16,13 @@ from statistics import stdev
 import jax
 
 import dynamiq_jax as dq
-from docs.scripts import bucket_tables, choice_tables, method_tables, training_tables
+from docs.scripts import (
+    bucket_tables,
+    choice_tables,
+    method_tables,
+    real_lm_tables,
+    training_tables,
+)
 from docs.scripts.advised import at_five_bits, break_even_gbit, gain_of_a_step
 from docs.scripts.result_files import RESULTS, exponent, markdown, mean, results_of
 from dynamiq_jax._commands.advise import Advise
@@ -506,6 +512,7 @@ _ALL = (
     bucket_tables.buckets_errors,
     bucket_tables.buckets_steps,
     *method_tables.ALL,
+    *real_lm_tables.ALL,
     *training_tables.ALL,
 )
 TABLES = {function.__name__: function for function in _ALL}

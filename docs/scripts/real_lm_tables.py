@@ -1,0 +1,97 @@
+"""Tables of measurements on a real language model, from real_lm_errors.json and
+real_lm_training.json.
+"""
+
+from statistics import fmean
+from typing import Any
+
+from docs.scripts.result_files import exponent, markdown, results_of
+
+_KINDS = ("embedding", "attention", "mlp")
+
+
+def real_lm_errors() -> str:
+    """Write errors of whole gradients on a ring of 8 workers, by method."""
+    rows = []
+    for method in _methods(workers=8, topology="ring"):
+        own = _errors(method=method, workers=8, topology="ring", bucketing="auto")
+        chats = own["chats", 0]
+        cells = [exponent(own[case]["vnmse"]) if case in own else "" for case in _cases()]
+        kinds = [exponent(chats["of_kind"][kind]) for kind in _KINDS]
+        rows.append([f"`{method}`", f"{chats['bits']:.2f}", *cells, *kinds])
+    rows.sort(key=lambda row: -float(row[1]))
+    header = ["method", "bits", *(_name(case) for case in _cases()), *_KINDS]
+    return markdown(header, rows)
+
+
+def real_lm_topologies() -> str:
+    """Write errors of 5 bits beside those of other methods, by workers and topology."""
+    keys = ("text", "workers", "topology", "bucketing")
+    groups = {tuple(row[key] for key in keys): row for row in _rows() if row["step"] == 0}
+    rows = []
+    for text, workers, topology, bucketing in groups:
+        chosen = {"workers": workers, "topology": topology}
+        ours = _errors(method="dynamiq:5", bucketing=bucketing, **chosen).get((text, 0))
+        if ours is None:
+            continue
+        # Errors of methods without variable widths do not depend on the buckets.
+        others = (_errors(method=m, **chosen)[text, 0] for m in ("mxfp8", "blockint:5"))
+        ratios = [f"{ours['vnmse'] / other['vnmse']:.2f}" for other in others]
+        default = "striped" if topology == "ring" else "in order"
+        buckets = default if bucketing == "auto" else bucketing.replace("_", " ")
+        rows.append([text, str(workers), topology, buckets, exponent(ours["vnmse"]), *ratios])
+    header = ["text", "workers", "topology", "buckets", "`dynamiq:5`"]
+    return markdown([*header, "over `mxfp8`", "over `blockint:5`"], rows)
+
+
+def real_lm_training() -> str:
+    """Write losses of fine-tuning with every method."""
+    found = results_of("real_lm_training")
+    exact = {row["seed"]: _final(row) for row in found if row["method"] == "exact"}
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        own = [row for row in found if row["method"] == method]
+        off = [_final(row) / exact[row["seed"]] - 1 for row in own if row["seed"] in exact]
+        rows.append(
+            [
+                f"`{method}`",
+                str(len(own)),
+                f"{fmean(map(_final, own)):.4f}",
+                f"{fmean(off):+.2%}" if off and method != "exact" else "",
+                exponent(fmean(row["error"] for row in own)) if method != "exact" else "",
+                f"{own[0]['bytes'] / 1e6:,.0f} MB",
+            ]
+        )
+    header = ["method", "seeds", "held-out loss", "against exact", "estimated vNMSE"]
+    return markdown([*header, "bytes a step"], rows)
+
+
+def _final(row: dict[str, Any]) -> float:
+    return list(row["held_out"].values())[-1]
+
+
+def _rows() -> list[dict[str, Any]]:
+    return list(results_of("real_lm_errors"))
+
+
+def _methods(**chosen: Any) -> list[str]:
+    fit = [row for row in _rows() if all(row[key] == value for key, value in chosen.items())]
+    return list(dict.fromkeys(row["method"] for row in fit if row["text"] == "chats"))
+
+
+def _cases() -> list[tuple[str, int]]:
+    return sorted({(row["text"], row["step"]) for row in _rows()}, key=lambda case: case[::-1])
+
+
+def _name(case: tuple[str, int]) -> str:
+    text, step = case
+    return f"{text}, step {step}"
+
+
+def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the rows of a choice by text and step; seeds differ in the third digit."""
+    fit = [row for row in _rows() if all(row[key] == value for key, value in chosen.items())]
+    return {(row["text"], row["step"]): row for row in fit if row["seed"] == 0}
+
+
+ALL = (real_lm_errors, real_lm_topologies, real_lm_training)
