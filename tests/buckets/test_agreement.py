@@ -216,6 +216,8 @@ def test_an_error_names_every_field_once():
     assert "method: A" in other and "method.bits" not in other
     many = exchange.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 99)})
     assert "and 89 more" in many and len(many.splitlines()) == 13
+    few = exchange.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 10)})
+    assert "more" not in few and len(few.splitlines()) == 12
 
 
 def test_a_service_that_fails_stops_no_run():

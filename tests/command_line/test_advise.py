@@ -20,6 +20,14 @@ def answer(**changes) -> tuple[str, list]:
     return advice(question, options), options
 
 
+@pytest.mark.parametrize(("gradient", "bits"), [("f32", 32), ("bf16", 16)])
+def test_a_sum_sends_its_size_almost_twice(gradient, bits):
+    """Each worker sends all chunks but one in the reduction, and again in the gather."""
+    plain, *_ = answer(gradient=gradient)[1]
+    assert plain.bits == bits
+    assert plain.sent == pytest.approx(2 * 7 / 8 * 100e6 * bits / 8, rel=1e-6)
+
+
 def test_slow_links_are_worth_it():
     text, options = answer()
     plain, *compressed = options

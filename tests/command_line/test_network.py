@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dynamiq_jax._commands.network import Network
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._emulation import namespaces
 from dynamiq_jax._emulation.network import NetworkRun
@@ -107,6 +108,31 @@ def assert_nothing_left(process: int, workers: list[int]) -> None:
 
 
 LONG = ("--hosts", "2", "--rate", "2mbit", "--settings", "psum", "--repeats", "60")
+
+
+def test_one_repeat_and_one_second_are_enough(monkeypatch):
+    """Where they are accepted, the machine is looked at next."""
+
+    def reached():
+        raise CommandError("the machine")
+
+    monkeypatch.setattr(namespaces, "check_possible", reached)
+    with pytest.raises(CommandError, match="the machine"):
+        Network(repeats=1, timeout=1).run()
+    for name in ("repeats", "timeout"):
+        with pytest.raises(CommandError, match=f"--{name}"):
+            Network(**{name: 0}).run()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="needs /proc of Linux")
+def test_a_later_process_has_a_later_start():
+    """A number that another process has now is told from the one that left something."""
+    time.sleep(0.1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
+        ours, theirs = map(namespaces._start_time, (os.getpid(), later.pid))
+        later.communicate(b"\n")
+    assert ours < theirs
+    assert namespaces._start_time(later.pid) is None
 
 
 # ------------------------------------------------------------------------- the command

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import SplitSketch
-from dynamiq_jax.contrib.split_sketch.method import threshold
+from dynamiq_jax.contrib.split_sketch.count_sketch import CountSketch
+from dynamiq_jax.contrib.split_sketch.method import _heavy_hitters, threshold
 from dynamiq_jax.methods import Call, ErrorFeedback
 from tests.support import checkpoints
 from tests.support.checkpoints import only
@@ -269,6 +270,15 @@ def test_nan_and_inf_surface_and_stay_in_no_memory(bad):
     np.testing.assert_allclose(memory[17, :4], clean.memories[17, :4])
     # The others keep what has not arrived of the cold one.
     assert not applied[16, :, 7777].any()
+
+
+def test_a_coordinate_is_lost_only_where_no_row_has_it():
+    sketch = CountSketch.draw(jax.random.key(0), size=64, rows=3, width=64)
+    cells = np.array(sketch.encode(jnp.ones(64)))
+    cells[[0, 2]] = np.nan
+    assert np.isfinite(_heavy_hitters(sketch, jnp.asarray(cells))).all()
+    cells[1] = np.nan
+    assert np.isnan(_heavy_hitters(sketch, jnp.asarray(cells))).all()
 
 
 def test_what_is_not_finite_spoils_few_other_coordinates():

@@ -502,6 +502,15 @@ def test_init_takes_floating_parameters_that_all_workers_share(data_mesh):
         init({"w": np.zeros((3, 4), np.float32)}, fragments=5)
 
 
+def test_a_leaf_is_cut_where_its_spec_leaves_it_whole():
+    """A spec may name fewer dimensions than the leaf has."""
+    leaf = np.arange(2 * 3 * 12).reshape(2, 3, 12)
+    fragments = Fragments.of([leaf], [P("model")], 4)
+    parts = [fragments.take([leaf], number)[0] for number in range(4)]
+    assert [part.shape for part in parts] == [(2, 3, 3)] * 4
+    np.testing.assert_array_equal(np.concatenate(parts, axis=2), leaf)
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from((1, 7, 24)), st.sampled_from((0, 2, 16))),

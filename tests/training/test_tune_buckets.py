@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dynamiq_jax._commands.tune_buckets import TuneBuckets
 from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._measurement import bucket_sizes
 from dynamiq_jax._measurement.bucket_sizes import find_factory
 from dynamiq_jax.training import StepTimer, tune_bucket_bytes
 from dynamiq_jax.training._bucket_tuner import BucketTrial
@@ -140,6 +141,13 @@ def test_the_command_measures_a_users_step(folder, capsys):
     assert f"dq.Options(bucket_bytes={trials[0]['bucket_bytes']})" in shown
     assert "16 MiB" in shown and "best" in shown
     assert paths["plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_names_the_fastest_size(tmp_path):
+    trials = [BucketTrial(4 * 2**20, 0.1), BucketTrial(8 * 2**20, 0.2), BucketTrial(2**20, 0.3)]
+    bucket_sizes.save_plot(tmp_path / "plot.svg", trials)
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "4 MiB" in drawn and "8 MiB" not in drawn and "1 MiB" not in drawn
 
 
 @pytest.mark.parametrize(
