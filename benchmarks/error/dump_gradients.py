@@ -1,20 +1,27 @@
-"""Gradients that workers meet while fine-tuning a small language model, written to a file.
+"""Gradients that workers meet while fine-tuning a language model, written to a file.
 
     python -m benchmarks.error.dump_gradients --workers 16 --output gradients.npz
     dynamiq-jax compare --gradients gradients.npz --workers 8 16
+    python -m benchmarks.error.dump_gradients --model smollm2 --kinds attention --layers 0 15 29
 
 Training takes the exact mean; the file has one array STEP/PARAMETER of [workers, *shape] for each
-step and parameter. For your own model, write such a file with np.savez, or as safetensors.
+step and parameter. Those of SmolLM2 are of the folder that `--checkpoint` names: at the start those
+of `make demo-llm`, later those of a fine-tuned model. For your own model, write such a file with
+np.savez, or as safetensors.
 """
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import tyro
 from rich.console import Console
 
+from benchmarks.real_lm.gradients import kind_of, worker_gradients
+from benchmarks.real_lm.texts import Text
 from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots, save_snapshots
 from benchmarks.training.small_lm.model import ModelConfig
@@ -30,9 +37,21 @@ class Options:
     output: Path = Path("gradients.npz")
     """File to write."""
 
-    model: Literal["transformer", "decoder"] = "transformer"
-    """What is trained: the small transformer of the benchmarks, or the decoder of the Llama family
-    that examples.finetune_llm makes."""
+    model: Literal["transformer", "decoder", "smollm2"] = "transformer"
+    """What is trained: the small transformer of the benchmarks, the decoder of the Llama family
+    that examples.finetune_llm makes, or a real language model in the folder of --checkpoint."""
+
+    checkpoint: Path = Path("results/smollm2")
+    """Of smollm2: folder of the model, whose gradients are taken without training it."""
+
+    text: Text = "chats"
+    """Of smollm2: conversations or plain text."""
+
+    kinds: tuple[Literal["embedding", "attention", "mlp", "norm"], ...] = ("attention", "mlp")
+    """Of smollm2: tensors to write. All of them take 0.5 GB for each worker."""
+
+    layers: tuple[int, ...] = (0, 10, 20, 29)
+    """Of smollm2: layers whose tensors are written."""
 
     workers: int = 16
     """Workers whose gradients are written; eight train, however many these are."""
@@ -53,6 +72,35 @@ def main(options: Options) -> None:
     if options.workers < 1 or not options.steps or min(options.steps) < 0:
         raise SystemExit("--workers and --steps: give at least one worker and one step from 0.")
     console, start = Console(), time.perf_counter()
+    if options.model == "smollm2":
+        with console.status("Gradients"):
+            dump_real(options)
+    else:
+        dump_small(options, console)
+    size = options.output.stat().st_size / 1e6
+    console.print(
+        f"wrote {options.output}: {size:.0f} MB, {time.perf_counter() - start:.0f} s",
+        soft_wrap=True,
+    )
+
+
+def dump_real(options: Options) -> None:
+    """Write gradients of a checkpoint, tensor by tensor [workers, *shape]."""
+    arrays: dict[str, list[np.ndarray]] = {}
+    for gradient in worker_gradients(
+        options.checkpoint, options.text, workers=options.workers, batch=2, context=256
+    ):
+        for name, leaf in gradient.items():
+            layer = re.search(r"layers\.(\d+)", name)
+            if kind_of(name) in options.kinds and (not layer or int(layer[1]) in options.layers):
+                arrays.setdefault(name, []).append(leaf)
+    if not arrays:
+        raise SystemExit("--kinds and --layers leave no tensor. Give some that the model has.")
+    np.savez(options.output, **{name: np.stack(leaves) for name, leaves in arrays.items()})
+
+
+def dump_small(options: Options, console: Console) -> None:
+    """Write gradients of several steps of a small model, which is trained here."""
     corpora = load_corpora()
     if options.model == "decoder":
         structure, params = new_decoder(small_config(corpora.vocabulary), options.seed)
@@ -72,11 +120,6 @@ def main(options: Options) -> None:
     )
     with console.status("Fine-tuning"):
         save_snapshots(options.output, snapshots)
-    size = options.output.stat().st_size / 1e6
-    console.print(
-        f"wrote {options.output}: {size:.0f} MB, {time.perf_counter() - start:.0f} s",
-        soft_wrap=True,
-    )
 
 
 if __name__ == "__main__":
