@@ -135,3 +135,29 @@ def test_figures_of_emulated_hosts_say_so():
     assert {page for page, _ in captions} >= {"README.md", "docs/results.md"}
     wrong = [(page, text) for page, text in captions if "emulated on two CPU cores" not in text]
     assert wrong == []
+
+
+def test_the_error_on_a_real_model_is_that_of_its_result_file():
+    """In the README, and in the first sentences of the page of results."""
+    errors = {
+        (row["method"], row["text"]): row["vnmse"]
+        for row in results_of("real_lm_errors")
+        if (row["step"], row["workers"], row["topology"]) == (0, 8, "ring")
+    }
+    ours = [errors["dynamiq:5", text] for text in ("chats", "plain")]
+    assert {f"{error:.2%}" for error in ours} == {"0.08%"}
+    readme = plain(PAGES["README.md"])
+    assert "SmolLM2-135M, the squared error is 0.08%" in readme
+    over = {
+        other: [errors["dynamiq:5", t] / errors[other, t] for t in ("chats", "plain")]
+        for other in ("mxfp8", "blockint:5", "paper:5")
+    }
+    assert {round(1 / ratio) for ratio in over["mxfp8"]} <= {7, 8}
+    page = PAGES["docs/results.md"]
+    least, most = sorted(over["mxfp8"])
+    assert f"has {least:.2f} to {most:.2f} times the error of MXFP8" in page
+    assert all(0.08 < ratio < 0.105 for ratio in over["blockint:5"])  # "a tenth"
+    assert all(0.45 < ratio < 0.5 for ratio in over["paper:5"])  # "half"
+    of_paper = sorted(errors["mxfp8", t] / errors["paper:5", t] for t in ("chats", "plain"))
+    for name in ("docs/results.md", "docs/differences.md"):
+        assert "{:.1f} to {:.1f} times".format(*of_paper) in PAGES[name]
