@@ -18,8 +18,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 speed.read_flags_again()
 
-# A command, which needs cosmic-ray.
-collect_ignore = ["mutants.py"]
+# Commands, which need cosmic-ray and torch.
+collect_ignore = ["mutants.py", "support/powersgd_worker.py"]
 # Third-party trainers have environments of their own: see `make test-tunix`.
 if importlib.util.find_spec("tunix") is None:
     collect_ignore.append("trainers")
