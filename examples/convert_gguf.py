@@ -39,13 +39,8 @@ TENSORS_OF_BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 # How text is split before byte-pair encoding, by the name of the rule in the file.
-SPLITS = {
-    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "smollm": [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ],
-}
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLITS = {"gpt-2": [BYTES], "smollm": [pre_tokenizers.Digits(individual_digits=True), BYTES]}
 CONTROL = 3  # type of a token that no text contains
 ROOM_FOR_TOKENIZER = 2**24  # bytes
 
@@ -131,9 +126,8 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         fields = {name: field.contents() for name, field in reader.fields.items()}
         return fields, {tensor.name: tensor for tensor in reader.tensors}
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{file} is not a whole GGUF file: {error}. {checkpoint.COPY_AGAIN}"
-        ) from None
+        text = f"{file} is not a whole GGUF file: {error}. {checkpoint.COPY_AGAIN}"
+        raise ValueError(text) from None
 
 
 def read_config(fields: dict[str, Any], file: Path) -> LlamaConfig:
@@ -155,6 +149,7 @@ def read_config(fields: dict[str, Any], file: Path) -> LlamaConfig:
 
     heads = field("attention.head_count")
     size = fields.get("llama.rope.dimension_count", field("embedding_length") // heads)
+    base = fields.get("llama.rope.freq_base", 10_000.0)
     return LlamaConfig(
         vocab_size=len(fields.get("tokenizer.ggml.tokens", ())),
         hidden_size=field("embedding_length"),
@@ -166,10 +161,7 @@ def read_config(fields: dict[str, Any], file: Path) -> LlamaConfig:
         max_position_embeddings=field("context_length"),
         # A float32 in the file: 1e-5 without the digits that it lacks.
         rms_norm_eps=float(f"{field('attention.layer_norm_rms_epsilon'):.6g}"),
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": fields.get("llama.rope.freq_base", 10_000.0),
-        },
+        rope_parameters={"rope_type": "default", "rope_theta": base},
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=fields.get("tokenizer.ggml.eos_token_id"),
         tie_word_embeddings=True,

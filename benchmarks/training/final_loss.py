@@ -10,7 +10,7 @@ batches in the same order; a seed changes batches and rounding.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,16 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.training.muon import muon
 from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
 from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
+from benchmarks.training.small_lm.pretraining import (
+    Params,
+    adamw,
+    loss_of,
+    make_optimizer,
+    pretrain,
+)
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._measurement.settings import Setting, parse_setting
 
@@ -69,11 +76,17 @@ class Config:
     batch: int = 4  # windows of each worker and step
     steps: int = 120
     learning_rate: float = 2e-3
+    optimizer: Literal["adamw", "muon"] = "adamw"
     context: int = 128
     seeds: tuple[int, ...] = (0, 1, 2)
     pretrain_steps: int = 240
-    save: bool = True  # write the result to benchmarks/results/final_loss.json
+    save: bool = True  # write the result to benchmarks/results/final_loss.json, or ..._muon.json
     resume: bool = True  # take the losses of methods from there, if those of the first are the same
+
+    @property
+    def result(self) -> str:
+        """Name of the result file."""
+        return "final_loss" if self.optimizer == "adamw" else f"final_loss_{self.optimizer}"
 
 
 def train_step(
@@ -83,7 +96,8 @@ def train_step(
     reduce = dq.all_reduce_gradients(
         "data", method=setting.method, topology=setting.topology, seed=seed
     )
-    optimizer = optax.chain(reduce, make_optimizer(config.learning_rate, config.steps))
+    rule = {"adamw": adamw, "muon": muon}[config.optimizer]
+    optimizer = optax.chain(reduce, make_optimizer(config.learning_rate, config.steps, rule))
     gradient = jax.grad(loss_of(structure))
     mesh = jax.make_mesh((config.workers,), ("data",), axis_types=(AxisType.Auto,))
     specs = (dq.AllReduceState(step=P(), method=P("data"), metrics=P()), P())
@@ -152,14 +166,15 @@ def main(config: Config) -> None:
             if config.save:  # after every method: a run takes long
                 done = config.methods[: len(results)]
                 options = dataclasses.asdict(config) | {"methods": done}
-                common.save("final_loss", options, results)
+                common.save(config.result, options, results)
     console.print(as_table(results))
 
 
 def earlier_losses(config: Config) -> dict[str, list[float]]:
     """Return method to losses of the result file, if its other options are the same."""
     options = dataclasses.asdict(config)
-    rows = common.earlier_results("final_loss", options, but=("methods", "save", "resume"))
+    ignored = ("methods", "save", "resume", "optimizer")
+    rows = common.earlier_results(config.result, options, but=ignored)
     return {row["method"]: row["losses"] for row in rows or ()}
 
 

@@ -69,13 +69,17 @@ class Recipe:
             optax.chain(
                 # The mean is clipped: the gradients of single workers have other norms.
                 optax.clip_by_global_norm(1.0),
-                optax.adamw(
-                    schedule,
-                    b2=0.95,
-                    weight_decay=0.01,
-                    mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-                ),
+                self.update_rule(schedule),
             ),
+        )
+
+    def update_rule(self, schedule: optax.Schedule) -> optax.GradientTransformation:
+        """Build the transformation from the mean gradient to the update: AdamW."""
+        return optax.adamw(
+            schedule,
+            b2=0.95,
+            weight_decay=0.01,
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
         )
 
 

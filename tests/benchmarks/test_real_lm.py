@@ -1,13 +1,15 @@
 """Measurements on a real language model, run on a tiny one."""
 
+import io
 import json
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from benchmarks import common
-from benchmarks.real_lm import errors, gradients, texts
+from benchmarks.real_lm import errors, gradients, texts, time_to_accuracy, training
 from tests.support import llm_files
 
 
@@ -60,3 +62,53 @@ def test_errors_are_measured_once(model, tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "gradients", None)  # not needed again
     errors.main(config)
     assert path.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    config = training.Config(
+        model=model,
+        folder=tmp_path / "runs",
+        count=30,
+        methods=("exact", "dynamiq:3"),
+        workers=2,
+        steps=3,
+        context=32,
+        learning_rate=1e-2,
+        optimizer="muon",
+    )
+    training.main(config)
+    path = tmp_path / "real_lm_training_muon.json"
+    exact, ours = json.loads(path.read_text())["results"]
+    assert exact["error"] < 1e-12 < 1e-3 < ours["error"] < 0.2
+    assert ours["bytes"] < exact["bytes"]
+    assert training.final(exact) < exact["held_out"]["0"]
+    assert 0 < abs(training.final(ours) / training.final(exact) - 1) < 0.05
+    assert not list((tmp_path / "runs").glob("*/checkpoints"))
+    before = path.read_bytes()
+    monkeypatch.setattr(training, "run", None)  # not needed again
+    training.main(config)
+    assert path.read_bytes() == before
+
+
+def test_time_to_accuracy_counts_steps_and_what_never_gets_there():
+    losses = {"exact": [3.0, 2.0, 1.0], "dynamiq:5": [3.0, 2.02, 1.01], "mxfp4": [3.0, 2.5, 2.0]}
+    rows = {
+        name: time_to_accuracy.result(
+            {"method": name, "held_out": dict(zip(("0", "10", "20"), values, strict=True))},
+            rate=1e9,
+            step=step,
+            target=1.02,
+        )
+        for (name, values), step in zip(losses.items(), (3.0, 1.0, 1.0), strict=True)
+    }
+    assert rows["exact"]["steps_to_target"] == pytest.approx(19.8)
+    assert rows["exact"]["seconds_to_target"] == pytest.approx(59.4)
+    assert rows["dynamiq:5"]["seconds_to_target"] == pytest.approx(10 + 10 * 1.0 / 1.01)
+    assert rows["mxfp4"]["seconds_to_target"] is None
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(time_to_accuracy.table({"target": 1.02, "rows": list(rows.values())}))
+    text = console.export_text()
+    assert f"{59.4 / (10 + 10 / 1.01):.2f}x" in text
+    assert text.count("not reached") == 3

@@ -1,0 +1,161 @@
+"""Time to accuracy of fine-tuning a real language model over slow links, from measured parts.
+
+    python -m benchmarks.real_lm.training
+    python -m benchmarks.real_lm.time_to_accuracy
+
+A step takes the time that one worker computes on this machine, and that of an all-reduce between
+hosts emulated on this machine (root and iproute2) as `dynamiq-jax network` measures it. The latter
+is of fewer coordinates than the model has, and scaled. Losses are those of the training runs, which
+no link changes. All hosts share the cores of this machine, so that codecs take longer than on hosts
+of their own.
+
+The target is the held-out loss at which the exact run has made 99 % of its way. Between evaluations
+a loss is taken to fall on a straight line.
+"""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import common
+from benchmarks.real_lm import training
+from benchmarks.training.emulated_training.target import FRACTIONS, reached, target_loss
+from dynamiq_jax._console import tables
+from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
+from dynamiq_jax._emulation import namespaces
+from dynamiq_jax._emulation.network import NetworkRun
+from dynamiq_jax._measurement.settings import PSUM, parse_settings
+from examples import finetune_llm
+from examples.llm.training import Recipe
+
+NAME = "real_lm_time_to_accuracy"
+STEPS_ALONE = 6  # of one worker; the first ones are not counted
+WARM_UP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Combine the losses of training runs with the time of their steps over slow links."""
+
+    model: Path = Path("results/smollm2")
+    """Folder of the model."""
+
+    rates: tuple[str, ...] = ("100mbit", "1gbit", "10gbit")
+    """Of every link, as tc spells them."""
+
+    size: str = "16Mi"
+    """Float32 coordinates of an all-reduce that is timed."""
+
+    repeats: int = 3
+    """Timed calls of each method at each rate. The median counts."""
+
+
+def main(config: Config) -> None:
+    """Measure both parts of a step, combine them with the losses, and write the results."""
+    path = common.RESULTS / f"{training.NAME}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing. Run benchmarks.real_lm.training before.")
+    runs = json.loads(path.read_text())
+    rows = [row for row in runs["results"] if row["seed"] == 0]
+    rates, size = [parse_rate(rate, "--rates") for rate in config.rates], parse_size(config.size)
+    namespaces.check_possible()
+    console = tables.console()
+    computing, parameters = seconds_alone(config.model, runs["config"], console)
+    settings = {
+        row["method"]: PSUM if row["method"] == "exact" else f"{row['method']}:ring" for row in rows
+    }
+    run = NetworkRun(
+        parse_settings(tuple(settings.values())),
+        runs["config"]["workers"],
+        size=size,
+        repeats=config.repeats,
+        seed=0,
+        timeout=600,
+    )
+    with tables.progress(console, "Emulated hosts", run.steps(len(rates))) as advance:
+        _, measured = run.measure(rates, advance)
+    seconds = {(r["setting"], r["rate"]): r["seconds"] * parameters / size for r in measured}
+    target = target_loss(list(rows[0]["held_out"].values()), FRACTIONS[0])
+    results = {
+        "computing": computing,
+        "parameters": parameters,
+        "target": target,
+        "rows": [
+            result(row, rate, computing + seconds[settings[row["method"]], rate], target)
+            for rate in rates
+            for row in rows
+        ],
+        "all_reduces": measured,
+    }
+    settings_used = dataclasses.asdict(config) | {"model": config.model.name}
+    common.save(NAME, settings_used, results)
+    console.print(table(results))
+
+
+def seconds_alone(model: Path, of_runs: dict[str, Any], console: Console) -> tuple[float, int]:
+    """Return the time of a step of one worker without a network, and the number of parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "documents.jsonl"
+        training.write_documents(data, of_runs["text"], of_runs["count"])
+        options = finetune_llm.Options(
+            checkpoint=model,
+            data=data,
+            method="exact",
+            workers=1,
+            batch=1,
+            context=of_runs["context"],
+            steps=STEPS_ALONE,
+        )
+        _, task = finetune_llm.read_task(options, finetune_llm.make_mesh(options))
+        recipe = Recipe(method="exact", steps=STEPS_ALONE, learning_rate=of_runs["learning_rate"])
+        _, records = finetune_llm.shown(
+            console, "one worker", task, recipe, Path(folder) / "run", save_every=STEPS_ALONE
+        )
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
+    return median(record["seconds"] for record in records[1 + WARM_UP :]), parameters
+
+
+def result(row: dict[str, Any], rate: float, step: float, target: float) -> dict[str, Any]:
+    """Combine the losses of a run with the time of its steps."""
+    at, losses = [int(step) for step in row["held_out"]], list(row["held_out"].values())
+    steps = reached(at, losses, target)
+    return {
+        "method": row["method"],
+        "rate": rate,
+        "step_seconds": step,
+        "steps_to_target": steps,
+        "seconds_to_target": None if steps is None else steps * step,
+    }
+
+
+def table(results: dict[str, Any]) -> Table:
+    """Tabulate steps and times to the target; a row for each method and rate."""
+    shown = tables.table(
+        f"Time to a held-out loss of {results['target']:.4f}",
+        ("method",),
+        ("link", "a step", "steps", "time", "vs exact"),
+    )
+    exact = {r["rate"]: r["seconds_to_target"] for r in results["rows"] if r["method"] == "exact"}
+    for row in results["rows"]:
+        cells = ["not reached"] * 3
+        if row["seconds_to_target"] is not None:
+            cells = [
+                f"{row['steps_to_target']:.0f}",
+                format_seconds(row["seconds_to_target"]),
+                f"{exact[row['rate']] / row['seconds_to_target']:.2f}x",
+            ]
+        step = format_seconds(row["step_seconds"])
+        shown.add_row(row["method"], format_rate(row["rate"]), step, *cells)
+    return shown
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))
