@@ -3,9 +3,12 @@ by side with the paper's own figures: methods, budgets, butterfly, ablation, wor
 
     python -m benchmarks.error.dump_gradients --workers 64 --output gradients.npz
     python -m benchmarks.error.paper_tables --gradients gradients.npz
+    python -m benchmarks.error.dump_gradients --model smollm2 --layers 15 --output smollm2.npz
+    python -m benchmarks.error.paper_tables --gradients smollm2.npz --workers 16 \\
+        --output benchmarks/results/paper_tables_real_lm.json
 
-Gradients differ from the paper's (a small byte-level model instead of LLaMA, Gemma and BERT), so
-only ratios inside a table compare. Rows without a figure are not in the paper.
+Gradients differ from the paper's (a small byte-level model, or SmolLM2, instead of LLaMA, Gemma and
+BERT), so only ratios inside a table compare. Rows without a figure are not in the paper.
 """
 
 import dataclasses
@@ -87,21 +90,24 @@ CASES: tuple[tuple[str, str, str, int, float | None], ...] = (
 class Config:
     """Options of the benchmark."""
 
-    gradients: Path  # that benchmarks.error.dump_gradients wrote, of at least 64 workers
+    gradients: Path  # that benchmarks.error.dump_gradients wrote
+    workers: int = 64  # most workers of a row; the file needs as many
     seeds: int = 1  # rounding seeds that a figure is averaged over
-    save: bool = True  # write the result to benchmarks/results/paper_tables.json
+    save: bool = True  # write the result to the file of `output`
+    output: Path = common.RESULTS / "paper_tables.json"
 
 
 def main(config: Config) -> None:
     """Simulate every row and print the tables."""
-    make_devices(max(workers for *_, workers, _ in CASES))
+    cases = [case for case in CASES if case[3] <= config.workers]
+    make_devices(max(workers for *_, workers, _ in cases))
     console = tables.console()
     steps = gradient_files.load(config.gradients)
     done: dict[tuple[str, int], list[float]] = {}
     results: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Simulating", total=len(CASES))
-        for table, label, text, workers, paper in CASES:
+        task = progress.add_task("Simulating", total=len(cases))
+        for table, label, text, workers, paper in cases:
             if (text, workers) not in done:
                 chosen = [gradient_files.of_workers(tree, workers) for tree in steps.values()]
                 simulation = Simulation(parse_setting(text), chosen[0])
@@ -118,7 +124,8 @@ def main(config: Config) -> None:
         console.print(as_table(title, [row for row in results if row["table"] == title]))
     if config.save:
         options = dataclasses.asdict(config) | {"gradients": config.gradients.name}
-        path = common.save("paper_tables", options, results)
+        del options["output"]
+        path = common.write(config.output, options, results)
         console.print(f"Written to {path}")
 
 

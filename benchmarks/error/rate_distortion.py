@@ -37,7 +37,8 @@ class Config:
     gradients: Path  # that benchmarks.error.dump_gradients wrote
     workers: tuple[int, ...] = (8, 16)
     bits: tuple[float, ...] = (3.0, 4.0, 5.0, 6.0)
-    save: bool = True  # write the result to benchmarks/results/rate_distortion.json
+    save: bool = True  # write the result to the file of `output`
+    output: Path = common.RESULTS / "rate_distortion.json"
 
 
 def least_error(values: NDArray[np.float64], bits: float) -> float:
@@ -73,7 +74,8 @@ def main(config: Config) -> None:
     tables.console().print(as_table(results))
     if config.save:
         options = dataclasses.asdict(config) | {"gradients": config.gradients.name}
-        print(f"Written to {common.save('rate_distortion', options, results)}")
+        del options["output"]
+        print(f"Written to {common.write(config.output, options, results)}")
 
 
 def as_table(results: list[dict[str, Any]]) -> Table:

@@ -1,6 +1,4 @@
-"""Tables of measurements on a real language model, from real_lm_errors.json and
-real_lm_training.json.
-"""
+"""Tables of measurements on a real language model, from real_lm_*.json."""
 
 from statistics import fmean
 from typing import Any
@@ -42,6 +40,16 @@ def real_lm_topologies() -> str:
         rows.append([text, str(workers), topology, buckets, exponent(ours["vnmse"]), *ratios])
     header = ["text", "workers", "topology", "buckets", "`dynamiq:5`"]
     return markdown([*header, "over `mxfp8`", "over `blockint:5`"], rows)
+
+
+def real_lm_layers() -> str:
+    """Write errors of some layers, by method: chats, step 0, a ring of 8 workers."""
+    layers = ("0", "5", "10", "15", "20", "25", "29")
+    rows = []
+    for method in ("dynamiq:5", "mxfp8", "blockint:5"):
+        own = _errors(method=method, workers=8, topology="ring", bucketing="auto")["chats", 0]
+        rows.append([f"`{method}`", *(exponent(own["of_layer"][layer]) for layer in layers)])
+    return markdown(["method", *(f"layer {layer}" for layer in layers)], rows)
 
 
 def real_lm_training() -> str:
@@ -94,4 +102,9 @@ def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["text"], row["step"]): row for row in fit if row["seed"] == 0}
 
 
-ALL = (real_lm_errors, real_lm_topologies, real_lm_training)
+ALL = (
+    real_lm_errors,
+    real_lm_layers,
+    real_lm_topologies,
+    real_lm_training,
+)

@@ -1,0 +1,195 @@
+"""Tables of errors of one all-reduce: by method, beside the paper's, beside bounds."""
+
+from statistics import stdev
+from typing import Any
+
+from docs.scripts.result_files import exponent, markdown, mean, results_of
+
+
+def on_a_ring() -> str:
+    """Write the error and the time of every method on a ring: compare_ring.json."""
+    measured = {(row["setting"], row["workers"]): row for row in results_of("compare_ring")}
+    of_eight = [row for (_, workers), row in measured.items() if workers == 8]
+    rows = []
+    for row in sorted(of_eight, key=lambda row: -row["bits"]):
+        steps = row["steps"].values()
+        rows.append(
+            [
+                f"`{row['method']}`",
+                f"{row['bits']:.2f}",
+                " / ".join(exponent(step["vnmse"]) for step in steps),
+                exponent(measured[row["setting"], 16]["vnmse"]),
+                exponent(mean([step["relative"] for step in steps])),
+                f"{mean([step['gain'] for step in steps]):.3f}",
+                f"{row['codec_ns']:.0f}",
+            ]
+        )
+    header = ["method", "bits", "vNMSE, 8 workers, steps 20 / 100 / 200"]
+    header += ["16 workers, geometric mean", "of a super-group", "gain", "codec ns"]
+    return markdown(header, rows)
+
+
+def equal_bits() -> str:
+    """Write the error of DynamiQ and of block integers of as many bits, on 8 workers:
+    compare_ring.json and compare_topologies.json.
+    """
+    vnmse = {
+        row["setting"]: row["vnmse"]
+        for name in ("compare_ring", "compare_topologies")
+        for row in results_of(name)
+        if row["workers"] == 8
+    }
+    carriers = ("ring", "butterfly", "all_to_all")
+    rows = []
+    for bits in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5):
+        settings = (f"dynamiq:{bits:g}", f"blockint:{bits - 0.5:g}")
+        errors = [vnmse[f"{setting}:{carrier}"] for setting in settings for carrier in carriers]
+        rows.append([f"{bits:g}", *map(exponent, errors)])
+    header = ["bits", "`DynamiQ`: ring", "butterfly", "all_to_all"]
+    return markdown([*header, "`BlockInt(block=32)`: ring", "butterfly", "all_to_all"], rows)
+
+
+def other_model() -> str:
+    """Write errors on gradients of another model: compare_decoder.json."""
+    rows: dict[str, list[str]] = {}
+    for row in results_of("compare_decoder"):
+        errors = " / ".join(exponent(step["vnmse"]) for step in row["steps"].values())
+        rows.setdefault(row["method"], [f"`{row['method']}`", f"{row['bits']:.2f}"]).append(errors)
+    header = ["setting", "bits", "8 workers, steps 20 / 100 / 200", "16 workers"]
+    return markdown(header, list(rows.values()))
+
+
+def beside_paper() -> str:
+    """Write tables 3 to 6 of the paper: paper_tables_real_lm.json and paper_tables.json."""
+    real = {_case(row): row for row in results_of("paper_tables_real_lm")}
+    rows, base = [], {}
+    for row in results_of("paper_tables"):
+        table, paper = row["table"].split(":")[0], row["paper"]
+        if not table.startswith("Table"):
+            continue
+        if paper:
+            base.setdefault(table, row)  # The first row that both have is 1.
+        rows.append((table, row))
+    cells = [
+        [
+            table,
+            row["row"],
+            exponent(real[_case(row)]["mean"]),
+            f"{real[_case(row)]['mean'] / real[_case(base[table])]['mean']:.2g}",
+            " / ".join(map(exponent, row["vnmse"].values())),
+            f"{row['mean'] / base[table]['mean']:.2g}",
+            f"{row['paper']:.2g}" if row["paper"] else "",
+            f"{row['paper'] / base[table]['paper']:.2g}" if row["paper"] else "",
+        ]
+        for table, row in rows
+    ]
+    header = ["", "row", "SmolLM2, layer 15", "ratio"]
+    header += ["small model, steps 20 / 100 / 200", "ratio", "the paper's", "its ratio"]
+    return markdown(header, cells)
+
+
+def _case(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["table"], row["row"], row["workers"]
+
+
+def by_workers() -> str:
+    """Write errors on a ring of more and more workers: paper_tables_real_lm.json and
+    paper_tables.json.
+    """
+    names = {
+        "default": "`DynamiQ`, default",
+        "paper's preset": "`DynamiQ`, paper's preset",
+        "MXFP8": "MXFP8",
+    }
+    models = {"SmolLM2, layer 15": "paper_tables_real_lm", "small model": "paper_tables"}
+    errors: dict[tuple[str, str], dict[int, float]] = {}
+    for model, file in models.items():
+        for row in results_of(file):
+            if row["table"].startswith("Workers"):
+                name = names[row["row"].partition(", n")[0]]
+                errors.setdefault((model, name), {})[row["workers"]] = row["mean"]
+    counts = sorted({workers for of in errors.values() for workers in of})
+    rows = [
+        [*key, *(exponent(of[workers]) if workers in of else "" for workers in counts)]
+        for key, of in errors.items()
+    ]
+    return markdown(["model", "vNMSE on a ring", *(f"n = {n}" for n in counts)], rows)
+
+
+def allocation() -> str:
+    """Write the ranges of the ratios of DynamiQ on each of many tensors: allocation.json."""
+    columns = {
+        "to fitted widths": ("against_fitted", "to fitted"),
+        "to `BlockInt`, both unbiased": ("against_blockint", "unbiased"),
+        "both to nearest": ("against_blockint", "nearest"),
+        "`DynamiQ` unbiased, `BlockInt` to nearest": ("against_blockint", "unbiased / nearest"),
+        "4.25 bits to MXFP4": ("against_mxfp4", "to mxfp4", 4.25),
+        "5 bits to MXFP4": ("against_mxfp4", "to mxfp4", 5),
+    }
+    compared = results_of("allocation")
+    rows = []
+    for tensor in dict.fromkeys(row["tensor"] for row in compared["against_blockint"]):
+        cells = [tensor]
+        for table, kind, *bits in columns.values():
+            ratios = [
+                row["ratios"][kind]
+                for row in compared[table]
+                if row["tensor"] == tensor and (not bits or row["bits"] == bits[0])
+            ]
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+        rows.append(cells)
+    return markdown(["tensor", *columns], rows)
+
+
+def limits() -> str:
+    """Write the least errors of any code beside measured ones, on the same gradients:
+    rate_distortion*.json, paper_tables_real_lm.json and compare_ring.json.
+    """
+    measured = {
+        (row["setting"], row["workers"], step): of["vnmse"]
+        for row in results_of("compare_ring")
+        for step, of in row["steps"].items()
+    }
+    for row in results_of("paper_tables_real_lm"):
+        measured[row["setting"], row["workers"], ""] = row["mean"]
+    rows = []
+    for bound in (*results_of("rate_distortion_real_lm"), *results_of("rate_distortion")):
+        step, workers, bits = bound["step"], bound["workers"], bound["bits"]
+        settings = (f"dynamiq:{bits:g}:ring", "mxfp8:ring")
+        errors = [measured.get((setting, workers, step)) for setting in settings]
+        if bits in (4, 5) and None not in errors:
+            model = f"small model, {step}" if step else "SmolLM2, layer 15"
+            cells = map(exponent, (bound["message"], bound["ring"], *errors))
+            rows.append([f"{bits:g}", str(workers), model, *cells])
+    rows.sort(key=lambda row: (row[0], int(row[1])))
+    header = ["bits", "workers", "gradients", "least, gathered message alone", "least, ring"]
+    return markdown([*header, "`DynamiQ`", "`MXFP8`, 8.25 bits"], rows)
+
+
+def error_estimates() -> str:
+    """Write the ratios of estimated and true errors: error_estimate.json."""
+    ratios: dict[tuple[str, int], list[list[float]]] = {}
+    for row in results_of("error_estimate")["precision"]:
+        ratios.setdefault((row["kind"], row["workers"]), []).append(row["ratios"])
+    rows = []
+    for kind in dict.fromkeys(kind for kind, _ in ratios):
+        cells = []
+        for (of_kind, _), cases in ratios.items():
+            if of_kind == kind:
+                means, stds = zip(*((mean(case), stdev(case)) for case in cases), strict=True)
+                cells.append(f"{min(means):.2f} to {max(means):.2f}, {max(stds):.0%}")
+        rows.append([kind, *cells])
+    counts = dict.fromkeys(workers for _, workers in ratios)
+    return markdown(["values", *(f"{workers} workers" for workers in counts)], rows)
+
+
+ALL = (
+    on_a_ring,
+    equal_bits,
+    other_model,
+    beside_paper,
+    by_workers,
+    allocation,
+    limits,
+    error_estimates,
+)
