@@ -278,6 +278,22 @@ def test_distances_from_the_bound_are_those_of_the_result_files():
         assert text.format(*ends(found), *bits) in page
 
 
+def test_growth_on_a_ring_is_that_of_the_result_files():
+    """From 8 workers to 16, on a layer of the real model and on the small one."""
+    growth = []
+    for name in ("paper_tables_real_lm", "paper_tables"):
+        of = {
+            row["workers"]: row["mean"]
+            for row in results_of(name)
+            if row["table"].startswith("Workers") and row["row"].startswith("default")
+        }
+        growth.append(of[16] / of[8])
+    text = (
+        "{:.1f} times as large as with 8 on a layer of SmolLM2, and {:.1f} times on a small model"
+    )
+    assert text.format(*growth) in plain(PAGES["docs/topologies/ring.md"])
+
+
 def test_variable_widths_alone_raise_the_error_on_one_layer():
     """In the ablation of the paper, where they lower it."""
     of = {
