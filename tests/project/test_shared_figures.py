@@ -312,7 +312,9 @@ def test_the_text_on_training_a_real_model_is_that_of_its_runs():
     assert round(runs["mxfp8"]["error"] / runs["dynamiq:5"]["error"]) == 4
     above = [f"{off[method]:.2%}" for method in ("dynamiq:5", "dynamiq:4")]
     text = plain(PAGES["docs/results.md"])
-    assert f"{off['mxfp8']:.3%} above it, where DynamiQ ends {above[0]} above it at 5" in text
+    assert (
+        f"its loss is {off['mxfp8']:.3%} higher, and that of DynamiQ {above[0]} at 5 bits" in text
+    )
     assert f"at 5 bits and {above[1]} at 4" in text
     assert f"ended {above[0]} above the loss" in plain(PAGES["docs/methods/dynamiq.md"])
     one_seed = {row["seed"] for row in results_of("real_lm_training")} == {0}
