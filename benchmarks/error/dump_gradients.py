@@ -27,7 +27,7 @@ from benchmarks.training.small_lm.gradients import gradient_snapshots, save_snap
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
-from examples.llm.demo import new_decoder, small_config
+from examples.small_decoder import new_decoder, small_config
 
 
 @dataclasses.dataclass(frozen=True)

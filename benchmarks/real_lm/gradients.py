@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.real_lm.texts import Text, rows
 from examples.llm import checkpoint
 from examples.llm.data import Rows
-from examples.llm.model import Decoder
+from examples.llm.model import abstract_decoder
 from examples.llm.training import loss_of_rows
 
 KINDS = ("embedding", "attention", "mlp", "norm")
@@ -41,9 +40,7 @@ def worker_gradients(
       context: tokens of a row.
     """
     config = checkpoint.read_config(folder)
-    structure, shapes = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.Param
-    )
+    structure, shapes = abstract_decoder(config)
     params = checkpoint.load(folder, config, SingleDeviceSharding(jax.devices()[0]))
     names = [name for name, _ in checkpoint.named_leaves(shapes)]
     own = rows(folder, text, count=workers * batch, context=context)

@@ -6,7 +6,6 @@ data         documents and chats, packed into rows of tokens
 training     the train step, whose gradients travel compressed
 run          the loop: evaluation, records, and checkpoints to resume from
 report       a table of the runs
-demo         a model and data that need no download
 """
 
 import os
