@@ -17,11 +17,11 @@ REST_OF_PROCESS = 2 * GIB
 SHARE_OF_PRODUCTS = 2 / 3
 
 
-def check_disk(folder: Path, needed: int, option: str) -> str:
+def check_disk(folder: Path, needed: int) -> str:
     """Describe the room that a folder will take, and refuse one that cannot fit.
 
     Raises:
-      ValueError: the disk of the folder has less room; the message names the option.
+      ValueError: the disk of the folder has less room.
     """
     place = folder.absolute()
     while not place.exists():
@@ -29,8 +29,8 @@ def check_disk(folder: Path, needed: int, option: str) -> str:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ValueError(
-            f"{option} is {folder}, which will take {needed / GIB:.1f} GiB, and its disk has "
-            f"{free / GIB:.1f} GiB free. Give a folder on another disk."
+            f"{folder} will take {needed / GIB:.1f} GiB, and its disk has {free / GIB:.1f} GiB "
+            "free. Give a folder on another disk."
         )
     return f"{needed / GIB:.1f} GiB of disk"
 

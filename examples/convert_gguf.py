@@ -96,7 +96,7 @@ def convert(file: Path, folder: Path) -> None:
         raise ValueError(f"{file} does not describe a Llama model: {error}") from None
     config.tie_word_embeddings = "output.weight" not in tensors
     size = sum(4 * int(tensor.n_elements) for tensor in tensors.values())
-    check_disk(folder, size + ROOM_FOR_TOKENIZER, "FOLDER")
+    check_disk(folder, size + ROOM_FOR_TOKENIZER)
     weights = dict(dequantized(tensors, config, file))
     _, abstract = abstract_decoder(config)
     wanted = {name: leaf.shape for name, leaf in named_leaves(abstract)}

@@ -1,5 +1,6 @@
 """Gradients of workers that fine-tune a language model, each on rows of its own."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from examples.llm.data import Rows
 from examples.llm.model import abstract_decoder
 from examples.llm.training import loss_of_rows
 
+LAYER = re.compile(r"layers\.(\d+)")
 KINDS = ("embedding", "attention", "mlp", "norm")
 Gradient = dict[str, NDArray[np.float32]]  # of one worker, by the name of the tensor
 
@@ -23,6 +25,12 @@ def kind_of(name: str) -> str:
     """Return the kind of a tensor."""
     marks = {"embed_tokens": "embedding", "lm_head": "embedding", "attn": "attention", "mlp": "mlp"}
     return next((kind for mark, kind in marks.items() if mark in name), "norm")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer of a tensor, None for the embedding and the last norm."""
+    found = LAYER.search(name)
+    return int(found[1]) if found else None
 
 
 def worker_gradients(

@@ -1,22 +1,27 @@
 """Tables of measurements on a real language model, from real_lm_*.json."""
 
-from statistics import fmean
 from typing import Any
 
+from benchmarks.real_lm.losses import by_method
+from benchmarks.real_lm.policies import POLICIES
 from docs.scripts.result_files import exponent, markdown, results_of
 
+# Settings of the tables. Rows of older files name no model: they are of this one.
+_SETTINGS = {"model": "smollm2", "batch": 2, "context": 256}
 _KINDS = ("embedding", "attention", "mlp")
 
 
 def real_lm_errors() -> str:
     """Write errors of whole gradients on a ring of 8 workers, by method."""
     rows = []
-    for method in _methods(workers=8, topology="ring"):
-        own = _errors(method=method, workers=8, topology="ring", bucketing="auto")
-        chats = own["chats", 0]
+    on_a_ring = {"workers": 8, "topology": "ring", "bucketing": "auto"}
+    for method in _methods(**on_a_ring):
+        own = _errors(method=method, **on_a_ring)
+        bits = next(iter(own.values()))["bits"]
         cells = [exponent(own[case]["vnmse"]) if case in own else "" for case in _cases()]
-        kinds = [exponent(chats["of_kind"][kind]) for kind in _KINDS]
-        rows.append([f"`{method}`", f"{chats['bits']:.2f}", *cells, *kinds])
+        start = own.get(("chats", 0))
+        kinds = ["" if start is None else exponent(start["of_kind"][kind]) for kind in _KINDS]
+        rows.append([f"`{method}`", f"{bits:.2f}", *cells, *kinds])
     rows.sort(key=lambda row: -float(row[1]))
     header = ["method", "bits", *(_name(case) for case in _cases()), *_KINDS]
     return markdown(header, rows)
@@ -25,7 +30,7 @@ def real_lm_errors() -> str:
 def real_lm_topologies() -> str:
     """Write errors of 5 bits beside those of other methods, by workers and topology."""
     keys = ("text", "workers", "topology", "bucketing")
-    groups = {tuple(row[key] for key in keys): row for row in _rows() if row["step"] == 0}
+    groups = dict.fromkeys(tuple(row[key] for key in keys) for row in _rows() if row["step"] == 0)
     rows = []
     for text, workers, topology, bucketing in groups:
         chosen = {"workers": workers, "topology": topology}
@@ -33,8 +38,8 @@ def real_lm_topologies() -> str:
         if ours is None:
             continue
         # Errors of methods without variable widths do not depend on the buckets.
-        others = (_errors(method=m, **chosen)[text, 0] for m in ("mxfp8", "blockint:5"))
-        ratios = [f"{ours['vnmse'] / other['vnmse']:.2f}" for other in others]
+        others = [_errors(method=m, **chosen).get((text, 0)) for m in ("mxfp8", "blockint:5")]
+        ratios = ["" if o is None else f"{ours['vnmse'] / o['vnmse']:.2f}" for o in others]
         default = "striped" if topology == "ring" else "in order"
         buckets = default if bucketing == "auto" else bucketing.replace("_", " ")
         rows.append([text, str(workers), topology, buckets, exponent(ours["vnmse"]), *ratios])
@@ -54,37 +59,36 @@ def real_lm_layers() -> str:
 
 def real_lm_training() -> str:
     """Write losses of fine-tuning with every method."""
-    found = results_of("real_lm_training")
-    exact = {row["seed"]: _final(row) for row in found if row["method"] == "exact"}
     rows = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
-        off = [_final(row) / exact[row["seed"]] - 1 for row in own if row["seed"] in exact]
+    for mean in by_method(results_of("real_lm_training")):
+        is_exact = mean["method"] == "exact"
         rows.append(
             [
-                f"`{method}`",
-                str(len(own)),
-                f"{fmean(map(_final, own)):.4f}",
-                f"{fmean(off):+.2%}" if off and method != "exact" else "",
-                exponent(fmean(row["error"] for row in own)) if method != "exact" else "",
-                f"{own[0]['bytes'] / 1e6:,.0f} MB",
+                mean["method"] if mean["method"] in POLICIES else f"`{mean['method']}`",
+                str(mean["seeds"]),
+                f"{mean['loss']:.4f}",
+                "" if is_exact or mean["off"] is None else f"{mean['off']:+.2%}",
+                "" if is_exact else exponent(mean["error"]),
+                f"{mean['bytes'] / 1e6:,.0f} MB",
             ]
         )
     header = ["method", "seeds", "held-out loss", "against exact", "estimated vNMSE"]
     return markdown([*header, "bytes a step"], rows)
 
 
-def _final(row: dict[str, Any]) -> float:
-    return list(row["held_out"].values())[-1]
-
-
-def _rows() -> list[dict[str, Any]]:
-    return list(results_of("real_lm_errors"))
+def _rows(**chosen: Any) -> list[dict[str, Any]]:
+    wanted = _SETTINGS | chosen
+    return [
+        row
+        for row in ({"model": "smollm2"} | row for row in results_of("real_lm_errors"))
+        if all(row[key] == value for key, value in wanted.items())
+    ]
 
 
 def _methods(**chosen: Any) -> list[str]:
-    fit = [row for row in _rows() if all(row[key] == value for key, value in chosen.items())]
-    return list(dict.fromkeys(row["method"] for row in fit if row["text"] == "chats"))
+    """List the methods of a choice. Policies by kind of tensor are not among them."""
+    methods = dict.fromkeys(row["method"] for row in _rows(**chosen))
+    return [method for method in methods if method not in POLICIES]
 
 
 def _cases() -> list[tuple[str, int]]:
@@ -98,8 +102,7 @@ def _name(case: tuple[str, int]) -> str:
 
 def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the rows of a choice by text and step; seeds differ in the third digit."""
-    fit = [row for row in _rows() if all(row[key] == value for key, value in chosen.items())]
-    return {(row["text"], row["step"]): row for row in fit if row["seed"] == 0}
+    return {(row["text"], row["step"]): row for row in _rows(seed=0, **chosen)}
 
 
 ALL = (

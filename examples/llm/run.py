@@ -75,7 +75,7 @@ def check_runs(task: Task, recipes: dict[Path, Recipe], save_every: int) -> str:
     mesh = task.mesh
     text = f"{count:,} parameters, {len(task.rows.tokens):,} rows, {mesh.shape['data']} worker(s) "
     text += f"of {mesh.shape['fsdp']} device(s)\n{len(recipes)} run(s), {steps} steps in all, need "
-    text += budget.check_disk(folder, disk, "--output-dir")
+    text += budget.check_disk(folder, disk)
     if task.mesh.devices.flat[0].platform == "cpu":
         tokens = steps * task.mesh.shape["data"] * task.batch * task.rows.tokens.shape[1]
         tokens += evaluations * task.held_out.tokens.size / 3  # without a backward pass

@@ -40,7 +40,7 @@ _SPECS = State(P(), (dq.AllReduceState(step=P(), method=P("data"), metrics=P()),
 class Recipe:
     """Hyperparameters of a run."""
 
-    method: str = "exact"
+    method: str | dict[str, str] = "exact"  # or methods by pattern of the parameter's path
     topology: str = "ring"
     steps: int
     learning_rate: float  # the peak, after a rise over a tenth of the steps

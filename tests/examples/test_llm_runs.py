@@ -159,7 +159,7 @@ def test_a_run_that_does_not_fit_the_disk_or_the_memory_makes_nothing(
 ):
     free = SimpleNamespace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(SystemExit, match=r"--output-dir is .*, which will take 0.0 GiB, and its"):
+    with pytest.raises(SystemExit, match=r"/output will take 0.0 GiB, and its disk has"):
         command(tmp_path / "output")
     monkeypatch.undo()
     monkeypatch.setattr(budget, "free_memory", lambda: budget.REST_OF_PROCESS)
@@ -176,7 +176,7 @@ def test_a_run_says_what_it_needs_before_it_starts(command, output, files, monke
     options = Options(checkpoint=files / "start", data=files / "chats.jsonl", context=64)
     _, task = finetune_llm.read_task(options, llm_files.mesh_of(2))
     count, sizes = sum(leaf.size for leaf in jax.tree.leaves(task.shapes)), []
-    monkeypatch.setattr(budget, "check_disk", lambda folder, size, option: sizes.append(size) or "")
+    monkeypatch.setattr(budget, "check_disk", lambda folder, size: sizes.append(size) or "")
     monkeypatch.setattr(budget, "seconds_of_training", lambda params, tokens: 60 * tokens)
     text = run.check_runs(task, {output / "new": recipe}, save_every=3)
     run.check_runs(task, {output: recipe}, save_every=3)
