@@ -21,9 +21,9 @@ from rich.progress import track
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from examples.budget import check_disk
 from examples.llm.checkpoint import COPY_AGAIN, misfits, named_leaves, save
 from examples.llm.model import abstract_decoder
+from examples.tools.budget import check_disk
 
 # Names of tensors without ".weight" in GGUF files, and in Hugging Face's layout.
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -27,12 +27,12 @@ from jax.sharding import AxisType, Mesh
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from examples import small_decoder
 from examples.llm import checkpoint, report
 from examples.llm.data import Encoder, hold_out, pack, read_documents
 from examples.llm.model import Params, abstract_decoder
 from examples.llm.run import Record, Task, check_runs, train
 from examples.llm.training import Recipe, fsdp_specs, on_mesh
+from examples.tools import small_decoder
 
 SECONDS_BETWEEN_LINES = 20
 VIRTUAL_DEVICES = 8  # on CPUs, unless --workers is given

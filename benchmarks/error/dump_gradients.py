@@ -28,7 +28,7 @@ from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
 from examples.llm import checkpoint
-from examples.small_decoder import new_decoder, small_config
+from examples.tools.small_decoder import new_decoder, small_config
 
 # Options of the models that are trained here, and of a real one.
 TRAINED = ("steps", "pretrain_steps", "seed")

@@ -8,8 +8,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal
 
-from examples.docstring_chats import conversations
 from examples.llm.data import Document, Encoder, Rows, pack
+from examples.tools.docstring_chats import conversations
 
 Text = Literal["chats", "plain"]
 

@@ -37,8 +37,8 @@ from dynamiq_jax._emulation import namespaces
 from dynamiq_jax._emulation.network import NetworkRun
 from dynamiq_jax._measurement.settings import PSUM, parse_settings
 from examples import finetune_llm
-from examples.document_files import write_documents
 from examples.llm.training import Recipe
+from examples.tools.document_files import write_documents
 
 NAME = "real_lm_time_to_accuracy"
 STEPS_ALONE = 6  # of one worker; the first ones are not counted

@@ -32,10 +32,10 @@ from benchmarks.real_lm.texts import Text, documents
 from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
 from examples import finetune_llm
-from examples.document_files import write_documents
 from examples.llm import checkpoint
 from examples.llm.run import CHECKPOINTS, METRICS, check_runs, read_records
 from examples.llm.training import Recipe
+from examples.tools.document_files import write_documents
 
 NAME = "real_lm_training"
 SAVE_EVERY = 25  # steps

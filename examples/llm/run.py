@@ -15,11 +15,11 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
-from examples import budget
 from examples.llm.checkpoint import read_object
 from examples.llm.data import Rows, place, rows_of_step
 from examples.llm.model import Params
 from examples.llm.training import Recipe, State, evaluator, initial_state, train_step
+from examples.tools import budget
 
 EVALUATE_EVERY = 40  # steps
 KEPT = 2  # checkpoints

@@ -1,4 +1,4 @@
-"""Memory, disk and time of training are known before it starts; its data is written whole."""
+"""Memory, disk and time of training are known before it starts."""
 
 import shutil
 from types import SimpleNamespace
@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from examples import budget
-from examples.docstring_chats import conversations
-from examples.document_files import write_documents
-from examples.llm.data import read_documents
+from examples.tools import budget
 from tests.support import llm_files
 
 GIB = 2**30
@@ -70,31 +67,3 @@ def test_a_disk_without_room_is_refused(tmp_path, monkeypatch):
     assert budget.check_disk(folder, 3 * GIB) == "3.0 GiB of disk"
     with pytest.raises(ValueError, match=r".*/a/b will take 4.0 .* has 3.0 GiB f"):
         budget.check_disk(folder, 4 * GIB)
-
-
-def test_a_file_of_documents_appears_when_it_is_complete(tmp_path):
-    path, documents = tmp_path / "chats.jsonl", ["a text", [{"role": "user", "content": "é"}]]
-    path.write_text("earlier")
-
-    def interrupted():
-        yield documents[0]
-        assert path.read_text() == "earlier"
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_documents(path, interrupted())
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["earlier"]
-    write_documents(path, documents)
-    assert read_documents(path, "--data") == documents
-
-
-def test_conversations_are_answers_to_functions_without_their_docstrings():
-    chats = conversations()
-    assert len(chats) > 1000
-    answers = [chat[1]["content"] for chat in chats]
-    assert len(set(answers)) == len(answers)
-    for (question, answer), _ in zip(chats, range(200), strict=False):
-        assert question["role"] == "user" and answer["role"] == "assistant"
-        assert "def " in question["content"]
-        assert answer["content"] not in question["content"]
-    assert conversations() == chats

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from examples import budget, finetune_llm
+from examples import finetune_llm
 from examples.finetune_llm import Options
-from examples.llm import run
+from examples.llm import checkpoint, run
 from examples.llm.run import read_records
 from examples.llm.training import Recipe
+from examples.tools import budget
 from tests.support import llm_files, processes
 from tests.support.llm_files import last_state, losses
 
@@ -168,6 +169,18 @@ def test_a_run_that_does_not_fit_the_disk_or_the_memory_makes_nothing(
         with pytest.raises(SystemExit, match=r"--workers 2 needs 2.0 .* this machine has 2.0 GiB"):
             command(tmp_path / "output")
     assert not (tmp_path / "output").exists()
+
+
+def test_a_disk_that_fills_up_ends_a_run_in_one_line(command, output, tmp_path, monkeypatch):
+    copy = tmp_path / "output"
+    shutil.copytree(output, copy)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(SystemExit, match=r"^finetune_llm: .*No space left on device"):
+        command(copy)
 
 
 def test_a_run_says_what_it_needs_before_it_starts(command, output, files, monkeypatch):

@@ -12,9 +12,9 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from examples.document_files import write_documents
 from examples.llm import checkpoint
 from examples.llm.model import Decoder, Params
+from examples.tools.document_files import write_documents
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048

@@ -1,6 +1,6 @@
 """Conversations from the standard library: a function, and the docstring that answers.
 
-    python -m examples.docstring_chats chats.jsonl
+    python -m examples.tools.docstring_chats chats.jsonl
 
 They come with every Python, under its license, PSF-2.0. A fine-tuned model documents functions.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from examples.document_files import write_documents
+from examples.tools.document_files import write_documents
 
 QUESTION = "Write the docstring of this Python function.\n\n```python\n{}\n```"
 # Characters of a function and of a docstring: a conversation fits a row of 512 tokens.
@@ -79,4 +79,4 @@ def documented(file: Path) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m examples.docstring_chats")
+    tyro.cli(main, prog="python -m examples.tools.docstring_chats")
