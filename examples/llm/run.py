@@ -61,10 +61,10 @@ def check_runs(task: Task, recipes: dict[Path, Recipe], save_every: int) -> str:
     Raises:
       ValueError: the disk has too little room.
     """
-    count = sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
+    mesh, count = task.mesh, sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
     (*_, folder), disk, steps, evaluations = recipes, 4 * count, 0, 0
     for path, recipe in recipes.items():
-        _, state = initial_state(recipe.optimizer(task.mesh), task.shapes, task.mesh)
+        _, state = initial_state(recipe.optimizer(mesh), task.shapes, mesh)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         # The oldest one is deleted when the new one is complete.
         most = min(KEPT + 1, -(-recipe.steps // save_every)) * size
@@ -72,15 +72,14 @@ def check_runs(task: Task, recipes: dict[Path, Recipe], save_every: int) -> str:
         disk += max(most - has, 0)
         steps += recipe.steps
         evaluations += 1 + -(-recipe.steps // EVALUATE_EVERY)
-    mesh = task.mesh
     text = f"{count:,} parameters, {len(task.rows.tokens):,} rows, {mesh.shape['data']} worker(s) "
     text += f"of {mesh.shape['fsdp']} device(s)\n{len(recipes)} run(s), {steps} steps in all, need "
     text += budget.check_disk(folder, disk)
-    if task.mesh.devices.flat[0].platform == "cpu":
-        tokens = steps * task.mesh.shape["data"] * task.batch * task.rows.tokens.shape[1]
+    if mesh.devices.flat[0].platform == "cpu":
+        tokens = steps * mesh.shape["data"] * task.batch * task.rows.tokens.shape[1]
         tokens += evaluations * task.held_out.tokens.size / 3  # without a backward pass
         minutes = budget.seconds_of_training(task.shapes, tokens) / 60
-        text += f", and about {minutes:,.1f} minutes on a free machine"
+        text += f", and about {minutes:,.1f} minutes of computing on a free machine"
     return text
 
 
@@ -120,9 +119,10 @@ def train(
         return place(task.rows, rows, mesh)
 
     # With the gradient, which every step has beside the state.
-    budget.check_memory(budget.bytes_of_arrays((abstract, abstract.params)), mesh)
+    least = budget.bytes_of_arrays((abstract, abstract.params))
+    budget.check_memory(least, mesh)
     take_step = compiled_step(task, optimizer, abstract, rows_at(0))
-    on_start(f"a step {budget.check_memory(budget.bytes_of_step(take_step), mesh)}")
+    on_start(f"a step {budget.check_memory(budget.bytes_of_step(take_step, least), mesh)}")
     evaluate = evaluator(task.structure, task.held_out, at_once, mesh)
     folder = folder.absolute()
     # Saving is synchronous, since the next step donates the buffers that are saved.

@@ -66,11 +66,16 @@ def bytes_of_arrays(tree: Any) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
 
-def bytes_of_step(step: jax.stages.Compiled) -> int:
-    """Count the bytes that a compiled step takes on one device; 0 if the platform does not tell."""
+def bytes_of_step(step: jax.stages.Compiled, least: int) -> int:
+    """Count the bytes that a compiled step takes on one device.
+
+    Args:
+      step: the step.
+      least: bytes of its arrays, which are returned if the platform does not tell more.
+    """
     sizes = step.memory_analysis()
     if sizes is None:
-        return 0
+        return least
     fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + fresh
 

@@ -20,8 +20,8 @@ def test_donated_arguments_of_a_step_count_once():
         output_size_in_bytes=4,
         alias_size_in_bytes=3,
     )
-    assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: sizes)) == 6
-    assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: None)) == 0
+    assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: sizes), 1) == 6
+    assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: None), 1) == 1
 
 
 def test_a_step_that_cannot_fit_is_refused(monkeypatch):
@@ -42,7 +42,7 @@ def test_a_compiled_step_tells_its_memory():
     x = jax.ShapeDtypeStruct((2, 2**20), jnp.float32, sharding=sharding)
     step = jax.jit(lambda x: jnp.sort(x, axis=1)).lower(x).compile()
     assert budget.bytes_of_arrays([x, x]) == 2 * 2**22
-    text = budget.check_memory(budget.bytes_of_step(step), mesh)
+    text = budget.check_memory(budget.bytes_of_step(step, 0), mesh)
     least, most = 2 * 2 * 2**22 / GIB, 2 * 5 * 2**22 / GIB
     needed = float(text.split()[1]) - budget.REST_OF_PROCESS / GIB
     assert least - 0.05 <= needed <= most + 0.05
