@@ -183,7 +183,7 @@ def read_tokenizer(fields: dict[str, Any], file: Path) -> PreTrainedTokenizerFas
     tokens, kinds = known["tokens"], known["token_type"]
     if len(kinds) != len(tokens):
         refuse(file, "tokenizer.ggml.token_type", kinds, f"There are {len(tokens)} tokens")
-    merges = [tuple(pair.split(" ", 1)) for pair in known["merges"]]
+    merges = [pair.partition(" ")[::2] for pair in known["merges"]]
     tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[known["pre"]])
     tokenizer.decoder = decoders.ByteLevel()
