@@ -86,7 +86,9 @@ class Trial:
         }
         return {
             name: Call(
-                operation, arrays[name], {} if operation == "statistics" else {"layout": self.layout}
+                operation,
+                arrays[name],
+                {} if operation == "statistics" else {"layout": self.layout},
             )
             for name, operation in CALLS.items()
         }
@@ -153,6 +155,7 @@ def make_trial(
     dtype: Any = np.float32,
     hard: Sequence[str] = tuple(HARD),
     dense_width: int = MAX_WIDTH,
+    apart: int = 1,
 ) -> Trial:
     """Make a trial.
 
@@ -162,6 +165,7 @@ def make_trial(
       dtype: of the local rows.
       hard: names of `HARD`; in each chunk, every third place is hard in one of these ways.
       dense_width: rows of wider codes have eight values, and zeros elsewhere.
+      apart: places between the hard rows of both workers.
     """
     ordered = np.sort(np.asarray(widths, np.int32))[::-1]
     rows, chunks = len(ordered), 3
@@ -184,7 +188,7 @@ def make_trial(
     def rows_of(worker: int) -> NDArray[Any]:
         made = _rows(chunks * rows, worker)
         made[sparse] *= np.arange(SUPER_GROUP_SIZE) % 32 == 5
-        for number, place in enumerate(range(worker, rows, 3)):
+        for number, place in enumerate(range(apart * worker, rows, 3)):
             for index in order[:, place]:
                 HARD[hard[number % len(hard)]](made[index])
         with np.errstate(over="ignore"):
@@ -198,9 +202,9 @@ def _rows(count: int, worker: int) -> NDArray[np.float32]:
     """Draw rows of different magnitudes, with small values more often than large ones."""
 
     def uniform(shape: tuple[int, ...], stream: int) -> NDArray[np.float64]:
-        words = np.arange(np.prod(shape), dtype=np.uint32) + np.uint32(stream << 24)
+        words = np.arange(np.prod(shape), dtype=np.uint32) + np.uint32((1 + stream) << 24)
         return np.asarray(mix(words), np.float64).reshape(shape) / 2**32 - 0.5  # type: ignore[arg-type]
 
-    values = uniform((count, SUPER_GROUP_SIZE), 2 * worker) ** 3
-    octaves = np.round(16 * uniform((count, 1), 2 * worker + 1))
+    values = uniform((count, SUPER_GROUP_SIZE), 1 + worker) ** 3
+    octaves = np.round(16 * uniform((count, 1), 0))  # the same of all workers
     return np.asarray(np.exp2(octaves) * values, np.float32)

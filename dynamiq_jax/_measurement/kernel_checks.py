@@ -166,12 +166,15 @@ class _CaseRun:
             return dataclasses.replace(check, verdict=Verdict.ABSENT)
         try:
             base = in_own_thread(lambda: self._of_base(operation), self._timeout)
-            ours = in_own_thread(
+            ours, again = in_own_thread(
                 lambda: self._run(backend, operation, on_cpu or self._device), self._timeout
             )
         except Exception as error:  # of any kind: it is that of a compiler
             text = f"{type(error).__name__}: {str(error).strip():.300}"
             return dataclasses.replace(check, verdict=Verdict.FAILED, text=text)
+        if ours.tobytes() != again.tobytes():  # a race, or memory that nothing wrote
+            text = "its output differs from one run to the next"
+            return dataclasses.replace(check, verdict=Verdict.DIFFERENT, text=text)
         found = compare(ours, base, self._trial.layout, self._trial.widths)
         return dataclasses.replace(
             check,
@@ -183,10 +186,13 @@ class _CaseRun:
 
     def _of_base(self, operation: str) -> np.ndarray:
         if operation not in self._known:
-            self._known[operation] = self._run(BASE, operation, self._device)
+            self._known[operation], _ = self._run(BASE, operation, self._device)
         return self._known[operation]
 
-    def _run(self, backend: str, operation: str, device: jax.Device) -> np.ndarray:
+    def _run(
+        self, backend: str, operation: str, device: jax.Device
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Compile an operation and return the outputs of two runs."""
         module = operations.BACKENDS[backend]
         call = self._trial.calls(self._messages)[operation]
 
@@ -195,7 +201,8 @@ class _CaseRun:
 
         # The mode is a context variable, and a thread begins without it.
         with self._mode(), jax.default_device(device):
-            return np.asarray(jax.jit(run)(*call.arrays))
+            compiled = jax.jit(run).lower(*call.arrays).compile()
+            return np.asarray(compiled(*call.arrays)), np.asarray(compiled(*call.arrays))
 
     @functools.cached_property
     def _messages(self) -> np.ndarray:
