@@ -23,7 +23,7 @@ from pallas_kernels.codec.packing import MAX_WIDTH
 from pallas_kernels.codec.rounding import mix
 
 CHUNK = 1  # that is encoded: neither the first nor the last
-_SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
+_SEED: Any = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 # Name of a call to the function of a backend that it calls.
 CALLS = {
     "statistics": "statistics",
@@ -105,7 +105,7 @@ def _many_zeros(row: Row) -> None:
 
 
 def _tiny(row: Row) -> None:
-    row *= np.float32(1e-30)
+    row *= np.float32(1e-25)
 
 
 def _nan(row: Row) -> None:
@@ -180,14 +180,15 @@ def make_trial(
     )
     # Places of a chunk follow one another in steps that have no factor in common with the rows.
     step = next(number for number in (11, 13, 17, 19) if (chunks * rows) % number)
-    order = (np.arange(chunks * rows, dtype=np.int32) * step % (chunks * rows)).reshape(chunks, -1)
+    count = chunks * rows
+    order: Any = (np.arange(count, dtype=np.int32) * step % count).reshape(chunks, rows)
     of_planes = (ordered[:, None] > np.arange(MAX_WIDTH)).sum(axis=0)
     starts = np.concatenate([[0], np.cumsum(of_planes)]).astype(np.int32)
-    repeated = (np.ascontiguousarray(np.tile(each, (chunks, 1))) for each in (ordered, starts))
+    repeated: Any = (np.ascontiguousarray(np.tile(each, (chunks, 1))) for each in (ordered, starts))
     places = Places(order, *repeated)
     sparse = order[:, ordered > dense_width].reshape(-1)
 
-    def rows_of(worker: int) -> NDArray[Any]:
+    def rows_of(worker: int) -> Any:
         made = _rows(chunks * rows, worker)
         made[sparse] *= np.arange(SUPER_GROUP_SIZE) % 32 == 5
         for number, place in enumerate(range(apart * worker, rows, 3)):

@@ -1,7 +1,6 @@
 """`dynamiq-jax verify`: right bytes and speed of the kernels on a machine that is new."""
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dynamiq_jax._commands.bench import bench_table
 from dynamiq_jax._console import options, records, tables
@@ -135,22 +135,25 @@ class Verify:
             highlight=False,
         )
         checks = self._checks(console)
+        problems = self._problems_of_checks(checks)
         _print_checks(console, checks, interpret=self.interpret)
-        right = [] if self.interpret else _right_backends(checks, self.backends)
-        copy, speeds = self._speeds(console, right, size)
+        copy, speeds = self._speeds(console, checks, size, problems)
         summed, warned = self._all_reduce(console, devices, size)
+        problems += _problems_of_sums(summed)
         pays = _pays_below(summed, speeds, size)
-        console.print(_advice(pays, alone=not summed), highlight=False)
-        problems = self._problems(checks, summed)
-        for problem in (*problems, *warned):
-            console.print(f"[red]{problem}[/red]", highlight=False, soft_wrap=True)
-        console.print(_conclusion(checks, problems), highlight=False)
+        console.print(_advice(pays, alone=not summed), highlight=False, soft_wrap=True)
+        for text in (*problems, *warned):
+            console.print(Text(text, style="red"), soft_wrap=True)
+        console.print(_conclusion(checks, problems), highlight=False, soft_wrap=True)
         if first and self.json is not None:
             results = {
                 "checks": [
                     dataclasses.asdict(check) | {"verdict": check.verdict.name.lower()}
                     for check in checks
+                    if check.verdict != Verdict.NOT_HERE
                 ],
+                "not_compared": _not_compared(checks),
+                "refused": operations.refused_backends(),
                 "copy_bytes_per_second": copy,
                 "speeds": [dataclasses.asdict(speed) for speed in speeds],
                 "all_reduce": summed,
@@ -176,19 +179,26 @@ class Verify:
         return worst_of_processes(checks)
 
     def _speeds(
-        self, console: Console, backends: Sequence[str], size: int
+        self, console: Console, checks: Sequence[Check], size: int, problems: list[str]
     ) -> tuple[float, list[Speed]]:
-        """Time the operations of backends, unless they are interpreted, and print a table."""
+        """Time the base and the backends that are right, and print a table.
+
+        Nothing is timed where kernels are interpreted. Errors are added to `problems`.
+        """
         if self.interpret:
             return math.nan, []
         batches = Batches()
         copy = copy_speed(_COPY_BYTES.get(jax.default_backend(), _LARGE_COPY), batches)
-        timed = functools.partial(measure_kernels, size=size, bits=5.0, copy=copy, batches=batches)
-        speeds = [
-            speed
-            for dtype in ("float32", "bfloat16")
-            for speed in timed([BASE, *backends], dtype=dtype)
-        ]
+        speeds: list[Speed] = []
+        for backend in (BASE, *_right_backends(checks)):
+            for dtype in ("float32", "bfloat16"):
+                try:
+                    speeds += measure_kernels(
+                        [backend], size, dtype=dtype, bits=5.0, copy=copy, batches=batches
+                    )
+                except Exception as error:  # of any kind: it is that of a compiler
+                    what = f"{type(error).__name__}: {error!s:.300}"
+                    problems.append(f"{backend}: {size} coordinates ({dtype}): {what}")
         console.print(_speed_table(speeds, size, copy))
         return copy, speeds
 
@@ -216,16 +226,9 @@ class Verify:
         ours = [str(w.message) for w in caught if "dynamiq-jax verify" in str(w.message)]
         return rows, list(dict.fromkeys(ours))
 
-    def _problems(self, checks: Sequence[Check], summed: Sequence[dict[str, Any]]) -> list[str]:
-        """Describe all that makes the exit status 1."""
+    def _problems_of_checks(self, checks: Sequence[Check]) -> list[str]:
         least = Verdict.DIFFERENT if self.allow_rounding else Verdict.ROUNDING
-        problems = [f"{c.name}: {c.text}" for c in checks if c.verdict >= least]
-        for row in summed:
-            if not row["replicas_equal"]:
-                problems.append(f"{row['setting']}: workers do not hold the same bits")
-            if not row["vnmse"] <= _MOST_ERROR:
-                problems.append(f"{row['setting']}: the sum is wrong, vNMSE {row['vnmse']:.2g}")
-        return problems
+        return [f"{check.name}: {check.text}" for check in checks if check.verdict >= least]
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -236,20 +239,34 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
         raise CommandError(f"{option}: nothing to verify. Give some of {', '.join(known)}.")
 
 
-def _right_backends(checks: Sequence[Check], backends: Sequence[str]) -> list[str]:
+def _right_backends(checks: Sequence[Check]) -> list[str]:
     """Return the backends besides the base that run here, and whose outputs are right."""
-    worst = {
-        name: max((c.verdict for c in checks if c.backend == name), default=Verdict.NOT_HERE)
-        for name in backends
-    }
+    worst: dict[str, Verdict] = {}
+    for check in checks:
+        worst[check.backend] = max(check.verdict, worst.get(check.backend, Verdict.ABSENT))
     good = (Verdict.SAME, Verdict.ROUNDING)
-    return [name for name in backends if name != BASE and worst[name] in good]
+    return [name for name, verdict in worst.items() if name != BASE and verdict in good]
+
+
+def _not_compared(checks: Sequence[Check]) -> dict[str, str]:
+    """Return the backends that cannot run here, with the reasons."""
+    return {c.backend: c.text for c in checks if c.verdict == Verdict.NOT_HERE}
+
+
+def _problems_of_sums(summed: Sequence[dict[str, Any]]) -> list[str]:
+    problems = []
+    for row in summed:
+        if not row["replicas_equal"]:
+            problems.append(f"{row['setting']}: workers do not hold the same bits")
+        if not row["vnmse"] <= _MOST_ERROR:
+            problems.append(f"{row['setting']}: the sum is wrong, vNMSE {row['vnmse']:.2g}")
+    return problems
 
 
 def _print_checks(console: Console, checks: Sequence[Check], *, interpret: bool) -> None:
     """Print a table of the backends that run here, and the reasons against the others."""
-    here = list(dict.fromkeys(c.backend for c in checks if c.verdict != Verdict.NOT_HERE))
-    reasons = {c.backend: c.text for c in checks if c.backend not in here}
+    reasons = _not_compared(checks)
+    here = list(dict.fromkeys(c.backend for c in checks if c.backend not in reasons))
     for backend, reason in reasons.items():
         console.print(f"{backend}: not compared: {reason}", highlight=False, soft_wrap=True)
     if not here:
@@ -258,7 +275,7 @@ def _print_checks(console: Console, checks: Sequence[Check], *, interpret: bool)
     how = "interpreted" if interpret else "compiled for this machine"
     table = tables.table(f"Operations against the base, {how}", ("operation", "case"), here)
     verdicts = {(c.operation, c.case, c.backend): c for c in checks}
-    for operation, case in dict.fromkeys((c.operation, f"{c.case}") for c in checks):
+    for operation, case in dict.fromkeys((c.operation, c.case) for c in checks):
         found = [verdicts[operation, case, backend] for backend in here]
         table.add_row(operation, case, *(_cell(check) for check in found))
     table.caption = (
@@ -321,13 +338,13 @@ def _advice(pays: dict[str, float], *, alone: bool) -> str:
     if not pays:
         return "Nothing was timed: no link can be named below which compression pays."
     names = {PSUM: "jax.lax.psum", BF16_RING: "a ring of BF16"}
-    texts = [
-        f"{'no link' if rate == 0 else 'any speed' if math.isinf(rate) else format_rate(rate)} "
-        f"(against {names[name]})"
-        for name, rate in pays.items()
-    ]
-    how = f", from the operations alone, for a ring of {RING_WORKERS}" if alone else ""
-    return f"Compression pays on links below: {', '.join(texts)}{how}."
+    texts = []
+    for name, rate in pays.items():
+        below = f"on links below {format_rate(rate)}" if rate else "on no link"
+        where = "on every link" if math.isinf(rate) else below
+        texts.append(f"{where}, compared with {names[name]}")
+    how = f" From the operations alone, for a ring of {RING_WORKERS}." if alone else ""
+    return f"Compression pays here {'; '.join(texts)}.{how}"
 
 
 def _conclusion(checks: Sequence[Check], problems: Sequence[str]) -> str:
@@ -338,4 +355,4 @@ def _conclusion(checks: Sequence[Check], problems: Sequence[str]) -> str:
             "not use a backend that fails its own check. Please attach the file of --json to an "
             "issue."
         )
-    return f"{len(compared)} outputs of kernels are right."
+    return f"Right: {len(compared)} outputs of kernels, and all sums."

@@ -25,4 +25,4 @@ def _drawn(worker: int, size: int, seed: int) -> NDArray[np.float32]:
 
 @functools.partial(jax.jit, static_argnames=("size", "dtype"))
 def _repeated(values: Array, *, size: int, dtype: str) -> Array:
-    return jnp.resize(values.astype(dtype), size)
+    return jnp.resize(values.astype(dtype), (size,))

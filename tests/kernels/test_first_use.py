@@ -1,91 +1,25 @@
 """The check of a kernel at its first use: broken backends are found, named and replaced.
 
-Nothing here needs a GPU. A backend is the base with one fault, and this machine takes it for the
-fastest one.
+Nothing here needs a GPU: a broken backend is the base with one fault.
 """
 
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from pallas_kernels import _xla, first_use, implementation, operations
+from pallas_kernels import _xla, first_use, operations
 from pallas_kernels.codec import levels, place_rows, scales
 from pallas_kernels.codec.arithmetic import PLAIN
 from pallas_kernels.codec.rows import decode_rows
 from pallas_kernels.implementation import without_gpu
+from tests.support import first_use_worker, processes
+from tests.support.broken_backends import BROKEN, RIGHT, backend
 from tests.support.gradients import of_workers, vnmse
-
-OPERATIONS = ("statistics", "hop", "decompress_accumulate", "decompress")
-RIGHT = {name: getattr(_xla, name) for name in OPERATIONS}
-
-
-def backend(**faults) -> types.SimpleNamespace:
-    """The base, with some operations replaced."""
-    return types.SimpleNamespace(**(RIGHT | faults))
-
-
-def one_wrong_bit(*args, **kwargs):
-    """The last bit of a code of the last row but one of the first plane."""
-    message = _xla.hop(*args, **kwargs)
-    return message.at[32 * 14].set(message[32 * 14] ^ np.uint8(1))
-
-
-def not_compiled(*args, **kwargs):
-    raise NotImplementedError("no lowering for shuffles\non this chip")
-
-
-def never_compiled(*args, **kwargs):
-    released.wait(20)
-    return _xla.hop(*args, **kwargs)
-
-
-def one_wrong_value(*args, **kwargs):
-    rows = _xla.decompress(*args, **kwargs)
-    usual = jnp.argmax(jnp.where(jnp.abs(rows) < 1, jnp.abs(rows), 0))
-    return rows.reshape(-1).at[usual].multiply(np.float32(1 + 2**-12)).reshape(rows.shape)
-
-
-released = threading.Event()
-
-BROKEN = {
-    "one wrong bit": (backend(hop=one_wrong_bit), "compress: 1 of .* bytes differ"),
-    "one wrong value": (backend(decompress=one_wrong_value), "decompress: . of .* more than"),
-    "an exception": (
-        backend(statistics=not_compiled),
-        "NotImplementedError: no lowering for shuffles[.]? ?",
-    ),
-    "a time-out": (backend(hop=never_compiled), "TimeoutError: no result after 0.5 s"),
-}
-
-
-@pytest.fixture
-def chosen(monkeypatch):
-    """`chosen(backend)`: take it for the kernels that are the fastest here."""
-    choose = lax.platform_dependent
-
-    def platform_dependent(*args, default, **platforms):
-        if "cuda" in platforms:
-            return platforms["cuda"](*args)
-        return choose(*args, default=default, **platforms)
-
-    def replace(module) -> None:
-        monkeypatch.setitem(operations.BACKENDS, "triton", module)
-        monkeypatch.setattr(
-            implementation, "_why_not", lambda name: None if name == "triton" else "not here"
-        )
-        monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
-        monkeypatch.setattr(first_use, "_reasons", {})
-
-    released.clear()
-    yield replace
-    released.set()
 
 
 def all_reduce(mesh, **options):
@@ -98,9 +32,11 @@ def all_reduce(mesh, **options):
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_backend_is_named_once_and_the_sum_is_right(fault, chosen, data_mesh, monkeypatch):
+def test_a_broken_backend_is_named_once_and_the_sum_is_right(
+    fault, chosen_backend, data_mesh, monkeypatch
+):
     module, reason = BROKEN[fault]
-    chosen(module)
+    chosen_backend(module)
     if fault == "a time-out":
         monkeypatch.setattr(first_use, "_PATIENCE", 0.5)
     with pytest.warns(UserWarning, match=f"'triton' are not used on cpu: {reason}") as caught:
@@ -151,7 +87,7 @@ def test_the_message_has_all_widths_and_hard_rows():
         assert not ((largest > 0) & (largest < 2.0**-110)).any()  # hardware may flush them
 
 
-def test_a_right_backend_is_checked_once_under_every_transformation(chosen, monkeypatch):
+def test_a_right_backend_is_checked_once_under_every_transformation(chosen_backend, monkeypatch):
     """The check runs while JAX traces, with arrays that are not part of the program."""
     hops = []
 
@@ -159,7 +95,7 @@ def test_a_right_backend_is_checked_once_under_every_transformation(chosen, monk
         hops.append(threading.current_thread().name)
         return _xla.hop(*args, **kwargs)
 
-    chosen(backend(hop=hop))
+    chosen_backend(backend(hop=hop))
     layout = dq.DynamiQ(bits=6.0, widths=(4, 8)).layout(4096, num_chunks=2)
     payload = jnp.zeros((1, layout.payload_bytes), jnp.uint8)
 
@@ -190,8 +126,8 @@ def places_of(layout) -> operations.Places:
     return place_rows(np.ones(layout.num_rows, np.uint16), layout)
 
 
-def test_the_check_can_be_switched_off(chosen, monkeypatch):
-    chosen(backend(statistics=lambda rows: _xla.statistics(rows) + np.float32(1)))
+def test_the_check_can_be_switched_off(chosen_backend, monkeypatch):
+    chosen_backend(backend(statistics=lambda rows: _xla.statistics(rows) + np.float32(1)))
     rows = np.ones((2, 256), np.float32)
     monkeypatch.setenv(first_use.SWITCH, "0")
     np.testing.assert_array_equal(operations.statistics(rows), [17, 17])
@@ -200,7 +136,7 @@ def test_the_check_can_be_switched_off(chosen, monkeypatch):
     with pytest.raises(ValueError, match=r"DYNAMIQ_CHECK_KERNELS='off' is not possible\. Give 1"):
         operations.statistics(rows)
     monkeypatch.delenv(first_use.SWITCH)
-    with pytest.warns(UserWarning, match="'triton' are not used on cpu: statistics: .* of 240 bytes"):
+    with pytest.warns(UserWarning, match="not used on cpu: statistics: .* of 240 bytes"):
         np.testing.assert_array_equal(operations.statistics(rows), [16, 16])
 
 
@@ -218,3 +154,27 @@ def test_nothing_is_checked_where_no_kernel_runs(data_mesh, monkeypatch):
                     shape, implementation=name
                 )
     assert first_use._reasons == {}
+
+
+@pytest.mark.parametrize(
+    ("faults", "differ"),
+    [
+        pytest.param(("an exception", "an exception"), False, marks=pytest.mark.slow),
+        (("nothing", "an exception"), True),
+    ],
+)
+def test_processes_use_the_same_backend_or_raise_an_error(faults, differ, tmp_path):
+    targets = [tmp_path / f"{rank}.npz" for rank in range(2)]
+    processes.run("first_use_worker.py", list(zip(faults, targets, strict=True)))
+    for fault, target in zip(faults, targets, strict=True):
+        kept = np.load(target)
+        said = [text for text in kept["warnings"] if "no lowering for shuffles" in text]
+        assert len(said) == (fault != "nothing")
+        if differ:
+            assert "refused kernels: () in process 0; ('triton',) in process 1" in str(
+                kept["error"]
+            )
+        else:
+            expected = jax.jit(jax.vmap(first_use_worker.reduce, axis_name="data"))
+            gradients = of_workers(0, 2, first_use_worker.SIZE)
+            np.testing.assert_array_equal(kept["result"], expected(gradients)[0])
