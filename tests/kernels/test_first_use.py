@@ -49,8 +49,15 @@ def test_a_broken_backend_is_named_once_and_the_sum_is_right(
         all_reduce(data_mesh(2), implementation="triton")
 
 
-@pytest.mark.parametrize("products", (2, -2))
-@pytest.mark.parametrize("reciprocals", (2, -2))
+@pytest.mark.parametrize(
+    ("reciprocals", "products"),
+    [
+        (2, -2),
+        (-2, 2),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(-2, -2, marks=pytest.mark.slow),
+    ],
+)
 def test_roundings_of_other_hardware_do_not_change_the_message(reciprocals, products, monkeypatch):
     """Both are off by some units in the last place, as approximate instructions may be."""
     of_reciprocals, of_products = (

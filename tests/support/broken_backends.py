@@ -37,7 +37,7 @@ def _not_compiled(*args, **kwargs):
 
 def _never_compiled(*args, **kwargs):
     released.wait(60)
-    return _xla.hop(*args, **kwargs)
+    raise NotImplementedError("the test is over")
 
 
 released = threading.Event()  # of compilers that hang, once a test is over
