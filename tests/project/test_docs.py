@@ -28,7 +28,16 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
-COMMANDS = ("bench", "network", "advise", "compare", "doctor", "drop-compute", "tune-buckets")
+COMMANDS = (
+    "bench",
+    "network",
+    "advise",
+    "compare",
+    "doctor",
+    "drop-compute",
+    "tune-buckets",
+    "verify",
+)
 slow = pytest.mark.slow
 LONG = ("recipes/", "contrib/", "workers/", "extensions")  # pages
 
