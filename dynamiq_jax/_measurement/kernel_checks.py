@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -81,6 +82,7 @@ class Check:
     compared: int = 0  # bytes
     differing: int = 0  # bytes
     text: str = ""  # an error, or the reason why the backend is not here
+    checksum: int = 0  # of the output
 
     @property
     def name(self) -> str:
@@ -122,14 +124,21 @@ def check_kernels(
 
 
 def worst_of_processes(checks: Sequence[Check]) -> list[Check]:
-    """Return the checks of this process with the worst verdict of all processes."""
-    verdicts = on_all_processes([check.verdict for check in checks], np.int32)
+    """Return the checks of this process with the worst verdict of all processes.
+
+    Outputs that differ between processes are wrong: workers would hold different sums.
+    """
+    ours = [value for check in checks for value in (check.verdict, check.checksum)]
+    of_processes = on_all_processes(ours, np.uint32).reshape(-1, len(checks), 2)
     worst = []
-    for check, of_processes in zip(checks, verdicts.T, strict=True):
-        verdict = Verdict(int(of_processes.max()))
+    for check, verdicts, checksums in zip(checks, *of_processes.transpose(2, 1, 0), strict=True):
+        verdict = Verdict(int(verdicts.max()))
         if verdict > check.verdict:
-            where = ", ".join(map(str, np.flatnonzero(of_processes == verdict)))
+            where = ", ".join(map(str, np.flatnonzero(verdicts == verdict)))
             check = dataclasses.replace(check, verdict=verdict, text=f"in process {where}")
+        elif verdict in (Verdict.SAME, Verdict.ROUNDING) and len({*checksums.tolist()}) > 1:
+            text = "the bytes of this output differ between processes"
+            check = dataclasses.replace(check, verdict=Verdict.DIFFERENT, text=text)
         worst.append(check)
     return worst
 
@@ -183,6 +192,7 @@ class _CaseRun:
             compared=found.compared,
             differing=found.differing,
             text=found.text if found.differing else "",
+            checksum=zlib.crc32(ours.tobytes()),
         )
 
     def _of_base(self, operation: str) -> np.ndarray:

@@ -187,9 +187,21 @@ def test_steps_of_rounding_are_told_from_wrong_bytes():
             assert (found.differing, found.is_rounding) == (1, is_rounding)
 
 
-def test_the_verdict_of_all_processes_is_the_worst():
-    same = kernel_checks.Check("triton", "hop", CASE, "float32", Verdict.SAME)
-    assert kernel_checks.worst_of_processes([same]) == [same]
+@pytest.mark.parametrize(
+    ("others", "verdict", "text"),
+    [
+        ((Verdict.SAME, 5), Verdict.SAME, ""),
+        ((Verdict.FAILED, 0), Verdict.FAILED, "in process 1"),
+        ((Verdict.SAME, 6), Verdict.DIFFERENT, "the bytes of this output differ between processes"),
+    ],
+)
+def test_the_verdict_of_all_processes_is_the_worst(others, verdict, text, monkeypatch):
+    check = kernel_checks.Check("triton", "hop", CASE, "float32", Verdict.SAME, checksum=5)
+    monkeypatch.setattr(
+        kernel_checks, "on_all_processes", lambda ours, dtype: np.array([ours, others], dtype)
+    )
+    (found,) = kernel_checks.worst_of_processes([check])
+    assert (found.verdict, found.text) == (verdict, text)
 
 
 def test_the_link_of_single_operations_counts_every_operation():
