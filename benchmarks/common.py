@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from dynamiq_jax._console import environment as workshop_environment
+from dynamiq_jax._console.environment import environment as machine_and_versions
 from dynamiq_jax._console import records
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,7 +32,7 @@ def median_seconds(function: Callable[..., Any], *args: Any, repeats: int = 15) 
 
 def environment() -> dict[str, Any]:
     """Describe the hardware, versions, date and commit of a result."""
-    known = workshop_environment.environment(jax.devices()[0].device_kind)
+    known = machine_and_versions(jax.devices()[0].device_kind)
     return known | {"commit": _commit(), "platform": jax.default_backend()}
 
 

@@ -35,7 +35,7 @@ def worker(params, key):
         data_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
         loss, gradient = jax.value_and_grad(loss_fn)(params, jax.random.normal(data_key, (32, 64)))
         own = lossy.own_parts(params)  # this worker updates these alone
-        mean = lossy.reduce_scatter(gradient, key=key)
+        mean = lossy.scatter_mean(gradient, key=key)
         updates, opt_state = optimizer.update(mean, opt_state, own)
         params = lossy.broadcast(optax.apply_updates(own, updates), params, key=key)
         return (params, opt_state), (jax.lax.pmean(loss, "data"), drift(params, "data"))

@@ -1,8 +1,12 @@
-"""Sections of `benchmarks.aot.h200` and `benchmarks.aot.pipelined`.
+"""Programs compiled for hardware that is not there.
 
-kernels         registers, spills, bytes and instructions of every kernel
+h200            the benchmark for H200
+pipelined       the same, for pipelined steps alone
+tpu             the benchmark for TPUs
+kernels         registers, spills, bytes and instructions of every GPU kernel
 pmean           a compressed `pmean` alone, for several GPUs
 training_step   a data-parallel training step, for several GPUs
 pipelined_step  a pipelined training step (DeAR), for several GPUs
 transfers       collectives of a scheduled program, and what runs meanwhile
+tpu_programs    programs for TPUs, and the costs of their instructions
 """

@@ -127,7 +127,7 @@ def train_step(
     def step(state: Any, tokens: Array, key: Array) -> tuple[Any, Array]:
         params, opt_state = state
         own = lossy.own_parts(params)
-        mean = lossy.reduce_scatter(gradient(params, tokens), key=key)
+        mean = lossy.scatter_mean(gradient(params, tokens), key=key)
         updates, opt_state = optimizer.update(mean, opt_state, own)
         if run.broadcast == "parameters":
             params = lossy.broadcast(optax.apply_updates(own, updates), params, key=key)
@@ -210,7 +210,7 @@ def measure_messages(method: str, config: Config) -> dict[str, Any]:
         lossy = LossyCollectives(
             axis_name="data", channel=channel, method=method, rows_together=together
         )
-        return lossy.reduce_scatter(gradient, key=jax.random.key(0))
+        return lossy.scatter_mean(gradient, key=jax.random.key(0))
 
     def lost_share(gradient: Array, channel: LossyChannel, together: bool = False) -> Array:
         axis = Axis("data", config.workers)

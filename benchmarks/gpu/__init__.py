@@ -11,6 +11,9 @@
     speed        sections `main`, `bits`, `sizes` and `sweep`: times of every operation
     profiling    section `profiler`: kernels of single calls, without the host
 
+kernels      the benchmark itself
+h200_model   compilation for an H200 without one, for `benchmarks.aot`
+
 A section is a function of the bench and of a dict to which it adds its results as it goes; what it
 hands on to later sections is in the bench. `benchmarks.gpu.kernels` runs them.
 """

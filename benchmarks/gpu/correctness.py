@@ -72,7 +72,7 @@ def simulate(bench: Bench, results: Results) -> None:
             reduced = _ring_by_hand(method, gradients)[None]
         errors[name] = _vnmse(reduced[0], total)
         same = bool(jnp.all(reduced == reduced[:1]))
-        results[name] = {"how": route, "vnmse": errors[name], "replicas_are_equal": same}
+        results[name] = {"route": route, "vnmse": errors[name], "replicas_are_equal": same}
         results[name] |= bench.measure(key, [[gradients]]) or {}
         print(f"{workers} workers, {size} coordinates, {name}: {results[name]}", flush=True)
         if not same:

@@ -49,7 +49,7 @@ def data_parallel(
 
     Each worker computes `loss_fn` on its part of the batch, as in `value_and_grad`. Other axes of
     the mesh are left to the compiler. Nothing is sent for parameters that are not differentiated,
-    such as those that adapters leave frozen, nor where the loss unwrap_single is computed.
+    such as those that adapters leave frozen, nor where the loss is computed alone.
 
     No key is needed. The noise of a step follows from all bits of the parameters that are
     differentiated and of the batch, which are read once more for it. So every step has its own,

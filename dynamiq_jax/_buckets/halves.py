@@ -55,7 +55,7 @@ class ScatterMean(_Half):
 
     @override
     def check_method(self, method: Method) -> None:
-        checks.check_chunked(method, "training.Pipelined")
+        checks.check_chunked(method, "dq.training.Pipelined")
 
     def bytes_sent(self, bucket: Bucket) -> int:
         """Count the bytes that each worker sends over the slow axis for a bucket."""

@@ -159,7 +159,7 @@ class ReduceScatter(Operation):
 
     @override
     def check_method(self, method: Method) -> None:
-        checks.check_chunked(method, "psum_scatter")
+        checks.check_chunked(method, "dq.psum_scatter")
 
     @override
     def check(self, name: str, leaf: Array) -> None:
@@ -242,7 +242,7 @@ class AllGather(Operation):
 
     @override
     def check_method(self, method: Method) -> None:
-        checks.check_chunked(method, "all_gather")
+        checks.check_chunked(method, "dq.all_gather")
 
     @override
     def check(self, name: str, leaf: Array) -> None:

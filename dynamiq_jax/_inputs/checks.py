@@ -125,7 +125,7 @@ def check_chunked(method: Method, function: str) -> None:
     """Raise ValueError for a method that a half of the all-reduce cannot use."""
     if not isinstance(method, ChunkedMethod):
         raise ValueError(
-            f"method={method!r} cannot be used in dq.{function}. Use one that compresses chunks, "
+            f"method={method!r} cannot be used in {function}. Use one that compresses chunks, "
             "such as dq.DynamiQ()."
         )
 

@@ -18,7 +18,7 @@ from dynamiq_jax._inspection.devices import Devices
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
-class Found(NamedTuple):
+class TrainStepOfScript(NamedTuple):
     """Train step of a script."""
 
     text: str | None  # of the program; None if there is none
@@ -32,7 +32,7 @@ class _CompiledError(BaseException):  # scripts catch exceptions of other kinds
         self.text = text
 
 
-def train_step(script: Path, arguments: Sequence[str], least: float) -> Found:
+def train_step(script: Path, arguments: Sequence[str], least: float) -> TrainStepOfScript:
     """Run a script until it compiles a program whose devices send at least some bytes.
 
     That program is not run.
@@ -56,15 +56,15 @@ def train_step(script: Path, arguments: Sequence[str], least: float) -> Found:
         try:
             runpy.run_path(str(script), run_name="__main__")
         except _CompiledError as stopped:
-            return Found(stopped.text, records, None)
+            return TrainStepOfScript(stopped.text, records, None)
         except MistakeError as mistake:
-            return Found(None, records, mistake)
+            return TrainStepOfScript(None, records, mistake)
         except SystemExit as ended:
             if ended.code:
                 raise
         finally:
             jax.monitoring.unregister_event_duration_listener(stop_at_the_step)
-    return Found(None, records, None)
+    return TrainStepOfScript(None, records, None)
 
 
 @contextlib.contextmanager

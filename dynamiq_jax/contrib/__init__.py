@@ -7,8 +7,11 @@ There are three levels of trust:
 - reconstruction: written from an abstract. Details may differ from the authors' system, so a
   comparison with it says nothing about theirs.
 
-`LEVELS` has the level of each system here. Names such as `method="thc"` reach the methods. Nothing
-of the product imports this package, which takes public names of the product alone.
+`LEVELS` has the level of each system here. Names such as `method="thc"` reach the methods.
+
+Nothing of the product imports this package, except the predictions of `dynamiq-jax drop-compute`
+about workers whose speed varies. Systems here take public names of the product alone, except
+`packet_loss`, a collective of its own.
 """
 
 from typing import Literal

@@ -85,7 +85,7 @@ class Pipelined:
 
     def __post_init__(self):
         for method in self._compression.policy.known:
-            checks.check_chunked(method, "training.Pipelined")
+            checks.check_chunked(method, "dq.training.Pipelined")
         if not isinstance(self.optimizer, optax.GradientTransformation):
             raise TypeError(
                 f"optimizer={self.optimizer!r:.80} is not an optax transformation. Give one, such "

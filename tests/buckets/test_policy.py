@@ -43,9 +43,7 @@ PATTERNS = ("a", "^a", "b/", "b$", "a/b", "c")
 
 @given(
     paths=st.lists(st.tuples(*[st.sampled_from(NAMES)] * 2), min_size=1, max_size=6, unique=True),
-    patterns=st.lists(
-        st.sampled_from(("a", "^a", "b/", "b$", "a/b", "c")), max_size=4, unique=True
-    ),
+    patterns=st.lists(st.sampled_from(PATTERNS), max_size=4, unique=True),
 )
 def test_the_first_pattern_that_is_found_in_a_path_counts(paths, patterns):
     tree = {}

@@ -247,7 +247,7 @@ def estimates(estimator, rate, num_workers, method="exact", number=4000):
     channel = LossyChannel(rate=rate, packet_bytes=16)
     of = lossy(channel=channel, estimator=estimator, method=method, options=EVERY_LEAF)
     local = jax.vmap(
-        lambda key, g: of.reduce_scatter(g, key=key), axis_name="data", in_axes=(None, 0)
+        lambda key, g: of.scatter_mean(g, key=key), axis_name="data", in_axes=(None, 0)
     )
     found = jax.jit(jax.vmap(local, in_axes=(0, None)))(keys(number), gradients)
     return np.asarray(gradients), np.asarray(found).reshape(number, size)
@@ -293,7 +293,7 @@ def test_the_inverse_estimate_of_rows_in_several_packets():
     def local(key, g, rate):
         channel = LossyChannel(rate=rate, packet_bytes=192)
         of = lossy(channel=channel, estimator="inverse", method="mxfp8", options=EVERY_LEAF)
-        return of.reduce_scatter(g, key=key)
+        return of.scatter_mean(g, key=key)
 
     def of_all(key, rate):
         run = functools.partial(local, rate=rate)
@@ -326,7 +326,7 @@ def test_a_constant_is_its_own_mean_unless_the_rate_divides():
     same = jnp.full((8, 4096), 3.0)
 
     def local(key, g):
-        return {e: lossy(estimator=e).reduce_scatter(g, key=key) for e in ESTIMATORS}
+        return {e: lossy(estimator=e).scatter_mean(g, key=key) for e in ESTIMATORS}
 
     found = simulated(local)(KEY, same)
     errors = {name: float(jnp.mean((each / 3 - 1) ** 2)) for name, each in found.items()}
@@ -351,7 +351,7 @@ def test_without_loss_it_is_the_mean_of_the_reduce_scatter(method):
         sums = dq.psum_scatter(rows, "data", key=key, method=method, topology="all_to_all")
         wanted = jax.tree.map(lambda x: x * jnp.asarray(0.25, x.dtype), sums)
         of = [lossy(rate, method=method) for rate in (0.0, 1e-12)]
-        return [each.reduce_scatter(tree, key=key) for each in of], wanted
+        return [each.scatter_mean(tree, key=key) for each in of], wanted
 
     (found, nearly), wanted = simulated(local)(KEY, TREE)
     for name, leaf in wanted.items():
@@ -379,7 +379,7 @@ def test_values_of_all_terms_are_those_of_the_sum(method):
 
 
 def test_one_worker_has_its_own_gradient():
-    alone = lossy(0.5).reduce_scatter
+    alone = lossy(0.5).scatter_mean
     found = simulated(lambda key, g: alone(g, key=key))(KEY, normal(1, 100))
     np.testing.assert_array_equal(found, normal(1, 100))
 
@@ -389,7 +389,7 @@ def test_if_all_is_lost_the_own_gradient_is_left():
     is_own = (jnp.arange(4096) // 1024)[None, :] == jnp.arange(4)[:, None]
     gradients = jnp.where(is_own, normal(4, 4096), jnp.nan)
     of = lossy(1.0, method="bf16")
-    both = simulated(lambda key, g: (of.reduce_scatter(g, key=key), of.own_parts(g)))
+    both = simulated(lambda key, g: (of.scatter_mean(g, key=key), of.own_parts(g)))
     found, own = both(KEY, gradients)
     assert (found == own).all() and jnp.isfinite(own).all()
 
@@ -399,7 +399,7 @@ def test_a_message_that_is_not_mapped_to_packets_is_lost_whole():
     signs = jnp.stack([jnp.ones(8192), -jnp.ones(8192)])
     of = lossy(channel=LossyChannel(rate=0.002, packet_bytes=16), method=STOCHASTIC)
     local = jax.vmap(
-        lambda key, g: of.reduce_scatter(g, key=key), axis_name="data", in_axes=(None, 0)
+        lambda key, g: of.scatter_mean(g, key=key), axis_name="data", in_axes=(None, 0)
     )
     found = np.asarray(jax.jit(jax.vmap(local, in_axes=(0, None)))(keys(200), signs))
     assert (found == found[..., :1]).all() and set(np.unique(found)) == {-1, 0, 1}
@@ -412,7 +412,7 @@ def test_lost_packets_of_thc_leave_out_integers_before_they_are_rotated_back():
     gradients = normal(8, 8 * 4096)
     channel = LossyChannel(rate=0.1, packet_bytes=128)
     of = lossy(channel=channel, method="thc:block=4096", options=EVERY_LEAF)
-    found = simulated(lambda key, g: of.reduce_scatter(g, key=key))(KEY, gradients)
+    found = simulated(lambda key, g: of.scatter_mean(g, key=key))(KEY, gradients)
     error = np.asarray(found).reshape(8, 16, 256) - np.asarray(gradients.mean(axis=0)).reshape(
         8, 16, 256
     )
@@ -431,7 +431,7 @@ def test_lost_packets_of_thc_leave_out_integers_before_they_are_rotated_back():
 def test_what_is_not_finite_surfaces_where_it_arrives_and_only_there():
     gradients = normal(4, 4096).at[0, 2048:].set(jnp.nan)  # of owners 2 and 3
     of = lossy(0.5, options=EVERY_LEAF)
-    found = simulated(lambda key, g: of.reduce_scatter(g, key=key))(KEY, gradients)
+    found = simulated(lambda key, g: of.scatter_mean(g, key=key))(KEY, gradients)
     is_nan = np.isnan(found).reshape(4, -1, FLOATS)
     assert not is_nan[:2].any()
     assert (is_nan[2:].all(axis=2) == is_nan[2:].any(axis=2)).all()  # packets
@@ -449,7 +449,7 @@ def test_messages_of_dynamiq_lose_rows_and_no_others(together, low, high):
         sums = dq.psum_scatter(
             g, "data", key=key, tiled=True, method=TWO_WIDTHS, topology="all_to_all"
         )
-        return of.reduce_scatter(g, key=key), sums / 2, of.own_parts(g)
+        return of.scatter_mean(g, key=key), sums / 2, of.own_parts(g)
 
     masked = [np.asarray(part).reshape(2, -1, 256) for part in simulated(local)(KEY, gradients)]
     found, whole, own = masked
@@ -583,7 +583,7 @@ def test_gradients_and_parameters_lose_other_packets():
     of = lossy(0.5, estimator="inverse")
 
     def local(key, g):
-        return of.reduce_scatter(g, key=key), of.broadcast(of.own_parts(g), 0 * g, key=key)
+        return of.scatter_mean(g, key=key), of.broadcast(of.own_parts(g), 0 * g, key=key)
 
     mean, params = simulated(local)(KEY, ones)
     lost_gradient = np.asarray(mean[0]) < 1  # sent by worker 1 to 0
@@ -600,7 +600,7 @@ def test_devices_and_simulated_workers_get_the_same(data_mesh):
     of = LossyCollectives(axis_name="data", channel=channel, method=TWO_WIDTHS)
 
     def local(key, tree):
-        mean = of.reduce_scatter(tree, key=key)
+        mean = of.scatter_mean(tree, key=key)
         new = of.broadcast(mean, tree, key=key)
         return mean, new, drift(new, "data")
 
@@ -632,7 +632,7 @@ def test_drift_is_the_mean_over_pairs():
         ({"axis_name": ("a", "b")}, ValueError, "axis_name=.* is not one axis"),
         ({"channel": 0.1}, TypeError, "channel=0.1.*LossyChannel"),
         ({"estimator": "mean"}, ValueError, "estimator='mean'"),
-        ({"method": "powersgd"}, ValueError, "cannot be used in dq.contrib.LossyCollectives"),
+        ({"method": "powersgd"}, ValueError, "cannot be used in dynamiq_jax.contrib.LossyCollectives"),
         ({"channel": LossyChannel(rate=1.0), "estimator": "inverse"}, ValueError, "rates below 1"),
     ],
 )
@@ -644,7 +644,7 @@ def test_collectives_that_are_not_possible(fields, error, message):
 def test_trees_that_cannot_be_sent():
     of = lossy()
     with pytest.raises(ValueError, match=r"tree\['n'\] has dtype int32"):
-        simulated(lambda key, tree: of.reduce_scatter(tree, key=key))(
+        simulated(lambda key, tree: of.scatter_mean(tree, key=key))(
             KEY, {"n": jnp.ones((2, 3), int)}
         )
     with pytest.raises(
@@ -663,7 +663,7 @@ def test_trees_without_numbers():
     def local(key, tree):
         of = lossy()
         sent = of.broadcast(of.own_parts(tree), tree, key=key)
-        return of.reduce_scatter(tree, key=key), sent, of.broadcast({}, {}, key=key)
+        return of.scatter_mean(tree, key=key), sent, of.broadcast({}, {}, key=key)
 
     mean, sent, nothing = simulated(local)(KEY, {"w": jnp.zeros((4, 0))})
     assert mean["w"].shape == sent["w"].shape == (4, 0) and nothing == {}
@@ -691,6 +691,11 @@ def test_a_method_with_a_codec_of_its_own_is_named():
 
     with pytest.raises(ValueError, match=r"method=PowerSGD.*DynamiQ.*packet_loss.Terms"):
         terms_of(dq.methods.PowerSGD(), Other())
+
+
+def test_a_codec_that_cannot_decode_one_message_is_named():
+    with pytest.raises(ValueError, match=r"method=BF16.*cannot be decoded in parts.*Terms"):
+        terms_of(dq.BF16(), object())
 
 
 def test_expected_drift_checks_its_arguments():

@@ -77,7 +77,6 @@ CASES = {
     "two widths": Case(dq.DynamiQ(bits=5.0, widths=(3, 7), rounding="nearest"), 7),
     "wide": Case(dq.DynamiQ(bits=13.0, widths=(9, 16), group_size=16), 9),
 }
-every_case = pytest.mark.parametrize("name", CASES)
 
 
 # Places of a chunk follow one another in other steps than rows.

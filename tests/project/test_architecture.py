@@ -167,11 +167,26 @@ def test_the_core_knows_no_packet_loss():
     assert mentions and all(inside(module, f"{WING}.packet_loss") for module in mentions), told
 
 
-def test_the_map_of_the_kernels_is_complete():
-    doc = ast.get_docstring(LIBRARY["pallas_kernels.__init__"])
-    assert doc is not None
-    modules = {name.split(".")[1] for name in LIBRARY if inside(name, "pallas_kernels")}
-    assert set(re.findall(r"^    (\w+) ", doc, re.M)) == modules - {"__init__"}
+def maps_of_packages() -> dict[str, tuple[set[str], set[str]]]:
+    """Names in the map of a package's docstring, if it has one, and the modules of the package."""
+    maps = {}
+    for room in ("pallas_kernels", "examples", "benchmarks", "tests"):
+        for path in (ROOT / room).rglob("__init__.py"):
+            doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+            listed = set(re.findall(r"^(?:    )?(\w+)  +\S", doc, re.M))
+            folders = {p.parent.name for p in path.parent.glob("*/__init__.py")}
+            files = {p.stem for p in path.parent.glob("*.py")} - {"__init__"}
+            if listed:
+                maps[str(path.parent.relative_to(ROOT))] = (listed, files | folders)
+    return maps
+
+
+def test_maps_of_packages_are_complete():
+    maps = maps_of_packages()
+    assert len(maps) > 8
+    assert {room: listed ^ modules for room, (listed, modules) in maps.items()} == {
+        room: set() for room in maps
+    }
 
 
 def test_the_page_on_architecture_names_every_package_from_the_bottom_up():

@@ -95,7 +95,7 @@ def lossy(name: str, broadcast: bool, rate: float) -> Any:
     tree, key = tree_of(name), jax.random.key(0)
     if broadcast:
         return step.broadcast(step.own_parts(tree), tree, key=key)
-    return step.reduce_scatter(tree, key=key)
+    return step.scatter_mean(tree, key=key)
 
 
 def loss_fn(params: Any, x: jax.Array) -> jax.Array:

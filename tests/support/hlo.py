@@ -1,4 +1,8 @@
-"""Compiled programs: their collectives, and the bytes that these send."""
+"""Compiled programs: their collectives, and the bytes that these send.
+
+A second parser beside that of `dynamiq_jax._inspection`, written apart from it: each is the oracle
+of the other.
+"""
 
 import dataclasses
 import re

@@ -546,13 +546,3 @@ def pack_codes(codes: U16, width: int) -> U8:
         plane = plane.reshape(len(codes), k, LANES // k)  # [row, i, j] is lane j + i * 256 / k
         parts.append(sum(plane[:, i] << np.uint16(i * bits) for i in range(k)).astype(np.uint8))
     return np.concatenate(parts, axis=1)
-
-
-def unpack_codes(packed: U8, width: int) -> U16:
-    """u8[rows, 32 * width] -> u16[rows, 256]."""
-    codes = np.zeros((len(packed), LANES), np.uint16)
-    for low, bits in planes(width):
-        plane = packed[:, 32 * low : 32 * (low + bits)].astype(np.uint16)
-        fields = [(plane >> np.uint16(i * bits)) & (2**bits - 1) for i in range(8 // bits)]
-        codes |= np.concatenate(fields, axis=1).astype(np.uint16) << np.uint16(low)
-    return codes

@@ -121,6 +121,11 @@ def test_workers_do_as_many_micro_batches_as_the_model_replays(make, min_done, i
     assert len(seen) > 1 or min_done == 9
 
 
+def test_a_changed_description_records_on_its_own(make):
+    first = make()
+    assert dataclasses.replace(first, seed=1).recorder is not first.recorder
+
+
 def test_a_micro_batch_is_not_loaded_before_its_turn(make):
     """Its time counts, and those that are dropped cost none."""
     read = []

@@ -45,9 +45,9 @@ _GRADIENTS, _PARAMETERS = 0x6C6F7373, 0x706C6F73
 class LossyCollectives:
     """The two exchanges of a train step over a simulated channel that loses packets.
 
-        lossy = dq.contrib.LossyCollectives(axis_name="data", channel=LossyChannel(rate=0.1))
+        lossy = contrib.LossyCollectives(axis_name="data", channel=contrib.LossyChannel(rate=0.1))
 
-        gradient = lossy.reduce_scatter(jax.grad(loss)(params, batch), key=key)
+        gradient = lossy.scatter_mean(jax.grad(loss)(params, batch), key=key)
         own = lossy.own_parts(params)
         updates, opt_state = optimizer.update(gradient, opt_state, own)
         params = lossy.broadcast(optax.apply_updates(own, updates), params, key=key)
@@ -102,18 +102,18 @@ class LossyCollectives:
             raise ValueError(f"axis_name={self.axis_name!r} is not one axis. Give its name.")
         if not isinstance(self.channel, LossyChannel):
             raise TypeError(
-                f"channel={self.channel!r} is not a channel. Give dq.contrib.LossyChannel()."
+                f"channel={self.channel!r} is not a channel. Give dynamiq_jax.contrib.LossyChannel()."
             )
         check_choice("estimator", self.estimator, ESTIMATORS)
         for method in resolve(self.method, "all_to_all", self.options).policy.known:
-            checks.check_chunked(method, "contrib.LossyCollectives")
+            checks.check_chunked(method, "dynamiq_jax.contrib.LossyCollectives")
         if self.estimator == "inverse" and self.channel.highest_rate == 1:
             raise ValueError(
                 "estimator='inverse' divides by the probability of arrival, which is 0 where "
                 "rate=1. Give another estimator, or rates below 1."
             )
 
-    def reduce_scatter(self, tree: Tree, *, key: Array) -> Tree:
+    def scatter_mean(self, tree: Tree, *, key: Array) -> Tree:
         """Estimate this worker's parts of the mean of a pytree, from the packets that arrive.
 
         Call it inside `jax.shard_map`, or inside `jax.vmap(..., axis_name=...)`.
@@ -160,7 +160,7 @@ class LossyCollectives:
           parts: new values of the parts of `own_parts`.
           tree: the old values, of which each worker may have others.
           key: PRNG key, the same on all workers, another one at every step; that of
-            `reduce_scatter` may be used again.
+            `scatter_mean` may be used again.
 
         Returns:
           The tree with all values that arrived. This worker's own parts are always new.

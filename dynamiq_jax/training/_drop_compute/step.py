@@ -105,7 +105,9 @@ class DropCompute:
     devices_per_worker: int | None = None  # None for all devices of a process
     clock: Clock = wall_clock
     # What this process has recorded for a calibration. It is no part of the state.
-    recorder: Recorder = dataclasses.field(default_factory=Recorder, repr=False)
+    recorder: Recorder = dataclasses.field(
+        default_factory=Recorder, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self):
         resolve(self.method, self.topology, self.options)
