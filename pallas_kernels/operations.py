@@ -126,7 +126,7 @@ def decompress(
 def refused_backends() -> tuple[str, ...]:
     """Return the backends that this process refuses, after the check of the default one."""
     rows = jax.ShapeDtypeStruct((1, SUPER_GROUP_SIZE), jnp.float32)
-    jax.eval_shape(statistics, rows)  # chooses a backend
+    jax.eval_shape(statistics, rows)  # any operation chooses the backend, which is then checked
     return first_use.refused()
 
 
