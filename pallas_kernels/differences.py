@@ -47,10 +47,16 @@ def compare(ours: Any, base: Any, layout: Layout, widths: NDArray[np.int32]) -> 
       base: the same, of the base.
       layout: layout of a message.
       widths: widths of the places of the chunk, int32 [rows_per_chunk].
+
+    Raises:
+      ValueError: shapes or dtypes differ.
     """
     ours, base = np.asarray(ours), np.asarray(base)
     if (ours.shape, ours.dtype) != (base.shape, base.dtype):
-        return Difference(base.nbytes, base.nbytes, is_rounding=False)
+        raise ValueError(
+            f"the output is {ours.dtype}{list(ours.shape)}, and that of the base "
+            f"{base.dtype}{list(base.shape)}"
+        )
     if base.dtype == np.uint8:
         return _of_messages(ours, base, layout, widths)
     return _of_norms(ours, base) if base.ndim == 1 else _of_values(ours, base)

@@ -179,13 +179,13 @@ class _CaseRun:
             ours, again = in_own_thread(
                 lambda: self._run(backend, operation, on_cpu or self._device), self._timeout
             )
+            found = compare(ours, base, self._trial.layout, self._trial.widths)
         except Exception as error:  # of any kind: it is that of a compiler
             text = f"{type(error).__name__}: {str(error).strip():.300}"
             return dataclasses.replace(check, verdict=Verdict.FAILED, text=text)
         if ours.tobytes() != again.tobytes():  # a race, or memory that nothing wrote
             text = "its output differs from one run to the next"
             return dataclasses.replace(check, verdict=Verdict.DIFFERENT, text=text)
-        found = compare(ours, base, self._trial.layout, self._trial.widths)
         return dataclasses.replace(
             check,
             verdict=_verdict(found),

@@ -165,6 +165,13 @@ def test_bytes_without_a_meaning_are_not_compared():
     assert base.size - 100 * 32 < found.compared < base.size
 
 
+def test_an_output_of_another_shape_is_named():
+    trial = CASES[CASE].trial()
+    wide, narrow = np.zeros((3, 256), np.float32), np.zeros(3, np.uint32)
+    with pytest.raises(ValueError, match=r"is uint32\[3\], and that of the base float32\[3, 256\]"):
+        differences.compare(narrow, wide, trial.layout, trial.widths)
+
+
 def test_steps_of_rounding_are_told_from_wrong_bytes():
     """A code or a group scale by one step is a rounding; any other byte is not."""
     trial = CASES[CASE].trial()
