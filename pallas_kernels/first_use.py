@@ -19,7 +19,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from pallas_kernels.own_thread import in_own_thread
 from pallas_kernels.trial import Trial, make_trial
 
 SWITCH = "DYNAMIQ_CHECK_KERNELS"
+_BASE = "xla"
 _PATIENCE = 120.0  # seconds for the compiler and the run of one backend on one kind of device
 
 # All widths, and four rows more of one width. What differs between correct backends is left out:
@@ -50,34 +51,34 @@ _lock = threading.Lock()
 
 
 def checked(
-    name: str, operation: str, backends: Mapping[str, Any], *, is_named: bool
-) -> Callable[..., Any]:
-    """Return an operation of a backend that is checked when it is first called.
+    functions: implementation.Backends, backends: Mapping[str, Any], *, is_named: bool
+) -> implementation.Backends:
+    """Return an operation in each backend, so that a backend is checked when it is first called.
 
     Args:
-      name: name of the backend.
-      operation: name of the operation.
+      functions: the operation in each backend.
       backends: all backends by name, the base among them.
       is_named: whether the user named the backend. It is then refused if it is wrong; otherwise the
         base takes its place.
     """
-    function = getattr(backends[name], operation)
-    if name == "xla" or not implementation.is_for_this_machine():
-        return function
+    if not implementation.is_for_this_machine():
+        return functions
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(name: str, *args: Any, **kwargs: Any) -> Any:
         reason = _reason(name, backends) if _is_on() else None
         if reason is None:
-            return function(*args, **kwargs)
+            return functions[name](*args, **kwargs)
         if is_named:
             raise ValueError(
                 f"implementation={name!r} is refused: {reason}. Use None or 'xla', or set "
                 f"{SWITCH}=0 to use it all the same. `dynamiq-jax verify` says more."
             )
-        return getattr(backends["xla"], operation)(*args, **kwargs)
+        return functions[_BASE](*args, **kwargs)
 
-    return run
+    return {
+        name: function if name == _BASE else functools.partial(run, name)
+        for name, function in functions.items()
+    }
 
 
 def refused() -> tuple[str, ...]:
@@ -132,7 +133,7 @@ def _reason(name: str, backends: Mapping[str, Any]) -> str | None:
     with _lock:
         new = {kind: each for kind, each in devices.items() if (name, kind) not in _reasons}
         for kind, device in new.items():
-            _reasons[name, kind] = _tried(backends[name], backends["xla"], device)
+            _reasons[name, kind] = _tried(backends[name], backends[_BASE], device)
         reasons = {kind: _reasons[name, kind] for kind in devices}
     for kind, reason in reasons.items():
         if reason and kind in new:

@@ -132,8 +132,9 @@ def refused_backends() -> tuple[str, ...]:
 
 def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
     functions = {
-        backend: first_use.checked(backend, operation, BACKENDS, is_named=name is not None)
+        backend: getattr(module, operation)
         for backend, module in BACKENDS.items()
         if hasattr(module, operation)
     }
-    return implementation.run(name, functions, *args, **static)
+    safe = first_use.checked(functions, BACKENDS, is_named=name is not None)
+    return implementation.run(name, safe, *args, **static)
