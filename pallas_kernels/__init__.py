@@ -12,6 +12,10 @@
     _triton         fused kernels for NVIDIA GPUs from Ampere on
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
     implementation  choice of the backend
+    first_use       check of a backend before it is used on a kind of device
+    trial           hard inputs of all operations, for comparisons of backends
+    differences     bytes in which an output differs from that of the base
+    own_thread      calls outside of a trace, with a limit of time
     dependencies    values that tie the schedule of a program to its data
     row_blocks      loops over blocks of rows, for backends without kernels
     compat          differences between versions of JAX

@@ -86,6 +86,11 @@ def interpreting() -> bool:
     return _without_gpu.get() == "interpret"
 
 
+def is_for_this_machine() -> bool:
+    """Return whether kernels are compiled for this machine: neither interpreted nor for another."""
+    return _without_gpu.get() is None
+
+
 def _why_not(implementation: str) -> str | None:
     """Return the reason why this machine cannot run a backend; None if it can."""
     if implementation == "triton" and not compat.has_triton():

@@ -6,13 +6,15 @@ chunk, so that a fused kernel gathers, decodes, adds, encodes and packs in one p
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import _mosaic_gpu, _triton, _xla, implementation
+from pallas_kernels import _mosaic_gpu, _triton, _xla, first_use, implementation
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.ordering import LocalRows, Places
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
 # chunk of which nothing was received, `decompress_accumulate` and `decompress`.
@@ -121,10 +123,18 @@ def decompress(
     return _run(implementation, "decompress", payloads, places, layout=layout)
 
 
+def refused_backends() -> tuple[str, ...]:
+    """Return the backends that this process refuses, after the check of the default one."""
+    rows = jax.ShapeDtypeStruct((1, SUPER_GROUP_SIZE), jnp.float32)
+    jax.eval_shape(statistics, rows)  # any operation chooses the backend, which is then checked
+    return first_use.refused()
+
+
 def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
     functions = {
         backend: getattr(module, operation)
         for backend, module in BACKENDS.items()
         if hasattr(module, operation)
     }
-    return implementation.run(name, functions, *args, **static)
+    safe = first_use.checked(functions, BACKENDS, is_named=name is not None)
+    return implementation.run(name, safe, *args, **static)

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from dynamiq_jax.methods import METHODS, WRAPPERS
 from pallas_kernels import _xla
-from tests.support import speed
+from tests.support import broken_backends, speed
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -106,3 +107,11 @@ def data_mesh() -> Callable[[int], Mesh]:
         )
 
     return make
+
+
+@pytest.fixture
+def chosen_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """`chosen_backend(module)`: take a backend for the fastest kernels of this machine."""
+    broken_backends.released.clear()
+    yield functools.partial(broken_backends.choose, monkeypatch)
+    broken_backends.released.set()

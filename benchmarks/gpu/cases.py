@@ -7,25 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
-from numpy.typing import NDArray
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS
 from benchmarks.gpu.bench import Bench, Program
 from benchmarks.gpu.jobs import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
-from dynamiq_jax._measurement.gradients import worker_gradient
+from dynamiq_jax._measurement.device_gradients import device_gradient
 from pallas_kernels.codec import SUPER_GROUP_SIZE, LocalRows
 
 _CACHE_BYTES = 256 * 2**20  # several times the L2 of any GPU: inputs rotate through at least this
-_DRAWN = 4 * 2**20  # coordinates that the host draws; 1 Gi of them would take it half a minute
 
 Inputs = dict[str, Any]  # arrays by name
-
-
-def make_gradient(worker: int, size: int, seed: int, dtype: str) -> Array:
-    """Draw the gradient of a worker on the host, and repeat it on the device up to its size."""
-    return _repeated(_drawn(worker, min(size, _DRAWN), seed), size=size, dtype=dtype)
 
 
 class Case:
@@ -87,7 +78,7 @@ class Case:
     def _inputs(self, index: int) -> Inputs:
         run = self._bench.executables
         mine, other = (
-            make_gradient(worker, self.size, index, self.dtype).reshape(-1, SUPER_GROUP_SIZE)
+            device_gradient(worker, self.size, index, self.dtype).reshape(-1, SUPER_GROUP_SIZE)
             for worker in range(2)
         )
         norms = run[self.key(("statistics", "xla"))](mine)
@@ -113,13 +104,3 @@ class Case:
             if key in run:
                 inputs[f"{name} codes"], inputs[f"{name} scale"] = run[key](other)
         return inputs
-
-
-@functools.lru_cache(maxsize=32)
-def _drawn(worker: int, size: int, seed: int) -> NDArray[np.float32]:
-    return worker_gradient(worker, size, seed)
-
-
-@functools.partial(jax.jit, static_argnames=("size", "dtype"))
-def _repeated(values: Array, *, size: int, dtype: str) -> Array:
-    return jnp.resize(values.astype(dtype), size)

@@ -16,6 +16,7 @@ from benchmarks.gpu.bench import Bench, Program
 from benchmarks.gpu.jobs import KERNELS, floor_bytes
 from benchmarks.gpu.record import Results
 from benchmarks.gpu.report import matching
+from dynamiq_jax._measurement.kernel_speed import copy_speed
 
 
 def facts() -> dict[str, Any]:
@@ -41,27 +42,18 @@ def facts() -> dict[str, Any]:
 
 def measure(bench: Bench, results: Results) -> None:
     """Measure yardsticks for all other sections: a copy, and what starting a call takes."""
-    words = jnp.arange(bench.options.copy_bytes // 4, dtype=jnp.uint32)
-    programs: dict[Any, Program] = {
-        ("copy", "xor"): (lambda x: x ^ np.uint32(1), [words]),
-        ("copy", "jnp.copy"): (jnp.copy, [words]),
-        ("launch", "tiny"): (lambda x: x + np.uint32(1), [words[:8]]),
-    }
+    with bench.record.guard("copy"):
+        speed = copy_speed(bench.options.copy_bytes, bench.batches)
+        results["copy_bytes_per_second"] = bench.copy_bytes_per_second = speed
+    key, few = ("launch", "tiny"), jnp.arange(8, dtype=jnp.uint32)
+    programs: dict[Any, Program] = {key: (lambda x: x + np.uint32(1), [few])}
     bench.compile_all(programs)
-    for key, (_, args) in programs.items():
-        timing = bench.measure(key, [args])
-        if timing is None:
-            continue
-        if key[0] == "launch":
-            results["launch_us"] = timing["us"]
-            continue
-        speed = 2 * words.nbytes / timing["us"] * 1e6
-        results[key[1]] = timing | {"bytes_per_second": speed}
-        results["copy_bytes_per_second"] = max(speed, results.get("copy_bytes_per_second", 0))
-        bench.copy_bytes_per_second = results["copy_bytes_per_second"]
+    if (timing := bench.measure(key, [[few]])) is not None:
+        results["launch_us"] = timing["us"]
     print(
-        f"copy of {words.nbytes / 2**30:g} GiB: {bench.copy_bytes_per_second / 1e9:.0f} GB/s read "
-        f"and written; starting a call: {results.get('launch_us', math.nan):.1f} us"
+        f"copy of {bench.options.copy_bytes / 2**30:g} GiB: "
+        f"{bench.copy_bytes_per_second / 1e9:.0f} GB/s read and written; starting a call: "
+        f"{results.get('launch_us', math.nan):.1f} us"
     )
 
 

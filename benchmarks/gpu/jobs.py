@@ -8,12 +8,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS, PlainCodec
-from pallas_kernels import operations
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, Places, place_rows
-from pallas_kernels.codec.scales import bfloat16_bits
+from dynamiq_jax._measurement.kernel_speed import STEPS, least_bytes, operation_of, places_of
+from pallas_kernels.codec import Layout
 
-KERNELS = ("statistics", "compress", "hop", "decompress")
+KERNELS = STEPS
 IMPLEMENTATIONS = ("triton", "xla")
+_INPUTS = {
+    "statistics": ("rows",),
+    "compress": ("local", "chunk", "first turn"),
+    "hop": ("payload", "local", "chunk", "second turn"),
+    "decompress": ("payload", "places"),
+}
 
 JobName = tuple[str, str]  # operation, implementation
 
@@ -29,25 +34,9 @@ def kernel_jobs(layout: Layout) -> dict[JobName, Job]:
     """Return the four kernels of every backend, and the places, which all take from XLA."""
     jobs = {("places", "xla"): Job(functools.partial(places_of, layout=layout), ("norms",))}
     for name in IMPLEMENTATIONS:
-        chosen: dict[str, Any] = {"layout": layout, "implementation": name}
-        jobs |= {
-            ("statistics", name): Job(
-                functools.partial(operations.statistics, implementation=name),
-                ("rows",),
-            ),
-            ("compress", name): Job(
-                functools.partial(operations.compress, **chosen),
-                ("local", "chunk", "first turn"),
-            ),
-            ("hop", name): Job(
-                functools.partial(operations.hop, **chosen),
-                ("payload", "local", "chunk", "second turn"),
-            ),
-            ("decompress", name): Job(
-                functools.partial(operations.decompress, **chosen),
-                ("payload", "places"),
-            ),
-        }
+        for operation in KERNELS:
+            function = operation_of(operation, name, layout)
+            jobs[operation, name] = Job(function, _INPUTS[operation])
     return jobs
 
 
@@ -64,11 +53,6 @@ def plain_jobs() -> dict[JobName, Job]:
     return jobs
 
 
-def places_of(norms: Array, *, layout: Layout) -> Places:
-    """Return the places of all rows, from their norms."""
-    return place_rows(bfloat16_bits(norms), layout)
-
-
 def program_key(
     operation: str, implementation: str, size: int, dtype: str, bits: float | None
 ) -> tuple:
@@ -78,22 +62,11 @@ def program_key(
 
 
 def floor_bytes(operation: str, implementation: str, layout: Layout, dtype: str) -> float:
-    """Return the bytes that a coordinate has to move at least: every input read and every output
-    written once.
-    """
-    local = jnp.dtype(dtype).itemsize
-    if implementation in PLAIN_CODECS:
-        wire, order = PLAIN_CODECS[implementation].wire_bytes, 0.0
-    else:
-        wire = layout.payload_bytes / (layout.rows_per_chunk * SUPER_GROUP_SIZE)
-        order = 4 / SUPER_GROUP_SIZE
-    return {
-        "statistics": local + 4 / SUPER_GROUP_SIZE,
-        "places": 8 / SUPER_GROUP_SIZE,
-        "compress": local + wire + order,
-        "hop": local + 2 * wire + order,
-        "decompress": wire + 4 + order,
-    }[operation]
+    """Return the bytes that a coordinate has to move at least, see `least_bytes`."""
+    if implementation not in PLAIN_CODECS:
+        return least_bytes(operation, layout, dtype)
+    local, wire = jnp.dtype(dtype).itemsize, PLAIN_CODECS[implementation].wire_bytes
+    return {"compress": local + wire, "hop": local + 2 * wire, "decompress": wire + 4}[operation]
 
 
 def _plain_compress(codec: PlainCodec, rows: Array) -> tuple[Array, Array]:

@@ -3,10 +3,10 @@
     python -m benchmarks.gpu.kernels
 
 Needs JAX with CUDA, nothing but what the library needs besides, and no installation. Correctness
-comes first: against the XLA twin of every kernel, and against a float64 sum. Yardsticks are
-measured in the same run: a device-to-device copy, XLA's own fusion of the same maths, an int8 block
-quantizer, and casts to MXFP8. Results are written after every section, so that a run that is cut
-short leaves what it had.
+comes first: every operation against its XLA twin, on hard rows, as `dynamiq-jax verify` compares
+them. Yardsticks are measured in the same run: a device-to-device copy, XLA's own fusion of the same
+maths, an int8 block quantizer, and casts to MXFP8. Results are written after every section, so that
+a run that is cut short leaves what it had.
 
 A time is that of back-to-back calls over their number, in a batch long enough to hide the host; the
 median of several batches. Where a call is shorter than the host needs to start one, that is what

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from benchmarks import common
+from dynamiq_jax._measurement.kernel_checks import CASES
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 
@@ -19,8 +20,7 @@ class Options:
     dtypes: tuple[str, ...]
     sweep_rows: tuple[int, ...]
     sweep_warps: tuple[int, ...]
-    check_bits: tuple[float, ...]
-    check_size: int
+    check_cases: tuple[str, ...]  # of `dynamiq-jax verify`
     workers: int
     worker_size: int  # coordinates of each simulated worker
     copy_bytes: int
@@ -74,9 +74,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
         dtypes=tuple(given.dtypes),
         sweep_rows=(8,) if small else tuple(given.rows),
         sweep_warps=(4,) if small else tuple(given.warps),
-        check_bits=(5.0,) if small else (5.0, 3.0, 8.0, 12.0),
-        # Three ragged chunks: blocks overhang, and rows are padded.
-        check_size=100 * row + 7 if small else 4 * 2**20 + 7 * row + 7,
+        check_cases=("two widths",) if small else tuple(CASES),
         workers=min(given.workers, 4) if small else given.workers,
         worker_size=64 * row if small else 4 * 2**20,
         copy_bytes=2**20 if small else 2 * 2**30,

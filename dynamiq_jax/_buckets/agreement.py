@@ -22,7 +22,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.exchange import Exchange
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._inputs.options import Compression
-from pallas_kernels import codec, compat
+from pallas_kernels import codec, compat, operations
 
 # Flags of JAX on which random bits, or the rounding of sums and products, depend.
 _JAX_FLAGS = (
@@ -136,6 +136,7 @@ def _of_process() -> dict[str, str]:
         "jax.__version__": _text(jax.__version__),
         "jaxlib.__version__": _text(jaxlib.__version__),
         "device": _text((device.platform, device.device_kind)),
+        "refused kernels": _text(operations.refused_backends()),
         "processor": _text(platform.machine() if device.platform == "cpu" else None),
         **{flag: _text(getattr(jax.config, flag, None)) for flag in _JAX_FLAGS},
         **{name: _text(_flags(os.environ.get(name, ""))) for name in _VARIABLES},

@@ -17,6 +17,7 @@ emulated on one machine; predicts what it would bring; compares methods.
 
 examples:
 
+  dynamiq-jax verify                                 are the kernels right and fast here?
   dynamiq-jax bench                                  on the devices of this process
   dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
   dynamiq-jax network --hosts 4 --rate 200mbit       over emulated links (root)
@@ -51,6 +52,7 @@ def main() -> None:
     from dynamiq_jax._commands.drop_compute import DropCompute
     from dynamiq_jax._commands.network import Network
     from dynamiq_jax._commands.tune_buckets import TuneBuckets
+    from dynamiq_jax._commands.verify import Verify
     from dynamiq_jax._console.errors import CommandError
     from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 
@@ -63,6 +65,7 @@ def main() -> None:
         "doctor": Doctor,
         "drop-compute": DropCompute,
         "tune-buckets": TuneBuckets,
+        "verify": Verify,
     }
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="dynamiq-jax", description=_DESCRIPTION

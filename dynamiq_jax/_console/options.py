@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 from pathlib import Path
 
 from dynamiq_jax._console.errors import CommandError
@@ -31,11 +32,19 @@ def check_codec_ns(value: float | None) -> None:
 def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     """Raise CommandError, before minutes of measuring, if results could not be written.
 
-    Causes are a missing folder, an unknown format of the plot, and missing matplotlib.
+    Causes are a missing folder, a path that cannot be written, an unknown format of the plot, and
+    missing matplotlib.
     """
     for option, path in (("--json", json_path), ("--plot", plot_path)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise CommandError(f"{option} is {path}: no folder {path.absolute().parent}. Make it.")
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise CommandError(f"{option} is {path}: no folder {folder}. Make it.")
+        if path.is_dir():
+            raise CommandError(f"{option} is {path}: this is a folder. Give a file in it.")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise CommandError(f"{option} is {path}: this user cannot write it. Give another file.")
     if plot_path is not None:
         if plot_path.suffix not in PLOT_SUFFIXES:
             raise CommandError(f"--plot is {plot_path}: end its name in one of {PLOT_SUFFIXES}.")

@@ -21,6 +21,7 @@ def worker_devices(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
+    least: int = 2,
 ) -> Sequence[jax.Device]:
     """Set JAX up for a measurement, which has to precede its first use.
 
@@ -29,12 +30,13 @@ def worker_devices(
       coordinator: HOST:PORT of process 0 of those to join, or "auto".
       num_processes: number of processes to join.
       process_id: index of this process.
+      least: number of devices that the measurement needs, 1 or 2.
 
     Returns:
-      Devices of all processes, two or more.
+      Devices of all processes, `least` or more.
 
     Raises:
-      CommandError: options that contradict each other, or a single device.
+      CommandError: options that contradict each other, or too few devices.
     """
     several = coordinator is not None
     joining = (num_processes, process_id)
@@ -58,7 +60,7 @@ def worker_devices(
         except (ValueError, RuntimeError) as error:
             raise CommandError(f"--coordinator is {coordinator}: {error}") from None
     devices = jax.devices()
-    if len(devices) == 1:
+    if len(devices) < least:
         raise CommandError(
             f"there is one device ({devices[0].device_kind}), and nothing to exchange. Give "
             "--cpu-devices 8 for virtual CPU devices, or join processes with --coordinator."

@@ -2,11 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+
+import dynamiq_jax as dq
 from dynamiq_jax._measurement.measure import Measurement
 from dynamiq_jax._measurement.settings import BF16_RING, PSUM, is_same
+from dynamiq_jax.methods import DynamiQ
+
+RING_WORKERS = 8  # of the ring that the times of single operations stand for
 
 
 def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int) -> float:
@@ -31,6 +37,32 @@ def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int
     if sent >= other_sent:
         return math.inf if codec < other_codec and sent == other_sent else 0.0
     return 8 * (other_sent - sent) / (codec - other_codec) if codec > other_codec else math.inf
+
+
+def rate_of_kernels(seconds: Mapping[str, float], size: int, method: DynamiQ) -> float:
+    """Return the link speed, in bits a second, below which a ring beats one of BF16.
+
+    Of `RING_WORKERS` workers, from the times of single operations, for a machine with one device.
+    The sums of the BF16 ring count as free, so that the true speed is higher.
+
+    Args:
+      seconds: time of each operation on `size` coordinates.
+      size: coordinates of the bucket.
+      method: the method.
+    """
+    others = (RING_WORKERS - 1) / RING_WORKERS
+    codec = seconds["statistics"] + seconds["decompress"] + others * seconds["hop"]
+    codec += seconds["compress"] / RING_WORKERS
+    sent, plain = (
+        dq.wire_report(
+            jax.ShapeDtypeStruct((size,), "float32"),
+            RING_WORKERS,
+            method=each,
+            options=dq.Options(exact_below=0),
+        ).bytes_per_worker
+        for each in (method, "bf16")
+    )
+    return break_even_rate(codec, sent, 0.0, plain)
 
 
 def record(

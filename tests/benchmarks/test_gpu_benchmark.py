@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import kernels as gpu_kernels
-from benchmarks.gpu.cases import make_gradient
+from dynamiq_jax._measurement.device_gradients import device_gradient
 from dynamiq_jax._measurement.gradients import worker_gradient
 
 SECTIONS = (
@@ -47,7 +47,7 @@ def test_every_section_runs_without_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_large_gradients_repeat_what_the_host_draws(dtype, monkeypatch):
-    monkeypatch.setattr("benchmarks.gpu.cases._DRAWN", 512)
+    monkeypatch.setattr("dynamiq_jax._measurement.device_gradients._DRAWN", 512)
     drawn = worker_gradient(1, 512, 3).astype(dtype)
-    made = np.asarray(make_gradient(1, 1300, 3, dtype))
+    made = np.asarray(device_gradient(1, 1300, 3, dtype))
     np.testing.assert_array_equal(made, np.concatenate([drawn, drawn, drawn[:276]]))

@@ -306,9 +306,15 @@ def test_plots(tmp_path, suffix):
     assert path.stat().st_size > 1000
 
 
-def test_outputs_are_refused_before_anything_is_measured(tmp_path):
+def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
     with pytest.raises(CommandError, match=r"--json is .*no folder"):
         options.check_outputs(tmp_path / "missing" / "out.json", None)
+    with pytest.raises(CommandError, match=r"--json is .*this is a folder\. Give a file in it"):
+        options.check_outputs(tmp_path, None)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(CommandError, match=r"--json is .*this user cannot write it\."):
+        options.check_outputs(tmp_path / "out.json", None)
+    monkeypatch.undo()
     with pytest.raises(CommandError, match=r"--plot is .*\.png"):
         options.check_outputs(None, tmp_path / "out.txt")
 

@@ -287,8 +287,10 @@ def test_the_library_neither_prints_nor_logs():
         assert not names & {"print", "breakpoint", "input"}, module
         if module == "dynamiq_jax._buckets.exchange":
             imported.remove("warnings")  # of a check that could not be made, which is no error
+        if module == "pallas_kernels.first_use":
+            imported.remove("warnings")  # of kernels that the base replaces
         assert not imported & {"logging", "warnings", "rich", "tqdm", "tyro", "matplotlib"}, module
-        assert not [a for a in attributes if a.startswith(("sys.std", "jax.debug"))], module
+        assert not [a for a in attributes if a.startswith(("sys.std", "jax.debug."))], module
 
 
 def test_files_are_short_and_say_what_they_hold():

@@ -28,7 +28,16 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
-COMMANDS = ("bench", "network", "advise", "compare", "doctor", "drop-compute", "tune-buckets")
+COMMANDS = (
+    "bench",
+    "network",
+    "advise",
+    "compare",
+    "doctor",
+    "drop-compute",
+    "tune-buckets",
+    "verify",
+)
 slow = pytest.mark.slow
 LONG = ("recipes/", "contrib/", "workers/", "extensions")  # pages
 
@@ -266,7 +275,8 @@ def test_the_reference_has_every_public_module_of_the_kernels():
         for module in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels.")
         if not module.ispkg and "._" not in module.name
     }
-    private = {"pallas_kernels.compat", "pallas_kernels.dependencies"}  # of this project
+    # Of this project.
+    private = {f"pallas_kernels.{name}" for name in ("compat", "dependencies", "own_thread")}
     assert {name for name in reference() if name.startswith("pallas_kernels")} == modules - private
 
 

@@ -1,0 +1,1 @@
+"""Benchmark of the kernels on a TPU, the twin of `benchmarks.gpu`."""

@@ -1,0 +1,358 @@
+"""`dynamiq-jax verify`: right bytes and speed of the kernels on a machine that is new."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dynamiq_jax._commands.bench import bench_table
+from dynamiq_jax._console import options, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import format_rate, format_seconds, format_size, parse_size
+from dynamiq_jax._measurement.batches import Batches
+from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_per_machine
+from dynamiq_jax._measurement.kernel_checks import (
+    BASE,
+    CASES,
+    INTERPRETED_CASES,
+    Check,
+    Verdict,
+    check_kernels,
+    worst_of_processes,
+)
+from dynamiq_jax._measurement.kernel_speed import Speed, copy_speed, measure_kernels
+from dynamiq_jax._measurement.measure import measure
+from dynamiq_jax._measurement.settings import (
+    BF16_RING,
+    DEFAULTS,
+    PSUM,
+    parse_setting,
+    parse_settings,
+)
+from dynamiq_jax._prediction.break_even import RING_WORKERS, rate_of_kernels, record
+from dynamiq_jax.methods import DynamiQ
+from pallas_kernels import operations
+from pallas_kernels.trial import CALLS
+
+_METHOD = DEFAULTS[-1]  # of the all-reduce
+_MOST_ERROR = 4.0 ** (3 - 5)  # vNMSE: far above any right answer at 5 bits, far below a wrong one
+_COPY_BYTES = {"cpu": 2**28}  # several times the caches of a CPU
+_LARGE_COPY = 2**30
+_MARKS = {
+    Verdict.ABSENT: "-",
+    Verdict.NOT_HERE: "not here",
+    Verdict.SAME: "[green]same[/green]",
+    Verdict.ROUNDING: "[yellow]rounding[/yellow]",
+    Verdict.DIFFERENT: "[red]DIFFERENT[/red]",
+    Verdict.FAILED: "[red]FAILED[/red]",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Right bytes and speed of the kernels on this machine, which may be one that is new.
+
+    Compares every operation of every kernel backend that can run here with the base, `xla`, bit for
+    bit and on hard values. Then it times the operations beside a copy of memory, and an all-reduce
+    over the devices that are there beside jax.lax.psum and a ring of BF16, and says below which
+    speed of a link compression pays here.
+
+    The exit status is 1 if a byte differs, an operation fails, or a sum is wrong. Attach the file
+    of --json to an issue. To run over several processes, start the same command in each of them
+    with --coordinator HOST:PORT --num-processes N --process-id I, or with --coordinator auto under
+    Slurm, MPI or Kubernetes.
+    """
+
+    backends: tuple[str, ...] = tuple(operations.BACKENDS)
+    """Backends to compare with the base."""
+
+    cases: tuple[str, ...] = ()
+    """Kinds of rows to compare on. By default all of them, without the largest if kernels are
+    interpreted."""
+
+    interpret: bool = False
+    """Interpret kernels, where no device can run them. It takes minutes."""
+
+    allow_rounding: bool = False
+    """Exit with status 0 if bytes differ only by one step of rounding, as where a reciprocal is
+    approximate."""
+
+    timeout: float = 300.0
+    """Seconds for the compiler and the run of one operation."""
+
+    size: str = "8Mi"
+    """Coordinates of the chunk that is timed, and of the gradient that is summed."""
+
+    repeats: int = 9
+    """Timed calls of each all-reduce. The median counts."""
+
+    cpu_devices: int | None = None
+    """Use as many virtual CPU devices, even where there are accelerators. By default 8 where there
+    is no accelerator and one process."""
+
+    coordinator: str | None = None
+    """Join other processes through this HOST:PORT of process 0, or `auto`."""
+
+    num_processes: int | None = None
+    """Number of processes to join."""
+
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write everything that was found, with versions and hardware, to this file."""
+
+    def run(self) -> int:
+        """Verify and report; return the exit status."""
+        size = parse_size(self.size, "--size")
+        _check_names("--backends", self.backends, tuple(operations.BACKENDS))
+        _check_names("--cases", self.cases, tuple(CASES))
+        options.check_least("--timeout", self.timeout, 1)
+        options.check_least("--repeats", self.repeats, 1)
+        options.check_outputs(self.json, None)
+        devices = worker_devices(
+            cpu_devices=self.cpu_devices,
+            coordinator=self.coordinator,
+            num_processes=self.num_processes,
+            process_id=self.process_id,
+            least=1,
+        )
+        first = jax.process_index() == 0
+        console = tables.console(quiet=not first)
+        kind = devices[0].device_kind
+        console.print(
+            f"{len(devices)} devices of kind {kind}, {jax.process_count()} processes, "
+            f"JAX {jax.__version__}",
+            highlight=False,
+        )
+        checks = self._checks(console)
+        problems = self._problems_of_checks(checks)
+        _print_checks(console, checks, interpret=self.interpret)
+        copy, speeds = self._speeds(console, checks, size, problems)
+        summed, warned = self._all_reduce(console, devices, size)
+        problems += _problems_of_sums(summed)
+        pays = _pays_below(summed, speeds, size)
+        console.print(_advice(pays, alone=not summed), highlight=False, soft_wrap=True)
+        for text in (*problems, *warned):
+            console.print(Text(text, style="red"), soft_wrap=True)
+        console.print(_conclusion(checks, problems), highlight=False, soft_wrap=True)
+        if first and self.json is not None:
+            results = {
+                "checks": [
+                    dataclasses.asdict(check) | {"verdict": check.verdict.name.lower()}
+                    for check in checks
+                    if check.verdict != Verdict.NOT_HERE
+                ],
+                "not_compared": _not_compared(checks),
+                "refused": operations.refused_backends(),
+                "copy_bytes_per_second": copy,
+                "speeds": [dataclasses.asdict(speed) for speed in speeds],
+                "all_reduce": summed,
+                "pays_below_bits_per_second": pays,
+                "warnings": warned,
+                "problems": problems,
+            }
+            where = environment(kind) | {
+                "platform": devices[0].platform,
+                "devices": len(devices),
+                "processes": jax.process_count(),
+            }
+            records.write(self.json, where, dataclasses.asdict(self), results)
+        return int(bool(problems))
+
+    def _checks(self, console: Console) -> list[Check]:
+        cases = self.cases or (INTERPRETED_CASES if self.interpret else tuple(CASES))
+        steps = len(cases) * len(self.backends) * len(CALLS)
+        with tables.progress(console, "verify", steps) as advance:
+            checks = check_kernels(
+                self.backends, cases, interpret=self.interpret, timeout=self.timeout, done=advance
+            )
+        return worst_of_processes(checks)
+
+    def _speeds(
+        self, console: Console, checks: Sequence[Check], size: int, problems: list[str]
+    ) -> tuple[float, list[Speed]]:
+        """Time the base and the backends that are right, and print a table.
+
+        Nothing is timed where kernels are interpreted. Errors are added to `problems`.
+        """
+        if self.interpret:
+            return math.nan, []
+        batches = Batches()
+        copy = copy_speed(_COPY_BYTES.get(jax.default_backend(), _LARGE_COPY), batches)
+        speeds: list[Speed] = []
+        for backend in (BASE, *_right_backends(checks)):
+            for dtype in ("float32", "bfloat16"):
+                try:
+                    speeds += measure_kernels(
+                        [backend], size, dtype=dtype, bits=5.0, copy=copy, batches=batches
+                    )
+                except Exception as error:  # of any kind: it is that of a compiler
+                    what = f"{type(error).__name__}: {error!s:.300}"
+                    problems.append(f"{backend}: {size} coordinates ({dtype}): {what}")
+        console.print(_speed_table(speeds, size, copy))
+        return copy, speeds
+
+    def _all_reduce(
+        self, console: Console, devices: Sequence[jax.Device], size: int
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Sum over all devices, and print a table.
+
+        Returns:
+          Rows of the table, none for a single device, and the warnings of the library.
+        """
+        if len(devices) == 1:
+            return [], []
+        mesh, settings = make_mesh(devices), parse_settings(DEFAULTS)
+        steps = len(settings) * (1 + self.repeats)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            tables.progress(console, "all-reduce", steps) as advance,
+        ):
+            warnings.simplefilter("always")
+            results = measure(settings, mesh, size, repeats=self.repeats, seed=0, done=advance)
+        sharing = workers_per_machine(mesh)
+        rows = [record(result, results, None, sharing) for result in results]
+        console.print(bench_table(rows))
+        ours = [str(w.message) for w in caught if "dynamiq-jax verify" in str(w.message)]
+        return rows, list(dict.fromkeys(ours))
+
+    def _problems_of_checks(self, checks: Sequence[Check]) -> list[str]:
+        least = Verdict.DIFFERENT if self.allow_rounding else Verdict.ROUNDING
+        return [f"{check.name}: {check.text}" for check in checks if check.verdict >= least]
+
+
+def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise CommandError(f"{option}: {name!r} is not there. Give some of {', '.join(known)}.")
+    if option == "--backends" and not names:
+        raise CommandError(f"{option}: nothing to verify. Give some of {', '.join(known)}.")
+
+
+def _right_backends(checks: Sequence[Check]) -> list[str]:
+    """Return the backends besides the base that run here, and whose outputs are right."""
+    worst: dict[str, Verdict] = {}
+    for check in checks:
+        worst[check.backend] = max(check.verdict, worst.get(check.backend, Verdict.ABSENT))
+    good = (Verdict.SAME, Verdict.ROUNDING)
+    return [name for name, verdict in worst.items() if name != BASE and verdict in good]
+
+
+def _not_compared(checks: Sequence[Check]) -> dict[str, str]:
+    """Return the backends that cannot run here, with the reasons."""
+    return {c.backend: c.text for c in checks if c.verdict == Verdict.NOT_HERE}
+
+
+def _problems_of_sums(summed: Sequence[dict[str, Any]]) -> list[str]:
+    problems = []
+    for row in summed:
+        if not row["replicas_equal"]:
+            problems.append(f"{row['setting']}: workers do not hold the same bits")
+        if not row["vnmse"] <= _MOST_ERROR:
+            problems.append(f"{row['setting']}: the sum is wrong, vNMSE {row['vnmse']:.2g}")
+    return problems
+
+
+def _print_checks(console: Console, checks: Sequence[Check], *, interpret: bool) -> None:
+    """Print a table of the backends that run here, and the reasons against the others."""
+    reasons = _not_compared(checks)
+    here = list(dict.fromkeys(c.backend for c in checks if c.backend not in reasons))
+    for backend, reason in reasons.items():
+        console.print(f"{backend}: not compared: {reason}", highlight=False, soft_wrap=True)
+    if not here:
+        console.print("No kernel can run here. --interpret compares them all the same, slowly.")
+        return
+    how = "interpreted" if interpret else "compiled for this machine"
+    table = tables.table(f"Operations against the base, {how}", ("operation", "case"), here)
+    verdicts = {(c.operation, c.case, c.backend): c for c in checks}
+    for operation, case in dict.fromkeys((c.operation, c.case) for c in checks):
+        found = [verdicts[operation, case, backend] for backend in here]
+        table.add_row(operation, case, *(_cell(check) for check in found))
+    table.caption = (
+        "same: no byte differs. rounding: some do, by one step of the rounding of a single "
+        "operation. Norms are compared to 1e-5: the order of a sum is each backend's own."
+    )
+    console.print(table)
+
+
+def _cell(check: Check) -> str:
+    if check.verdict in (Verdict.ROUNDING, Verdict.DIFFERENT):
+        return f"{_MARKS[check.verdict]} {check.differing} of {check.compared} B"
+    return _MARKS[check.verdict]
+
+
+def _speed_table(speeds: Sequence[Speed], size: int, copy: float) -> Table:
+    table = tables.table(
+        f"{format_size(size)} coordinates, 5 bits, one device; a copy of memory reads and writes "
+        f"{copy / 1e9:.3g} GB/s",
+        ("operation", "backend", "dtype"),
+        ("time", "ns a coordinate", "of copy", "base takes"),
+    )
+    base = {(s.operation, s.dtype): s.seconds for s in speeds if s.backend == BASE}
+    for speed in speeds:
+        times = base[speed.operation, speed.dtype] / speed.seconds
+        table.add_row(
+            speed.operation,
+            speed.backend,
+            speed.dtype,
+            format_seconds(speed.seconds),
+            f"{1e9 * speed.seconds / size:.3g}",
+            f"{speed.of_copy:.0%}",
+            "" if speed.backend == BASE else f"{times:.1f}x",
+        )
+    table.caption = (
+        "of copy: speed at which the operation moves the bytes that it has to move, over that of a "
+        "copy."
+    )
+    return table
+
+
+def _pays_below(
+    summed: Sequence[dict[str, Any]], speeds: Sequence[Speed], size: int
+) -> dict[str, float]:
+    """Return the speed of a link below which compression pays, by what it is compared with."""
+    if summed:
+        (row,) = (row for row in summed if row["setting"] == _METHOD)
+        return row["break_even"]
+    method = parse_setting(_METHOD).method
+    assert isinstance(method, DynamiQ)
+    of_backend: dict[str, dict[str, float]] = {}
+    for speed in speeds:
+        if speed.dtype == "float32":
+            of_backend.setdefault(speed.backend, {})[speed.operation] = speed.seconds
+    rates = [rate_of_kernels(times, size, method) for times in of_backend.values()]
+    return {BF16_RING: max(rates)} if rates else {}
+
+
+def _advice(pays: dict[str, float], *, alone: bool) -> str:
+    if not pays:
+        return "Nothing was timed: no link can be named below which compression pays."
+    names = {PSUM: "jax.lax.psum", BF16_RING: "a ring of BF16"}
+    texts = []
+    for name, rate in pays.items():
+        below = f"on links below {format_rate(rate)}" if rate else "on no link"
+        where = "on every link" if math.isinf(rate) else below
+        texts.append(f"{where}, compared with {names[name]}")
+    how = f" From the operations alone, for a ring of {RING_WORKERS}." if alone else ""
+    return f"Compression pays here {'; '.join(texts)}.{how}"
+
+
+def _conclusion(checks: Sequence[Check], problems: Sequence[str]) -> str:
+    compared = [c for c in checks if c.verdict not in (Verdict.ABSENT, Verdict.NOT_HERE)]
+    if problems:
+        return (
+            f"{len(problems)} of {len(compared)} outputs or sums are not right. The library does "
+            "not use a backend that fails its own check. Please attach the file of --json to an "
+            "issue."
+        )
+    return f"Right: {len(compared)} outputs of kernels, and all sums."

@@ -1,0 +1,242 @@
+"""Outputs of every operation of every backend on this machine, against those of the base."""
+
+import contextlib
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dynamiq_jax._measurement.joining import on_all_processes
+from dynamiq_jax.methods import DynamiQ
+from pallas_kernels import implementation, operations
+from pallas_kernels.differences import Difference, compare
+from pallas_kernels.own_thread import in_own_thread
+from pallas_kernels.trial import CALLS, Trial, make_trial
+
+BASE = "xla"
+_ROWS, _MANY_ROWS = 37, 2085  # of a chunk: blocks of any usual size overhang
+
+
+class Verdict(IntEnum):
+    """Outcome of one operation, from the best to the worst."""
+
+    ABSENT = 0  # the backend does not have the operation
+    NOT_HERE = 1  # the backend cannot run on this machine
+    SAME = 2  # no byte differs
+    ROUNDING = 3  # bytes differ by one step of rounding
+    DIFFERENT = 4  # bytes differ by more
+    FAILED = 5  # it does not compile, or not in time, or raises an error
+
+
+class Case(NamedTuple):
+    """Rows on which backends are compared."""
+
+    method: DynamiQ
+    usual: int  # width of most rows of a chunk; every other width of the method has one
+    dtype: str = "float32"
+    rows: int = _ROWS  # of a chunk
+
+    def trial(self) -> Trial:
+        """Make the inputs of all operations."""
+        others = [width for width in self.method.widths if width != self.usual]
+        quantizer = self.method.layout(1, 1).quantizer
+        widths = [*others, *[self.usual] * (self.rows - len(others))]
+        return make_trial(quantizer, widths, dtype=np.dtype(jax.numpy.dtype(self.dtype)))
+
+
+_ALL_WIDTHS = DynamiQ(bits=9.0, widths=(0, *range(2, 17)))
+# Every width, group size, rounding, spacing and dtype; the first two matter most.
+CASES = {
+    "default": Case(DynamiQ(), 4),
+    "bfloat16": Case(DynamiQ(), 5, "bfloat16"),
+    "all widths": Case(_ALL_WIDTHS, 4),
+    "paper": Case(DynamiQ.paper(), 4, "float16"),
+    "groups of 8": Case(
+        DynamiQ(bits=4.0, widths=(6, 2, 0), group_size=8, rounding="independent", gap_ratio=1),
+        2,
+        "bfloat16",
+    ),
+    "two widths": Case(DynamiQ(bits=5.0, widths=(3, 7), rounding="nearest"), 7),
+    "wide": Case(DynamiQ(bits=13.0, widths=(9, 16), group_size=16), 9),
+    "two rows": Case(DynamiQ(bits=6.0, widths=(5, 8)), 5, rows=2),
+    "many rows": Case(_ALL_WIDTHS, 5, rows=_MANY_ROWS),
+}
+# Interpreted kernels take minutes for many rows.
+INTERPRETED_CASES = tuple(name for name, case in CASES.items() if case.rows <= _ROWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One operation of one backend in one case."""
+
+    backend: str
+    operation: str
+    case: str
+    dtype: str
+    verdict: Verdict
+    compared: int = 0  # bytes
+    differing: int = 0  # bytes
+    text: str = ""  # an error, or the reason why the backend is not here
+    checksum: int = 0  # of the output
+
+    @property
+    def name(self) -> str:
+        """Backend and operation, with the case."""
+        return f"{self.backend}: {self.operation} ({self.case}, {self.dtype})"
+
+
+def check_kernels(
+    backends: Sequence[str],
+    cases: Sequence[str],
+    *,
+    interpret: bool,
+    timeout: float,
+    done: Callable[[str], None],
+) -> list[Check]:
+    """Compare all operations of backends with the base.
+
+    The base itself is compared with that of the CPU of this host, where the device is another.
+
+    Args:
+      backends: names of backends.
+      cases: names of `CASES`.
+      interpret: whether kernels are interpreted.
+      timeout: seconds for the compiler and the run of one operation.
+      done: called with a text after every operation.
+
+    Returns:
+      A check of every operation of every backend in every case, in this order of nesting: cases,
+      backends, operations.
+    """
+    checks: list[Check] = []
+    for name in cases:
+        case = _CaseRun(name, interpret, timeout)
+        for backend in backends:
+            for operation in CALLS:
+                checks.append(case.check(backend, operation))
+                done(checks[-1].name)
+    return checks
+
+
+def worst_of_processes(checks: Sequence[Check]) -> list[Check]:
+    """Return the checks of this process with the worst verdict of all processes.
+
+    Outputs that differ between processes are wrong: workers would hold different sums.
+    """
+    ours = [value for check in checks for value in (check.verdict, check.checksum)]
+    of_processes = on_all_processes(ours, np.uint32).reshape(-1, len(checks), 2)
+    worst = []
+    for check, verdicts, checksums in zip(checks, *of_processes.transpose(2, 1, 0), strict=True):
+        verdict = Verdict(int(verdicts.max()))
+        if verdict > check.verdict:
+            where = ", ".join(map(str, np.flatnonzero(verdicts == verdict)))
+            check = dataclasses.replace(check, verdict=verdict, text=f"in process {where}")
+        elif verdict in (Verdict.SAME, Verdict.ROUNDING) and len({*checksums.tolist()}) > 1:
+            text = "the bytes of this output differ between processes"
+            check = dataclasses.replace(check, verdict=Verdict.DIFFERENT, text=text)
+        worst.append(check)
+    return worst
+
+
+def reason_against(backend: str) -> str:
+    """Return the reason why a backend cannot run on this machine, or nothing if it can."""
+    try:
+        implementation.check(backend)
+    except ValueError as error:
+        return str(error).partition(". Use None")[0]
+    return ""
+
+
+class _CaseRun:
+    """One case on the device of this process, and the outputs of the base for it."""
+
+    def __init__(self, name: str, interpret: bool, timeout: float):
+        self._name, self._case = name, CASES[name]
+        self._interpret, self._timeout = interpret, timeout
+        self._trial = self._case.trial()
+        self._device = jax.local_devices()[0]
+        self._known: dict[str, np.ndarray] = {}  # outputs of the base, once they are needed
+
+    def check(self, backend: str, operation: str) -> Check:
+        """Compare one operation of a backend."""
+        check = Check(backend, operation, self._name, self._case.dtype, Verdict.SAME)
+        with self._mode():
+            reason = reason_against(backend)
+        on_cpu = _cpu_device() if backend == BASE else None
+        if backend == BASE and on_cpu in (None, self._device):
+            reason = "the base, with which others are compared"
+        if reason:
+            return dataclasses.replace(check, verdict=Verdict.NOT_HERE, text=reason)
+        if not hasattr(operations.BACKENDS[backend], CALLS[operation]):
+            return dataclasses.replace(check, verdict=Verdict.ABSENT)
+        try:
+            base = in_own_thread(lambda: self._of_base(operation), self._timeout)
+            ours, again = in_own_thread(
+                lambda: self._run(backend, operation, on_cpu or self._device), self._timeout
+            )
+            found = compare(ours, base, self._trial.layout, self._trial.widths)
+        except Exception as error:  # of any kind: it is that of a compiler
+            text = f"{type(error).__name__}: {str(error).strip():.300}"
+            return dataclasses.replace(check, verdict=Verdict.FAILED, text=text)
+        if ours.tobytes() != again.tobytes():  # a race, or memory that nothing wrote
+            text = "its output differs from one run to the next"
+            return dataclasses.replace(check, verdict=Verdict.DIFFERENT, text=text)
+        return dataclasses.replace(
+            check,
+            verdict=_verdict(found),
+            compared=found.compared,
+            differing=found.differing,
+            text=found.text if found.differing else "",
+            checksum=zlib.crc32(ours.tobytes()),
+        )
+
+    def _of_base(self, operation: str) -> np.ndarray:
+        if operation not in self._known:
+            self._known[operation], _ = self._run(BASE, operation, self._device)
+        return self._known[operation]
+
+    def _run(
+        self, backend: str, operation: str, device: jax.Device
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Compile an operation and return the outputs of two runs."""
+        module = operations.BACKENDS[backend]
+        call = self._trial.calls(self._messages)[operation]
+
+        def run(*arrays: Any) -> Any:
+            return call._replace(arrays=arrays).by(module)
+
+        # The mode is a context variable, and a thread begins without it.
+        with self._mode(), jax.default_device(device):
+            compiled = jax.jit(run).lower(*call.arrays).compile()
+            return np.asarray(compiled(*call.arrays)), np.asarray(compiled(*call.arrays))
+
+    @functools.cached_property
+    def _messages(self) -> np.ndarray:
+        """Messages that arrive, by the base."""
+        with jax.default_device(self._device):
+            return np.asarray(jax.jit(lambda: self._trial.send(operations.BACKENDS[BASE]))())
+
+    @contextlib.contextmanager
+    def _mode(self) -> Iterator[None]:
+        interpreting = implementation.without_gpu("interpret")
+        with interpreting if self._interpret else contextlib.nullcontext():
+            yield
+
+
+def _verdict(found: Difference) -> Verdict:
+    if not found.differing:
+        return Verdict.SAME
+    return Verdict.ROUNDING if found.is_rounding else Verdict.DIFFERENT
+
+
+def _cpu_device() -> jax.Device | None:
+    """Return a CPU device of this host; None if JAX was told to have no CPU."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None

@@ -1,0 +1,137 @@
+"""Time of every operation of the codec on one device, beside a copy of memory."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dynamiq_jax._measurement.batches import Batches
+from dynamiq_jax._measurement.device_gradients import device_gradient
+from dynamiq_jax.methods import DynamiQ
+from pallas_kernels import operations
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, Places, place_rows
+from pallas_kernels.codec.scales import bfloat16_bits
+
+# Operations of a step of a ring, in the order in which a bucket meets them.
+STEPS = ("statistics", "compress", "hop", "decompress")
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Time of one operation on a chunk."""
+
+    backend: str
+    operation: str
+    size: int  # coordinates
+    dtype: str
+    bits: float
+    seconds: float
+    spread: float  # how far batches are apart, relative
+    bytes_per_coordinate: float  # that have to be moved
+    of_copy: float  # speed of moving these bytes over that of a copy
+
+
+def copy_speed(num_bytes: int, batches: Batches) -> float:
+    """Measure the speed of a copy in memory: bytes read and written in a second."""
+    words = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
+    programs: tuple[Callable[[Any], Any], ...] = (jnp.copy, lambda x: x ^ np.uint32(1))
+    times = [
+        batches.time(jax.jit(program).lower(words).compile(), [[words]])["us"]
+        for program in programs
+    ]
+    return 2 * words.nbytes / min(times) * 1e6
+
+
+def measure_kernels(
+    backends: Sequence[str],
+    size: int,
+    *,
+    dtype: str,
+    bits: float,
+    copy: float,
+    batches: Batches,
+) -> list[Speed]:
+    """Time the operations of backends on a chunk of `size` coordinates.
+
+    Args:
+      backends: names of backends, all of which can run here.
+      size: coordinates of the chunk.
+      dtype: of the gradient.
+      bits: of a coordinate on the wire.
+      copy: speed of a copy, see `copy_speed`.
+      batches: number and length of batches.
+    """
+    layout = DynamiQ(bits=bits).layout(size, num_chunks=1)
+    arguments = _arguments(layout, dtype)
+    speeds = []
+    for backend in backends:
+        for operation in STEPS:
+            program = operation_of(operation, backend, layout)
+            compiled = jax.jit(program).lower(*arguments[operation]).compile()
+            timing = batches.time(compiled, [arguments[operation]])
+            moved, seconds = least_bytes(operation, layout, dtype), timing["us"] / 1e6
+            speeds.append(
+                Speed(
+                    backend=backend,
+                    operation=operation,
+                    size=size,
+                    dtype=dtype,
+                    bits=bits,
+                    seconds=seconds,
+                    spread=timing["spread"],
+                    bytes_per_coordinate=moved,
+                    of_copy=moved * size / seconds / copy,
+                )
+            )
+    return speeds
+
+
+def operation_of(operation: str, backend: str, layout: Layout) -> Callable[..., Any]:
+    """Return an operation by a named backend, of arrays alone."""
+    chosen: dict[str, Any] = {} if operation == "statistics" else {"layout": layout}
+    return functools.partial(getattr(operations, operation), implementation=backend, **chosen)
+
+
+def places_of(norms: jax.Array, *, layout: Layout) -> Places:
+    """Return the places of all rows, from their norms."""
+    return place_rows(bfloat16_bits(norms), layout)
+
+
+def least_bytes(operation: str, layout: Layout, dtype: str) -> float:
+    """Return the bytes that a coordinate has to move at least.
+
+    They are those of every input, read once, and of every output, written once.
+    """
+    local = jnp.dtype(dtype).itemsize
+    wire = layout.payload_bytes / (layout.rows_per_chunk * SUPER_GROUP_SIZE)
+    order = 4 / SUPER_GROUP_SIZE
+    return {
+        "statistics": local + 4 / SUPER_GROUP_SIZE,
+        "places": 8 / SUPER_GROUP_SIZE,
+        "compress": local + wire + order,
+        "hop": local + 2 * wire + order,
+        "decompress": wire + 4 + order,
+    }[operation]
+
+
+def _arguments(layout: Layout, dtype: str) -> dict[str, tuple[Any, ...]]:
+    """Return the arguments of every operation, made by the base."""
+    mine, other = (
+        layout.as_rows(device_gradient(worker, layout.size, 0, dtype)) for worker in range(2)
+    )
+    norms = operation_of("statistics", "xla", layout)(mine)
+    places = jax.jit(functools.partial(places_of, layout=layout))(norms)
+    local = LocalRows(mine, places, jnp.array([1, 2], jnp.uint32))
+    index, second = jnp.int32(0), jnp.int32(1)
+    compress = operation_of("compress", "xla", layout)
+    message = compress(local._replace(rows=other), index, index)[None]
+    return {
+        "statistics": (mine,),
+        "compress": (local, index, index),
+        "hop": (message, local, index, second),
+        "decompress": (message, places),
+    }

@@ -1,0 +1,53 @@
+"""Calls in a thread of their own: outside of a trace, and for a limited time."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+Result = TypeVar("Result")
+
+
+def in_own_thread(function: Callable[[], Result], seconds: float) -> Result:
+    """Call a function in a new thread and return its result.
+
+    Traces, meshes and most contexts of JAX belong to a thread. So arrays of the function are not
+    part of a program that the calling thread traces, in whichever transformation. Switches that
+    would make every program fail or slow are set to their defaults.
+
+    Args:
+      function: function that computes with JAX.
+      seconds: longest time to wait for it.
+
+    Raises:
+      TimeoutError: the function did not end in time. Nothing can end a compiler: its thread goes
+        on, and ends with the process.
+      Exception: what the function raised.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            with contextlib.ExitStack() as stack:
+                for context in (
+                    jax.debug_nans(False),
+                    jax.debug_infs(False),
+                    jax.disable_jit(False),
+                    jax.transfer_guard("allow"),
+                ):
+                    stack.enter_context(context)
+                results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="dynamiq-jax", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no result after {seconds:g} s")
+    return results[0]

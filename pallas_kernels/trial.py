@@ -1,0 +1,213 @@
+"""Inputs on which backends are compared: hard rows, places of chosen widths, and messages.
+
+Everything is NumPy, and the same on every machine: no compiler takes part in making it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from pallas_kernels.codec import (
+    SUPER_GROUP_SIZE,
+    Allocation,
+    Layout,
+    LocalRows,
+    Places,
+    Quantizer,
+)
+from pallas_kernels.codec.packing import MAX_WIDTH
+from pallas_kernels.codec.rounding import mix
+
+CHUNK = 1  # that is encoded: neither the first nor the last
+_SEED: Any = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
+# Name of a call to the function of a backend that it calls.
+CALLS = {
+    "statistics": "statistics",
+    "compress": "hop",
+    "hop": "hop",
+    "hop of several": "hop",
+    "decompress_accumulate": "decompress_accumulate",
+    "decompress": "decompress",
+}
+# With this one, no other rounding of single operations changes the message of `first_use`.
+_STREAM = 4
+_UNUSED = 3  # units of a message that no row needs: a backend has to clear them
+
+Row = NDArray[np.float32]
+
+
+class Call(NamedTuple):
+    """One call of an operation."""
+
+    operation: str  # name of the function of a backend
+    arrays: tuple[Any, ...]
+    static: dict[str, Any]
+
+    def by(self, backend: Any) -> Any:
+        """Run the call by a backend."""
+        return getattr(backend, self.operation)(*self.arrays, **self.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A bucket of three chunks, and the rows of another worker whose messages arrive."""
+
+    layout: Layout
+    widths: NDArray[np.int32]  # of all places of a chunk, the same in each
+    local: LocalRows
+    other: LocalRows
+
+    def send(self, backend: Any) -> Any:
+        """Return the first messages of the other worker, of all chunks, by a backend."""
+        nothing = np.zeros((0, self.layout.payload_bytes), np.uint8)
+
+        def send_chunk(chunk: Any) -> Any:
+            return backend.hop(nothing, self.other, chunk, np.int32(0), layout=self.layout)
+
+        return jax.lax.map(send_chunk, np.arange(self.layout.num_chunks, dtype=np.int32))
+
+    def calls(self, messages: Any) -> dict[str, Call]:
+        """Return a call of every operation, by name.
+
+        Args:
+          messages: messages of all chunks. Those of other chunks are decoded as well as those of
+            the chunk: its widths are theirs.
+        """
+        local, chunk, first, second = self.local, np.int32(CHUNK), np.int32(0), np.int32(1)
+        arrays = {
+            "statistics": (local.rows,),
+            "compress": (messages[:0], local, chunk, first),
+            "hop": (messages[:1], local, chunk, second),
+            "hop of several": (messages[:2], local, chunk, second),
+            "decompress_accumulate": (messages[:2], local, chunk),
+            "decompress": (messages, local.places),
+        }
+        return {
+            name: Call(
+                operation,
+                arrays[name],
+                {} if operation == "statistics" else {"layout": self.layout},
+            )
+            for name, operation in CALLS.items()
+        }
+
+
+def _zeros(row: Row) -> None:
+    row[:] = 0
+
+
+def _many_zeros(row: Row) -> None:
+    row[::3] = 0
+
+
+def _tiny(row: Row) -> None:
+    row *= np.float32(1e-25)
+
+
+def _nan(row: Row) -> None:
+    row[7] = np.nan
+
+
+def _infinite(row: Row) -> None:
+    row[100] = np.inf
+
+
+def _minus_infinite(row: Row) -> None:
+    row[50] = -np.inf
+
+
+def _subnormal(row: Row) -> None:
+    row[:] = row.astype(np.float64) * 1e-40
+
+
+def _huge(row: Row) -> None:
+    row[0] = 2.0**127
+
+
+def _alike(row: Row) -> None:
+    row[:] = row[0]
+
+
+def _outliers(row: Row) -> None:
+    row[31:33] = -0.0, 1e30
+
+
+HARD: Mapping[str, Callable[[Row], None]] = {
+    "zeros": _zeros,
+    "many zeros": _many_zeros,
+    "tiny": _tiny,
+    "NaN": _nan,
+    "Inf": _infinite,
+    "subnormal": _subnormal,
+    "huge": _huge,
+    "alike": _alike,
+    "-Inf": _minus_infinite,
+    "outliers": _outliers,
+}
+
+
+def make_trial(
+    quantizer: Quantizer,
+    widths: Sequence[int],
+    *,
+    dtype: Any = np.float32,
+    hard: Sequence[str] = tuple(HARD),
+    dense_width: int = MAX_WIDTH,
+    apart: int = 1,
+) -> Trial:
+    """Make a trial.
+
+    Args:
+      quantizer: quantization of all rows.
+      widths: widths of the places of a chunk, in any order.
+      dtype: of the local rows.
+      hard: names of `HARD`; in each chunk, every third place is hard in one of these ways.
+      dense_width: rows of wider codes have eight values, and zeros elsewhere.
+      apart: places between the hard rows of both workers.
+    """
+    ordered = np.sort(np.asarray(widths, np.int32))[::-1]
+    rows, chunks = len(ordered), 3
+    layout = Layout(
+        size=SUPER_GROUP_SIZE * chunks * rows - 100,
+        num_chunks=chunks,
+        code_bits=(int(ordered.sum()) + _UNUSED) / rows,
+        allocation=Allocation(tuple(sorted({int(width) for width in ordered})), 1.0),
+        quantizer=quantizer,
+    )
+    # Places of a chunk follow one another in steps that have no factor in common with the rows.
+    step = next(number for number in (11, 13, 17, 19) if (chunks * rows) % number)
+    count = chunks * rows
+    order: Any = (np.arange(count, dtype=np.int32) * step % count).reshape(chunks, rows)
+    of_planes = (ordered[:, None] > np.arange(MAX_WIDTH)).sum(axis=0)
+    starts = np.concatenate([[0], np.cumsum(of_planes)]).astype(np.int32)
+    repeated: Any = (np.ascontiguousarray(np.tile(each, (chunks, 1))) for each in (ordered, starts))
+    places = Places(order, *repeated)
+    sparse = order[:, ordered > dense_width].reshape(-1)
+
+    def rows_of(worker: int) -> Any:
+        made = _rows(chunks * rows, worker)
+        made[sparse] *= np.arange(SUPER_GROUP_SIZE) % 32 == 5
+        for number, place in enumerate(range(apart * worker, rows, 3)):
+            for index in order[:, place]:
+                HARD[hard[number % len(hard)]](made[index])
+        with np.errstate(over="ignore"):
+            return made.astype(dtype)
+
+    local, other = (LocalRows(rows_of(worker), places, _SEED) for worker in range(2))
+    return Trial(layout, ordered, local, other)
+
+
+def _rows(count: int, worker: int) -> NDArray[np.float32]:
+    """Draw rows of different magnitudes, with small values more often than large ones."""
+
+    def uniform(shape: tuple[int, ...], stream: int) -> NDArray[np.float64]:
+        words = np.arange(np.prod(shape), dtype=np.uint32) + np.uint32((_STREAM + stream) << 24)
+        return np.asarray(mix(words), np.float64).reshape(shape) / 2**32 - 0.5  # type: ignore[arg-type]
+
+    values = uniform((count, SUPER_GROUP_SIZE), 1 + worker) ** 3
+    octaves = np.round(16 * uniform((count, 1), 0))  # the same of all workers
+    return np.asarray(np.exp2(octaves) * values, np.float32)

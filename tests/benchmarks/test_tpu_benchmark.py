@@ -1,0 +1,25 @@
+"""The benchmark of the kernels on a TPU runs through, interpreted at tiny sizes."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks.tpu import kernels as tpu_kernels
+
+
+@pytest.mark.slow
+def test_every_part_runs_without_a_tpu(tmp_path):
+    output = tmp_path / "result.json"
+    small = ["--small", "--interpret", "--dtypes", "bfloat16", "--cases", "two widths"]
+    # The suite is stricter than JAX is for its users.
+    with jax.numpy_dtype_promotion("standard"):
+        status = tpu_kernels.main([*small, "--repeats", "1", "--output", str(output)])
+    assert status == 0
+    results = json.loads(output.read_text())["results"]
+    assert results["timings"] == "meaningless"
+    verdicts = {check["verdict"] for check in results["checks"] if check["backend"] == "triton"}
+    assert verdicts == {"same"}
+    timed = {(row["backend"], row["operation"]) for row in results["operations"]}
+    assert {("xla", "hop"), ("triton", "hop")} <= timed
+    assert [row["workers"] for row in results["all_reduce"]] == [8, 8, 8]

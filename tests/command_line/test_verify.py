@@ -1,0 +1,256 @@
+"""`dynamiq-jax verify`: broken backends are found and named, and the all-reduce is still right."""
+
+import concurrent.futures
+import json
+import re
+import socket
+
+import jax
+import numpy as np
+import pytest
+
+from dynamiq_jax._commands import verify
+from dynamiq_jax._commands.verify import Verify
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._measurement import kernel_checks
+from dynamiq_jax._measurement.batches import Batches
+from dynamiq_jax._measurement.kernel_checks import CASES, Verdict
+from dynamiq_jax._prediction.break_even import rate_of_kernels
+from dynamiq_jax.methods import DynamiQ
+from pallas_kernels import _xla, differences
+from pallas_kernels.codec.levels import SPACINGS
+from pallas_kernels.codec.rounding import ROUNDINGS
+from pallas_kernels.trial import CALLS, HARD
+from tests.support.broken_backends import BROKEN, backend
+from tests.support.commands import command
+
+CASE = "two widths"
+SMALL = {"cases": (CASE,), "size": "4Ki", "repeats": 1}
+# All faults of `BROKEN` in one backend: operation, and what is said about it.
+ALL_FAULTS = backend(
+    statistics=BROKEN["an exception"][0].statistics,
+    hop=BROKEN["one wrong bit"][0].hop,
+    decompress_accumulate=BROKEN["a time-out"][0].hop,
+    decompress=BROKEN["one wrong value"][0].decompress,
+)
+FOUND = {
+    "statistics": "NotImplementedError: no lowering for shuffles",
+    "compress": "1 of 7712 bytes differ",
+    "hop": "1 of .* bytes differ",
+    "hop of several": "1 of .* bytes differ",
+    "decompress_accumulate": "TimeoutError: no result after 4 s",
+    "decompress": ". of 113664 bytes differ, by more than rounding",
+}
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """`here(count)`: verify as many of the devices of this process."""
+
+    def use(count: int) -> None:
+        devices = jax.devices()[:count]
+        monkeypatch.setattr(verify, "worker_devices", lambda **_: devices)
+        monkeypatch.setattr(verify, "copy_speed", lambda *_: 1e10)
+        monkeypatch.setattr(verify, "Batches", lambda: Batches(1, 0.0, 0.0))
+
+    return use
+
+
+def run(path, **options) -> tuple[int, dict]:
+    """The exit status and the file of a run."""
+    status = Verify(**(SMALL | options), json=path).run()
+    return status, json.loads(path.read_text(), parse_constant=pytest.fail)["results"]
+
+
+def test_every_fault_is_found_and_named(chosen_backend, here, tmp_path, capsys):
+    chosen_backend(ALL_FAULTS)
+    here(2)
+    status, results = run(tmp_path / "out.json", timeout=4.0)
+    assert status == 1
+    for problem, (operation, said) in zip(results["problems"], FOUND.items(), strict=True):
+        start = re.escape(f"triton: {operation} ({CASE}, float32): ")
+        assert re.match(start + said, problem), problem
+    # The all-reduce took the base, and the library said so.
+    assert results["refused"] == ["triton"]
+    assert re.search("'triton' are not used on cpu: NotImplementedError", *results["warnings"])
+    rows = {row["setting"]: row for row in results["all_reduce"]}
+    assert rows["dynamiq:5:ring"]["replicas_equal"]
+    assert 1e-5 < rows["dynamiq:5:ring"]["vnmse"] < 5e-3
+    shown = capsys.readouterr().out
+    assert all(problem.partition("\n")[0] in shown for problem in results["problems"])
+    assert "attach the file of --json to an issue" in shown
+
+
+def test_a_right_backend_is_compared_and_timed(chosen_backend, here, tmp_path, capsys):
+    chosen_backend(backend())
+    here(1)
+    status, results = run(tmp_path / "out.json")
+    assert status == 0 and results["problems"] == results["refused"] == []
+    verdicts = {(c["operation"], c["case"]): c["verdict"] for c in results["checks"]}
+    assert verdicts == {(operation, CASE): "same" for operation in CALLS}
+    assert all(c["compared"] > 400 and c["differing"] == 0 for c in results["checks"])
+    timed = {(row["backend"], row["operation"], row["dtype"]) for row in results["speeds"]}
+    assert len(timed) == 2 * 4 * 2
+    assert {*results["not_compared"]} == {"xla", "mosaic_gpu"}
+    assert results["all_reduce"] == []  # of one device
+    assert results["pays_below_bits_per_second"]["bf16:ring"] > 0
+    shown = capsys.readouterr().out
+    assert "Compression pays here on links below" in shown and "for a ring of 8" in shown
+
+
+@pytest.mark.parametrize(("allow", "count"), [(False, 1), (True, 0)])
+def test_another_rounding_is_a_problem_unless_it_is_allowed(allow, count):
+    checks = [
+        kernel_checks.Check("triton", "hop", CASE, "float32", verdict, 100, 1, "1 of 100 bytes")
+        for verdict in (Verdict.SAME, Verdict.ROUNDING, Verdict.NOT_HERE)
+    ]
+    problems = Verify(allow_rounding=allow)._problems_of_checks(checks)
+    assert problems == count * ["triton: hop (two widths, float32): 1 of 100 bytes"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(CommandError, match=r"--json is .*no folder .*missing\. Make it"):
+        Verify(json=tmp_path / "missing" / "out.json").run()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"backends": ("cuda",)}, "--backends: 'cuda' is not there. Give some of xla, triton"),
+        ({"backends": ()}, "--backends: nothing to verify. Give some of xla"),
+        ({"cases": ("every",)}, "--cases: 'every' is not there. Give some of default"),
+        ({"timeout": 0}, "--timeout is 0: give at least 1"),
+        ({"repeats": 0}, "--repeats is 0: give at least 1"),
+        ({"size": "8Q"}, "--size: '8Q' is not a number of coordinates"),
+        ({"process_id": 1}, "no --coordinator"),
+    ],
+)
+def test_mistakes_end_in_one_line(options, says):
+    with pytest.raises(CommandError) as error:
+        Verify(**options).run()
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------- what is compared
+
+
+def test_the_cases_have_all_choices():
+    methods = [case.method for case in CASES.values()]
+    trials = [case.trial() for case in CASES.values()]
+    assert {int(w) for trial in trials for w in trial.widths} == {0, *range(2, 17)}
+    assert {m.group_size for m in methods} == {8, 16, 32}
+    assert {trial.layout.quantizer.rounding for trial in trials} == set(ROUNDINGS)
+    assert {m.spacing for m in methods} == set(SPACINGS)
+    assert {m.gap_ratio == 1 for m in methods} == {False, True}
+    assert {case.dtype for case in CASES.values()} == {"float32", "float16", "bfloat16"}
+    for trial in trials:
+        assert len(trial.widths) * 3 == trial.layout.num_rows
+        if len(trial.widths) < 3 * len(HARD):  # the smallest chunk
+            continue
+        rows = trial.local.rows.astype(np.float32)
+        assert np.isnan(rows).any() and np.isinf(rows).any()
+        assert sorted(trial.local.places.order.reshape(-1)) == list(range(len(rows)))
+
+
+def test_bytes_without_a_meaning_are_not_compared():
+    trial = CASES[CASE].trial()
+    base = np.asarray(jax.jit(lambda: trial.send(_xla))())[1]
+    _, _, supers = differences._sections(base, trial.layout, trial.widths)
+    (lost, *_), (kept, *_) = np.flatnonzero(supers == 0x7FC0), np.flatnonzero(supers != 0x7FC0)
+    for place, counts in ((lost, False), (kept, True)):
+        ours = base.copy()
+        ours[32 * place + 1] ^= 4  # a unit of the first plane
+        found = differences.compare(ours, base, trial.layout, trial.widths)
+        assert found.differing == counts
+    assert base.size - 100 * 32 < found.compared < base.size
+
+
+def test_an_output_of_another_shape_is_named():
+    trial = CASES[CASE].trial()
+    wide, narrow = np.zeros((3, 256), np.float32), np.zeros(3, np.uint32)
+    with pytest.raises(ValueError, match=r"is uint32\[3\], and that of the base float32\[3, 256\]"):
+        differences.compare(narrow, wide, trial.layout, trial.widths)
+
+
+def test_steps_of_rounding_are_told_from_wrong_bytes():
+    """A code or a group scale by one step is a rounding; any other byte is not."""
+    trial = CASES[CASE].trial()
+    layout, widths = trial.layout, trial.widths
+    base = np.asarray(jax.jit(lambda: trial.send(_xla))())[1]
+    codes, groups, supers = differences._sections(base, layout, widths)
+    kept = np.flatnonzero((supers != 0x7FC0) & (supers > 0x2000) & (groups.min(axis=1) > 9))
+    place = kept[-1]
+    lane = np.flatnonzero((codes[place] > 0) & (codes[place] % 2 == 0))[0]
+    plane_rows = [int(np.sum(widths > bit)) for bit in range(2)]
+    byte = 32 * (plane_rows[0] + place) + lane % 32  # of bit 1: the lowest of the magnitude
+    group = layout.group_scales_start + place * layout.groups
+    by_one = {byte: np.uint8(1 << lane // 32), group: np.uint8(base[group] ^ (base[group] - 1))}
+    wrong = {layout.super_scales_start + 2 * place: np.uint8(1), len(base) - 1: np.uint8(1)}
+    for changes, is_rounding in ((by_one, True), (wrong, False)):
+        for at, bits in changes.items():
+            ours = base.copy()
+            ours[at] ^= bits
+            found = differences.compare(ours, base, layout, widths)
+            assert (found.differing, found.is_rounding) == (1, is_rounding)
+
+
+@pytest.mark.parametrize(
+    ("others", "verdict", "text"),
+    [
+        ((Verdict.SAME, 5), Verdict.SAME, ""),
+        ((Verdict.FAILED, 0), Verdict.FAILED, "in process 1"),
+        ((Verdict.SAME, 6), Verdict.DIFFERENT, "the bytes of this output differ between processes"),
+    ],
+)
+def test_the_verdict_of_all_processes_is_the_worst(others, verdict, text, monkeypatch):
+    check = kernel_checks.Check("triton", "hop", CASE, "float32", Verdict.SAME, checksum=5)
+    monkeypatch.setattr(
+        kernel_checks, "on_all_processes", lambda ours, dtype: np.array([ours, others], dtype)
+    )
+    (found,) = kernel_checks.worst_of_processes([check])
+    assert (found.verdict, found.text) == (verdict, text)
+
+
+def test_the_link_of_single_operations_counts_every_operation():
+    times = {"statistics": 1e-3, "compress": 8e-3, "hop": 8e-3, "decompress": 2e-3}
+    rate = rate_of_kernels(times, 2**20, DynamiQ())
+    # 1 + 8/8 + 8 * 7/8 + 2 = 11 ms, against 11 bits fewer of each coordinate, sent 14/8 times.
+    assert rate == pytest.approx(11 * 14 / 8 * 2**20 / 11e-3, rel=0.02)
+
+
+# ------------------------------------------------------------------------------- the whole command
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_on_this_cpu(tmp_path):
+    path = tmp_path / "out.json"
+    small = ("--size", "4Ki", "--repeats", "1", "--cpu-devices", "2")
+    done = command("verify", "--interpret", "--cases", CASE, *small, "--json", str(path))
+    assert done.returncode == 0, done.stderr + done.stdout
+    kept = json.loads(path.read_text())
+    found = [c for c in kept["results"]["checks"] if c["backend"] == "triton"]
+    assert [c["verdict"] for c in found] == ["same"] * len(CALLS)
+    assert {"platform", "devices", "processes", "jax", "device"} <= {*kept["environment"]}
+    assert kept["results"]["speeds"] == [] and len(kept["results"]["all_reduce"]) == 3
+
+
+@pytest.mark.slow
+def test_it_runs_over_several_processes(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    path = tmp_path / "out.json"
+    join = ("--coordinator", coordinator, "--num-processes", "2", "--process-id")
+    small = ("--size", "4Ki", "--repeats", "1", "--interpret", "--backends", "xla")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(command, "verify", *small, *join, str(rank), "--json", str(path))
+            for rank in range(2)
+        ]
+        first, second = (run.result() for run in runs)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "2 devices" in first.stdout and "2 processes" in first.stdout
+    assert "devices" not in second.stdout  # the first one reports
+    kept = json.loads(path.read_text())
+    assert kept["environment"]["processes"] == 2
+    assert [row["workers"] for row in kept["results"]["all_reduce"]] == [2, 2, 2]
