@@ -1,0 +1,127 @@
+"""The places of one step of a kernel, their widths and their levels.
+
+A block is 128 consecutive places of a chunk. The last one is moved back to end with the chunk, so
+some places are handled twice, with the same result. In a chunk of fewer rows the last lanes hold
+nothing. Rows of a block may differ in width: all numbers that depend on it are looked up for every
+lane.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels._mosaic_tpu.vectors import (
+    I32,
+    LANES,
+    PLACES,
+    SUBLANES,
+    VECTOR,
+    place_of_lane,
+    places_of_lanes,
+    sublane,
+    take_lanes,
+)
+from pallas_kernels.codec.arithmetic import float_to_code
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.levels import Levels, QuadraticLevels
+
+_LEAST_SQUARE = np.float32(2.0**-60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of the blocks of a chunk."""
+
+    layout: Layout
+
+    @property
+    def rows(self) -> int:
+        """Places of a chunk."""
+        return self.layout.rows_per_chunk
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a chunk."""
+        return -(-self.rows // PLACES)
+
+    @property
+    def lanes(self) -> list[int]:
+        """Lanes that hold a place."""
+        return [lane for lane in range(LANES) if place_of_lane(lane) < self.rows]
+
+    def first_place(self, block: Array) -> Array:
+        """Return the first place of a block."""
+        return jnp.minimum(block * PLACES, max(self.rows - PLACES, 0))
+
+    def order_of_blocks(self, order: Array) -> Array:
+        """Return the rows of the places of all blocks, int32 [chunks * blocks, 1, 128]."""
+        missing = max(PLACES - self.rows, 0)
+        order = jnp.pad(order, ((0, 0), (0, missing)))
+        if self.rows > PLACES and self.rows % PLACES:
+            whole = self.rows // PLACES * PLACES
+            order = jnp.concatenate([order[:, :whole], order[:, -PLACES:]], axis=1)
+        return order.reshape(-1, 1, PLACES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """128 places of a chunk."""
+
+    layout: Layout
+    chunk: Array  # int32
+    first: Array  # place of the chunk, int32
+    starts: list[Array]  # of all planes and the end of the last, in units of 32 bytes, int32
+    table_ref: Any  # levels of all widths, see `level_table`
+
+    @functools.cached_property
+    def places(self) -> Array:
+        """Places of the chunk, int32 [8, 128]."""
+        return places_of_lanes() + self.first
+
+    @functools.cached_property
+    def widths(self) -> Array:
+        """Widths of the lanes, int32 [8, 128]."""
+        widths = jnp.zeros(VECTOR, I32)
+        for bit in range(max(self.layout.allocation.widths)):
+            rows = self.starts[bit + 1] - self.starts[bit]
+            widths = widths + (self.places < rows).astype(I32)
+        return widths
+
+    def has_wider(self, width: int) -> Array:
+        """Return whether a place has codes of more bits."""
+        return self.starts[width + 1] - self.starts[width] > self.first
+
+    @functools.cached_property
+    def levels(self) -> Levels:
+        """Levels of the lanes, float32 [8, 128]."""
+        numbers, structure = self.layout.quantizer.level_table()
+        count = numbers.shape[1]
+        looked_up = [
+            take_lanes(self.table_ref[number : number + SUBLANES, :], self.widths)
+            for number in range(0, count, SUBLANES)
+        ]
+        columns = [sublane(looked_up[i // SUBLANES], i % SUBLANES) for i in range(count)]
+        return jax.tree.unflatten(structure, columns)
+
+    @functools.cached_property
+    def top(self) -> Array:
+        """Largest magnitudes of the lanes, which are also masks of them: uint32 [8, 128]."""
+        return float_to_code(jnp.asarray(self.levels.top))
+
+
+def level_table(layout: Layout) -> np.ndarray:
+    """Return the numbers of the levels of all widths, float32 [8 or 16, 128]: a lane is a width."""
+    numbers, structure = layout.quantizer.level_table()
+    levels = jax.tree.unflatten(structure, numbers.T)
+    if isinstance(levels, QuadraticLevels):
+        # The root of 0 is not a number, as x times the inverse of the root of x.
+        levels = levels._replace(square=np.maximum(levels.square, _LEAST_SQUARE))
+    numbers = np.array(jax.tree.leaves(levels), np.float32)
+    table = np.zeros((-(-len(numbers) // SUBLANES) * SUBLANES, LANES), np.float32)
+    table[: len(numbers), : numbers.shape[1]] = numbers
+    return table

@@ -1,0 +1,71 @@
+"""How a kernel is started, and what all of them take."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import implementation
+from pallas_kernels._mosaic_tpu.vectors import I32
+from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec.ordering import Places
+
+IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
+_ROOM = 16 * 2**20  # bytes of vector memory beside the messages
+
+
+def numbers(chunk: Index, turn: Index, seed: Array, places: Places) -> tuple[Array, Array]:
+    """Return the numbers that a kernel reads one by one: int32 [4] and the starts of all planes."""
+    seeds = lax.bitcast_convert_type(jnp.asarray(seed), I32)
+    small = [jnp.asarray(value).astype(I32) for value in (chunk, turn)]
+    return jnp.stack([*small, seeds[0], seeds[1]]), places.starts.reshape(-1)
+
+
+def launch(
+    kernel: Callable,
+    steps: int,
+    scalars: Sequence[Array],
+    operands: Sequence[tuple[Array, pl.BlockSpec]],
+    out: jax.ShapeDtypeStruct,
+    out_spec: pl.BlockSpec,
+    scratch: Sequence[Any] = (),
+    *,
+    name: str,
+    vector_bytes: int = 0,
+) -> Array:
+    """Run `kernel(step, *refs)` for all steps, one after the other.
+
+    Args:
+      kernel: function of the step and the refs of all that follows, in this order.
+      steps: number of steps.
+      scalars: int32 arrays, which the specs of operands may depend on.
+      operands: arrays and their specs.
+      out: shape of the result.
+      out_spec: spec of the result.
+      scratch: memory of the kernel.
+      name: name of the kernel in profiles.
+      vector_bytes: bytes of the operands and results that vector memory holds.
+    """
+    arrays, specs = zip(*operands, strict=True)
+    return pl.pallas_call(
+        lambda *refs: kernel(pl.program_id(0), *refs),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(steps,),
+            in_specs=list(specs),
+            out_specs=out_spec,
+            scratch_shapes=list(scratch),
+        ),
+        out_shape=out,
+        name=name,
+        interpret=pltpu.InterpretParams() if implementation.interpreting() else False,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=_ROOM + vector_bytes,
+        ),
+    )(*scalars, *arrays)

@@ -1,0 +1,63 @@
+"""A message as words of 32 bits in rows of 128, read and written from any word on.
+
+A register of 8 x 128 words is 1,024 consecutive words of a message. They start at any word, as
+planes and scales do: two unaligned loads and one rotation of the lanes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels._mosaic_tpu.vectors import LANES, SUBLANES, U32, iota
+from pallas_kernels.codec.layout import Layout
+
+_WORD = 4  # bytes
+
+
+def num_rows(layout: Layout) -> int:
+    """Return the rows of a message, with room for an access that starts at its last word."""
+    used = -(-layout.payload_bytes // (_WORD * LANES))
+    return -(-(used + SUBLANES) // SUBLANES) * SUBLANES
+
+
+def as_words(payloads: Array, layout: Layout) -> Array:
+    """View messages, uint8 [count, bytes], as words, uint32 [count, rows, 128]."""
+    words = lax.bitcast_convert_type(payloads.reshape(len(payloads), -1, _WORD), U32)
+    missing = num_rows(layout) * LANES - words.shape[-1]
+    return jnp.pad(words, ((0, 0), (0, missing))).reshape(len(payloads), -1, LANES)
+
+
+def as_bytes(words: Array, layout: Layout) -> Array:
+    """Invert `as_words`, for one message."""
+    used = words.reshape(-1)[: layout.payload_bytes // _WORD]
+    return lax.bitcast_convert_type(used, jnp.uint8).reshape(-1)
+
+
+def load(ref, first: Array) -> Array:
+    """Load 1,024 words from word `first` on."""
+    row, shift = first // LANES, first % LANES
+    here, next_ = ref[pl.ds(row, SUBLANES), :], ref[pl.ds(row + 1, SUBLANES), :]
+    return pltpu.roll(jnp.where(iota(1) >= shift, here, next_), LANES - shift, 1)
+
+
+def merge(ref, first: Array, words: Array) -> None:
+    """Set the bits of 1,024 words from word `first` on; zeros change nothing."""
+    row, shift = first // LANES, first % LANES
+    rolled = pltpu.roll(words, shift, 1)
+    in_first = iota(1) >= shift
+    for at, mine in ((row, in_first), (row + 1, ~in_first)):
+        rows = pl.ds(at, SUBLANES)
+        ref[rows, :] = ref[rows, :] | jnp.where(mine, rolled, np.uint32(0))
+
+
+def clear(ref) -> None:
+    """Write zeros to a whole message."""
+    zeros = jnp.zeros((SUBLANES, LANES), U32)
+
+    def clear_rows(index: Array, _: None) -> None:
+        ref[pl.ds(pl.multiple_of(index * SUBLANES, SUBLANES), SUBLANES), :] = zeros
+
+    jax.lax.fori_loop(0, ref.shape[0] // SUBLANES, clear_rows, None)
