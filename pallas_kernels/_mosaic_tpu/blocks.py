@@ -7,8 +7,6 @@ lane.
 """
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +27,9 @@ from pallas_kernels._mosaic_tpu.vectors import (
 from pallas_kernels.codec.arithmetic import float_to_code
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import Levels, QuadraticLevels
+from pallas_kernels.codec.packing import MAX_WIDTH
 
+NUM_STARTS = MAX_WIDTH + 1  # of the planes of a chunk
 _LEAST_SQUARE = np.float32(2.0**-60)
 
 
@@ -76,42 +76,38 @@ class Block:
     chunk: Array  # int32
     first: Array  # place of the chunk, int32
     starts: list[Array]  # of all planes and the end of the last, in units of 32 bytes, int32
-    table_ref: Any  # levels of all widths, see `level_table`
+    places: Array  # of the chunk, int32 [8, 128]
+    widths: Array  # of the lanes, int32 [8, 128]
+    levels: Levels  # of the lanes, float32 [8, 128] each
+    top: Array  # largest magnitudes of the lanes, which are also masks of them: uint32 [8, 128]
 
-    @functools.cached_property
-    def places(self) -> Array:
-        """Places of the chunk, int32 [8, 128]."""
-        return places_of_lanes() + self.first
-
-    @functools.cached_property
-    def widths(self) -> Array:
-        """Widths of the lanes, int32 [8, 128]."""
+    @classmethod
+    def load(cls, shape: Shape, chunk: Array, index: Array, starts_ref, table_ref) -> "Block":
+        """Return block `index` of a chunk; the table is that of `level_table`."""
+        first, first_start = shape.first_place(index), chunk * NUM_STARTS
+        starts = [starts_ref[first_start + bit] for bit in range(NUM_STARTS)]
+        places = places_of_lanes() + first
         widths = jnp.zeros(VECTOR, I32)
-        for bit in range(max(self.layout.allocation.widths)):
-            rows = self.starts[bit + 1] - self.starts[bit]
-            widths = widths + (self.places < rows).astype(I32)
-        return widths
+        for bit in range(max(shape.layout.allocation.widths)):
+            widths = widths + (places < starts[bit + 1] - starts[bit]).astype(I32)
+        levels = _levels(shape.layout, widths, table_ref)
+        top = float_to_code(jnp.asarray(levels.top))
+        return cls(shape.layout, chunk, first, starts, places, widths, levels, top)
 
     def has_wider(self, width: int) -> Array:
         """Return whether a place has codes of more bits."""
         return self.starts[width + 1] - self.starts[width] > self.first
 
-    @functools.cached_property
-    def levels(self) -> Levels:
-        """Levels of the lanes, float32 [8, 128]."""
-        numbers, structure = self.layout.quantizer.level_table()
-        count = numbers.shape[1]
-        looked_up = [
-            take_lanes(self.table_ref[number : number + SUBLANES, :], self.widths)
-            for number in range(0, count, SUBLANES)
-        ]
-        columns = [sublane(looked_up[i // SUBLANES], i % SUBLANES) for i in range(count)]
-        return jax.tree.unflatten(structure, columns)
 
-    @functools.cached_property
-    def top(self) -> Array:
-        """Largest magnitudes of the lanes, which are also masks of them: uint32 [8, 128]."""
-        return float_to_code(jnp.asarray(self.levels.top))
+def _levels(layout: Layout, widths: Array, table_ref) -> Levels:
+    numbers, structure = layout.quantizer.level_table()
+    count = numbers.shape[1]
+    looked_up = [
+        take_lanes(table_ref[number : number + SUBLANES, :], widths)
+        for number in range(0, count, SUBLANES)
+    ]
+    columns = [sublane(looked_up[i // SUBLANES], i % SUBLANES) for i in range(count)]
+    return jax.tree.unflatten(structure, columns)
 
 
 def level_table(layout: Layout) -> np.ndarray:

@@ -15,12 +15,10 @@ from pallas_kernels._mosaic_tpu.launch import IN_MEMORY
 from pallas_kernels._mosaic_tpu.vectors import F32, LANES, PLACES, U32
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.packing import MAX_WIDTH
 from pallas_kernels.codec.rows import l2_norm
 from pallas_kernels.compat import shape_like
 
 _BLOCKS_OF_STEP = 8  # of the statistics
-_NUM_STARTS = MAX_WIDTH + 1
 
 
 def statistics(values: Array) -> Array:
@@ -60,7 +58,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
         messages = refs[4 : 4 + bool(received)]
         sent_ref, staged_ref, values_ref, semaphores = refs[4 + bool(received) :]
         pl.when(step == 0)(lambda: words.clear(sent_ref))
-        block = _block(shape, numbers_ref[0], step, starts_ref, table_ref)
+        block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
         seed = numbers_ref[2].astype(U32), numbers_ref[3].astype(U32)
 
         def of_bits(bits: int) -> None:
@@ -97,7 +95,7 @@ def decompress_accumulate(
     def kernel(step, numbers_ref, starts_ref, *refs):
         *gathered, table_ref, messages_ref, sums_ref, staged_ref, values_ref, semaphores = refs[:-2]
         result_ref, result_semaphore = refs[-2:]
-        block = _block(shape, numbers_ref[0], step, starts_ref, table_ref)
+        block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
             _sum(
@@ -148,7 +146,7 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
         lines_ref, values_ref, staged_ref, semaphores = refs
         slot = lax.rem(step, 2)
         chunk = step // shape.blocks
-        block = _block(shape, chunk, step - chunk * shape.blocks, starts_ref, table_ref)
+        block = Block.load(shape, chunk, step - chunk * shape.blocks, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
             # The rows of the block before travel while this one is computed.
@@ -232,16 +230,6 @@ def _finish(shape: Shape, step: Array, staged_ref, semaphores) -> None:
     @pl.when(step == shape.blocks - 1)
     def _() -> None:
         transfers.wait(staged_ref.at[slot], semaphores.at[slot], shape.lanes)
-
-
-def _block(shape: Shape, chunk: Array, block: Array, starts_ref, table_ref) -> Block:
-    return Block(
-        layout=shape.layout,
-        chunk=chunk,
-        first=shape.first_place(block),
-        starts=[starts_ref[chunk * _NUM_STARTS + bit] for bit in range(_NUM_STARTS)],
-        table_ref=table_ref,
-    )
 
 
 def _for_width(block: Block, of_bits: Callable[[int], None]) -> None:
