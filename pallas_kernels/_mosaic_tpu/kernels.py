@@ -51,7 +51,7 @@ def statistics(values: Array) -> Array:
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode the sum of received and local rows."""
     shape, received = Shape(layout), payloads.shape[0]
-    message_rows = words.num_rows(layout)
+    message_lines = words.num_lines(layout)
 
     def kernel(step, numbers_ref, starts_ref, *refs):
         *gathered, table_ref = refs[:4]
@@ -70,19 +70,19 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
 
     operands = [*_gathered(local, shape), _table(layout)]
     if received:
-        operands.append((words.as_words(payloads, layout), pl.BlockSpec(memory_space=pltpu.VMEM)))
+        operands.append((words.as_lines(payloads, layout), pl.BlockSpec(memory_space=pltpu.VMEM)))
     sent = launch.launch(
         kernel,
         shape.blocks,
         launch.numbers(chunk, turn, local.seed, local.places),
         operands,
-        shape_like((message_rows, LANES), U32, local.rows),
+        shape_like((message_lines, LANES), U32, local.rows),
         pl.BlockSpec(memory_space=pltpu.VMEM),
         _scratch(local),
         name="hop" if received else "compress",
-        vector_bytes=8 * LANES * message_rows * (received + 1),
+        vector_bytes=8 * LANES * message_lines * (received + 1),
     )
-    return words.as_bytes(sent, layout)
+    return words.as_message(sent, layout)
 
 
 def decompress_accumulate(
@@ -90,7 +90,7 @@ def decompress_accumulate(
 ) -> Array:
     """Sum received and local rows."""
     shape = Shape(layout)
-    message_rows = words.num_rows(layout)
+    message_lines = words.num_lines(layout)
 
     def kernel(step, numbers_ref, starts_ref, *refs):
         *gathered, table_ref, messages_ref, sums_ref, staged_ref, values_ref, semaphores = refs[:-2]
@@ -122,7 +122,7 @@ def decompress_accumulate(
         [
             *_gathered(local, shape),
             _table(layout),
-            (words.as_words(payloads, layout), pl.BlockSpec(memory_space=pltpu.VMEM)),
+            (words.as_lines(payloads, layout), pl.BlockSpec(memory_space=pltpu.VMEM)),
         ],
         shape_like((transfers.HALVES * shape.rows, LANES), F32, local.rows),
         IN_MEMORY,
@@ -132,14 +132,14 @@ def decompress_accumulate(
             pltpu.SemaphoreType.DMA,
         ],
         name="decompress_accumulate",
-        vector_bytes=8 * LANES * message_rows * len(payloads),
+        vector_bytes=8 * LANES * message_lines * len(payloads),
     )
     return transfers.as_rows(sums)
 
 
 def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     """Decode the messages of all chunks to rows in their original order."""
-    shape, message_rows = Shape(layout), words.num_rows(layout)
+    shape, message_lines = Shape(layout), words.num_lines(layout)
     steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
 
     def kernel(step, starts_ref, own_order, last_order, table_ref, message_ref, *refs):
@@ -181,8 +181,8 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
             (order, _order_spec(lambda step, *_: jnp.maximum(step - 1, 0))),
             _table(layout),
             (
-                words.as_words(payloads, layout),
-                pl.BlockSpec((1, message_rows, LANES), lambda step, *_: (step // shape.blocks, 0, 0)),
+                words.as_lines(payloads, layout),
+                pl.BlockSpec((1, message_lines, LANES), lambda step, *_: (step // shape.blocks, 0, 0)),
             ),
         ],
         shape_like((transfers.HALVES * layout.num_rows, LANES), F32, payloads),
@@ -193,7 +193,7 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
             pltpu.SemaphoreType.DMA((2,)),
         ],
         name="decompress",
-        vector_bytes=8 * LANES * message_rows,
+        vector_bytes=8 * LANES * message_lines,
     )
     return transfers.as_rows(lines)
 

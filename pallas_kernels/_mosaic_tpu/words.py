@@ -1,10 +1,9 @@
-"""A message as words of 32 bits in rows of 128, read and written from any word on.
+"""A message as words of 32 bits in lines of 128, read and written from any word on.
 
 A register of 8 x 128 words is 1,024 consecutive words of a message. They start at any word, as
 planes and scales do: two unaligned loads and one rotation of the lanes.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -17,23 +16,23 @@ from pallas_kernels.codec.layout import Layout
 _WORD = 4  # bytes
 
 
-def num_rows(layout: Layout) -> int:
-    """Return the rows of a message, with room for an access that starts at its last word."""
+def num_lines(layout: Layout) -> int:
+    """Return the lines of a message, with room for an access that starts at its last word."""
     used = -(-layout.payload_bytes // (_WORD * LANES))
     return -(-(used + SUBLANES) // SUBLANES) * SUBLANES
 
 
-def as_words(payloads: Array, layout: Layout) -> Array:
-    """View messages, uint8 [count, bytes], as words, uint32 [count, rows, 128]."""
-    words = lax.bitcast_convert_type(payloads.reshape(len(payloads), -1, _WORD), U32)
-    missing = num_rows(layout) * LANES - words.shape[-1]
-    return jnp.pad(words, ((0, 0), (0, missing))).reshape(len(payloads), -1, LANES)
+def as_lines(payloads: Array, layout: Layout) -> Array:
+    """Pad messages, uint32 [count, words], to lines of 128 words, [count, lines, 128]."""
+    count, missing = len(payloads), num_lines(layout) * LANES - payloads.shape[1]
+    if count == 1:  # as a vector, which a TPU pads faster
+        return jnp.pad(payloads.reshape(-1), (0, missing)).reshape(1, -1, LANES)
+    return jnp.pad(payloads, ((0, 0), (0, missing))).reshape(count, -1, LANES)
 
 
-def as_bytes(words: Array, layout: Layout) -> Array:
-    """Invert `as_words`, for one message."""
-    used = words.reshape(-1)[: layout.payload_bytes // _WORD]
-    return lax.bitcast_convert_type(used, jnp.uint8).reshape(-1)
+def as_message(lines: Array, layout: Layout) -> Array:
+    """Invert `as_lines`, for one message."""
+    return lines.reshape(-1)[: layout.payload_bytes // _WORD]
 
 
 def load(ref, first: Array) -> Array:
@@ -60,4 +59,4 @@ def clear(ref) -> None:
     def clear_rows(index: Array, _: None) -> None:
         ref[pl.ds(pl.multiple_of(index * SUBLANES, SUBLANES), SUBLANES), :] = zeros
 
-    jax.lax.fori_loop(0, ref.shape[0] // SUBLANES, clear_rows, None)
+    lax.fori_loop(0, ref.shape[0] // SUBLANES, clear_rows, None)
