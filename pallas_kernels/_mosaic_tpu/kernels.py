@@ -1,6 +1,7 @@
 """Mosaic TPU kernels of all operations; see `pallas_kernels.operations`."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from pallas_kernels.codec.rows import l2_norm
 from pallas_kernels.compat import shape_like
 
 _BLOCKS_OF_STEP = 8  # of the statistics
+_PARTS = 16  # in which the rows of the next block are gathered
 
 
 def statistics(values: Array) -> Array:
@@ -62,8 +64,10 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
         seed = numbers_ref[2].astype(U32), numbers_ref[3].astype(U32)
 
         def of_bits(bits: int) -> None:
-            _sum(block, bits, shape, step, gathered, messages, staged_ref, values_ref, semaphores)
-            rows.encode(block, bits, values_ref, numbers_ref[1], seed, sent_ref)
+            parts = _sum(
+                block, bits, shape, step, gathered, messages, staged_ref, values_ref, semaphores
+            )
+            rows.encode(block, bits, values_ref, numbers_ref[1], seed, sent_ref, parts)
 
         _for_width(block, of_bits)
         _finish(shape, step, staged_ref, semaphores)
@@ -98,10 +102,12 @@ def decompress_accumulate(
         block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
-            _sum(
+            parts = _sum(
                 block, bits, shape, step, gathered, [messages_ref],
                 staged_ref, values_ref, semaphores,
             )
+            for start in parts:
+                start()
 
         _for_width(block, of_bits)
         transfers.store_values_in_order(values_ref, result_ref)
@@ -198,20 +204,24 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     return transfers.as_rows(lines)
 
 
-def _sum(block, bits, shape, step, gathered, messages, staged_ref, values_ref, semaphores) -> None:
-    """Sum the local rows of a block and received messages, and start to gather the next block."""
+def _sum(block, bits, shape, step, gathered, messages, staged_ref, values_ref, semaphores):
+    """Sum the local rows of a block and received messages.
+
+    Returns:
+      Functions that start to gather a part of the next block each, in any order.
+    """
     first_order, next_order, lines_ref = gathered
     slot = lax.rem(step, 2)
 
-    def start(order_ref, slot: Array | int) -> None:
-        transfers.gather(
-            order_ref, lines_ref, staged_ref.at[slot], semaphores.at[slot], shape.lanes
-        )
+    def start(order_ref, slot: Array | int, lanes: Iterable) -> None:
+        transfers.gather(order_ref, lines_ref, staged_ref.at[slot], semaphores.at[slot], lanes)
 
-    pl.when(step == 0)(lambda: start(first_order, 0))
+    @pl.when(step == 0)
+    def _() -> None:
+        lax.fori_loop(0, len(shape.lanes), lambda i, _: start(first_order, 0, [shape.lane(i)]), None)
+
     transfers.wait(staged_ref.at[slot], semaphores.at[slot], shape.lanes)
     transfers.load_values(staged_ref.at[slot], values_ref)
-    start(next_order, 1 - slot)
     for message_ref in messages:
 
         def add(index: Index, _: None) -> None:
@@ -221,6 +231,10 @@ def _sum(block, bits, shape, step, gathered, messages, staged_ref, values_ref, s
             add(0, None)
         else:
             lax.fori_loop(0, message_ref.shape[0], add, None)
+    return [
+        functools.partial(start, next_order, 1 - slot, shape.lanes[part::_PARTS])
+        for part in range(_PARTS)
+    ]
 
 
 def _finish(shape: Shape, step: Array, staged_ref, semaphores) -> None:

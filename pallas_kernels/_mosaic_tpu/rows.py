@@ -6,6 +6,7 @@ byte a of word q of a plane.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,8 +62,16 @@ def add_decoded(block: Block, bits: int, message_ref, values_ref, sums_ref=None)
             values_ref[at, :] = value if sums_ref is None else sums_ref[at, :] + value
 
 
-def encode(block: Block, bits: int, values_ref, turn: Array, seed: tuple[Array, Array], message_ref):
-    """Write the block's part of a message."""
+def encode(
+    block: Block,
+    bits: int,
+    values_ref,
+    turn: Array,
+    seed: tuple[Array, Array],
+    message_ref,
+    meanwhile: Sequence[Callable[[], None]],
+) -> None:
+    """Write the block's part of a message, and call functions between its codes."""
     layout, ops = block.layout, _arithmetic()
     maxima = [_group_maxima(values_ref, eighth, layout.group_size) for eighth in range(EIGHTHS)]
     row_maxima = over_segments(functools.reduce(jnp.maximum, maxima), SUBLANES)
@@ -79,7 +88,9 @@ def encode(block: Block, bits: int, values_ref, turn: Array, seed: tuple[Array, 
     codes = [[_zeros()] * EIGHTHS for _ in range(0, bits, 8)]
     for eighth in range(EIGHTHS // 2):
         for quarter in range(QUARTERS):
-            noise = _noise_words(block, hashes, QUARTERS * eighth + quarter, turn)
+            vector = QUARTERS * eighth + quarter
+            meanwhile[vector]()
+            noise = _noise_words(block, hashes, vector, turn)
             for half, low in enumerate((eighth, eighth + EIGHTHS // 2)):
                 values = values_ref[vector_of(QUARTERS * low + quarter), :]
                 code = _codes(block, values, inverses[low], noise, half, ops)

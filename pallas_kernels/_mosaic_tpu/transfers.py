@@ -5,9 +5,12 @@ a block run while the one before is computed. A float32 row is two rows of 128 i
 row is one row of 128 words: the hardware keeps lanes `j` and `j + 128` in one.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -36,8 +39,8 @@ def staging(dtype: jnp.dtype) -> pltpu.VMEM:
     return pltpu.VMEM((2, HALVES * PLACES, LANES), F32)
 
 
-def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: list[int]) -> None:
-    """Start to copy the rows of a block, one for each of the lanes."""
+def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) -> None:
+    """Start to copy the rows of places to their lanes."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
         source, target = _line(lines_ref, row), _line(staged_ref, lane)

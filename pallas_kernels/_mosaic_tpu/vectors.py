@@ -8,6 +8,8 @@ The lanes are not in the order of the places: `place_of_lane` is the one in whic
 wire format lands after the cheapest transposition (`swap`).
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -24,8 +26,8 @@ QUARTERS = 4  # vectors of an eighth: the bytes of a word
 U32, I32, F32 = jnp.uint32, jnp.int32, jnp.float32
 
 
-def place_of_lane(lane: int) -> int:
-    """Return the place, in a block, of a lane."""
+def place_of_lane(lane: Any) -> Any:
+    """Return the place, in a block, of a lane: an integer, or one that is traced."""
     return 16 * (lane % 8) + lane // 8
 
 
