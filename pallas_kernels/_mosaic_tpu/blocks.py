@@ -19,7 +19,6 @@ from pallas_kernels._mosaic_tpu.vectors import (
     PLACES,
     SUBLANES,
     VECTOR,
-    lane_of_places,
     place_of_lane,
     places_of_lanes,
     sublane,
@@ -54,10 +53,6 @@ class Shape:
     def lanes(self) -> list[int]:
         """Lanes that hold a place."""
         return [lane for lane in range(LANES) if place_of_lane(lane) < self.rows]
-
-    def lane(self, place: Array) -> Array:
-        """Return the lane of a place of a block."""
-        return lane_of_places(place)
 
     def first_place(self, block: Array) -> Array:
         """Return the first place of a block."""

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +11,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels._mosaic_tpu import launch, rows, transfers, words
+from pallas_kernels._mosaic_tpu import launch, message, rows, transfers, words
 from pallas_kernels._mosaic_tpu.blocks import Block, Shape, level_table
 from pallas_kernels._mosaic_tpu.launch import IN_MEMORY
-from pallas_kernels._mosaic_tpu.vectors import F32, LANES, PLACES, U32
+from pallas_kernels._mosaic_tpu.vectors import F32, LANES, PLACES, U32, VECTOR, lane_of_places
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import l2_norm
 from pallas_kernels.compat import shape_like
 
 _BLOCKS_OF_STEP = 8  # of the statistics
-_PARTS = 16  # in which the rows of the next block are gathered
 
 
 def statistics(values: Array) -> Array:
@@ -58,19 +58,21 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     def kernel(step, numbers_ref, starts_ref, *refs):
         *gathered, table_ref = refs[:4]
         messages = refs[4 : 4 + bool(received)]
-        sent_ref, staged_ref, values_ref, semaphores = refs[4 + bool(received) :]
+        sent_ref, *scratch = refs[4 + bool(received) :]
+        _, values_ref, planes_ref, _ = scratch
         pl.when(step == 0)(lambda: words.clear(sent_ref))
         block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
         seed = numbers_ref[2].astype(U32), numbers_ref[3].astype(U32)
 
         def of_bits(bits: int) -> None:
-            parts = _sum(
-                block, bits, shape, step, gathered, messages, staged_ref, values_ref, semaphores
-            )
-            rows.encode(block, bits, values_ref, numbers_ref[1], seed, sent_ref, parts)
+            start_rest = _sum(block, bits, shape, step, gathered, messages, scratch)
+            planes = planes_ref.at[:bits]
+            rows.encode(block, values_ref, numbers_ref[1], seed, planes, sent_ref)
+            message.merge_planes(block, planes, sent_ref)
+            start_rest()
 
         _for_width(block, of_bits)
-        _finish(shape, step, staged_ref, semaphores)
+        _finish(shape, step, scratch)
 
     operands = [*_gathered(local, shape), _table(layout)]
     if received:
@@ -82,7 +84,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
         operands,
         shape_like((message_lines, LANES), U32, local.rows),
         pl.BlockSpec(memory_space=pltpu.VMEM),
-        _scratch(local),
+        _scratch(layout, local.rows.dtype),
         name="hop" if received else "compress",
         vector_bytes=8 * LANES * message_lines * (received + 1),
     )
@@ -97,20 +99,15 @@ def decompress_accumulate(
     message_lines = words.num_lines(layout)
 
     def kernel(step, numbers_ref, starts_ref, *refs):
-        *gathered, table_ref, messages_ref, sums_ref, staged_ref, values_ref, semaphores = refs[:-2]
-        result_ref, result_semaphore = refs[-2:]
+        *gathered, table_ref, messages_ref, sums_ref = refs[:6]
+        *scratch, result_ref, result_semaphore = refs[6:]
         block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
-            parts = _sum(
-                block, bits, shape, step, gathered, [messages_ref],
-                staged_ref, values_ref, semaphores,
-            )
-            for start in parts:
-                start()
+            _sum(block, bits, shape, step, gathered, [messages_ref], scratch)()
 
         _for_width(block, of_bits)
-        transfers.store_values_in_order(values_ref, result_ref)
+        transfers.store_values_in_order(scratch[1], result_ref)
         used = transfers.HALVES * min(shape.rows, PLACES)
         copy = pltpu.make_async_copy(
             result_ref.at[pl.ds(0, used)],
@@ -119,7 +116,7 @@ def decompress_accumulate(
         )
         copy.start()
         copy.wait()
-        _finish(shape, step, staged_ref, semaphores)
+        _finish(shape, step, scratch)
 
     sums = launch.launch(
         kernel,
@@ -133,7 +130,7 @@ def decompress_accumulate(
         shape_like((transfers.HALVES * shape.rows, LANES), F32, local.rows),
         IN_MEMORY,
         [
-            *_scratch(local),
+            *_scratch(layout, local.rows.dtype),
             pltpu.VMEM((transfers.HALVES * PLACES, LANES), F32),
             pltpu.SemaphoreType.DMA,
         ],
@@ -149,14 +146,15 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
 
     def kernel(step, starts_ref, own_order, last_order, table_ref, message_ref, *refs):
-        lines_ref, values_ref, staged_ref, semaphores = refs
-        slot = lax.rem(step, 2)
+        lines_ref, staged_ref, values_ref, planes_ref, semaphores = refs
+        slot = step & 1
         chunk = step // shape.blocks
         block = Block.load(shape, chunk, step - chunk * shape.blocks, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
-            # The rows of the block before travel while this one is computed.
-            rows.add_decoded(block, bits, message_ref.at[0], values_ref)
+            planes = planes_ref.at[:bits]
+            message.load_planes(block, message_ref.at[0], planes)
+            rows.add_decoded(block, message_ref.at[0], planes, values_ref)
 
         def scatter(order_ref, slot: Array) -> None:
             transfers.scatter(
@@ -193,53 +191,53 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
         ],
         shape_like((transfers.HALVES * layout.num_rows, LANES), F32, payloads),
         IN_MEMORY,
-        [
-            pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32),
-            transfers.staging(jnp.dtype(F32)),
-            pltpu.SemaphoreType.DMA((2,)),
-        ],
+        _scratch(layout, jnp.dtype(F32)),
         name="decompress",
         vector_bytes=8 * LANES * message_lines,
     )
     return transfers.as_rows(lines)
 
 
-def _sum(block, bits, shape, step, gathered, messages, staged_ref, values_ref, semaphores):
-    """Sum the local rows of a block and received messages.
+def _sum(block: Block, bits: int, shape: Shape, step: Array, gathered, messages, scratch):
+    """Sum the local rows of a block and received messages, while the next rows are gathered.
 
     Returns:
-      Functions that start to gather a part of the next block each, in any order.
+      A function that starts to gather the rest of the next block.
     """
     first_order, next_order, lines_ref = gathered
-    slot = lax.rem(step, 2)
+    staged_ref, values_ref, planes_ref, semaphores = scratch
+    slot = step & 1
 
     def start(order_ref, slot: Array | int, lanes: Iterable) -> None:
         transfers.gather(order_ref, lines_ref, staged_ref.at[slot], semaphores.at[slot], lanes)
 
     @pl.when(step == 0)
     def _() -> None:
-        lax.fori_loop(0, len(shape.lanes), lambda i, _: start(first_order, 0, [shape.lane(i)]), None)
+        count = len(shape.lanes)
+        lax.fori_loop(0, count, lambda i, _: start(first_order, 0, [lane_of_places(i)]), None)
 
     transfers.wait(staged_ref.at[slot], semaphores.at[slot], shape.lanes)
     transfers.load_values(staged_ref.at[slot], values_ref)
+    start(next_order, 1 - slot, shape.lanes)
     for message_ref in messages:
 
         def add(index: Index, _: None) -> None:
-            rows.add_decoded(block, bits, message_ref.at[index], values_ref, values_ref)
+            message.load_planes(block, message_ref.at[index], planes_ref.at[:bits])
+            rows.add_decoded(
+                block, message_ref.at[index], planes_ref.at[:bits], values_ref, values_ref
+            )
 
         if message_ref.shape[0] == 1:
             add(0, None)
         else:
             lax.fori_loop(0, message_ref.shape[0], add, None)
-    return [
-        functools.partial(start, next_order, 1 - slot, shape.lanes[part::_PARTS])
-        for part in range(_PARTS)
-    ]
+    return functools.partial(start, next_order, 1 - slot, [])
 
 
-def _finish(shape: Shape, step: Array, staged_ref, semaphores) -> None:
+def _finish(shape: Shape, step: Array, scratch) -> None:
     """Wait for the rows that the last step gathered."""
-    slot = 1 - lax.rem(step, 2)
+    staged_ref, _, _, semaphores = scratch
+    slot = 1 - (step & 1)
 
     @pl.when(step == shape.blocks - 1)
     def _() -> None:
@@ -248,12 +246,17 @@ def _finish(shape: Shape, step: Array, staged_ref, semaphores) -> None:
 
 def _for_width(block: Block, of_bits: Callable[[int], None]) -> None:
     """Run the code for blocks of up to 8 bits, which nearly all are, or that for wider ones."""
-    if max(block.layout.allocation.widths) <= 8:
+    if len(_bits(block.layout)) == 1:
         of_bits(8)
         return
     wide = block.has_wider(8)
     pl.when(~wide)(lambda: of_bits(8))
     pl.when(wide)(lambda: of_bits(16))
+
+
+def _bits(layout: Layout) -> tuple[int, ...]:
+    """Return the bits of codes that there is code for."""
+    return (8,) if max(layout.allocation.widths) <= 8 else (8, 16)
 
 
 def _gathered(local: LocalRows, shape: Shape) -> list[tuple[Array, pl.BlockSpec]]:
@@ -280,10 +283,11 @@ def _table(layout: Layout) -> tuple[Array, pl.BlockSpec]:
     return jnp.asarray(level_table(layout)), pl.BlockSpec(memory_space=pltpu.VMEM)
 
 
-def _scratch(local: LocalRows) -> list:
-    dtype = jnp.bfloat16 if local.rows.dtype == jnp.bfloat16 else jnp.float32
+def _scratch(layout: Layout, dtype: jnp.dtype) -> list[Any]:
+    """Return memory for rows that travel, the values of a block, its planes, and semaphores."""
     return [
-        transfers.staging(jnp.dtype(dtype)),
+        transfers.staging(dtype),
         pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32),
+        pltpu.VMEM((_bits(layout)[-1], *VECTOR), U32),
         pltpu.SemaphoreType.DMA((2,)),
     ]

@@ -5,11 +5,12 @@ written like planes, 1,024 words at a time, of which they are the first; a gathe
 brings them to the lanes of their places.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import pallas as pl
 
 from pallas_kernels._mosaic_tpu import words
 from pallas_kernels._mosaic_tpu.blocks import Block
@@ -33,23 +34,45 @@ from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.layout import Layout
 
 _UNIT = UNIT // 4  # words
+_PLANES_OF_BRANCH = 4
 _BYTE = np.uint32(0xFF)
 _HALF = np.uint32(0xFFFF)
 
 
-def load_planes(block: Block, message_ref, bits: range) -> list[Array]:
-    """Load planes, uint32 [8, 128] each; zeros for lanes that lack one."""
-    planes = []
-    for bit in bits:
-        loaded = words.load(message_ref, _UNIT * (block.starts[bit] + block.first))
-        planes.append(jnp.where(block.widths > bit, swap(loaded), np.uint32(0)))
-    return planes
+def load_planes(block: Block, message_ref, planes_ref) -> None:
+    """Load the planes that the block has to `planes_ref`, uint32 [8 or 16, 8, 128]."""
+
+    def load(bit: int) -> None:
+        planes_ref[bit] = swap(words.load(message_ref, _first_word(block, bit)))
+
+    _for_planes(block, planes_ref.shape[0], load)
 
 
-def merge_planes(block: Block, planes: Sequence[Array], bits: range, message_ref) -> None:
-    """Store planes, which are zeros in lanes that lack one."""
-    for bit, plane in zip(bits, planes, strict=True):
-        words.merge(message_ref, _UNIT * (block.starts[bit] + block.first), swap(plane))
+def merge_planes(block: Block, planes_ref, message_ref) -> None:
+    """Store the planes that the block has, which are zeros in lanes that lack one."""
+
+    def merge(bit: int) -> None:
+        words.merge(message_ref, _first_word(block, bit), swap(planes_ref[bit]))
+
+    _for_planes(block, planes_ref.shape[0], merge)
+
+
+def _for_planes(block: Block, bits: int, step: Callable[[int], None]) -> None:
+    """Run a step for all planes that the block has, and some that it lacks.
+
+    A branch for a few of them: each is a boundary that the compiler does not move code across.
+    """
+    for low in reversed(range(0, bits, _PLANES_OF_BRANCH)):
+
+        def steps(low: int = low) -> None:
+            for bit in range(low, low + _PLANES_OF_BRANCH):
+                step(bit)
+
+        steps() if low == 0 else pl.when(block.has_wider(low))(steps)
+
+
+def _first_word(block: Block, bit: int) -> Array:
+    return _UNIT * (block.starts[bit] + block.first)
 
 
 def load_scales(block: Block, message_ref) -> tuple[list[Array], Array]:
@@ -75,8 +98,8 @@ def _load_groups(block: Block, message_ref) -> list[Array]:
     count = _words_of_groups(block.layout)
     loaded = words.load(message_ref, _first_group_word(block))
     # Word w of a place is at sublane w of its lane.
-    at = places_of_lanes() * count + iota(0) % count
-    row, lane = at // LANES, at % LANES
+    at = places_of_lanes() * count + (iota(0) & (count - 1))
+    row, lane = at >> 7, at & (LANES - 1)
     of_lanes = jnp.zeros(VECTOR, U32)
     for index in range(count):
         found = take_lanes(sublane(loaded, index), lane)
@@ -93,7 +116,7 @@ def _merge_groups(block: Block, groups: Sequence[Array], message_ref) -> None:
         for group, shift in zip(groups, _shifts_of_groups(block.layout), strict=True)
     ]
     at = iota(0) * LANES + iota(1)  # of a word among those of the block
-    place, word = at // count, at % count
+    place, word = at >> (count.bit_length() - 1), at & (count - 1)
     lane = lane_of_places(place & (PLACES - 1))
     result = jnp.zeros(VECTOR, U32)
     for index in range(count):
@@ -150,16 +173,14 @@ def _first_group_word(block: Block) -> Array:
 
 def _first_super_word(block: Block) -> tuple[Array, Array]:
     """Return the word that holds the first super-scale, and 1 if that is its upper half."""
-    return block.layout.super_scales_start // 4 + block.first // 2, block.first % 2
+    return block.layout.super_scales_start // 4 + (block.first >> 1), block.first & 1
 
 
 def _shifts_of_groups(layout: Layout) -> list[Array]:
     """Return where in its word the group of every sublane has its byte, for every eighth."""
     groups = layout.groups // EIGHTHS  # of an eighth
-    in_eighth = iota(0) // (SUBLANES // groups)
-    return [
-        ((eighth * groups + in_eighth) % 4 * 8).astype(U32) for eighth in range(EIGHTHS)
-    ]
+    in_eighth = iota(0) >> (SUBLANES // groups).bit_length() - 1
+    return [((eighth * groups + in_eighth & 3) << 3).astype(U32) for eighth in range(EIGHTHS)]
 
 
 def _used_places(layout: Layout) -> int:

@@ -6,7 +6,6 @@ byte a of word q of a plane.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +13,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import implementation
-from pallas_kernels._mosaic_tpu import message, words
+from pallas_kernels._mosaic_tpu import message
 from pallas_kernels._mosaic_tpu.blocks import Block
 from pallas_kernels._mosaic_tpu.vectors import (
     EIGHTHS,
-    F32,
     I32,
     QUARTERS,
     SUBLANES,
     U32,
+    VECTOR,
     VECTORS,
     as_float,
     bits_of,
@@ -44,17 +43,23 @@ def vector_of(index: int) -> pl.Slice:
     return pl.ds(UNIT * eighth + quarter, SUBLANES, QUARTERS)
 
 
-def add_decoded(block: Block, bits: int, message_ref, values_ref, sums_ref=None) -> None:
-    """Decode the block in a message to `values_ref`, added to `sums_ref` if there is one."""
-    planes = message.load_planes(block, message_ref, range(bits))
-    of_bytes = [transpose(planes[low : low + 8]) for low in range(0, bits, 8)]
+def add_decoded(block: Block, message_ref, planes_ref, values_ref, sums_ref=None) -> None:
+    """Decode the block in a message to `values_ref`, added to `sums_ref` if there is one.
+
+    `message.load_planes` has loaded its planes.
+    """
+    planes = [
+        jnp.where(block.widths > bit, planes_ref[bit], np.uint32(0))
+        for bit in range(planes_ref.shape[0])
+    ]
+    of_bytes = [transpose(planes[low : low + 8]) for low in range(0, len(planes), 8)]
     group_scales, super_bits = message.load_scales(block, message_ref)
     step = scales.scale_step(super_bits)
     for eighth in range(EIGHTHS):
         scale = code_to_float(group_scales[eighth]) * step
         for quarter in range(QUARTERS):
             code = _byte(of_bytes[0][eighth], quarter)
-            if bits > 8:
+            if len(of_bytes) > 1:
                 code = code | (_byte(of_bytes[1][eighth], quarter) << np.uint32(8))
             position = block.levels.position(code_to_float(code >> np.uint32(1)))
             signed = as_float(bits_of(position) | (code << np.uint32(31)))
@@ -63,15 +68,9 @@ def add_decoded(block: Block, bits: int, message_ref, values_ref, sums_ref=None)
 
 
 def encode(
-    block: Block,
-    bits: int,
-    values_ref,
-    turn: Array,
-    seed: tuple[Array, Array],
-    message_ref,
-    meanwhile: Sequence[Callable[[], None]],
+    block: Block, values_ref, turn: Array, seed: tuple[Array, Array], planes_ref, message_ref
 ) -> None:
-    """Write the block's part of a message, and call functions between its codes."""
+    """Write the scales of a block to a message, and its planes to `planes_ref`."""
     layout, ops = block.layout, _arithmetic()
     maxima = [_group_maxima(values_ref, eighth, layout.group_size) for eighth in range(EIGHTHS)]
     row_maxima = over_segments(functools.reduce(jnp.maximum, maxima), SUBLANES)
@@ -85,25 +84,24 @@ def encode(
     message.merge_scales(block, groups, super_bits, message_ref)
     ids = (block.chunk * layout.rows_per_chunk + block.places).astype(U32)
     hashes = row_words(ids, turn, seed, layout.quantizer.rounding)
+    bits = planes_ref.shape[0]
     codes = [[_zeros()] * EIGHTHS for _ in range(0, bits, 8)]
-    for eighth in range(EIGHTHS // 2):
-        for quarter in range(QUARTERS):
-            vector = QUARTERS * eighth + quarter
-            meanwhile[vector]()
-            noise = _noise_words(block, hashes, vector, turn)
-            for half, low in enumerate((eighth, eighth + EIGHTHS // 2)):
-                values = values_ref[vector_of(QUARTERS * low + quarter), :]
-                code = _codes(block, values, inverses[low], noise, half, ops)
-                for byte, of_byte in enumerate(codes):
-                    part = code >> np.uint32(8 * byte) if byte else code
-                    if bits > 8:
-                        part = part & np.uint32(0xFF)
-                    of_byte[low] = of_byte[low] | (part << np.uint32(8 * quarter))
+    for vector in range(VECTORS // 2):
+        eighth, quarter = divmod(vector, QUARTERS)
+        noise = _noise_words(block, hashes, eighth, quarter, turn)
+        for half, low in enumerate((eighth, eighth + EIGHTHS // 2)):
+            values = values_ref[vector_of(QUARTERS * low + quarter), :]
+            code = _codes(block, values, inverses[low], noise, half, ops)
+            for byte, of_byte in enumerate(codes):
+                part = code >> np.uint32(8 * byte) if byte else code
+                if bits > 8:
+                    part = part & np.uint32(0xFF)
+                of_byte[low] = of_byte[low] | (part << np.uint32(8 * quarter))
     for byte, of_byte in enumerate(codes):
-        planes = transpose(of_byte)
-        if byte == 0:  # the sign of a row without bits
-            planes[0] = jnp.where(block.widths > 0, planes[0], np.uint32(0))
-        message.merge_planes(block, planes, range(8 * byte, 8 * byte + 8), message_ref)
+        for bit, plane in enumerate(transpose(of_byte)):
+            planes_ref[8 * byte + bit] = plane
+    # The sign of a row without bits.
+    planes_ref[0] = jnp.where(block.widths > 0, planes_ref[0], np.uint32(0))
 
 
 def _codes(
@@ -121,12 +119,13 @@ def _codes(
     return (magnitude << np.uint32(1)) | (bits >> np.uint32(31))
 
 
-def _noise_words(block: Block, hashes: Array, vector: int, turn: Array) -> Array | None:
+def _noise_words(
+    block: Block, hashes: Array, eighth: int, quarter: int, turn: Array
+) -> Array | None:
     """Return words of rounding offsets of two registers; None if offsets are constant."""
     rounding = block.layout.quantizer.rounding
     if rounding == "nearest":
         return None
-    eighth, quarter = divmod(vector, QUARTERS)
     lanes = (QUARTERS * iota(0) + (SUBLANES * QUARTERS * eighth + quarter)).astype(U32)
     return lane_words(hashes, lanes, turn, rounding)
 
@@ -147,7 +146,7 @@ def _byte(word: Array, index: int) -> Array:
 
 
 def _zeros() -> Array:
-    return jnp.zeros((SUBLANES, 128), U32)
+    return jnp.zeros(VECTOR, U32)
 
 
 def _arithmetic() -> Arithmetic:

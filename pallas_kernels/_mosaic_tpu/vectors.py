@@ -28,13 +28,12 @@ U32, I32, F32 = jnp.uint32, jnp.int32, jnp.float32
 
 def place_of_lane(lane: Any) -> Any:
     """Return the place, in a block, of a lane: an integer, or one that is traced."""
-    return 16 * (lane % 8) + lane // 8
+    return ((lane & 7) << 4) + (lane >> 3)
 
 
 def places_of_lanes() -> Array:
     """Return the place, in a block, of every lane: int32 [8, 128]."""
-    lane = iota(1)
-    return ((lane & 7) << 4) + (lane >> 3)
+    return place_of_lane(iota(1))
 
 
 def lane_of_places(places: Array) -> Array:

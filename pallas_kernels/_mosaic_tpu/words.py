@@ -14,6 +14,7 @@ from pallas_kernels._mosaic_tpu.vectors import LANES, SUBLANES, U32, iota
 from pallas_kernels.codec.layout import Layout
 
 _WORD = 4  # bytes
+_LOG_LANES = LANES.bit_length() - 1
 
 
 def num_lines(layout: Layout) -> int:
@@ -35,16 +36,21 @@ def as_message(lines: Array, layout: Layout) -> Array:
     return lines.reshape(-1)[: layout.payload_bytes // _WORD]
 
 
+def _line_and_lane(word: Array) -> tuple[Array, Array]:
+    # Divisions round towards zero, which takes more instructions.
+    return word >> _LOG_LANES, word & (LANES - 1)
+
+
 def load(ref, first: Array) -> Array:
     """Load 1,024 words from word `first` on."""
-    row, shift = first // LANES, first % LANES
+    row, shift = _line_and_lane(first)
     here, next_ = ref[pl.ds(row, SUBLANES), :], ref[pl.ds(row + 1, SUBLANES), :]
     return pltpu.roll(jnp.where(iota(1) >= shift, here, next_), LANES - shift, 1)
 
 
 def merge(ref, first: Array, words: Array) -> None:
     """Set the bits of 1,024 words from word `first` on; zeros change nothing."""
-    row, shift = first // LANES, first % LANES
+    row, shift = _line_and_lane(first)
     rolled = pltpu.roll(words, shift, 1)
     in_first = iota(1) >= shift
     for at, mine in ((row, in_first), (row + 1, ~in_first)):
