@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._mosaic_tpu.vectors import (
+    HALVES,
     I32,
     LANES,
     PLACES,
@@ -59,13 +60,16 @@ class Shape:
         return jnp.minimum(block * PLACES, max(self.rows - PLACES, 0))
 
     def order_of_blocks(self, order: Array) -> Array:
-        """Return the rows of the places of all blocks, int32 [chunks * blocks, 1, 128]."""
+        """Return halves of rows where those of the places begin, int32 [chunks * blocks, 1, 128].
+
+        They are counted here, once, and not for every copy.
+        """
         missing = max(PLACES - self.rows, 0)
         order = jnp.pad(order, ((0, 0), (0, missing)))
         if self.rows > PLACES and self.rows % PLACES:
             whole = self.rows // PLACES * PLACES
             order = jnp.concatenate([order[:, :whole], order[:, -PLACES:]], axis=1)
-        return order.reshape(-1, 1, PLACES)
+        return (order * HALVES).reshape(-1, 1, PLACES)
 
 
 @dataclasses.dataclass(frozen=True)

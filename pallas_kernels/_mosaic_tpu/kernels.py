@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels._mosaic_tpu import launch, message, rows, transfers, words
 from pallas_kernels._mosaic_tpu.blocks import Block, Shape, level_table
 from pallas_kernels._mosaic_tpu.launch import IN_MEMORY
-from pallas_kernels._mosaic_tpu.vectors import F32, LANES, PLACES, U32, VECTOR, lane_of_places
+from pallas_kernels._mosaic_tpu.vectors import F32, HALVES, LANES, PLACES, U32, VECTOR, lane_of_places
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import l2_norm
@@ -32,7 +32,7 @@ def statistics(values: Array) -> Array:
     def kernel(step, rows_ref, norms_ref, values_ref):
         for index in range(of_step):
             part = pl.ds(index * PLACES, PLACES)
-            for half in range(transfers.HALVES):
+            for half in range(HALVES):
                 lines = rows_ref[part, half * LANES : (half + 1) * LANES]
                 values_ref[half * LANES : (half + 1) * LANES, :] = lines.astype(F32).T
             norms_ref[index : index + 1, :] = l2_norm(values_ref[...], axis=0)[None]
@@ -65,11 +65,10 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
         seed = numbers_ref[2].astype(U32), numbers_ref[3].astype(U32)
 
         def of_bits(bits: int) -> None:
-            start_rest = _sum(block, bits, shape, step, gathered, messages, scratch)
+            _sum(block, bits, shape, step, gathered, messages, scratch)
             planes = planes_ref.at[:bits]
             rows.encode(block, values_ref, numbers_ref[1], seed, planes, sent_ref)
             message.merge_planes(block, planes, sent_ref)
-            start_rest()
 
         _for_width(block, of_bits)
         _finish(shape, step, scratch)
@@ -104,14 +103,14 @@ def decompress_accumulate(
         block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
-            _sum(block, bits, shape, step, gathered, [messages_ref], scratch)()
+            _sum(block, bits, shape, step, gathered, [messages_ref], scratch)
 
         _for_width(block, of_bits)
         transfers.store_values_in_order(scratch[1], result_ref)
-        used = transfers.HALVES * min(shape.rows, PLACES)
+        used = HALVES * min(shape.rows, PLACES)
         copy = pltpu.make_async_copy(
             result_ref.at[pl.ds(0, used)],
-            sums_ref.at[pl.ds(transfers.HALVES * block.first, used)],
+            sums_ref.at[pl.ds(HALVES * block.first, used)],
             result_semaphore,
         )
         copy.start()
@@ -127,11 +126,11 @@ def decompress_accumulate(
             _table(layout),
             (words.as_lines(payloads, layout), pl.BlockSpec(memory_space=pltpu.VMEM)),
         ],
-        shape_like((transfers.HALVES * shape.rows, LANES), F32, local.rows),
+        shape_like((HALVES * shape.rows, LANES), F32, local.rows),
         IN_MEMORY,
         [
             *_scratch(layout, local.rows.dtype),
-            pltpu.VMEM((transfers.HALVES * PLACES, LANES), F32),
+            pltpu.VMEM((HALVES * PLACES, LANES), F32),
             pltpu.SemaphoreType.DMA,
         ],
         name="decompress_accumulate",
@@ -189,9 +188,9 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
                 pl.BlockSpec((1, message_lines, LANES), lambda step, *_: (step // shape.blocks, 0, 0)),
             ),
         ],
-        shape_like((transfers.HALVES * layout.num_rows, LANES), F32, payloads),
+        shape_like((HALVES * layout.num_rows, LANES), F32, payloads),
         IN_MEMORY,
-        _scratch(layout, jnp.dtype(F32)),
+        _scratch(layout, jnp.dtype(F32), buffers=2),
         name="decompress",
         vector_bytes=8 * LANES * message_lines,
     )
@@ -199,26 +198,20 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
 
 
 def _sum(block: Block, bits: int, shape: Shape, step: Array, gathered, messages, scratch):
-    """Sum the local rows of a block and received messages, while the next rows are gathered.
-
-    Returns:
-      A function that starts to gather the rest of the next block.
-    """
+    """Sum the local rows of a block and received messages, and start to gather the next block."""
     first_order, next_order, lines_ref = gathered
-    staged_ref, values_ref, planes_ref, semaphores = scratch
-    slot = step & 1
+    staged_ref, values_ref, planes_ref, semaphore = scratch
 
-    def start(order_ref, slot: Array | int, lanes: Iterable) -> None:
-        transfers.gather(order_ref, lines_ref, staged_ref.at[slot], semaphores.at[slot], lanes)
+    def start(order_ref, lanes: Iterable) -> None:
+        transfers.gather(order_ref, lines_ref, staged_ref, semaphore, lanes)
 
     @pl.when(step == 0)
     def _() -> None:
         count = len(shape.lanes)
-        lax.fori_loop(0, count, lambda i, _: start(first_order, 0, [lane_of_places(i)]), None)
+        lax.fori_loop(0, count, lambda i, _: start(first_order, [lane_of_places(i)]), None)
 
-    transfers.wait(staged_ref.at[slot], semaphores.at[slot], shape.lanes)
-    transfers.load_values(staged_ref.at[slot], values_ref)
-    start(next_order, 1 - slot, shape.lanes)
+    transfers.wait(staged_ref, semaphore, shape.lanes)
+    transfers.load_values(staged_ref, values_ref)
     for message_ref in messages:
 
         def add(index: Index, _: None) -> None:
@@ -231,17 +224,13 @@ def _sum(block: Block, bits: int, shape: Shape, step: Array, gathered, messages,
             add(0, None)
         else:
             lax.fori_loop(0, message_ref.shape[0], add, None)
-    return functools.partial(start, next_order, 1 - slot, [])
+    start(next_order, shape.lanes)
 
 
 def _finish(shape: Shape, step: Array, scratch) -> None:
     """Wait for the rows that the last step gathered."""
-    staged_ref, _, _, semaphores = scratch
-    slot = 1 - (step & 1)
-
-    @pl.when(step == shape.blocks - 1)
-    def _() -> None:
-        transfers.wait(staged_ref.at[slot], semaphores.at[slot], shape.lanes)
+    staged_ref, _, _, semaphore = scratch
+    pl.when(step == shape.blocks - 1)(lambda: transfers.wait(staged_ref, semaphore, shape.lanes))
 
 
 def _for_width(block: Block, of_bits: Callable[[int], None]) -> None:
@@ -283,11 +272,15 @@ def _table(layout: Layout) -> tuple[Array, pl.BlockSpec]:
     return jnp.asarray(level_table(layout)), pl.BlockSpec(memory_space=pltpu.VMEM)
 
 
-def _scratch(layout: Layout, dtype: jnp.dtype) -> list[Any]:
-    """Return memory for rows that travel, the values of a block, its planes, and semaphores."""
+def _scratch(layout: Layout, dtype: jnp.dtype, buffers: int = 0) -> list[Any]:
+    """Return memory for rows that travel, the values of a block, its planes, and a semaphore.
+
+    Rows and semaphores have a leading axis if there are several buffers of them.
+    """
+    several = (buffers,) if buffers else ()
     return [
-        transfers.staging(dtype),
+        transfers.staging(dtype, several),
         pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32),
         pltpu.VMEM((_bits(layout)[-1], *VECTOR), U32),
-        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA(several),
     ]

@@ -14,10 +14,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels._mosaic_tpu.vectors import F32, LANES, PLACES, U32, as_float, place_of_lane
+from pallas_kernels._mosaic_tpu.vectors import F32, HALVES, LANES, PLACES, U32, as_float, place_of_lane
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
-HALVES = SUPER_GROUP_SIZE // LANES  # of a row
 
 
 def as_lines(rows: Array) -> Array:
@@ -32,18 +31,18 @@ def as_rows(lines: Array) -> Array:
     return lines.reshape(-1, SUPER_GROUP_SIZE)
 
 
-def staging(dtype: jnp.dtype) -> pltpu.VMEM:
-    """Return memory for the rows of two blocks: one travels while the other is used."""
+def staging(dtype: jnp.dtype, buffers: tuple[int, ...] = ()) -> pltpu.VMEM:
+    """Return memory for the rows of a block, or for as many buffers of them."""
     if dtype == jnp.bfloat16:
-        return pltpu.VMEM((2, PLACES, HALVES, LANES), jnp.bfloat16)
-    return pltpu.VMEM((2, HALVES * PLACES, LANES), F32)
+        return pltpu.VMEM((*buffers, PLACES, HALVES, LANES), jnp.bfloat16)
+    return pltpu.VMEM((*buffers, HALVES * PLACES, LANES), F32)
 
 
 def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) -> None:
     """Start to copy the rows of places to their lanes."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line(lines_ref, row), _line(staged_ref, lane)
+        source, target = _line(lines_ref, row), _line(staged_ref, HALVES * lane)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
@@ -51,7 +50,7 @@ def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: list[int]) -> No
     """Start to copy the rows of a block to where `gather` finds them."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line(staged_ref, lane), _line(lines_ref, row)
+        source, target = _line(staged_ref, HALVES * lane), _line(lines_ref, row)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
@@ -90,8 +89,8 @@ def store_values_in_order(values_ref, lines_ref) -> None:
             lines_ref[pl.ds(at, 8, 16 * HALVES), :] = lines[first : first + 8, :]
 
 
-def _line(ref, index: Array | int):
-    """Return the part of an array of lines that holds a row."""
+def _line(ref, first: Array | int) -> Any:
+    """Return the part of an array of lines that holds a row, given its first half."""
     if ref.dtype == jnp.bfloat16:
-        return ref.at[index]
-    return ref.at[pl.ds(HALVES * index, HALVES)]
+        return ref.at[first // HALVES]
+    return ref.at[pl.ds(first, HALVES)]

@@ -20,6 +20,7 @@ from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 SUBLANES, LANES = 8, 128
 VECTOR = SUBLANES, LANES
 PLACES = LANES  # of a block
+HALVES = SUPER_GROUP_SIZE // LANES  # of a row
 VECTORS = SUPER_GROUP_SIZE // SUBLANES  # of the values of a block
 EIGHTHS = 8  # of a row: each has one bit in every byte of a plane
 QUARTERS = 4  # vectors of an eighth: the bytes of a word
