@@ -65,12 +65,13 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
         return backends[implementation](*args, **kwargs)
     fastest = {"default": lambda *args: backends["xla"](*args, **kwargs)}
     small = all(getattr(leaf, "size", 1) < _INDEX_LIMIT for leaf in jax.tree.leaves(args))
-    for name in _CAPABILITIES if small else ():
-        if name in backends and _why_not(name) is None:
-            fastest["cuda"] = lambda *args, name=name: backends[name](*args, **kwargs)
-            break
     if small and "mosaic_tpu" in backends and runs_on_tpu():
         fastest["tpu"] = lambda *args: backends["mosaic_tpu"](*args, **kwargs)
+    else:
+        for name in _CAPABILITIES if small else ():
+            if name in backends and _why_not(name) is None:
+                fastest["cuda"] = lambda *args, name=name: backends[name](*args, **kwargs)
+                break
     return lax.platform_dependent(*args, **fastest)
 
 

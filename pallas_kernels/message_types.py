@@ -23,10 +23,10 @@ def convert(messages: Array, dtype: DTypeLike) -> Array:
     """Convert messages [..., length] to bytes, uint8, or to words, uint32."""
     if messages.dtype == dtype:
         return messages
-    batch = messages.shape[:-1]
+    *batch, count = messages.shape
     if dtype == jnp.uint8:
-        return lax.bitcast_convert_type(messages, jnp.uint8).reshape(*batch, -1)
-    count = messages.shape[-1] // _WORD
+        return lax.bitcast_convert_type(messages, jnp.uint8).reshape(*batch, count * _WORD)
+    count //= _WORD
     return lax.bitcast_convert_type(messages.reshape(*batch, count, _WORD), jnp.uint32)
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.implementation import without_gpu
+
 INSTALL = "pip install -e '.[cli,tpu-aot]'"
 
 
@@ -95,5 +97,5 @@ def compile_for(
 @contextlib.contextmanager
 def _as_on(host: str) -> Iterator[None]:
     """Trace what a process with some default backend would trace."""
-    with mock.patch.object(jax, "default_backend", lambda: host):
+    with mock.patch.object(jax, "default_backend", lambda: host), without_gpu("compile"):
         yield

@@ -26,22 +26,22 @@ _BLOCKS_OF_STEP = 8  # of the statistics
 def statistics(values: Array) -> Array:
     """Compute the norm of every row."""
     num_rows = values.shape[0]
-    count = -(-num_rows // PLACES)  # lines of 128 norms
+    lines = transfers.as_lines(values)
+    count = -(-num_rows // PLACES)  # vectors of 128 norms
     of_step = min(_BLOCKS_OF_STEP, count)
+    block = (of_step * PLACES * lines.shape[0] // num_rows, *lines.shape[1:])
 
-    def kernel(step, rows_ref, norms_ref, values_ref):
+    def kernel(step, lines_ref, norms_ref, values_ref):
+        of_block = lines_ref.shape[0] // of_step
         for index in range(of_step):
-            part = pl.ds(index * PLACES, PLACES)
-            for half in range(HALVES):
-                lines = rows_ref[part, half * LANES : (half + 1) * LANES]
-                values_ref[half * LANES : (half + 1) * LANES, :] = lines.astype(F32).T
+            transfers.load_values(lines_ref.at[pl.ds(index * of_block, of_block)], values_ref)
             norms_ref[index : index + 1, :] = l2_norm(values_ref[...], axis=0)[None]
 
     norms = launch.launch(
         kernel,
         -(-count // of_step),
         [],
-        [(values, pl.BlockSpec((of_step * PLACES, SUPER_GROUP_SIZE), lambda step: (step, 0)))],
+        [(lines, pl.BlockSpec(block, lambda step: (step, *(0 for _ in block[1:]))))],
         shape_like((count, LANES), F32, values),
         pl.BlockSpec((of_step, LANES), lambda step: (step, 0)),
         [pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32)],
@@ -145,34 +145,32 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
 
     def kernel(step, starts_ref, own_order, last_order, table_ref, message_ref, *refs):
-        lines_ref, staged_ref, values_ref, planes_ref, semaphores = refs
-        slot = step & 1
+        lines_ref, staged_ref, values_ref, planes_ref, semaphore = refs
         chunk = step // shape.blocks
         block = Block.load(shape, chunk, step - chunk * shape.blocks, starts_ref, table_ref)
 
+        def scatter(order_ref) -> None:
+            transfers.scatter(order_ref, staged_ref, lines_ref, semaphore, lanes)
+
+        def wait() -> None:
+            transfers.wait(staged_ref, semaphore, lanes)
+
         def of_bits(bits: int) -> None:
+            # The rows of the block before travel while this one is computed. In the first step,
+            # what the memory holds goes where the next step writes.
+            scatter(last_order)
             planes = planes_ref.at[:bits]
             message.load_planes(block, message_ref.at[0], planes)
             rows.add_decoded(block, message_ref.at[0], planes, values_ref)
 
-        def scatter(order_ref, slot: Array) -> None:
-            transfers.scatter(
-                order_ref, staged_ref.at[slot], lines_ref, semaphores.at[slot], lanes
-            )
-
-        def wait(slot: Array) -> None:
-            transfers.wait(staged_ref.at[slot], semaphores.at[slot], lanes)
-
-        pl.when(step > 0)(lambda: scatter(last_order, 1 - slot))
         _for_width(block, of_bits)
-        pl.when(step > 1)(lambda: wait(slot))
-        transfers.store_values(values_ref, staged_ref.at[slot])
+        wait()
+        transfers.store_values(values_ref, staged_ref)
 
         @pl.when(step == steps - 1)
         def _() -> None:
-            scatter(own_order, slot)
-            pl.when(step > 0)(lambda: wait(1 - slot))
-            wait(slot)
+            scatter(own_order)
+            wait()
 
     order = shape.order_of_blocks(places.order)
     lines = launch.launch(
@@ -190,7 +188,7 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
         ],
         shape_like((HALVES * layout.num_rows, LANES), F32, payloads),
         IN_MEMORY,
-        _scratch(layout, jnp.dtype(F32), buffers=2),
+        _scratch(layout, jnp.dtype(F32)),
         name="decompress",
         vector_bytes=8 * LANES * message_lines,
     )
@@ -272,15 +270,11 @@ def _table(layout: Layout) -> tuple[Array, pl.BlockSpec]:
     return jnp.asarray(level_table(layout)), pl.BlockSpec(memory_space=pltpu.VMEM)
 
 
-def _scratch(layout: Layout, dtype: jnp.dtype, buffers: int = 0) -> list[Any]:
-    """Return memory for rows that travel, the values of a block, its planes, and a semaphore.
-
-    Rows and semaphores have a leading axis if there are several buffers of them.
-    """
-    several = (buffers,) if buffers else ()
+def _scratch(layout: Layout, dtype: jnp.dtype) -> list[Any]:
+    """Return memory for rows that travel, the values of a block, its planes, and a semaphore."""
     return [
-        transfers.staging(dtype, several),
+        transfers.staging(dtype),
         pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32),
         pltpu.VMEM((_bits(layout)[-1], *VECTOR), U32),
-        pltpu.SemaphoreType.DMA(several),
+        pltpu.SemaphoreType.DMA,
     ]

@@ -31,11 +31,11 @@ def as_rows(lines: Array) -> Array:
     return lines.reshape(-1, SUPER_GROUP_SIZE)
 
 
-def staging(dtype: jnp.dtype, buffers: tuple[int, ...] = ()) -> pltpu.VMEM:
-    """Return memory for the rows of a block, or for as many buffers of them."""
+def staging(dtype: jnp.dtype) -> pltpu.VMEM:
+    """Return memory for the rows of a block."""
     if dtype == jnp.bfloat16:
-        return pltpu.VMEM((*buffers, PLACES, HALVES, LANES), jnp.bfloat16)
-    return pltpu.VMEM((*buffers, HALVES * PLACES, LANES), F32)
+        return pltpu.VMEM((PLACES, HALVES, LANES), jnp.bfloat16)
+    return pltpu.VMEM((HALVES * PLACES, LANES), F32)
 
 
 def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) -> None:
