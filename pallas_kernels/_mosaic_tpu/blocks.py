@@ -14,7 +14,6 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._mosaic_tpu.vectors import (
-    HALVES,
     I32,
     LANES,
     PLACES,
@@ -59,8 +58,8 @@ class Shape:
         """Return the first place of a block."""
         return jnp.minimum(block * PLACES, max(self.rows - PLACES, 0))
 
-    def order_of_blocks(self, order: Array) -> Array:
-        """Return halves of rows where those of the places begin, int32 [chunks * blocks, 1, 128].
+    def order_of_blocks(self, order: Array, lines_of_row: int) -> Array:
+        """Return the first lines of the rows of all places, int32 [chunks * blocks, 1, 128].
 
         They are counted here, once, and not for every copy.
         """
@@ -69,7 +68,7 @@ class Shape:
         if self.rows > PLACES and self.rows % PLACES:
             whole = self.rows // PLACES * PLACES
             order = jnp.concatenate([order[:, :whole], order[:, -PLACES:]], axis=1)
-        return (order * HALVES).reshape(-1, 1, PLACES)
+        return (order * lines_of_row).reshape(-1, 1, PLACES)
 
 
 @dataclasses.dataclass(frozen=True)

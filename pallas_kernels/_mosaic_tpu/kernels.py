@@ -1,26 +1,55 @@
-"""Mosaic TPU kernels of all operations; see `pallas_kernels.operations`."""
+"""Mosaic TPU kernels of all operations; see `pallas_kernels.operations`.
+
+A step of a kernel is a block of 128 places. While one is computed, the rows of the next one travel
+to vector memory, or those of the last one from it.
+"""
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._mosaic_tpu import launch, message, rows, transfers, words
 from pallas_kernels._mosaic_tpu.blocks import Block, Shape, level_table
-from pallas_kernels._mosaic_tpu.launch import IN_MEMORY
-from pallas_kernels._mosaic_tpu.vectors import F32, HALVES, LANES, PLACES, U32, VECTOR, lane_of_places
+from pallas_kernels._mosaic_tpu.launch import IN_MEMORY, IN_VECTOR_MEMORY, Operand
+from pallas_kernels._mosaic_tpu.vectors import (
+    F32,
+    HALVES,
+    LANES,
+    PLACES,
+    U32,
+    VECTOR,
+    lane_of_places,
+)
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import l2_norm
 from pallas_kernels.compat import shape_like
 
 _BLOCKS_OF_STEP = 8  # of the statistics
+
+
+class Memory(NamedTuple):
+    """Memory that all steps of a kernel share, as refs or as its description."""
+
+    staged: Any  # rows that travel
+    values: Any  # of a block, float32 [256, 128]
+    planes: Any  # of a block, uint32 [8 or 16, 8, 128]
+    messages: Any  # that arrived, uint32 [count, lines, 128]
+    semaphore: Any  # of the rows
+    others: Any  # semaphore of all else
+
+
+class Gathered(NamedTuple):
+    """Local rows of a chunk: refs, or operands."""
+
+    first: Any  # where the rows of the first block lie
+    next: Any  # where the rows of the block after that of the step lie
+    lines: Any  # all rows
 
 
 def statistics(values: Array) -> Array:
@@ -53,39 +82,36 @@ def statistics(values: Array) -> Array:
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode the sum of received and local rows."""
     shape, received = Shape(layout), payloads.shape[0]
-    message_lines = words.num_lines(layout)
 
     def kernel(step, numbers_ref, starts_ref, *refs):
-        *gathered, table_ref = refs[:4]
-        messages = refs[4 : 4 + bool(received)]
-        sent_ref, *scratch = refs[4 + bool(received) :]
-        _, values_ref, planes_ref, _ = scratch
+        gathered, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
+        memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
         pl.when(step == 0)(lambda: words.clear(sent_ref))
         block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
         seed = numbers_ref[2].astype(U32), numbers_ref[3].astype(U32)
 
         def of_bits(bits: int) -> None:
-            _sum(block, bits, shape, step, gathered, messages, scratch)
-            planes = planes_ref.at[:bits]
-            rows.encode(block, values_ref, numbers_ref[1], seed, planes, sent_ref)
+            _sum(block, bits, step, gathered, received_ref, received, memory)
+            planes = memory.planes.at[:bits]
+            rows.encode(block, memory.values, numbers_ref[1], seed, planes, sent_ref)
             message.merge_planes(block, planes, sent_ref)
 
         _for_width(block, of_bits)
-        _finish(shape, step, scratch)
+        _finish(shape, step, memory)
 
-    operands = [*_gathered(local, shape), _table(layout)]
-    if received:
-        operands.append((words.as_lines(payloads, layout), pl.BlockSpec(memory_space=pltpu.VMEM)))
+        @pl.when(step == shape.blocks - 1)
+        def _() -> None:
+            _run(words.copy_out(sent_ref, result_ref, memory.others))
+
     sent = launch.launch(
         kernel,
         shape.blocks,
         launch.numbers(chunk, turn, local.seed, local.places),
-        operands,
-        shape_like((message_lines, LANES), U32, local.rows),
-        pl.BlockSpec(memory_space=pltpu.VMEM),
-        _scratch(layout, local.rows.dtype),
+        [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
+        shape_like(words.result_shape(layout), U32, local.rows),
+        IN_MEMORY,
+        [*_memory(layout, local.rows.dtype, received), words.memory(layout)],
         name="hop" if received else "compress",
-        vector_bytes=8 * LANES * message_lines * (received + 1),
     )
     return words.as_message(sent, layout)
 
@@ -94,85 +120,79 @@ def decompress_accumulate(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
     """Sum received and local rows."""
-    shape = Shape(layout)
-    message_lines = words.num_lines(layout)
+    shape, received = Shape(layout), payloads.shape[0]
 
     def kernel(step, numbers_ref, starts_ref, *refs):
-        *gathered, table_ref, messages_ref, sums_ref = refs[:6]
-        *scratch, result_ref, result_semaphore = refs[6:]
+        gathered, (table_ref, received_ref, sums_ref) = Gathered(*refs[:3]), refs[3:6]
+        memory, result_ref = Memory(*refs[6:-1]), refs[-1]
         block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
-            _sum(block, bits, shape, step, gathered, [messages_ref], scratch)
+            _sum(block, bits, step, gathered, received_ref, received, memory)
 
         _for_width(block, of_bits)
-        transfers.store_values_in_order(scratch[1], result_ref)
+        transfers.store_values_in_order(memory.values, result_ref)
         used = HALVES * min(shape.rows, PLACES)
-        copy = pltpu.make_async_copy(
-            result_ref.at[pl.ds(0, used)],
-            sums_ref.at[pl.ds(HALVES * block.first, used)],
-            result_semaphore,
-        )
-        copy.start()
-        copy.wait()
-        _finish(shape, step, scratch)
+        lines_ref = sums_ref.at[pl.ds(HALVES * block.first, used)]
+        _run(pltpu.make_async_copy(result_ref.at[pl.ds(0, used)], lines_ref, memory.others))
+        _finish(shape, step, memory)
 
     sums = launch.launch(
         kernel,
         shape.blocks,
         launch.numbers(chunk, 0, local.seed, local.places),
-        [
-            *_gathered(local, shape),
-            _table(layout),
-            (words.as_lines(payloads, layout), pl.BlockSpec(memory_space=pltpu.VMEM)),
-        ],
+        [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
         shape_like((HALVES * shape.rows, LANES), F32, local.rows),
         IN_MEMORY,
         [
-            *_scratch(layout, local.rows.dtype),
+            *_memory(layout, local.rows.dtype, received),
             pltpu.VMEM((HALVES * PLACES, LANES), F32),
-            pltpu.SemaphoreType.DMA,
         ],
         name="decompress_accumulate",
-        vector_bytes=8 * LANES * message_lines * len(payloads),
     )
     return transfers.as_rows(sums)
 
 
 def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     """Decode the messages of all chunks to rows in their original order."""
-    shape, message_lines = Shape(layout), words.num_lines(layout)
+    shape = Shape(layout)
     steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
 
-    def kernel(step, starts_ref, own_order, last_order, table_ref, message_ref, *refs):
-        lines_ref, staged_ref, values_ref, planes_ref, semaphore = refs
+    def kernel(step, starts_ref, own_order, last_order, table_ref, received_ref, lines_ref, *refs):
+        memory = Memory(*refs)
+        message_ref = memory.messages.at[0]
         chunk = step // shape.blocks
-        block = Block.load(shape, chunk, step - chunk * shape.blocks, starts_ref, table_ref)
+        index = step - chunk * shape.blocks
+        block = Block.load(shape, chunk, index, starts_ref, table_ref)
 
-        def scatter(order_ref) -> None:
-            transfers.scatter(order_ref, staged_ref, lines_ref, semaphore, lanes)
+        def scatter(order_ref, lanes: Iterable) -> None:
+            transfers.scatter(order_ref, memory.staged, lines_ref, memory.semaphore, lanes)
 
         def wait() -> None:
-            transfers.wait(staged_ref, semaphore, lanes)
+            transfers.wait(memory.staged, memory.semaphore, lanes)
+
+        @pl.when(index == 0)
+        def _() -> None:
+            _run(words.copy_in(received_ref, chunk, message_ref, layout, memory.others))
 
         def of_bits(bits: int) -> None:
+            planes = memory.planes.at[:bits]
+            message.load_planes(block, message_ref, planes)
             # The rows of the block before travel while this one is computed. In the first step,
             # what the memory holds goes where the next step writes.
-            scatter(last_order)
-            planes = planes_ref.at[:bits]
-            message.load_planes(block, message_ref.at[0], planes)
-            rows.add_decoded(block, message_ref.at[0], planes, values_ref)
+            scatter(last_order, lanes)
+            rows.add_decoded(block, message_ref, planes, memory.values)
+            wait()
+            transfers.store_values(memory.values, memory.staged)
 
         _for_width(block, of_bits)
-        wait()
-        transfers.store_values(values_ref, staged_ref)
 
         @pl.when(step == steps - 1)
         def _() -> None:
-            scatter(own_order)
+            _for_each_lane(shape, functools.partial(scatter, own_order))
             wait()
 
-    order = shape.order_of_blocks(places.order)
+    order = shape.order_of_blocks(places.order, transfers.lines_of_row(F32))
     lines = launch.launch(
         kernel,
         steps,
@@ -181,54 +201,70 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
             (order, _order_spec(lambda step, *_: step)),
             (order, _order_spec(lambda step, *_: jnp.maximum(step - 1, 0))),
             _table(layout),
-            (
-                words.as_lines(payloads, layout),
-                pl.BlockSpec((1, message_lines, LANES), lambda step, *_: (step // shape.blocks, 0, 0)),
-            ),
+            _messages(payloads, layout),
         ],
         shape_like((HALVES * layout.num_rows, LANES), F32, payloads),
         IN_MEMORY,
-        _scratch(layout, jnp.dtype(F32)),
+        _memory(layout, F32, 1),
         name="decompress",
-        vector_bytes=8 * LANES * message_lines,
     )
     return transfers.as_rows(lines)
 
 
-def _sum(block: Block, bits: int, shape: Shape, step: Array, gathered, messages, scratch):
+def _sum(
+    block: Block,
+    bits: int,
+    step: Array,
+    gathered: Gathered,
+    received_ref,
+    received: int,
+    memory: Memory,
+) -> None:
     """Sum the local rows of a block and received messages, and start to gather the next block."""
-    first_order, next_order, lines_ref = gathered
-    staged_ref, values_ref, planes_ref, semaphore = scratch
+    shape = Shape(block.layout)
 
     def start(order_ref, lanes: Iterable) -> None:
-        transfers.gather(order_ref, lines_ref, staged_ref, semaphore, lanes)
+        transfers.gather(order_ref, gathered.lines, memory.staged, memory.semaphore, lanes)
 
     @pl.when(step == 0)
     def _() -> None:
-        count = len(shape.lanes)
-        lax.fori_loop(0, count, lambda i, _: start(first_order, [lane_of_places(i)]), None)
+        _for_each_lane(shape, functools.partial(start, gathered.first))
+        for index in range(received):
+            messages_ref, semaphore = memory.messages.at[index], memory.others
+            _run(words.copy_in(received_ref, index, messages_ref, block.layout, semaphore))
 
-    transfers.wait(staged_ref, semaphore, shape.lanes)
-    transfers.load_values(staged_ref, values_ref)
-    for message_ref in messages:
+    transfers.wait(memory.staged, memory.semaphore, shape.lanes)
+    transfers.load_values(memory.staged, memory.values)
+    planes = memory.planes.at[:bits]
 
-        def add(index: Index, _: None) -> None:
-            message.load_planes(block, message_ref.at[index], planes_ref.at[:bits])
-            rows.add_decoded(
-                block, message_ref.at[index], planes_ref.at[:bits], values_ref, values_ref
-            )
+    def add(index: Index, _: None) -> None:
+        message_ref = memory.messages.at[index]
+        message.load_planes(block, message_ref, planes)
+        rows.add_decoded(block, message_ref, planes, memory.values, memory.values)
 
-        if message_ref.shape[0] == 1:
-            add(0, None)
-        else:
-            lax.fori_loop(0, message_ref.shape[0], add, None)
-    start(next_order, shape.lanes)
+    if received == 1:
+        add(0, None)
+    elif received:
+        lax.fori_loop(0, received, add, None)
+    start(gathered.next, shape.lanes)
 
 
-def _finish(shape: Shape, step: Array, scratch) -> None:
+def _finish(shape: Shape, step: Array, memory: Memory) -> None:
     """Wait for the rows that the last step gathered."""
-    staged_ref, _, _, semaphore = scratch
-    pl.when(step == shape.blocks - 1)(lambda: transfers.wait(staged_ref, semaphore, shape.lanes))
+
+    @pl.when(step == shape.blocks - 1)
+    def _() -> None:
+        transfers.wait(memory.staged, memory.semaphore, shape.lanes)
+
+
+def _run(copy: Any) -> None:
+    copy.start()
+    copy.wait()
+
+
+def _for_each_lane(shape: Shape, start: Callable[[list[Array]], None]) -> None:
+    """Start copies in a loop: less code, for steps that are rare."""
+    lax.fori_loop(0, len(shape.lanes), lambda place, _: start([lane_of_places(place)]), None)
 
 
 def _for_width(block: Block, of_bits: Callable[[int], None]) -> None:
@@ -246,18 +282,17 @@ def _bits(layout: Layout) -> tuple[int, ...]:
     return (8,) if max(layout.allocation.widths) <= 8 else (8, 16)
 
 
-def _gathered(local: LocalRows, shape: Shape) -> list[tuple[Array, pl.BlockSpec]]:
-    """Return the rows of the first block of the chunk, those of the next one, and all rows."""
-    order = shape.order_of_blocks(local.places.order)
+def _gathered(local: LocalRows, shape: Shape) -> Gathered:
+    order = shape.order_of_blocks(local.places.order, transfers.lines_of_row(local.rows.dtype))
 
-    def of_block(block: Callable) -> tuple[Array, pl.BlockSpec]:
+    def of_block(block: Callable) -> Operand:
         return order, _order_spec(lambda step, numbers, _: numbers[0] * shape.blocks + block(step))
 
-    return [
+    return Gathered(
         of_block(lambda step: 0),
         of_block(lambda step: jnp.minimum(step + 1, shape.blocks - 1)),
         (transfers.as_lines(local.rows), IN_MEMORY),
-    ]
+    )
 
 
 def _order_spec(block: Callable) -> pl.BlockSpec:
@@ -266,15 +301,22 @@ def _order_spec(block: Callable) -> pl.BlockSpec:
     )
 
 
-def _table(layout: Layout) -> tuple[Array, pl.BlockSpec]:
-    return jnp.asarray(level_table(layout)), pl.BlockSpec(memory_space=pltpu.VMEM)
+def _table(layout: Layout) -> Operand:
+    return jnp.asarray(level_table(layout)), IN_VECTOR_MEMORY
 
 
-def _scratch(layout: Layout, dtype: jnp.dtype) -> list[Any]:
-    """Return memory for rows that travel, the values of a block, its planes, and a semaphore."""
-    return [
+def _messages(payloads: Array, layout: Layout) -> Operand:
+    if len(payloads) == 0:
+        return jnp.zeros(LANES, U32), IN_MEMORY  # an operand has to have elements
+    return words.as_operand(payloads, layout), IN_MEMORY
+
+
+def _memory(layout: Layout, dtype: Any, received: int) -> Memory:
+    return Memory(
         transfers.staging(dtype),
         pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32),
         pltpu.VMEM((_bits(layout)[-1], *VECTOR), U32),
+        words.memory(layout, max(received, 1)) if received else pltpu.VMEM((1, *VECTOR), U32),
         pltpu.SemaphoreType.DMA,
-    ]
+        pltpu.SemaphoreType.DMA,
+    )

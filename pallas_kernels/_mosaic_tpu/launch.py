@@ -1,5 +1,6 @@
 """How a kernel is started, and what all of them take."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.ordering import Places
 
 IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
-_ROOM = 16 * 2**20  # bytes of vector memory beside the messages
+IN_VECTOR_MEMORY = pl.BlockSpec(memory_space=pltpu.VMEM)
+Operand = tuple[Array, pl.BlockSpec]
+_ROOM = 8 * 2**20  # bytes of vector memory for spills and what is not listed
 
 
 def numbers(chunk: Index, turn: Index, seed: Array, places: Places) -> tuple[Array, Array]:
@@ -29,13 +32,12 @@ def launch(
     kernel: Callable,
     steps: int,
     scalars: Sequence[Array],
-    operands: Sequence[tuple[Array, pl.BlockSpec]],
+    operands: Sequence[Operand],
     out: jax.ShapeDtypeStruct,
     out_spec: pl.BlockSpec,
     scratch: Sequence[Any] = (),
     *,
     name: str,
-    vector_bytes: int = 0,
 ) -> Array:
     """Run `kernel(step, *refs)` for all steps, one after the other.
 
@@ -48,9 +50,13 @@ def launch(
       out_spec: spec of the result.
       scratch: memory of the kernel.
       name: name of the kernel in profiles.
-      vector_bytes: bytes of the operands and results that vector memory holds.
     """
     arrays, specs = zip(*operands, strict=True)
+    used = sum(
+        math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
+        for memory in scratch
+        if hasattr(memory, "shape")
+    )
     return pl.pallas_call(
         lambda *refs: kernel(pl.program_id(0), *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -66,6 +72,6 @@ def launch(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=_ROOM + vector_bytes,
+            vmem_limit_bytes=_ROOM + used,
         ),
     )(*scalars, *arrays)

@@ -68,7 +68,7 @@ def _for_planes(block: Block, bits: int, step: Callable[[int], None]) -> None:
             for bit in range(low, low + _PLANES_OF_BRANCH):
                 step(bit)
 
-        pl.when(block.has_wider(low))(steps)
+        steps() if low == 0 else pl.when(block.has_wider(low))(steps)
 
 
 def _first_word(block: Block, bit: int) -> Array:

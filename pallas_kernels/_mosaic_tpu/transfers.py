@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from pallas_kernels._mosaic_tpu.vectors import F32, HALVES, LANES, PLACES, U32, as_float, place_of_lane
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
@@ -24,6 +25,11 @@ def as_lines(rows: Array) -> Array:
     if rows.dtype == jnp.bfloat16:
         return rows.reshape(-1, HALVES, LANES)
     return rows.astype(F32).reshape(-1, LANES)
+
+
+def lines_of_row(dtype: DTypeLike) -> int:
+    """Return the lines that a row has in memory."""
+    return 1 if dtype == jnp.bfloat16 else HALVES
 
 
 def as_rows(lines: Array) -> Array:
@@ -42,7 +48,7 @@ def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) ->
     """Start to copy the rows of places to their lanes."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line(lines_ref, row), _line(staged_ref, HALVES * lane)
+        source, target = _line(lines_ref, row), _line(staged_ref, lines_of_row(staged_ref.dtype) * lane)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
@@ -50,7 +56,7 @@ def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: list[int]) -> No
     """Start to copy the rows of a block to where `gather` finds them."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line(staged_ref, HALVES * lane), _line(lines_ref, row)
+        source, target = _line(staged_ref, lines_of_row(staged_ref.dtype) * lane), _line(lines_ref, row)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
@@ -90,7 +96,5 @@ def store_values_in_order(values_ref, lines_ref) -> None:
 
 
 def _line(ref, first: Array | int) -> Any:
-    """Return the part of an array of lines that holds a row, given its first half."""
-    if ref.dtype == jnp.bfloat16:
-        return ref.at[first // HALVES]
-    return ref.at[pl.ds(first, HALVES)]
+    """Return the part of an array of lines that holds a row, given its first line."""
+    return ref.at[first] if lines_of_row(ref.dtype) == 1 else ref.at[pl.ds(first, HALVES)]
