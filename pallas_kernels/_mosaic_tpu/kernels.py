@@ -83,17 +83,17 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     """Encode the sum of received and local rows."""
     shape, received = Shape(layout), payloads.shape[0]
 
-    def kernel(step, numbers_ref, starts_ref, *refs):
+    def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
         gathered, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
         memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
         pl.when(step == 0)(lambda: words.clear(sent_ref))
-        block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
-        seed = numbers_ref[2].astype(U32), numbers_ref[3].astype(U32)
+        block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
+        seed = seed_ref[0].astype(U32), seed_ref[1].astype(U32)
 
         def of_bits(bits: int) -> None:
             _sum(block, bits, step, gathered, received_ref, received, memory)
             planes = memory.planes.at[:bits]
-            rows.encode(block, memory.values, numbers_ref[1], seed, planes, sent_ref)
+            rows.encode(block, memory.values, turn_ref[0], seed, planes, sent_ref)
             message.merge_planes(block, planes, sent_ref)
 
         _for_width(block, of_bits)
@@ -106,7 +106,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     sent = launch.launch(
         kernel,
         shape.blocks,
-        launch.numbers(chunk, turn, local.seed, local.places),
+        launch.scalars(chunk, turn, local.seed, local.places),
         [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
         shape_like(words.result_shape(layout), U32, local.rows),
         IN_MEMORY,
@@ -122,10 +122,10 @@ def decompress_accumulate(
     """Sum received and local rows."""
     shape, received = Shape(layout), payloads.shape[0]
 
-    def kernel(step, numbers_ref, starts_ref, *refs):
+    def kernel(step, chunk_ref, _turn, _seed, starts_ref, *refs):
         gathered, (table_ref, received_ref, sums_ref) = Gathered(*refs[:3]), refs[3:6]
         memory, result_ref = Memory(*refs[6:-1]), refs[-1]
-        block = Block.load(shape, numbers_ref[0], step, starts_ref, table_ref)
+        block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
             _sum(block, bits, step, gathered, received_ref, received, memory)
@@ -140,7 +140,7 @@ def decompress_accumulate(
     sums = launch.launch(
         kernel,
         shape.blocks,
-        launch.numbers(chunk, 0, local.seed, local.places),
+        launch.scalars(chunk, 0, local.seed, local.places),
         [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
         shape_like((HALVES * shape.rows, LANES), F32, local.rows),
         IN_MEMORY,
@@ -286,7 +286,7 @@ def _gathered(local: LocalRows, shape: Shape) -> Gathered:
     order = shape.order_of_blocks(local.places.order, transfers.lines_of_row(local.rows.dtype))
 
     def of_block(block: Callable) -> Operand:
-        return order, _order_spec(lambda step, numbers, _: numbers[0] * shape.blocks + block(step))
+        return order, _order_spec(lambda step, chunk, *_: chunk[0] * shape.blocks + block(step))
 
     return Gathered(
         of_block(lambda step: 0),

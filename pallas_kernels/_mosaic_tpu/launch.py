@@ -21,17 +21,21 @@ Operand = tuple[Array, pl.BlockSpec]
 _ROOM = 8 * 2**20  # bytes of vector memory for spills and what is not listed
 
 
-def numbers(chunk: Index, turn: Index, seed: Array, places: Places) -> tuple[Array, Array]:
-    """Return the numbers that a kernel reads one by one: int32 [4] and the starts of all planes."""
-    seeds = lax.bitcast_convert_type(jnp.asarray(seed), I32)
-    small = [jnp.asarray(value).astype(I32) for value in (chunk, turn)]
-    return jnp.stack([*small, seeds[0], seeds[1]]), places.starts.reshape(-1)
+def scalars(chunk: Index, turn: Index, seed: Array, places: Places) -> list[Array]:
+    """Return the numbers that a kernel reads one by one, int32.
+
+    They are the chunk, the turn, the two of the seed, and the starts of all planes. An array of all
+    of them would take an operation of its own.
+    """
+    small = [jnp.asarray(value).astype(I32).reshape(1) for value in (chunk, turn)]
+    words = lax.bitcast_convert_type(jnp.asarray(seed), I32)
+    return [*small, words, places.starts.reshape(-1)]
 
 
 def launch(
     kernel: Callable,
     steps: int,
-    scalars: Sequence[Array],
+    numbers: Sequence[Array],
     operands: Sequence[Operand],
     out: jax.ShapeDtypeStruct,
     out_spec: pl.BlockSpec,
@@ -44,7 +48,7 @@ def launch(
     Args:
       kernel: function of the step and the refs of all that follows, in this order.
       steps: number of steps.
-      scalars: int32 arrays, which the specs of operands may depend on.
+      numbers: int32 arrays, which the specs of operands may depend on.
       operands: arrays and their specs.
       out: shape of the result.
       out_spec: spec of the result.
@@ -60,7 +64,7 @@ def launch(
     return pl.pallas_call(
         lambda *refs: kernel(pl.program_id(0), *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=len(numbers),
             grid=(steps,),
             in_specs=list(specs),
             out_specs=out_spec,
@@ -74,4 +78,4 @@ def launch(
             disable_bounds_checks=True,
             vmem_limit_bytes=_ROOM + used,
         ),
-    )(*scalars, *arrays)
+    )(*numbers, *arrays)
