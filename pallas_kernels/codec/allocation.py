@@ -167,8 +167,8 @@ def count_by_blocks(values: Array, thresholds: Array) -> Array:
     padded = jnp.pad(values, (0, count * size - values.size), constant_values=_BELOW_ALL)
     blocks = padded.reshape(count, size)
     flat = thresholds.reshape(-1, 1)
-    whole = jnp.sum(blocks[:, -1] >= flat, axis=1, dtype=jnp.int32)
-    next_block = (jnp.arange(count) == whole[:, None]).astype(jnp.float32)
+    whole = jnp.sum(blocks[None, :, -1] >= flat, axis=1, dtype=jnp.int32)
+    next_block = (jnp.arange(count)[None] == whole[:, None]).astype(jnp.float32)
     selected = jnp.dot(next_block, blocks.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     # If all blocks count, the product is zeros, which are no values.
     inside = (selected >= flat.astype(jnp.float32)) & (whole[:, None] < count)

@@ -158,13 +158,16 @@ class Layout:
 
 def _split_words(words: Array, parts: int) -> Array:
     """Split uint32 words, [..., words], into parts, uint32 [..., words * parts]."""
-    shifts = np.arange(parts, dtype=np.uint32) * np.uint32(32 // parts)
-    split = (words[..., None] >> shifts) & np.uint32(2 ** (32 // parts) - 1)
+    split = (words[..., None] >> _shifts(words.ndim, parts)) & np.uint32(2 ** (32 // parts) - 1)
     return split.reshape(*words.shape[:-1], -1)
 
 
 def _join_words(values: Array, parts: int) -> Array:
     """Invert `_split_words`, for unsigned integers."""
-    shifts = np.arange(parts, dtype=np.uint32) * np.uint32(32 // parts)
     grouped = values.astype(jnp.uint32).reshape(*values.shape[:-1], -1, parts)
-    return jnp.sum(grouped << shifts, axis=-1, dtype=jnp.uint32)
+    return jnp.sum(grouped << _shifts(values.ndim, parts), axis=-1, dtype=jnp.uint32)
+
+
+def _shifts(batch: int, parts: int) -> np.ndarray:
+    shifts = np.arange(parts, dtype=np.uint32) * np.uint32(32 // parts)
+    return shifts.reshape(*(1,) * batch, parts)
