@@ -3,9 +3,9 @@
 Operations take the local array as it lies in memory, the table of places and the index of the
 chunk, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
 
-A message is an array of bytes, uint8 [payload_bytes], or of words, uint32 [payload_bytes / 4]: every
-operation takes both, and what `hop` writes is of the type of what it received. `compress` starts
-with the type that suits the backend.
+A message is an array of bytes, uint8 [payload_bytes], or of words, uint32 [payload_bytes / 4].
+Every operation takes both. A `hop` writes the type that it receives, and `compress` starts with the
+type that suits the backend.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ compressed `psum`, beside those of exact and BF16 sums.
     python -m benchmarks.aot.tpu
 
 One bucket is summed in one slice and in two: exactly, as BF16, by the kernels for TPUs on rings and
-as an all-to-all, and by the base without kernels. With two slices, a ring goes through all chips, or
-sums are exact inside a slice and compressed between them. Of every program:
+as an all-to-all, and by the base without kernels. With two slices, a ring goes through all chips,
+or sums are exact inside a slice and compressed between them. Of every program:
 
 - seconds of a core that the compiler takes;
 - cycles: of kernels those of the schedule that the compiler fixes (`tpu_schedule`), with every
@@ -240,7 +240,9 @@ def program_table(topology: str, programs: list[dict[str, Any]]) -> Table:
     for heading in headings:
         result.add_column(heading, justify="left" if heading == "sum" else "right")
     for program in programs:
-        kilocycles = {f"{of}_kilocycles": program[f"{of}_cycles"] / 1e3 for of in ("kernel", "other")}
+        kilocycles = {
+            f"{of}_kilocycles": program[f"{of}_cycles"] / 1e3 for of in ("kernel", "other")
+        }
         result.add_row(*(cell.format(**program, **kilocycles) for cell in headings.values()))
     return result
 

@@ -99,9 +99,7 @@ def examine(kernel: Kernel, device: Mesh, schedules: Path) -> dict[str, Any]:
     arguments = [(argument, PartitionSpec()) for argument in kernel.arguments]
     program = tpu.compile_for(device, kernel.function, arguments, PartitionSpec())
     schedule = read_schedule(schedules, kernel.name)
-    cycles = schedule.cycles(
-        kernel.steps, rare=kernel.chunks, loops_of_step=kernel.messages
-    )
+    cycles = schedule.cycles(kernel.steps, rare=kernel.chunks, loops_of_step=kernel.messages)
     memory = re.findall(r'"used_scoped_memory_configs":\[\{[^]]*"size":"(\d+)"', program.text)
     return {
         "compile_cpu_seconds": round(program.compile_cpu_seconds, 2),

@@ -296,9 +296,7 @@ def _gathered(local: LocalRows, shape: Shape) -> Gathered:
 
 
 def _order_spec(block: Callable) -> pl.BlockSpec:
-    return pl.BlockSpec(
-        (1, 1, PLACES), lambda *args: (block(*args), 0, 0), memory_space=pltpu.SMEM
-    )
+    return pl.BlockSpec((1, 1, PLACES), lambda *args: (block(*args), 0, 0), memory_space=pltpu.SMEM)
 
 
 def _table(layout: Layout) -> Operand:

@@ -24,7 +24,6 @@ from pallas_kernels._mosaic_tpu.vectors import (
     VECTOR,
     iota,
     lane_of_places,
-    over_segments,
     places_of_lanes,
     sublane,
     swap,
@@ -86,9 +85,7 @@ def load_scales(block: Block, message_ref) -> tuple[list[Array], Array]:
     return groups, _load_supers(block, message_ref)
 
 
-def merge_scales(
-    block: Block, groups: Sequence[Array], super_bits: Array, message_ref
-) -> None:
+def merge_scales(block: Block, groups: Sequence[Array], super_bits: Array, message_ref) -> None:
     """Store what `load_scales` loads."""
     _merge_groups(block, groups, message_ref)
     _merge_supers(block, super_bits, message_ref)
@@ -112,8 +109,7 @@ def _load_groups(block: Block, message_ref) -> list[Array]:
 def _merge_groups(block: Block, groups: Sequence[Array], message_ref) -> None:
     count = _words_of_groups(block.layout)
     shifted = [
-        group << shift
-        for group, shift in zip(groups, _shifts_of_groups(block.layout), strict=True)
+        group << shift for group, shift in zip(groups, _shifts_of_groups(block.layout), strict=True)
     ]
     at = iota(0) * LANES + iota(1)  # of a word among those of the block
     place, word = at >> (count.bit_length() - 1), at & (count - 1)

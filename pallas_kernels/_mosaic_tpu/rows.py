@@ -1,8 +1,8 @@
 """Values of a block to codes and back, by the formulas of `pallas_kernels.codec`.
 
-The values of a block are in memory in the order of their coordinates, [256, 128]. They are loaded as
-32 registers: sublane q of register 4 i + a is coordinate 32 i + 4 q + a, whose code takes bit i of
-byte a of word q of a plane.
+The values of a block are in memory in the order of their coordinates, [256, 128]. They are loaded
+as 32 registers: sublane q of register 4 i + a is coordinate 32 i + 4 q + a, whose code takes bit i
+of byte a of word q of a plane.
 """
 
 import functools

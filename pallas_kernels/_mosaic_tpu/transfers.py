@@ -15,9 +15,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from pallas_kernels._mosaic_tpu.vectors import F32, HALVES, LANES, PLACES, U32, as_float, place_of_lane
+from pallas_kernels._mosaic_tpu.vectors import (
+    F32,
+    HALVES,
+    LANES,
+    PLACES,
+    U32,
+    as_float,
+    place_of_lane,
+)
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-
 
 
 def as_lines(rows: Array) -> Array:
@@ -48,7 +55,10 @@ def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) ->
     """Start to copy the rows of places to their lanes."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line(lines_ref, row), _line(staged_ref, lines_of_row(staged_ref.dtype) * lane)
+        source, target = (
+            _line(lines_ref, row),
+            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
+        )
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
@@ -56,7 +66,10 @@ def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: list[int]) -> No
     """Start to copy the rows of a block to where `gather` finds them."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line(staged_ref, lines_of_row(staged_ref.dtype) * lane), _line(lines_ref, row)
+        source, target = (
+            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
+            _line(lines_ref, row),
+        )
         pltpu.make_async_copy(source, target, semaphore).start()
 
 

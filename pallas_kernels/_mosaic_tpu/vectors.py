@@ -11,7 +11,6 @@ wire format lands after the cheapest transposition (`swap`).
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
@@ -53,7 +52,7 @@ def sublane(vector: Array, index: int) -> Array:
 
 
 def take_lanes(vector: Array, lanes: Array) -> Array:
-    """Gather along the lanes: the result holds at [s, l] what `vector` holds at [s, lanes[s, l]]."""
+    """Gather along the lanes: [s, l] of the result is [s, lanes[s, l]] of `vector`."""
     return jnp.take_along_axis(vector, lanes, axis=1, mode="promise_in_bounds")
 
 
@@ -91,8 +90,3 @@ def bits_of(values: Array) -> Array:
 def as_float(bits: Array) -> Array:
     """Invert `bits_of`."""
     return lax.bitcast_convert_type(bits, F32)
-
-
-def number(value: int) -> np.uint32:
-    """Return a constant of the type of words."""
-    return np.uint32(value)

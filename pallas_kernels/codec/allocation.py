@@ -25,8 +25,8 @@ from pallas_kernels.compat import match_varying
 ENERGY_STEPS = 32  # of a logarithm of an energy for each octave
 ENERGY_LIMIT = 1 << 15  # above all of these logarithms
 _BELOW_ALL = -8 * ENERGY_LIMIT  # no threshold is as low
-# Prices that are tried at a time. The fewer steps, the fewer kernels on a GPU. A TPU takes as long for
-# twice as many. They follow the backend of this process, and the result is the same.
+# Prices that are tried at a time. The fewer steps, the fewer kernels on a GPU. A TPU takes as long
+# for twice as many. They follow the backend of this process, and the result is the same.
 _PRICES = {"tpu": 33}
 _USUAL_PRICES = 16
 
@@ -158,8 +158,8 @@ def count_at_least(values: Array, thresholds: Array) -> Array:
 def count_by_blocks(values: Array, thresholds: Array) -> Array:
     """Compute `search_at_least` in two steps without a gather, which is slow on a TPU.
 
-    The values are cut into about as many blocks as a block has values. Blocks whose last value is at
-    least a threshold count as a whole. A matrix product selects the next block, exactly: it adds
+    The values are cut into about as many blocks as a block has values. Blocks whose last value is
+    at least a threshold count as a whole. A matrix product selects the next block, exactly: it adds
     zeros to an integer below 2^24.
     """
     size = 1 << math.ceil(values.size.bit_length() / 2)

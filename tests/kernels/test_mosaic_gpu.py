@@ -1,7 +1,5 @@
 """The Mosaic GPU kernels: interpreted, against the XLA base, and lowered for a GPU."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from pallas_kernels import compat, implementation, operations
-from pallas_kernels.codec import LocalRows
+from pallas_kernels.codec import Layout, LocalRows
 from tests.support.kernel_cases import run, small_layout, some_messages, some_rows
 
 pytestmark = pytest.mark.skipif(
