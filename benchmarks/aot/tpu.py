@@ -21,6 +21,7 @@ It needs libtpu, the compiler, of the version that JAX names: pip install -e '.[
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import tempfile
 from pathlib import Path
@@ -55,7 +56,7 @@ class Sum:
     """A program that sums one bucket."""
 
     name: str
-    method: str | dq.Method | None  # None: XLA's own sum
+    method: Any  # object or name of a method; None: XLA's own sum
     topology: str = "ring"
     dtype: str = "float32"
     in_slices: bool = False  # exactly inside slices, compressed between them
@@ -133,6 +134,7 @@ def examine_topology(config: Config, topology: str, schedules: Path) -> dict[str
     }
 
 
+@functools.cache
 def examine_kernels(
     topology: str, size: int, num_chunks: int, dtype: str, schedules: Path
 ) -> dict[str, dict[str, Any]]:
