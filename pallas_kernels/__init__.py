@@ -11,6 +11,8 @@
     _xla            backend in pure JAX: available everywhere, and the reference for the others
     _triton         fused kernels for NVIDIA GPUs from Ampere on
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
+    _mosaic_tpu     fused kernels for TPUs from v5e on
+    message_types   messages as bytes and as words
     implementation  choice of the backend
     first_use       check of a backend before it is used on a kind of device
     trial           hard inputs of all operations, for comparisons of backends

@@ -129,6 +129,11 @@ def has_mosaic_gpu() -> bool:
     return True
 
 
+def has_mosaic_tpu() -> bool:
+    """Return whether Pallas can lower to Mosaic for TPUs."""
+    return importlib.util.find_spec("jax.experimental.pallas.tpu") is not None
+
+
 def mosaic_gpu_store(ref: Any, value: Array) -> None:
     """Store to memory in pieces of any size, for which JAX 0.12 has a function."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import compat
 
-Implementation = Literal["xla", "triton", "mosaic_gpu"]
+Implementation = Literal["xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 Backends = Mapping[str, Callable[..., Any]]
 
 # Compute capability that a backend needs; the fastest first.
 _CAPABILITIES = {"triton": 8.0, "mosaic_gpu": 9.0}
+# TPUs that kernels compile for, by the names that JAX gives them: v5e, v5p and v6e.
+_TPU_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 _INDEX_LIMIT = 2**31  # elements of an array that kernels reach by 32-bit indices
 _without_gpu: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode", default=None)
 
@@ -61,11 +65,28 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
         return backends[implementation](*args, **kwargs)
     fastest = {"default": lambda *args: backends["xla"](*args, **kwargs)}
     small = all(getattr(leaf, "size", 1) < _INDEX_LIMIT for leaf in jax.tree.leaves(args))
-    for name in _CAPABILITIES if small else ():
-        if name in backends and _why_not(name) is None:
-            fastest["cuda"] = lambda *args, name=name: backends[name](*args, **kwargs)
-            break
+    if small and "mosaic_tpu" in backends and runs_on_tpu():
+        fastest["tpu"] = lambda *args: backends["mosaic_tpu"](*args, **kwargs)
+    else:
+        for name in _CAPABILITIES if small else ():
+            if name in backends and _why_not(name) is None:
+                fastest["cuda"] = lambda *args, name=name: backends[name](*args, **kwargs)
+                break
     return lax.platform_dependent(*args, **fastest)
+
+
+def runs_on_tpu() -> bool:
+    """Return whether kernels for TPUs are the default of programs that are traced here."""
+    return jax.default_backend() == "tpu" and _why_not("mosaic_tpu") is None
+
+
+def message_dtype(implementation: str | None) -> DTypeLike:
+    """Return the type of messages in a program: uint8, or uint32 where kernels for TPUs make them.
+
+    A TPU takes longer to turn words into bytes than the kernels take for all the rest.
+    """
+    words = runs_on_tpu() if implementation is None else implementation == "mosaic_tpu"
+    return jnp.uint32 if words else jnp.uint8
 
 
 @contextlib.contextmanager
@@ -97,8 +118,12 @@ def _why_not(implementation: str) -> str | None:
         return f"JAX {jax.__version__} has no Triton backend of Pallas"
     if implementation == "mosaic_gpu" and not compat.has_mosaic_gpu():
         return f"the Mosaic GPU backend of Pallas in JAX {jax.__version__} lacks what it needs"
+    if implementation == "mosaic_tpu" and not compat.has_mosaic_tpu():
+        return f"JAX {jax.__version__} has no TPU backend of Pallas"
     if _without_gpu.get():
         return None
+    if implementation == "mosaic_tpu":
+        return _why_not_on_tpu()
     if jax.default_backend() != "gpu":
         return "the default devices are not GPUs"
     devices = [device for device in jax.local_devices() if device.platform == "gpu"]
@@ -106,6 +131,17 @@ def _why_not(implementation: str) -> str | None:
     needed = _CAPABILITIES[implementation]
     if capability < needed:
         return f"it needs compute capability {needed}, and this GPU has {capability}"
+    return None
+
+
+def _why_not_on_tpu() -> str | None:
+    """Return the reason why kernels for TPUs cannot run on this machine; None if they can."""
+    if jax.default_backend() != "tpu":
+        return "the default devices are not TPUs"
+    kinds = {device.device_kind for device in jax.local_devices() if device.platform == "tpu"}
+    unknown = sorted(kinds - set(_TPU_KINDS))
+    if unknown:
+        return f"its kernels are compiled for TPU v5e, v5p and v6e, and this is a {unknown[0]!r}"
     return None
 
 

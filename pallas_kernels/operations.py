@@ -2,6 +2,10 @@
 
 Operations take the local array as it lies in memory, the table of places and the index of the
 chunk, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
+
+A message is an array of bytes, uint8 [payload_bytes], or of words, uint32 [payload_bytes / 4].
+Every operation takes both. A `hop` writes the type that it receives, and `compress` starts with the
+type that suits the backend.
 """
 
 from typing import Any
@@ -10,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import _mosaic_gpu, _triton, _xla, first_use, implementation
+from pallas_kernels import _mosaic_gpu, _mosaic_tpu, _triton, _xla, first_use, message_types
+from pallas_kernels import implementation as backends
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.ordering import LocalRows, Places
@@ -18,7 +23,12 @@ from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
 # chunk of which nothing was received, `decompress_accumulate` and `decompress`.
-BACKENDS: dict[str, Any] = {"xla": _xla, "triton": _triton, "mosaic_gpu": _mosaic_gpu}
+BACKENDS: dict[str, Any] = {
+    "xla": _xla,
+    "triton": _triton,
+    "mosaic_gpu": _mosaic_gpu,
+    "mosaic_tpu": _mosaic_tpu,
+}
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> Array:
@@ -52,9 +62,10 @@ def compress(
       implementation: backend, see `pallas_kernels.implementation.run`.
 
     Returns:
-      The message, uint8 [layout.payload_bytes].
+      The message.
     """
-    nothing = jnp.zeros((0, layout.payload_bytes), jnp.uint8)
+    dtype = backends.message_dtype(implementation)
+    nothing = jnp.zeros((0, message_types.length(layout.payload_bytes, dtype)), dtype)
     return hop(nothing, local, chunk, turn, layout=layout, implementation=implementation)
 
 
@@ -70,7 +81,7 @@ def hop(
     """Decode received messages of a chunk, add the local rows in float32, and encode the sum.
 
     Args:
-      payloads: received partial sums, uint8 [received, layout.payload_bytes]; one in a ring.
+      payloads: received partial sums, [received, length]; one in a ring.
       local: rows of the bucket, their places and the seed.
       chunk: index of the chunk that the messages are of.
       turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
@@ -78,7 +89,7 @@ def hop(
       implementation: backend, see `pallas_kernels.implementation.run`.
 
     Returns:
-      The message of the new partial sum, uint8 [layout.payload_bytes].
+      The message of the new partial sum.
     """
     return _run(implementation, "hop", payloads, local, chunk, turn, layout=layout)
 
@@ -94,7 +105,7 @@ def decompress_accumulate(
     """Decode received messages of a chunk and add the local rows in float32.
 
     Args:
-      payloads: received partial sums, uint8 [received, layout.payload_bytes].
+      payloads: received partial sums, [received, length].
       local: rows of the bucket and their places.
       chunk: index of the chunk that the messages are of.
       layout: static layout of a message.
@@ -112,7 +123,7 @@ def decompress(
     """Decode the messages of all chunks, with rows back in their original order.
 
     Args:
-      payloads: uint8 [num_chunks, layout.payload_bytes].
+      payloads: messages [num_chunks, length].
       places: places of all rows.
       layout: static layout of a message.
       implementation: backend, see `pallas_kernels.implementation.run`.
@@ -136,5 +147,12 @@ def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
         for backend, module in BACKENDS.items()
         if hasattr(module, operation)
     }
+    if operation != "statistics":
+        functions = {
+            backend: message_types.adapt(
+                function, args[0].dtype, message_types.of_backend(BACKENDS[backend])
+            )
+            for backend, function in functions.items()
+        }
     safe = first_use.checked(functions, BACKENDS, is_named=name is not None)
-    return implementation.run(name, safe, *args, **static)
+    return backends.run(name, safe, *args, **static)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from pallas_kernels import message_types
 from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     Allocation,
@@ -48,8 +49,12 @@ class Call(NamedTuple):
     static: dict[str, Any]
 
     def by(self, backend: Any) -> Any:
-        """Run the call by a backend."""
-        return getattr(backend, self.operation)(*self.arrays, **self.static)
+        """Run the call by a backend, with messages of bytes."""
+        function = getattr(backend, self.operation)
+        if self.operation != "statistics":
+            taken = message_types.of_backend(backend)
+            function = message_types.adapt(function, np.uint8, taken)
+        return function(*self.arrays, **self.static)
 
 
 @dataclasses.dataclass(frozen=True)

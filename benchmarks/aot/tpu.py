@@ -1,31 +1,33 @@
-"""Checks with the compiler for TPU v5e, but no TPU: compile time, bytes and relayouts of a
-compressed `psum`, beside an exact one.
+"""Checks with the compiler for TPUs, but no TPU: cycles, memory traffic and compile time of a
+compressed `psum`, beside those of exact and BF16 sums.
 
     python -m benchmarks.aot.tpu
 
-One bucket is summed by a ring of all devices of a slice, by a ring through two slices, and exactly
-inside two slices and compressed between them. The compressed ring is compiled twice: as a process
-with TPUs does, and as one on a CPU, which takes smaller blocks of rows. Of every program:
+One bucket is summed in one slice and in two: exactly, as BF16, by the kernels for TPUs on rings and
+as an all-to-all, and by the base without kernels. With two slices, a ring goes through all chips,
+or sums are exact inside a slice and compressed between them. Of every program:
 
-- seconds: of the compiler, which uses several threads, and of all of these together;
+- seconds of a core that the compiler takes;
+- cycles: of kernels those of the schedule that the compiler fixes (`tpu_schedule`), with every
+  branch taken, and of all else its own estimates. Not counted: waits for memory, and gathers,
+  scatters, sorts and collectives, for which it has no estimate;
+- ms: these cycles at the clock of the generation. Google publishes no clocks: they follow from the
+  published peak of BF16 products and the multipliers of a chip;
 - bytes a coordinate: read and written by all instructions of a device, with loops counted as often
-  as they run, slices and updates in place by their own size, and arrays without padding. Much of
-  it may be in vector memory, which the compiler gives to whole arrays where they fit: "far" is the
-  part that is not. `cost_analysis`, which counts the body of a loop once, is beside it;
-- relayouts: instructions that copy, transpose or reshape an array of at least 1 KiB and compute
-  nothing, in the text of the program;
-- ms: the compiler's estimate of the time of fusions, at the clock of a v5e. It has none for
-  gathers, scatters, sorts and collectives.
+  as they run. A kernel is charged the rows that it fetches, not all of its operand. Much of it may
+  be in vector memory; "far" is the part that is not.
 
 It needs libtpu, the compiler, of the version that JAX names: pip install -e '.[cli,tpu-aot]'.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import tyro
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -34,166 +36,231 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.aot import tpu_kernels, tpu_schedule
 from benchmarks.aot import tpu_programs as tpu
 from benchmarks.speed import hlo_costs
+from benchmarks.speed.hlo_costs import Run
 
-CLOCK_MHZ = 940
-_SMALL = 1024  # bytes: of a relayout that does not count
+# Published peak of BF16 products of a chip, and products of a cycle: cores x units x side^2.
+# https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e. Those pages give v6e two units of 256 x 256,
+# which would need 3.5 GHz: it is taken for twice as many products, the clock of the one before.
+_PEAKS = {
+    "v5e": (197e12, 1 * 4 * 128**2),
+    "v5p": (459e12, 2 * 4 * 128**2),
+    "v6e": (918e12, 1 * 4 * 256**2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A program that sums one bucket."""
+
+    name: str
+    method: Any  # object or name of a method; None: XLA's own sum
+    topology: str = "ring"
+    dtype: str = "float32"
+    in_slices: bool = False  # exactly inside slices, compressed between them
+
+
+KERNELS = "dynamiq:5"
+ONE_SLICE = (
+    Sum("exact", None),
+    Sum("BF16", "bf16"),
+    Sum("kernels, ring", KERNELS),
+    Sum("kernels, ring, BF16 rows", KERNELS, dtype="bfloat16"),
+    Sum("kernels, all-to-all", KERNELS, topology="all_to_all"),
+)
+BASE = Sum("base, ring", dq.DynamiQ(bits=5.0, implementation="xla"))
+TWO_SLICES = (
+    Sum("exact", None),
+    Sum("BF16", "bf16"),
+    Sum("kernels, ring", KERNELS),
+    Sum("kernels between slices", KERNELS, in_slices=True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Options of the benchmark."""
 
-    size: int = 2**23  # coordinates of the bucket, float32
-    topology: str = "v5e:2x4"  # of a slice
-    method: str = "dynamiq:5"  # that compresses
-    slices: tuple[int, ...] = (1, 2)  # numbers of slices to compile for
-    exact: bool = True  # compile the exact sums too
-    heaviest: int = 12  # instructions of each program to keep, those that touch most bytes
+    size: int = 2**23  # coordinates of the bucket
+    topologies: tuple[str, ...] = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")  # of a slice
+    base: tuple[str, ...] = ("v5e:2x4",)  # topologies for which the base is compiled, too
+    heaviest: int = 8  # instructions of each program to keep, those that take most cycles
     save: bool = True  # write the result to benchmarks/results/aot_tpu.json
 
 
 def main(config: Config) -> None:
-    """Compile all programs and print a table of them."""
-    tpu.prepare()
+    """Compile all programs and print tables of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        tpu_schedule.write_schedules(Path(folder))
+        tpu.prepare()
+        results = {name: examine_topology(config, name, Path(folder)) for name in config.topologies}
     console = Console()
-    once = loops_counted_once(config.topology)
-    rows = []
-    for slices in config.slices:
-        chips = tpu.mesh(config.topology, slices, {"data": -1}).size // slices
-        ring = {"data": slices * chips}
-        if config.exact:
-            rows.append(examine(config, slices, ring, exact=True))
-        rows += [examine(config, slices, ring, host=host) for host in ("tpu", "cpu")]
-        if slices > 1:
-            rows.append(examine(config, slices, {"slices": slices, "chips": chips}))
-    console.print(table(rows, once))
+    for topology, result in results.items():
+        console.print(kernel_table(topology, result["kernels"]))
+        console.print(program_table(topology, result["programs"]))
     if config.save:
-        results = {
-            "target": f"TPU {config.topology}",
-            "libtpu": importlib.metadata.version("libtpu"),
-            "cost_analysis_counts_loop_bodies": "once" if once else "by trip count",
-            "programs": rows,
-        }
-        path = common.save("aot_tpu", dataclasses.asdict(config), results)
+        versions = {"libtpu": importlib.metadata.version("libtpu")}
+        path = common.save("aot_tpu", dataclasses.asdict(config), versions | results)
         console.print(f"Written to {path}")
 
 
-def loops_counted_once(topology: str) -> bool:
-    """Return whether `cost_analysis` gives the same bytes for 4 and for 16 turns of a loop."""
+def clock_mhz(topology: str) -> int:
+    """Return the clock of a generation in MHz."""
+    peak, multipliers = _PEAKS[topology.partition(":")[0]]
+    return round(peak / (2 * multipliers) / 1e6)
 
-    def compiled(turns: int) -> float:
-        def step(turn, values):
-            return jnp.roll(jnp.cumsum(values * turn), 3)
 
-        return tpu.compile_for(
-            tpu.mesh(topology, 1, {"data": -1}),
-            lambda values: lax.fori_loop(0, turns, step, values),
-            [(jax.ShapeDtypeStruct((2**20,), "float32"), PartitionSpec("data"))],
-            PartitionSpec("data"),
-        ).executable.cost_analysis()["bytes accessed"]
+def examine_topology(config: Config, topology: str, schedules: Path) -> dict[str, Any]:
+    """Compile all kernels and programs for slices of one kind."""
+    chips = tpu.mesh(topology, 1, {"data": -1}).size
+    programs = []
+    for slices, sums in ((1, ONE_SLICE), (2, TWO_SLICES)):
+        if slices == 1 and topology in config.base:
+            sums = (*sums, BASE)
+        for one in sums:
+            axes = {"data": slices * chips}
+            if one.in_slices:
+                axes = {"slices": slices, "chips": chips}
+            programs.append(examine(config, topology, slices, axes, one, schedules))
+    return {
+        "clock_mhz": clock_mhz(topology),
+        "kernels": {
+            dtype: examine_kernels(topology, config.size, chips, dtype, schedules)
+            for dtype in ("float32", "bfloat16")
+        },
+        "programs": programs,
+    }
 
-    return compiled(4) == compiled(16)
+
+@functools.cache
+def examine_kernels(
+    topology: str, size: int, num_chunks: int, dtype: str, schedules: Path
+) -> dict[str, dict[str, Any]]:
+    """Compile the kernels of an all-reduce, each on its own."""
+    device = tpu.one_device(topology)
+    return {
+        what: tpu_kernels.examine(kernel, device, schedules) | {"name": kernel.name}
+        for what, kernel in tpu_kernels.kernels(size, num_chunks, dtype).items()
+    }
 
 
 def examine(
-    config: Config, slices: int, axes: dict[str, int], *, exact: bool = False, host: str = "tpu"
+    config: Config, topology: str, slices: int, axes: dict[str, int], one: Sum, schedules: Path
 ) -> dict[str, Any]:
-    """Compile one sum as on some host: a row of the table."""
+    """Compile one sum: a column of the table."""
     names = tuple(axes) if len(axes) > 1 else next(iter(axes))
 
     def total(values, key_data):
-        if exact:
+        if one.method is None:
             return lax.psum(values, names)
         key = jax.random.wrap_key_data(key_data)
-        return dq.psum(values, names, key=key, method=config.method)
+        return dq.psum(values, names, key=key, method=one.method, topology=one.topology)
 
-    mesh = tpu.mesh(config.topology, slices, axes)
+    mesh = tpu.mesh(topology, slices, axes)
     program = tpu.compile_for(
         mesh,
         total,
         [
-            (jax.ShapeDtypeStruct((mesh.size * config.size,), "float32"), PartitionSpec(names)),
+            (jax.ShapeDtypeStruct((mesh.size * config.size,), one.dtype), PartitionSpec(names)),
             (jax.ShapeDtypeStruct((2,), "uint32"), PartitionSpec()),
         ],
         PartitionSpec(),
-        host,
     )
-    runs = hlo_costs.Program(program.executable.as_text()).runs()
+    runs = hlo_costs.Program(program.text).runs()
+    workers = next(iter(axes.values()))
+    part = config.size * workers // mesh.size  # that the kernels handle
+    kernels = {run: name for run in runs if (name := _kernel_of(run))}
+    of_kernels = {}
+    if kernels:
+        found = examine_kernels(topology, part, workers, one.dtype, schedules).values()
+        of_kernels = {kernel["name"]: kernel["cycles"] for kernel in found}
+    kernel_cycles = sum(of_kernels[name] * run.times for run, name in kernels.items())
+    other_cycles = sum(hlo_costs.cycles(run.instruction) * run.times for run in runs)
+    rows_bytes = part * jax.numpy.dtype(one.dtype).itemsize
+    spared = sum(_not_fetched(run, rows_bytes, workers) for run in kernels)
     memory = program.executable.memory_analysis()
-    moves = [run for run in runs if run.moves and run.instruction.bytes >= _SMALL]
-    heaviest = sorted(runs, key=lambda run: -run.total)[: config.heaviest]
+    heaviest = sorted(runs, key=lambda run: -hlo_costs.cycles(run.instruction) * run.times)
 
     def a_coordinate(count: float) -> float:
         return round(count / config.size, 2)
 
     return {
-        "sum": "exact" if exact else config.method,
+        "sum": one.name,
         "slices": slices,
         "axes": axes,
-        "host": host,
         "trace_seconds": round(program.trace_seconds, 2),
         "compile_seconds": round(program.compile_seconds, 2),
         "compile_cpu_seconds": round(program.compile_cpu_seconds, 2),
-        "bytes_per_coordinate": a_coordinate(sum(run.total for run in runs)),
-        "far_bytes_per_coordinate": a_coordinate(sum(run.far_bytes * run.times for run in runs)),
-        "bytes_per_coordinate_loops_once": a_coordinate(sum(run.bytes for run in runs)),
-        "cost_analysis_bytes_per_coordinate": a_coordinate(
-            program.executable.cost_analysis()["bytes accessed"]
-        ),
-        "relayouts": len(moves),
-        "relayout_bytes_per_coordinate": a_coordinate(sum(run.total for run in moves)),
-        "estimated_ms": round(
-            sum(hlo_costs.cycles(run.instruction) * run.times for run in runs) / CLOCK_MHZ / 1e3, 3
+        "kernel_cycles": kernel_cycles,
+        "other_cycles": other_cycles,
+        "ms": round((kernel_cycles + other_cycles) / clock_mhz(topology) / 1e3, 3),
+        "instructions": sum(run.times for run in runs),
+        "bytes_per_coordinate": a_coordinate(sum(run.total for run in runs) - spared),
+        "far_bytes_per_coordinate": a_coordinate(
+            sum(run.far_bytes * run.times for run in runs) - spared
         ),
         "temporary_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
         "collectives": hlo_costs.collectives(runs),
         "heaviest": [
             {
-                "opcode": run.instruction.opcode,
                 "type": run.instruction.type,
                 "source": run.instruction.source,
                 "times": run.times,
-                "bytes_per_coordinate": a_coordinate(run.total),
-                "relayout": run.moves,
+                "cycles": hlo_costs.cycles(run.instruction) * run.times,
             }
-            for run in heaviest
+            for run in heaviest[: config.heaviest]
         ],
     }
 
 
-def table(rows: list[dict[str, Any]], once: bool) -> Table:
-    """Return the table of all programs, one a column."""
-    result = Table("", title="Sum of one bucket, compiled for TPU")
-    for row in rows:
-        axes = " x ".join(f"{size} {name}" for name, size in row["axes"].items())
-        result.add_column(f"{row['sum']}\n{axes}", justify="right")
-    turns = "loops once" if once else "loops by trip count"
-    for heading, cell in {
+def kernel_table(topology: str, kernels: dict[str, dict[str, Any]]) -> Table:
+    """Return the table of all kernels."""
+    result = Table("kernel", title=f"Kernels for {topology}: cycles a coordinate, by rows")
+    for dtype in kernels:
+        result.add_column(dtype, justify="right")
+    for what in kernels["float32"]:
+        cells = (of_dtype[what]["cycles_per_coordinate"] for of_dtype in kernels.values())
+        result.add_row(what, *(f"{cell:.4f}" for cell in cells))
+    return result
+
+
+def program_table(topology: str, programs: list[dict[str, Any]]) -> Table:
+    """Return the table of all programs, one a row."""
+    headings = {
+        "sum": "{sum}",
         "slices": "{slices}",
-        "compiled as on": "{host}",
-        "compile, s": "{compile_seconds:.1f}",
         "compile, s of a core": "{compile_cpu_seconds:.1f}",
+        "kernels, k cycles": "{kernel_kilocycles:.0f}",
+        "all else": "{other_kilocycles:.0f}",
+        "ms": "{ms:.2f}",
         "bytes a coordinate": "{bytes_per_coordinate:.1f}",
         "far": "{far_bytes_per_coordinate:.1f}",
-        f"cost_analysis, {turns}": "{cost_analysis_bytes_per_coordinate:.1f}",
-        "relayouts": "{relayouts}",
-        "bytes a coordinate of these": "{relayout_bytes_per_coordinate:.1f}",
-        "ms": "{estimated_ms:.2f}",
-        "temporary, MB": "{temporary_megabytes:.1f}",
-    }.items():
-        megabytes = [row["temporary_bytes"] / 1e6 for row in rows]
-        cells = (
-            cell.format(**row, temporary_megabytes=size)
-            for row, size in zip(rows, megabytes, strict=True)
-        )
-        result.add_row(heading, *cells)
-    for name in sorted({name for row in rows for name in row["collectives"]}):
-        sizes = (row["collectives"].get(name, {"bytes": 0})["bytes"] for row in rows)
-        result.add_row(f"{name}, MB", *(f"{size / 1e6:.2f}" for size in sizes))
+    }
+    result = Table(title=f"Sums of one bucket, compiled for {topology}")
+    for heading in headings:
+        result.add_column(heading, justify="left" if heading == "sum" else "right")
+    for program in programs:
+        kilocycles = {
+            f"{of}_kilocycles": program[f"{of}_cycles"] / 1e3 for of in ("kernel", "other")
+        }
+        result.add_row(*(cell.format(**program, **kilocycles) for cell in headings.values()))
     return result
+
+
+def _kernel_of(run: Run) -> str | None:
+    """Return the name of the kernel that an instruction runs."""
+    *_, name, last = ["", *run.instruction.source.split("/")]
+    return name if run.instruction.opcode == "custom-call" and last == "pallas_call" else None
+
+
+def _not_fetched(run: Run, rows_bytes: int, chunks: int) -> float:
+    """Return the bytes of rows that a kernel takes as an operand, but never fetches."""
+    if _kernel_of(run) in ("statistics", "decompress") or run.operand_bytes < rows_bytes:
+        return 0
+    return rows_bytes * (1 - 1 / chunks) * run.times
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.implementation import without_gpu
+
 INSTALL = "pip install -e '.[cli,tpu-aot]'"
 
 
@@ -25,6 +27,11 @@ class Compiled:
     trace_seconds: float  # from a function to StableHLO
     compile_seconds: float  # from that to an executable
     compile_cpu_seconds: float  # of all threads
+
+    @property
+    def text(self) -> str:
+        """The optimized program."""
+        return self.executable.as_text()
 
 
 def prepare() -> None:
@@ -57,12 +64,17 @@ def mesh(topology: str, slices: int, axes: dict[str, int]) -> Mesh:
     return Mesh(shaped, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
+def one_device(topology: str) -> Mesh:
+    """Return a mesh of one TPU that need not exist."""
+    devices = mesh(topology, 1, {"data": -1}).devices
+    return Mesh(devices[:1], ("data",), axis_types=(AxisType.Auto,))
+
+
 def compile_for(
     devices: Mesh,
     function: Callable[..., Any],
     arguments: Sequence[tuple[jax.ShapeDtypeStruct, PartitionSpec]],
     out_specs: PartitionSpec,
-    host: str = "tpu",
 ) -> Compiled:
     """Compile a function that runs on every device of a mesh.
 
@@ -71,7 +83,6 @@ def compile_for(
       function: function of the local parts of the arguments.
       arguments: shapes of the arguments, and how these are split.
       out_specs: how the result is split.
-      host: default backend of the process to compile as, which decides on loops over blocks.
     """
     specs = tuple(spec for _, spec in arguments)
     mapped = jax.shard_map(function, mesh=devices, in_specs=specs, out_specs=out_specs)
@@ -80,7 +91,7 @@ def compile_for(
         for shape, spec in arguments
     ]
     start = time.perf_counter()
-    with _as_on(host):
+    with _as_on_tpu():
         lowered = jax.jit(mapped).lower(*shapes)
     traced, traced_cpu = time.perf_counter(), time.process_time()
     executable = lowered.compile()
@@ -93,7 +104,7 @@ def compile_for(
 
 
 @contextlib.contextmanager
-def _as_on(host: str) -> Iterator[None]:
-    """Trace what a process with some default backend would trace."""
-    with mock.patch.object(jax, "default_backend", lambda: host):
+def _as_on_tpu() -> Iterator[None]:
+    """Trace what a process with TPUs would trace: the default backend decides on kernels."""
+    with mock.patch.object(jax, "default_backend", lambda: "tpu"), without_gpu("compile"):
         yield

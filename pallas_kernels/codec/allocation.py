@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -23,7 +24,11 @@ from pallas_kernels.compat import match_varying
 
 ENERGY_STEPS = 32  # of a logarithm of an energy for each octave
 ENERGY_LIMIT = 1 << 15  # above all of these logarithms
-_PRICES = 16  # that are tried at a time: the fewer steps, the fewer kernels on a GPU
+_BELOW_ALL = -8 * ENERGY_LIMIT  # no threshold is as low
+# Prices that are tried at a time. The fewer steps, the fewer kernels on a GPU. A TPU takes as long
+# for twice as many. They follow the backend of this process, and the result is the same.
+_PRICES = {"tpu": 33}
+_USUAL_PRICES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,17 +95,22 @@ class Allocation:
         def rows_of_steps(prices: Array) -> Array:
             thresholds = jnp.minimum(prices[:, None] + needed[None, :], most[None, :])
             return lax.platform_dependent(
-                energies, thresholds, cpu=search_at_least, default=count_at_least
+                energies,
+                thresholds,
+                cpu=search_at_least,
+                tpu=count_by_blocks,
+                default=count_at_least,
             )
 
         # The largest price at which the rows take too much, some digits of it at a time.
         lowest = -2 * int(needed[-1]) - 1
-        rounds = math.ceil(math.log(ENERGY_LIMIT - lowest, _PRICES))
-        scales = jnp.array([_PRICES**power for power in reversed(range(rounds))], jnp.int32)
+        tried = _PRICES.get(jax.default_backend(), _USUAL_PRICES)
+        rounds = math.ceil(math.log(ENERGY_LIMIT - lowest, tried))
+        scales = jnp.array([tried**power for power in reversed(range(rounds))], jnp.int32)
 
         def narrow(index: Array, solution: tuple[Array, Array]) -> tuple[Array, Array]:
             price, _ = solution
-            prices = price + scales[index] * np.arange(_PRICES + 1, dtype=np.int32)
+            prices = price + scales[index] * np.arange(tried + 1, dtype=np.int32)
             rows = rows_of_steps(prices)
             last = jnp.sum(rows[1:-1] @ sizes > units, dtype=jnp.int32)
             return prices[last], lax.dynamic_slice_in_dim(rows, last, 2)
@@ -140,6 +150,27 @@ def search_at_least(values: Array, thresholds: Array) -> Array:
 
 
 def count_at_least(values: Array, thresholds: Array) -> Array:
-    """Compute `search_at_least` without a search, whose gathers are slow on a TPU."""
+    """Compute `search_at_least` without a search, which takes a launch a step on a GPU."""
     values = jnp.expand_dims(values, range(thresholds.ndim))
     return jnp.sum(values >= thresholds[..., None], axis=-1, dtype=jnp.int32)
+
+
+def count_by_blocks(values: Array, thresholds: Array) -> Array:
+    """Compute `search_at_least` in two steps without a gather, which is slow on a TPU.
+
+    The values are cut into about as many blocks as a block has values. Blocks whose last value is
+    at least a threshold count as a whole. A matrix product selects the next block, exactly: it adds
+    zeros to an integer below 2^24.
+    """
+    size = 1 << math.ceil(values.size.bit_length() / 2)
+    count = -(-values.size // size)
+    padded = jnp.pad(values, (0, count * size - values.size), constant_values=_BELOW_ALL)
+    blocks = padded.reshape(count, size)
+    flat = thresholds.reshape(-1, 1)
+    whole = jnp.sum(blocks[None, :, -1] >= flat, axis=1, dtype=jnp.int32)
+    next_block = (jnp.arange(count)[None] == whole[:, None]).astype(jnp.float32)
+    selected = jnp.dot(next_block, blocks.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    # If all blocks count, the product is zeros, which are no values.
+    inside = (selected >= flat.astype(jnp.float32)) & (whole[:, None] < count)
+    reached = whole * size + jnp.sum(inside, axis=1, dtype=jnp.int32)
+    return reached.reshape(thresholds.shape)

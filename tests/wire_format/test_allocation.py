@@ -20,7 +20,12 @@ from dynamiq_jax.methods import Call, _norms
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import operations
 from pallas_kernels.codec import WIDTHS, Allocation
-from pallas_kernels.codec.allocation import ENERGY_LIMIT, count_at_least, search_at_least
+from pallas_kernels.codec.allocation import (
+    ENERGY_LIMIT,
+    count_at_least,
+    count_by_blocks,
+    search_at_least,
+)
 from pallas_kernels.codec.levels import distortion
 from tests.support import oracle
 from tests.support.gradients import heavy_tailed, vnmse
@@ -94,7 +99,8 @@ def test_thresholds_are_counted_as_they_are_searched(seed):
     energies = jnp.asarray(some_energies(seed))
     thresholds = jnp.append(energies, energies + 1).reshape(2, ROWS)
     searched = search_at_least(energies, thresholds)
-    np.testing.assert_array_equal(count_at_least(energies, thresholds), searched)
+    for count in (count_at_least, count_by_blocks):
+        np.testing.assert_array_equal(count(energies, thresholds), searched)
 
 
 @given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))

@@ -1,0 +1,19 @@
+"""Fused Mosaic kernels for TPUs.
+
+From the bottom up:
+
+    vectors      a block of places in vector registers
+    words        a message as words, read and written at any word
+    blocks       the places of one step, their widths and their levels
+    message      the part of a block in a message
+    rows         values of a block to codes and back
+    transfers    rows between HBM and the vectors of a block
+    launch       how a kernel is started
+    kernels      the operations
+"""
+
+from pallas_kernels._mosaic_tpu.kernels import decompress, decompress_accumulate, hop, statistics
+
+HAS_WORDS = True  # messages are uint32
+
+__all__ = ["decompress", "decompress_accumulate", "hop", "statistics"]

@@ -1,0 +1,320 @@
+"""Mosaic TPU kernels of all operations; see `pallas_kernels.operations`.
+
+A step of a kernel is a block of 128 places. While one is computed, the rows of the next one travel
+to vector memory, or those of the last one from it.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels._mosaic_tpu import launch, message, rows, transfers, words
+from pallas_kernels._mosaic_tpu.blocks import Block, Shape, level_table
+from pallas_kernels._mosaic_tpu.launch import IN_MEMORY, IN_VECTOR_MEMORY, Operand
+from pallas_kernels._mosaic_tpu.vectors import (
+    F32,
+    HALVES,
+    LANES,
+    PLACES,
+    U32,
+    VECTOR,
+    lane_of_places,
+)
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.rows import l2_norm
+from pallas_kernels.compat import shape_like
+
+_BLOCKS_OF_STEP = 8  # of the statistics
+
+
+class Memory(NamedTuple):
+    """Memory that all steps of a kernel share, as refs or as its description."""
+
+    staged: Any  # rows that travel
+    values: Any  # of a block, float32 [256, 128]
+    planes: Any  # of a block, uint32 [8 or 16, 8, 128]
+    messages: Any  # that arrived, uint32 [count, lines, 128]
+    semaphore: Any  # of the rows
+    others: Any  # semaphore of all else
+
+
+class Gathered(NamedTuple):
+    """Local rows of a chunk: refs, or operands."""
+
+    first: Any  # where the rows of the first block lie
+    next: Any  # where the rows of the block after that of the step lie
+    lines: Any  # all rows
+
+
+def statistics(values: Array) -> Array:
+    """Compute the norm of every row."""
+    num_rows = values.shape[0]
+    lines = transfers.as_lines(values)
+    count = -(-num_rows // PLACES)  # vectors of 128 norms
+    of_step = min(_BLOCKS_OF_STEP, count)
+    block = (of_step * PLACES * lines.shape[0] // num_rows, *lines.shape[1:])
+
+    def kernel(step, lines_ref, norms_ref, values_ref):
+        of_block = lines_ref.shape[0] // of_step
+        for index in range(of_step):
+            transfers.load_values(lines_ref.at[pl.ds(index * of_block, of_block)], values_ref)
+            norms_ref[index : index + 1, :] = l2_norm(values_ref[...], axis=0)[None]
+
+    norms = launch.launch(
+        kernel,
+        -(-count // of_step),
+        [],
+        [(lines, pl.BlockSpec(block, lambda step: (step, *(0 for _ in block[1:]))))],
+        shape_like((count, LANES), F32, values),
+        pl.BlockSpec((of_step, LANES), lambda step: (step, 0)),
+        [pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32)],
+        name="statistics",
+    )
+    return norms.reshape(-1)[:num_rows]
+
+
+def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
+    """Encode the sum of received and local rows."""
+    shape, received = Shape(layout), payloads.shape[0]
+
+    def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
+        gathered, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
+        memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
+        pl.when(step == 0)(lambda: words.clear(sent_ref))
+        block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
+        seed = seed_ref[0].astype(U32), seed_ref[1].astype(U32)
+
+        def of_bits(bits: int) -> None:
+            _sum(block, bits, step, gathered, received_ref, received, memory)
+            planes = memory.planes.at[:bits]
+            rows.encode(block, memory.values, turn_ref[0], seed, planes, sent_ref)
+            message.merge_planes(block, planes, sent_ref)
+
+        _for_width(block, of_bits)
+        _finish(shape, step, memory)
+
+        @pl.when(step == shape.blocks - 1)
+        def _() -> None:
+            _run(words.copy_out(sent_ref, result_ref, memory.others))
+
+    sent = launch.launch(
+        kernel,
+        shape.blocks,
+        launch.scalars(chunk, turn, local.seed, local.places),
+        [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
+        shape_like(words.result_shape(layout), U32, local.rows),
+        IN_MEMORY,
+        [*_memory(layout, local.rows.dtype, received), words.memory(layout)],
+        name="hop" if received else "compress",
+    )
+    return words.as_message(sent, layout)
+
+
+def decompress_accumulate(
+    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
+) -> Array:
+    """Sum received and local rows."""
+    shape, received = Shape(layout), payloads.shape[0]
+
+    def kernel(step, chunk_ref, _turn, _seed, starts_ref, *refs):
+        gathered, (table_ref, received_ref, sums_ref) = Gathered(*refs[:3]), refs[3:6]
+        memory, result_ref = Memory(*refs[6:-1]), refs[-1]
+        block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
+
+        def of_bits(bits: int) -> None:
+            _sum(block, bits, step, gathered, received_ref, received, memory)
+
+        _for_width(block, of_bits)
+        transfers.store_values_in_order(memory.values, result_ref)
+        used = HALVES * min(shape.rows, PLACES)
+        lines_ref = sums_ref.at[pl.ds(HALVES * block.first, used)]
+        _run(pltpu.make_async_copy(result_ref.at[pl.ds(0, used)], lines_ref, memory.others))
+        _finish(shape, step, memory)
+
+    sums = launch.launch(
+        kernel,
+        shape.blocks,
+        launch.scalars(chunk, 0, local.seed, local.places),
+        [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
+        shape_like((HALVES * shape.rows, LANES), F32, local.rows),
+        IN_MEMORY,
+        [
+            *_memory(layout, local.rows.dtype, received),
+            pltpu.VMEM((HALVES * PLACES, LANES), F32),
+        ],
+        name="decompress_accumulate",
+    )
+    return transfers.as_rows(sums)
+
+
+def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
+    """Decode the messages of all chunks to rows in their original order."""
+    shape = Shape(layout)
+    steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
+
+    def kernel(step, starts_ref, own_order, last_order, table_ref, received_ref, lines_ref, *refs):
+        memory = Memory(*refs)
+        message_ref = memory.messages.at[0]
+        chunk = step // shape.blocks
+        index = step - chunk * shape.blocks
+        block = Block.load(shape, chunk, index, starts_ref, table_ref)
+
+        def scatter(order_ref, lanes: Iterable) -> None:
+            transfers.scatter(order_ref, memory.staged, lines_ref, memory.semaphore, lanes)
+
+        def wait() -> None:
+            transfers.wait(memory.staged, memory.semaphore, lanes)
+
+        @pl.when(index == 0)
+        def _() -> None:
+            _run(words.copy_in(received_ref, chunk, message_ref, layout, memory.others))
+
+        def of_bits(bits: int) -> None:
+            planes = memory.planes.at[:bits]
+            message.load_planes(block, message_ref, planes)
+            # The rows of the block before travel while this one is computed. In the first step,
+            # what the memory holds goes where the next step writes.
+            scatter(last_order, lanes)
+            rows.add_decoded(block, message_ref, planes, memory.values)
+            wait()
+            transfers.store_values(memory.values, memory.staged)
+
+        _for_width(block, of_bits)
+
+        @pl.when(step == steps - 1)
+        def _() -> None:
+            _for_each_lane(shape, functools.partial(scatter, own_order))
+            wait()
+
+    order = shape.order_of_blocks(places.order, transfers.lines_of_row(F32))
+    lines = launch.launch(
+        kernel,
+        steps,
+        [places.starts.reshape(-1)],
+        [
+            (order, _order_spec(lambda step, *_: step)),
+            (order, _order_spec(lambda step, *_: jnp.maximum(step - 1, 0))),
+            _table(layout),
+            _messages(payloads, layout),
+        ],
+        shape_like((HALVES * layout.num_rows, LANES), F32, payloads),
+        IN_MEMORY,
+        _memory(layout, F32, 1),
+        name="decompress",
+    )
+    return transfers.as_rows(lines)
+
+
+def _sum(
+    block: Block,
+    bits: int,
+    step: Array,
+    gathered: Gathered,
+    received_ref,
+    received: int,
+    memory: Memory,
+) -> None:
+    """Sum the local rows of a block and received messages, and start to gather the next block."""
+    shape = Shape(block.layout)
+
+    def start(order_ref, lanes: Iterable) -> None:
+        transfers.gather(order_ref, gathered.lines, memory.staged, memory.semaphore, lanes)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        _for_each_lane(shape, functools.partial(start, gathered.first))
+        for index in range(received):
+            messages_ref, semaphore = memory.messages.at[index], memory.others
+            _run(words.copy_in(received_ref, index, messages_ref, block.layout, semaphore))
+
+    transfers.wait(memory.staged, memory.semaphore, shape.lanes)
+    transfers.load_values(memory.staged, memory.values)
+    planes = memory.planes.at[:bits]
+
+    def add(index: Index, _: None) -> None:
+        message_ref = memory.messages.at[index]
+        message.load_planes(block, message_ref, planes)
+        rows.add_decoded(block, message_ref, planes, memory.values, memory.values)
+
+    if received == 1:
+        add(0, None)
+    elif received:
+        lax.fori_loop(0, received, add, None)
+    start(gathered.next, shape.lanes)
+
+
+def _finish(shape: Shape, step: Array, memory: Memory) -> None:
+    """Wait for the rows that the last step gathered."""
+
+    @pl.when(step == shape.blocks - 1)
+    def _() -> None:
+        transfers.wait(memory.staged, memory.semaphore, shape.lanes)
+
+
+def _run(copy: Any) -> None:
+    copy.start()
+    copy.wait()
+
+
+def _for_each_lane(shape: Shape, start: Callable[[list[Array]], None]) -> None:
+    """Start copies in a loop: less code, for steps that are rare."""
+    lax.fori_loop(0, len(shape.lanes), lambda place, _: start([lane_of_places(place)]), None)
+
+
+def _for_width(block: Block, of_bits: Callable[[int], None]) -> None:
+    """Run the code for blocks of up to 8 bits, which nearly all are, or that for wider ones."""
+    if len(_bits(block.layout)) == 1:
+        of_bits(8)
+        return
+    wide = block.has_wider(8)
+    pl.when(~wide)(lambda: of_bits(8))
+    pl.when(wide)(lambda: of_bits(16))
+
+
+def _bits(layout: Layout) -> tuple[int, ...]:
+    """Return the bits of codes that there is code for."""
+    return (8,) if max(layout.allocation.widths) <= 8 else (8, 16)
+
+
+def _gathered(local: LocalRows, shape: Shape) -> Gathered:
+    order = shape.order_of_blocks(local.places.order, transfers.lines_of_row(local.rows.dtype))
+
+    def of_block(block: Callable) -> Operand:
+        return order, _order_spec(lambda step, chunk, *_: chunk[0] * shape.blocks + block(step))
+
+    return Gathered(
+        of_block(lambda step: 0),
+        of_block(lambda step: jnp.minimum(step + 1, shape.blocks - 1)),
+        (transfers.as_lines(local.rows), IN_MEMORY),
+    )
+
+
+def _order_spec(block: Callable) -> pl.BlockSpec:
+    return pl.BlockSpec((1, 1, PLACES), lambda *args: (block(*args), 0, 0), memory_space=pltpu.SMEM)
+
+
+def _table(layout: Layout) -> Operand:
+    return jnp.asarray(level_table(layout)), IN_VECTOR_MEMORY
+
+
+def _messages(payloads: Array, layout: Layout) -> Operand:
+    if len(payloads) == 0:
+        return jnp.zeros(LANES, U32), IN_MEMORY  # an operand has to have elements
+    return words.as_operand(payloads, layout), IN_MEMORY
+
+
+def _memory(layout: Layout, dtype: Any, received: int) -> Memory:
+    return Memory(
+        transfers.staging(dtype),
+        pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32),
+        pltpu.VMEM((_bits(layout)[-1], *VECTOR), U32),
+        words.memory(layout, max(received, 1)) if received else pltpu.VMEM((1, *VECTOR), U32),
+        pltpu.SemaphoreType.DMA,
+        pltpu.SemaphoreType.DMA,
+    )

@@ -1,0 +1,81 @@
+"""How a kernel is started, and what all of them take."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import implementation
+from pallas_kernels._mosaic_tpu.vectors import I32
+from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec.ordering import Places
+
+IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
+IN_VECTOR_MEMORY = pl.BlockSpec(memory_space=pltpu.VMEM)
+Operand = tuple[Array, pl.BlockSpec]
+_ROOM = 8 * 2**20  # bytes of vector memory for spills and what is not listed
+
+
+def scalars(chunk: Index, turn: Index, seed: Array, places: Places) -> list[Array]:
+    """Return the numbers that a kernel reads one by one, int32.
+
+    They are the chunk, the turn, the two of the seed, and the starts of all planes. An array of all
+    of them would take an operation of its own.
+    """
+    small = [jnp.asarray(value).astype(I32).reshape(1) for value in (chunk, turn)]
+    words = lax.bitcast_convert_type(jnp.asarray(seed), I32)
+    return [*small, words, places.starts.reshape(-1)]
+
+
+def launch(
+    kernel: Callable,
+    steps: int,
+    numbers: Sequence[Array],
+    operands: Sequence[Operand],
+    out: jax.ShapeDtypeStruct,
+    out_spec: pl.BlockSpec,
+    scratch: Sequence[Any] = (),
+    *,
+    name: str,
+) -> Array:
+    """Run `kernel(step, *refs)` for all steps, one after the other.
+
+    Args:
+      kernel: function of the step and the refs of all that follows, in this order.
+      steps: number of steps.
+      numbers: int32 arrays, which the specs of operands may depend on.
+      operands: arrays and their specs.
+      out: shape of the result.
+      out_spec: spec of the result.
+      scratch: memory of the kernel.
+      name: name of the kernel in profiles.
+    """
+    arrays, specs = zip(*operands, strict=True)
+    used = sum(
+        math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
+        for memory in scratch
+        if hasattr(memory, "shape")
+    )
+    return pl.pallas_call(
+        lambda *refs: kernel(pl.program_id(0), *refs),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(numbers),
+            grid=(steps,),
+            in_specs=list(specs),
+            out_specs=out_spec,
+            scratch_shapes=list(scratch),
+        ),
+        out_shape=out,
+        name=name,
+        interpret=pltpu.InterpretParams() if implementation.interpreting() else False,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=_ROOM + used,
+        ),
+    )(*numbers, *arrays)

@@ -1,0 +1,113 @@
+"""Rows between HBM and the vectors of a block.
+
+Each row is one copy of its own, since the rows of a block lie anywhere in the bucket. The copies of
+a block run while the one before is computed. A float32 row is two rows of 128 in memory. A bfloat16
+row is one row of 128 words: the hardware keeps lanes `j` and `j + 128` in one.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from pallas_kernels._mosaic_tpu.vectors import (
+    F32,
+    HALVES,
+    LANES,
+    PLACES,
+    U32,
+    as_float,
+    place_of_lane,
+)
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+
+
+def as_lines(rows: Array) -> Array:
+    """View rows [num_rows, 256] as kernels copy them."""
+    if rows.dtype == jnp.bfloat16:
+        return rows.reshape(-1, HALVES, LANES)
+    return rows.astype(F32).reshape(-1, LANES)
+
+
+def lines_of_row(dtype: DTypeLike) -> int:
+    """Return the lines that a row has in memory."""
+    return 1 if dtype == jnp.bfloat16 else HALVES
+
+
+def as_rows(lines: Array) -> Array:
+    """Invert `as_lines`, for float32."""
+    return lines.reshape(-1, SUPER_GROUP_SIZE)
+
+
+def staging(dtype: jnp.dtype) -> pltpu.VMEM:
+    """Return memory for the rows of a block."""
+    if dtype == jnp.bfloat16:
+        return pltpu.VMEM((PLACES, HALVES, LANES), jnp.bfloat16)
+    return pltpu.VMEM((HALVES * PLACES, LANES), F32)
+
+
+def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) -> None:
+    """Start to copy the rows of places to their lanes."""
+    for lane in lanes:
+        row = order_ref[0, 0, place_of_lane(lane)]
+        source, target = (
+            _line(lines_ref, row),
+            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
+        )
+        pltpu.make_async_copy(source, target, semaphore).start()
+
+
+def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: list[int]) -> None:
+    """Start to copy the rows of a block to where `gather` finds them."""
+    for lane in lanes:
+        row = order_ref[0, 0, place_of_lane(lane)]
+        source, target = (
+            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
+            _line(lines_ref, row),
+        )
+        pltpu.make_async_copy(source, target, semaphore).start()
+
+
+def wait(staged_ref, semaphore, lanes: list[int]) -> None:
+    """Wait for the copies of a block, of which the semaphore counts the bytes."""
+    lines = staged_ref.shape[0] // PLACES * len(lanes)
+    part = staged_ref.at[pl.ds(0, lines)]
+    pltpu.make_async_copy(part, part, semaphore).wait()
+
+
+def load_values(staged_ref, values_ref) -> None:
+    """Bring the rows of a block from lines to vectors, in the order of coordinates."""
+    if staged_ref.dtype == jnp.bfloat16:
+        words = pltpu.bitcast(staged_ref[...].reshape(-1, LANES), U32).T
+        values_ref[:LANES, :] = as_float(words << np.uint32(16))
+        values_ref[LANES:, :] = as_float(words & np.uint32(0xFFFF0000))
+        return
+    for half in range(HALVES):
+        lines = staged_ref[pl.ds(half, PLACES, HALVES), :]
+        values_ref[half * LANES : (half + 1) * LANES, :] = lines.T
+
+
+def store_values(values_ref, staged_ref) -> None:
+    """Invert `load_values`, for float32."""
+    for half in range(HALVES):
+        lines = values_ref[half * LANES : (half + 1) * LANES, :].T
+        staged_ref[pl.ds(half, PLACES, HALVES), :] = lines
+
+
+def store_values_in_order(values_ref, lines_ref) -> None:
+    """Bring vectors to lines in the order of the places."""
+    for half in range(HALVES):
+        lines = values_ref[half * LANES : (half + 1) * LANES, :].T
+        for first in range(0, PLACES, 8):  # 8 lanes hold every 16th place
+            at = HALVES * place_of_lane(first) + half
+            lines_ref[pl.ds(at, 8, 16 * HALVES), :] = lines[first : first + 8, :]
+
+
+def _line(ref, first: Array | int) -> Any:
+    """Return the part of an array of lines that holds a row, given its first line."""
+    return ref.at[first] if lines_of_row(ref.dtype) == 1 else ref.at[pl.ds(first, HALVES)]
