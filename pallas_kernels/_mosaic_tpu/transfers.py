@@ -50,7 +50,7 @@ def as_rows(lines: Array) -> Array:
     return lines.reshape(-1, SUPER_GROUP_SIZE)
 
 
-def staging(dtype: jnp.dtype) -> pltpu.VMEM:
+def staging(dtype: DTypeLike) -> Any:
     """Return memory for the rows of a block."""
     if dtype == jnp.bfloat16:
         return pltpu.VMEM((PLACES, LANES), U32)
@@ -61,21 +61,15 @@ def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) ->
     """Start to copy the rows of places to their lanes."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = (
-            _line(lines_ref, row),
-            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
-        )
+        source, target = _line(lines_ref, row), _line_of_lane(staged_ref, lane)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
-def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: list[int]) -> None:
+def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: Iterable[Any]) -> None:
     """Start to copy the rows of a block to where `gather` finds them."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = (
-            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
-            _line(lines_ref, row),
-        )
+        source, target = _line_of_lane(staged_ref, lane), _line(lines_ref, row)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
@@ -113,6 +107,10 @@ def store_values_in_order(values_ref, lines_ref) -> None:
         for first in range(0, PLACES, 8):  # 8 lanes hold every 16th place
             at = HALVES * place_of_lane(first) + half
             lines_ref[pl.ds(at, 8, 16 * HALVES), :] = lines[first : first + 8, :]
+
+
+def _line_of_lane(staged_ref, lane: Any) -> Any:
+    return _line(staged_ref, lines_of_row(staged_ref.dtype) * lane)
 
 
 def _line(ref, first: Array | int) -> Any:
