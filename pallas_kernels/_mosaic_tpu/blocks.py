@@ -116,11 +116,12 @@ def _levels(layout: Layout, widths: Array, table_ref) -> Levels:
 def level_table(layout: Layout) -> np.ndarray:
     """Return the numbers of the levels of all widths, float32 [8 or 16, 128]: a lane is a width."""
     numbers, structure = layout.quantizer.level_table()
-    levels = jax.tree.unflatten(structure, numbers.T)
+    numbers = numbers.T.copy()
+    levels = jax.tree.unflatten(structure, range(len(numbers)))
     if isinstance(levels, QuadraticLevels):
         # The root of 0 is not a number, as x times the inverse of the root of x.
-        levels = levels._replace(square=np.maximum(levels.square, _LEAST_SQUARE))
-    numbers = np.array(jax.tree.leaves(levels), np.float32)
+        squares = numbers[levels._fields.index("square")]
+        np.maximum(squares, _LEAST_SQUARE, out=squares)
     table = np.zeros((-(-len(numbers) // SUBLANES) * SUBLANES, LANES), np.float32)
     table[: len(numbers), : numbers.shape[1]] = numbers
     return table

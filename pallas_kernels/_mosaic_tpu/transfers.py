@@ -10,11 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from pallas_kernels import implementation
 from pallas_kernels._mosaic_tpu.vectors import (
     F32,
     HALVES,
@@ -30,13 +31,18 @@ from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 def as_lines(rows: Array) -> Array:
     """View rows [num_rows, 256] as kernels copy them."""
     if rows.dtype == jnp.bfloat16:
-        return rows.reshape(-1, HALVES, LANES)
+        halves = rows.reshape(-1, HALVES, LANES)
+        if not implementation.interpreting():
+            return halves
+        # The interpreter does not view a ref in another type.
+        low, high = (lax.bitcast_convert_type(halves[:, i], jnp.uint16).astype(U32) for i in (0, 1))
+        return (low | high << np.uint32(16))[:, None]
     return rows.astype(F32).reshape(-1, LANES)
 
 
 def lines_of_row(dtype: DTypeLike) -> int:
     """Return the lines that a row has in memory."""
-    return 1 if dtype == jnp.bfloat16 else HALVES
+    return 1 if dtype in (jnp.bfloat16, U32) else HALVES
 
 
 def as_rows(lines: Array) -> Array:
@@ -44,10 +50,10 @@ def as_rows(lines: Array) -> Array:
     return lines.reshape(-1, SUPER_GROUP_SIZE)
 
 
-def staging(dtype: jnp.dtype) -> pltpu.VMEM:
+def staging(dtype: DTypeLike) -> Any:
     """Return memory for the rows of a block."""
     if dtype == jnp.bfloat16:
-        return pltpu.VMEM((PLACES, HALVES, LANES), jnp.bfloat16)
+        return pltpu.VMEM((PLACES, LANES), U32)
     return pltpu.VMEM((HALVES * PLACES, LANES), F32)
 
 
@@ -55,35 +61,30 @@ def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) ->
     """Start to copy the rows of places to their lanes."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = (
-            _line(lines_ref, row),
-            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
-        )
+        source, target = _line(lines_ref, row), _line_of_lane(staged_ref, lane)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
-def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: list[int]) -> None:
+def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: Iterable[Any]) -> None:
     """Start to copy the rows of a block to where `gather` finds them."""
     for lane in lanes:
         row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = (
-            _line(staged_ref, lines_of_row(staged_ref.dtype) * lane),
-            _line(lines_ref, row),
-        )
+        source, target = _line_of_lane(staged_ref, lane), _line(lines_ref, row)
         pltpu.make_async_copy(source, target, semaphore).start()
 
 
 def wait(staged_ref, semaphore, lanes: list[int]) -> None:
     """Wait for the copies of a block, of which the semaphore counts the bytes."""
-    lines = staged_ref.shape[0] // PLACES * len(lanes)
+    lines = lines_of_row(staged_ref.dtype) * len(lanes)
     part = staged_ref.at[pl.ds(0, lines)]
     pltpu.make_async_copy(part, part, semaphore).wait()
 
 
 def load_values(staged_ref, values_ref) -> None:
     """Bring the rows of a block from lines to vectors, in the order of coordinates."""
-    if staged_ref.dtype == jnp.bfloat16:
-        words = pltpu.bitcast(staged_ref[...].reshape(-1, LANES), U32).T
+    if staged_ref.dtype != F32:
+        words = staged_ref[...].reshape(-1, LANES)
+        words = (words if words.dtype == U32 else pltpu.bitcast(words, U32)).T
         values_ref[:LANES, :] = as_float(words << np.uint32(16))
         values_ref[LANES:, :] = as_float(words & np.uint32(0xFFFF0000))
         return
@@ -108,6 +109,14 @@ def store_values_in_order(values_ref, lines_ref) -> None:
             lines_ref[pl.ds(at, 8, 16 * HALVES), :] = lines[first : first + 8, :]
 
 
+def _line_of_lane(staged_ref, lane: Any) -> Any:
+    return _line(staged_ref, lines_of_row(staged_ref.dtype) * lane)
+
+
 def _line(ref, first: Array | int) -> Any:
     """Return the part of an array of lines that holds a row, given its first line."""
-    return ref.at[first] if lines_of_row(ref.dtype) == 1 else ref.at[pl.ds(first, HALVES)]
+    if ref.dtype == jnp.bfloat16:
+        ref = ref.bitcast(U32)
+    if ref.dtype == U32:
+        return ref.at[first] if ref.ndim == 3 else ref.at[pl.ds(first, 1)]
+    return ref.at[pl.ds(first, HALVES)]

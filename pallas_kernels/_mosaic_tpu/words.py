@@ -46,7 +46,8 @@ def as_message(result: Array, layout: Layout) -> Array:
 def copy_in(operand_ref, index: Array | int, lines_ref, layout: Layout, semaphore) -> Any:
     """Return the copy of a message from HBM to vector memory, which is not started."""
     size = result_shape(layout)[0]
-    source = operand_ref.at[pl.ds(pl.multiple_of(index * size, size), size)]
+    first = pl.multiple_of(jnp.asarray(index) * size, size)
+    source = operand_ref.at[pl.ds(first, size)]
     return pltpu.make_async_copy(source, _used(lines_ref, size), semaphore)
 
 

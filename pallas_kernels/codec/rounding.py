@@ -51,7 +51,9 @@ def offsets(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Arr
     return half_to_offset(words >> (lanes // _HALF * np.uint32(16))[None, :])
 
 
-def row_words(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Array:
+def row_words(
+    row_ids: Array, turn: Index, seed: Array | tuple[Array, Array], rounding: Rounding
+) -> Array:
     """Compute the part of the hash that all lanes of a row share: uint32 [rows]."""
     words = mix(mix(row_ids ^ seed[0]) + seed[1])
     return mix(words + _uint32(turn) * _GOLDEN) if rounding == "independent" else words
