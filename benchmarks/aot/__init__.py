@@ -8,5 +8,7 @@ pmean           a compressed `pmean` alone, for several GPUs
 training_step   a data-parallel training step, for several GPUs
 pipelined_step  a pipelined training step (DeAR), for several GPUs
 transfers       collectives of a scheduled program, and what runs meanwhile
+tpu_kernels     kernels for TPUs, each compiled on its own
 tpu_programs    programs for TPUs, and the costs of their instructions
+tpu_schedule    schedules of kernels for TPUs, as the compiler writes them
 """

@@ -6,6 +6,7 @@ of byte a of word q of a plane.
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
 _SIGNS = 31  # the shift that repeats a sign in all bits
 
 
-def vector_of(index: int) -> pl.Slice:
+def vector_of(index: int) -> Any:
     """Return where register `index` of the values lies."""
     eighth, quarter = divmod(index, QUARTERS)
     return pl.ds(UNIT * eighth + quarter, SUBLANES, QUARTERS)
