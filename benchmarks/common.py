@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from dynamiq_jax._console.environment import environment as machine_and_versions
 from dynamiq_jax._console import records
+from dynamiq_jax._console.environment import environment as machine_and_versions
 
 RESULTS = Path(__file__).parent / "results"
 

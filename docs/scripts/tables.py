@@ -30,7 +30,7 @@ from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
-from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent

@@ -102,7 +102,8 @@ class LossyCollectives:
             raise ValueError(f"axis_name={self.axis_name!r} is not one axis. Give its name.")
         if not isinstance(self.channel, LossyChannel):
             raise TypeError(
-                f"channel={self.channel!r} is not a channel. Give dynamiq_jax.contrib.LossyChannel()."
+                f"channel={self.channel!r} is not a channel. Give a "
+                "dynamiq_jax.contrib.LossyChannel."
             )
         check_choice("estimator", self.estimator, ESTIMATORS)
         for method in resolve(self.method, "all_to_all", self.options).policy.known:
