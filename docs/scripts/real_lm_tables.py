@@ -1,6 +1,5 @@
-"""Tables of measurements on a real language model, from real_lm_*.json."""
+"""Tables of errors on a real language model, from real_lm_errors.json."""
 
-from statistics import fmean
 from typing import Any
 
 from docs.scripts.result_files import exponent, markdown, results_of
@@ -52,30 +51,22 @@ def real_lm_layers() -> str:
     return markdown(["method", *(f"layer {layer}" for layer in layers)], rows)
 
 
-def real_lm_training() -> str:
-    """Write losses of fine-tuning with every method."""
-    found = results_of("real_lm_training")
-    exact = {row["seed"]: _final(row) for row in found if row["method"] == "exact"}
+def real_lm_energy() -> str:
+    """Write the share of each kind of tensor in the energy of the mean gradient of 8 workers."""
     rows = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
-        off = [_final(row) / exact[row["seed"]] - 1 for row in own if row["seed"] in exact]
-        rows.append(
-            [
-                f"`{method}`",
-                str(len(own)),
-                f"{fmean(map(_final, own)):.4f}",
-                f"{fmean(off):+.2%}" if off and method != "exact" else "",
-                exponent(fmean(row["error"] for row in own)) if method != "exact" else "",
-                f"{own[0]['bytes'] / 1e6:,.0f} MB",
-            ]
-        )
-    header = ["method", "seeds", "held-out loss", "against exact", "estimated vNMSE"]
-    return markdown([*header, "bytes a step"], rows)
+    for text, step in _cases():
+        shares = rows_of("ring", "auto", text, step)[0]["energy_of_kind"]
+        rows.append([_name((text, step)), *(f"{shares[kind]:.0%}" for kind in (*_KINDS, "norm"))])
+    return markdown(["gradient", *_KINDS, "scales of norms"], rows)
 
 
-def _final(row: dict[str, Any]) -> float:
-    return list(row["held_out"].values())[-1]
+def rows_of(
+    topology: str, bucketing: str, text: str = "chats", step: int = 0, workers: int = 8
+) -> list[dict[str, Any]]:
+    """Return the rows of all methods; rounding seeds differ in the fourth digit."""
+    case = {"topology": topology, "bucketing": bucketing, "text": text, "step": step}
+    case |= {"workers": workers, "seed": 0}
+    return [row for row in _rows() if all(row[key] == value for key, value in case.items())]
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -97,14 +88,14 @@ def _name(case: tuple[str, int]) -> str:
 
 
 def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the rows of a choice by text and step; seeds differ in the third digit."""
+    """Return the rows of a choice by text and step."""
     fit = [row for row in _rows() if all(row[key] == value for key, value in chosen.items())]
     return {(row["text"], row["step"]): row for row in fit if row["seed"] == 0}
 
 
 ALL = (
     real_lm_errors,
+    real_lm_energy,
     real_lm_layers,
     real_lm_topologies,
-    real_lm_training,
 )

@@ -19,6 +19,7 @@ from docs.scripts import (
     bucket_tables,
     choice_tables,
     error_tables,
+    loss_tables,
     method_tables,
     real_lm_tables,
     training_tables,
@@ -43,15 +44,64 @@ _KINDS = {
     "statistics": "norms",
 }
 
+# Of each result file, without options that choose how much is measured.
+_COMMANDS = {
+    "allocation": "python -m benchmarks.error.allocation",
+    "allocation_fitted": "",  # made by an earlier version, which fitted widths
+    "aot_h200": "python -m benchmarks.aot.h200",
+    "aot_tpu": "python -m benchmarks.aot.tpu",
+    "arc_synthetic": "python -m benchmarks.contrib.arc_synthetic",
+    "big_models": "python -m benchmarks.training.big_models",
+    "codec": "python -m benchmarks.speed.codec",
+    **dict.fromkeys(
+        ("compare_decoder", "compare_low_bits", "compare_ring", "compare_topologies"),
+        "dynamiq-jax compare",
+    ),
+    "compile_time": "python -m benchmarks.speed.compile_time",
+    "cost_model": "python -m benchmarks.speed.cost_model",
+    "drop_compute": "python -m benchmarks.training.drop_compute",
+    "entropy": "python -m benchmarks.contrib.entropy",
+    "entropy_network": "dynamiq-jax network",
+    "error": "python -m benchmarks.error.codecs",
+    "error_estimate": "python -m benchmarks.error.estimate",
+    "error_law": "python -m benchmarks.error.error_law",
+    "executed_ptx": "",  # made by an interpreter that is not in this repository
+    "final_loss": "python -m benchmarks.training.final_loss",
+    "final_loss_muon": "python -m benchmarks.training.final_loss --optimizer muon",
+    "halves": "python -m benchmarks.training.halves",
+    "local_sgd": "python -m benchmarks.training.local_sgd",
+    "locality": "python -m benchmarks.error.locality",
+    "maxtext": "python -m benchmarks.trainers.maxtext",
+    "moshpit": "python -m benchmarks.contrib.moshpit",
+    "packet_loss": "python -m benchmarks.contrib.packet_loss",
+    "paper_tables": "python -m benchmarks.error.paper_tables",
+    "paper_tables_real_lm": "python -m benchmarks.error.paper_tables",
+    "pipelined": "python -m benchmarks.training.pipelined",
+    "pipelined_h200": "python -m benchmarks.aot.pipelined",
+    "rate_distortion": "python -m benchmarks.error.rate_distortion",
+    "rate_distortion_real_lm": "python -m benchmarks.error.rate_distortion",
+    "real_lm_errors": "python -m benchmarks.real_lm.errors",
+    "real_lm_time_to_accuracy": "python -m benchmarks.real_lm.time_to_accuracy",
+    "real_lm_training": "python -m benchmarks.real_lm.training",
+    "real_lm_training_muon": "python -m benchmarks.real_lm.training --optimizer muon",
+    "shared_budget": "python -m benchmarks.error.shared_budget",
+    "split_sketch": "python -m benchmarks.contrib.split_sketch",
+    **dict.fromkeys(
+        ("time_to_accuracy", "time_to_accuracy_local_sgd", "time_to_accuracy_low_bits"),
+        "python -m benchmarks.training.time_to_accuracy",
+    ),
+}
+
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 _SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def methods() -> str:
-    """Write the bits of every method with its defaults, and its error and time by `compare`."""
+    """Write the bits of every method with its defaults, its errors and its time."""
+    real = {row["method"]: row["vnmse"] for row in real_lm_tables.rows_of("ring", "auto")}
     compared = [*results_of("compare_ring"), *results_of("compare_low_bits")]
     measured = {row["setting"]: row for row in compared if row["workers"] == 8}
-    # How the settings of the result file spell the defaults.
+    # How the settings of the result files spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
     settings["flash_communication"] = "flash_communication:5"
     gradient = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
@@ -59,14 +109,16 @@ def methods() -> str:
     for name in METHODS:
         method = resolve_method(name)
         bits = [f"{dq.wire_report(gradient, n, method=method).bits:.2f}" for n in (8, 64)]
-        found = measured.get(f"{settings.get(name, name)}:ring")
+        setting = settings.get(name, name)
+        found = measured.get(f"{setting}:ring")
+        on_real = exponent(real[setting]) if setting in real else ""
         error, time = ("", "")
         if found:
             error = exponent(mean([step["vnmse"] for step in found["steps"].values()]))
             time = f"{found['codec_ns']:.0f}"
-        rows.append([f'`"{name}"`', *bits, error, time])
-    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE", "codec ns a coordinate"]
-    return markdown(header, rows)
+        rows.append([f'`"{name}"`', *bits, on_real, error, time])
+    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE, SmolLM2", "small model"]
+    return markdown([*header, "codec ns a coordinate"], rows)
 
 
 def break_even() -> str:
@@ -140,22 +192,6 @@ def emulated() -> str:
     return markdown(
         ["link", "hosts", "`lax.psum`", "BF16 ring", "5 bits, ring", "4 bits, ring"], rows
     )
-
-
-def final_losses() -> str:
-    """Write the evaluation loss after training with every method: final_loss.json."""
-    results = results_of("final_loss")
-    rows = [
-        [
-            f"`{row['method']}`",
-            f"{row['bits']:.2f}",
-            f"{mean(row['losses']):.4f}",
-            f"{mean(row['off']):+.2%}",
-            ", ".join(f"{off:+.2%}" for off in row["off"]),
-        ]
-        for row in results
-    ]
-    return markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
 
 
 def accuracy() -> str:
@@ -281,49 +317,16 @@ def maxtext() -> str:
 
 def environments() -> str:
     """Write command, date, hardware and versions of every result file."""
-    commands = {
-        "allocation": "python -m benchmarks.error.allocation",
-        "arc_synthetic": "python -m benchmarks.contrib.arc_synthetic",
-        "aot_h200": "python -m benchmarks.aot.h200",
-        "aot_tpu": "python -m benchmarks.aot.tpu",
-        "big_models": "python -m benchmarks.training.big_models",
-        "codec": "python -m benchmarks.speed.codec",
-        "compare_decoder": "dynamiq-jax compare",
-        "compare_low_bits": "dynamiq-jax compare",
-        "compare_ring": "dynamiq-jax compare",
-        "compare_topologies": "dynamiq-jax compare",
-        "compile_time": "python -m benchmarks.speed.compile_time",
-        "cost_model": "python -m benchmarks.speed.cost_model",
-        "drop_compute": "python -m benchmarks.training.drop_compute",
-        "entropy": "python -m benchmarks.contrib.entropy",
-        "entropy_network": "dynamiq-jax network",
-        "error": "python -m benchmarks.error.codecs",
-        "error_estimate": "python -m benchmarks.error.estimate",
-        "executed_ptx": "",  # made by an interpreter that is not in this repository
-        "error_law": "python -m benchmarks.error.error_law",
-        "final_loss": "python -m benchmarks.training.final_loss",
-        "locality": "python -m benchmarks.error.locality",
-        "maxtext": "python -m benchmarks.trainers.maxtext",
-        "packet_loss": "python -m benchmarks.contrib.packet_loss",
-        "paper_tables": "python -m benchmarks.error.paper_tables",
-        "paper_tables_real_lm": "python -m benchmarks.error.paper_tables",
-        "rate_distortion": "python -m benchmarks.error.rate_distortion",
-        "rate_distortion_real_lm": "python -m benchmarks.error.rate_distortion",
-        "real_lm_errors": "python -m benchmarks.real_lm.errors",
-        "real_lm_training": "python -m benchmarks.real_lm.training",
-        "split_sketch": "python -m benchmarks.contrib.split_sketch",
-        "time_to_accuracy": "python -m benchmarks.training.time_to_accuracy",
-        "time_to_accuracy_low_bits": "python -m benchmarks.training.time_to_accuracy",
-    }
     rows = []
-    for name, command in commands.items():
-        of = json.loads((RESULTS / f"{name}.json").read_text())["environment"]
+    for path in sorted(RESULTS.glob("*.json")):
+        of = json.loads(path.read_text())["environment"]
+        command = _COMMANDS[path.stem]
         rows.append(
             [
-                f"`{name}.json`",
+                f"`{path.name}`",
                 f"`{command}`" if command else "none",
                 of["date"],
-                f"{of['cpu']}, {of['cores']} cores",
+                f"{of['cpu']}, {of['cores']} cores" if of["cores"] > 1 else f"{of['cpu']}, 1 core",
                 f"{of['jax']}, {of['python']}",
             ]
         )
@@ -338,7 +341,6 @@ _ALL = (
     emulated,
     accuracy,
     headline,
-    final_losses,
     executed,
     executed_reasons,
     compile_times,
@@ -349,6 +351,7 @@ _ALL = (
     bucket_tables.buckets_errors,
     bucket_tables.buckets_steps,
     *error_tables.ALL,
+    *loss_tables.ALL,
     *method_tables.ALL,
     *real_lm_tables.ALL,
     *training_tables.ALL,

@@ -14,10 +14,10 @@ from pallas_kernels.compat import override
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllToAll(FixedTopology):
-    """Two compressions on a coordinate's path, and the lowest error.
+    """Two compressions on a coordinate's path, and one step.
 
-    The error hardly grows with the workers. One step, in which all workers send to all others: for
-    networks that carry this at full speed.
+    The error hardly grows with the workers, and is the lowest in one bucket or in striped ones. All
+    workers send to all others at once: for networks that carry this at full speed.
     """
 
     @override

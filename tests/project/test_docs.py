@@ -279,3 +279,17 @@ def test_every_method_and_topology_has_a_page():
     for name in TOPOLOGIES:
         assert f"docs/topologies/{name}.md" in PAGES
         assert f"({name}.md)" in PAGES["docs/topologies/index.md"]
+
+
+def test_the_index_of_benchmarks_has_every_script():
+    index = (ROOT / "benchmarks/README.md").read_text()
+    listed = {name.split()[0] for name in re.findall(r"^\| `([^`]+)` \|", index, re.M)}
+    scripts = set()
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        parts = path.relative_to(ROOT / "benchmarks").with_suffix("").parts
+        name = ".".join(part for part in parts if not part.startswith("__"))
+        # Other scripts start the hosts of emulated networks.
+        command = f"python -m benchmarks.{name}"
+        if name and command in path.read_text() and not name.endswith("host"):
+            scripts.add(name)
+    assert listed - {"dynamiq-jax"} == scripts

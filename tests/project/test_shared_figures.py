@@ -1,10 +1,12 @@
 """Figures that several pages have: they are those of the library and of the result files."""
 
+import math
 import re
 
-from docs.scripts import choice_tables, tables
+from docs.scripts import choice_tables, real_lm_tables, tables
 from docs.scripts.advised import break_even_gbit, gain_of_a_step
-from docs.scripts.result_files import results_of
+from docs.scripts.real_lm_tables import rows_of
+from docs.scripts.result_files import exponent, mean, results_of
 from dynamiq_jax.contrib import LEVELS
 from dynamiq_jax.methods import METHODS, WRAPPERS
 from dynamiq_jax.topologies import TOPOLOGIES
@@ -137,27 +139,199 @@ def test_figures_of_emulated_hosts_say_so():
     assert wrong == []
 
 
+# ------------------------------------------------------------------------- a real language model
+
+CASES = [(text, step) for text in ("chats", "plain") for step in (0, 150)]
+
+
+def real_errors(topology="ring", bucketing="auto", **of) -> dict[str, float]:
+    """vNMSE of every method on gradients of SmolLM2."""
+    return {row["method"]: row["vnmse"] for row in rows_of(topology, bucketing, **of)}
+
+
+def ratios(numerator: str, denominator: str) -> list[float]:
+    """Ratios of two methods on a ring of 8 workers, for every text and step that both have."""
+    cases = [real_errors(text=text, step=step) for text, step in CASES]
+    both = [of for of in cases if {numerator, denominator} <= of.keys()]
+    return sorted(of[numerator] / of[denominator] for of in both)
+
+
 def test_the_error_on_a_real_model_is_that_of_its_result_file():
-    """In the README, and in the first sentences of the page of results."""
+    """Wherever a page has it."""
+    ours = sorted(real_errors(text=text, step=step)["dynamiq:5"] for text, step in CASES)
+    of_mxfp8 = "{:.2f} to {:.2f} times".format(*ends(ratios("dynamiq:5", "mxfp8")))
+    in_percent = "{:.2f} to {:.2f}%".format(*(100 * error for error in ends(ours)))
+    assert (
+        f"SmolLM2-135M, the squared error is {in_percent} with 8 workers, {of_mxfp8} that of MXFP8"
+        in plain(PAGES["README.md"])
+    )
+    span = "{} to {}".format(*map(exponent, ends(ours)))
+    assert f"it is {span} for gradients of SmolLM2-135M" in plain(PAGES["docs/troubleshooting.md"])
+    topk, dense = (real_errors()[method] for method in ("topk_chunked:5", "dynamiq:5"))
+    assert (
+        f"an error of {exponent(topk)} with 8 workers; DynamiQ of 5 bits has {exponent(dense)}"
+        in plain(PAGES["docs/methods/topk_chunked.md"])
+    )
+
+
+def ends(values: list) -> tuple:
+    """Return the least and the largest value."""
+    return min(values), max(values)
+
+
+def test_ratios_of_methods_on_a_real_model_are_those_of_its_result_file():
+    """On the page of results, and on the pages that repeat one of them."""
+    page = plain(PAGES["docs/results.md"])
+    of_mxfp8, of_blockint = ratios("dynamiq:5", "mxfp8"), ratios("dynamiq:5", "blockint:5")
+    assert "has {:.2f} to {:.2f} times the error of MXFP8".format(*ends(of_mxfp8)) in page
+    assert "{:.2f} to {:.2f} times that of block integers".format(*ends(of_blockint)) in page
+    assert "half of that of the paper's preset" in page
+    assert all(0.44 < ratio < 0.5 for ratio in ratios("dynamiq:5", "paper:5"))
+    of_paper = "{:.1f} to {:.1f} times".format(*ends(ratios("mxfp8", "paper:5")))
+    assert f"MXFP8 has {of_paper} the error of the preset" in page
+    assert f"it has {of_paper}, more than in the paper" in plain(PAGES["docs/differences.md"])
+    of_mxfp6 = "{:.2f} to {:.2f} times".format(*ends(ratios("mxfp6", "mxfp8")))
+    assert f"{of_mxfp6} on SmolLM2" in page
+    assert f"{of_mxfp6} the error of MXFP8" in plain(PAGES["docs/methods/mx.md"]).replace("`", "")
+    more = "{:.1f} to {:.1f} times".format(*ends([1 / ratio for ratio in of_blockint]))
+    assert f"at 5.5 bits is {more} that of DynamiQ" in plain(PAGES["docs/methods/blockint.md"])
+    assert all(0.45 < ratio < 0.55 for ratio in ratios("dynamiq:6", "blockint:8"))
+    assert "DynamiQ has half of their error with 6 bits already" in page
+
+
+def test_a_bit_more_divides_the_error_by_4_to_6():
+    """Of SmolLM2 and of the small model, from 4 bits on; by 10 to 12 from 3 bits to 4."""
+    small = [
+        {row["method"]: step["vnmse"] for row in rows for step in [row["steps"][name]]}
+        for rows in [[row for row in results_of("compare_ring") if row["workers"] == 8]]
+        for name in rows[0]["steps"]
+    ]
+    cases = [*small, *(real_errors(text=text) for text in ("chats", "plain"))]
+    for few, more, least, most in ((3, 4, 10, 12), (4, 5, 4, 6.5), (5, 6, 4, 6.5)):
+        found = [of[f"dynamiq:{few}"] / of[f"dynamiq:{more}"] for of in cases]
+        assert least < min(found) and max(found) < most
+    assert (
+        "divides the error by 4 to 6 from 4 bits on, and by 10 to 12"
+        in (PAGES["docs/methods/dynamiq.md"])
+    )
+
+
+def test_the_lowest_error_of_a_topology_depends_on_the_buckets():
+    """Striped, an all-to-all has the lowest; in order, the ring, whose buckets are striped."""
     errors = {
-        (row["method"], row["text"]): row["vnmse"]
-        for row in results_of("real_lm_errors")
-        if (row["step"], row["workers"], row["topology"]) == (0, 8, "ring")
+        (topology, bucketing): real_errors(topology, bucketing)["dynamiq:5"]
+        for topology in ("butterfly", "all_to_all")
+        for bucketing in ("auto", "striped")
     }
-    ours = [errors["dynamiq:5", text] for text in ("chats", "plain")]
-    assert {f"{error:.2%}" for error in ours} == {"0.08%"}
-    readme = plain(PAGES["README.md"])
-    assert "SmolLM2-135M, the squared error is 0.08%" in readme
-    over = {
-        other: [errors["dynamiq:5", t] / errors[other, t] for t in ("chats", "plain")]
-        for other in ("mxfp8", "blockint:5", "paper:5")
+    ring = real_errors()["dynamiq:5"]
+    over = {case: error / ring for case, error in errors.items()}
+    page = PAGES["docs/topologies/index.md"]
+    for bucketing, form in (("auto", "{:.1f} and {:.1f} times"), ("striped", "{:.2f} and {:.2f}")):
+        both = [over[topology, bucketing] for topology in ("butterfly", "all_to_all")]
+        assert form.format(*both) in page
+    costs = {
+        f"{over[topology, 'auto'] / over[topology, 'striped']:.1f} times"
+        for topology in ("butterfly", "all_to_all")
     }
-    assert {round(1 / ratio) for ratio in over["mxfp8"]} <= {7, 8}
+    (cost,) = costs
+    assert f"The error is then {cost} as large: more than on the ring" in PAGES["docs/results.md"]
+    assert f"{cost} the error of striped ones" in PAGES["docs/recipes/buckets.md"]
+
+
+def test_ratios_to_other_methods_by_buckets_are_those_of_the_table():
+    """Striped ones and those in order, on every topology."""
+    rows = [line.split(" | ") for line in real_lm_tables.real_lm_topologies().splitlines()[2:]]
+    striped = [row for row in rows if row[3] == "striped"]
+    in_order = [row for row in rows if row[3] == "in order"]
+    assert {row[2] for row in striped} == {"ring", "butterfly", "all_to_all"}
+    spans = [*ends([row[5] for row in striped]), *ends([row[6].strip(" |") for row in striped])]
+    text = plain(PAGES["docs/results.md"])
+    assert "{} to {} times the error of MXFP8 and {} to {} times that of".format(*spans) in text
+    assert all(0.5 <= float(row[5]) < 0.6 for row in in_order)
+    assert all(0.2 <= float(row[6].strip(" |")) < 0.25 for row in in_order)
+    assert "0.5 to 0.6 times that of MXFP8, and 0.2 times that of block integers" in text
+
+
+def test_distances_from_the_bound_are_those_of_the_result_files():
+    """Of the error of DynamiQ on a ring, in times and in bits."""
+    measured = {
+        (row["setting"], row["workers"], step): of["vnmse"]
+        for row in results_of("compare_ring")
+        for step, of in row["steps"].items()
+    } | {
+        (row["setting"], row["workers"], ""): row["mean"]
+        for row in results_of("paper_tables_real_lm")
+    }
     page = PAGES["docs/results.md"]
-    least, most = sorted(over["mxfp8"])
-    assert f"has {least:.2f} to {most:.2f} times the error of MXFP8" in page
-    assert all(0.08 < ratio < 0.105 for ratio in over["blockint:5"])  # "a tenth"
-    assert all(0.45 < ratio < 0.5 for ratio in over["paper:5"])  # "half"
-    of_paper = sorted(errors["mxfp8", t] / errors["paper:5", t] for t in ("chats", "plain"))
-    for name in ("docs/results.md", "docs/differences.md"):
-        assert "{:.1f} to {:.1f} times".format(*of_paper) in PAGES[name]
+    texts = {
+        "rate_distortion": "is {:.0f} to {:.0f} times the ring bound, which is worth {:.1f} to",
+        "rate_distortion_real_lm": "it is {:.1f} to {:.1f} times the bound, or {:.1f} to {:.1f} b",
+    }
+    for name, text in texts.items():
+        found = [
+            measured[case] / row["ring"]
+            for row in results_of(name)
+            if row["bits"] in (4, 5)
+            and (case := (f"dynamiq:{row['bits']:g}:ring", row["workers"], row["step"])) in measured
+        ]
+        bits = [math.log(ratio, 4) for ratio in ends(found)]
+        assert text.format(*ends(found), *bits) in page
+
+
+def test_growth_on_a_ring_is_that_of_the_result_files():
+    """From 8 workers to 16, on a layer of the real model and on the small one."""
+    growth = []
+    for name in ("paper_tables_real_lm", "paper_tables"):
+        of = {
+            row["workers"]: row["mean"]
+            for row in results_of(name)
+            if row["table"].startswith("Workers") and row["row"].startswith("default")
+        }
+        growth.append(of[16] / of[8])
+    text = (
+        "{:.1f} times as large as with 8 on a layer of SmolLM2, and {:.1f} times on a small model"
+    )
+    assert text.format(*growth) in plain(PAGES["docs/topologies/ring.md"])
+
+
+def test_variable_widths_alone_raise_the_error_on_one_layer():
+    """In the ablation of the paper, where they lower it."""
+    of = {
+        row["row"]: row["mean"] for row in results_of("paper_tables_real_lm") if "6" in row["table"]
+    }
+    more = of["+ variable width"] / of["+ non-uniform levels"] - 1
+    assert f"variable widths alone raise the error by {more:.0%}" in PAGES["docs/results.md"]
+
+
+def test_the_text_on_training_a_real_model_is_that_of_its_runs():
+    """Of the first seed: differences from exact, and the estimated errors."""
+    runs = {row["method"]: row for row in results_of("real_lm_training") if row["seed"] == 0}
+    last = {method: [*row["held_out"].values()][-1] for method, row in runs.items()}
+    off = {method: loss / last["exact"] - 1 for method, loss in last.items()}
+    assert off["mxfp8"] < off["dynamiq:5"] < off["dynamiq:4"] < 0.001
+    assert round(runs["mxfp8"]["error"] / runs["dynamiq:5"]["error"]) == 4
+    above = [f"{off[method]:.2%}" for method in ("dynamiq:5", "dynamiq:4")]
+    text = plain(PAGES["docs/results.md"])
+    assert (
+        f"its loss is {off['mxfp8']:.3%} higher, and that of DynamiQ {above[0]} at 5 bits" in text
+    )
+    assert f"at 5 bits and {above[1]} at 4" in text
+    assert f"ended {above[0]} above the loss" in plain(PAGES["docs/methods/dynamiq.md"])
+    one_seed = {row["seed"] for row in results_of("real_lm_training")} == {0}
+    assert one_seed == ("each method has one seed" in text)
+
+
+def test_losses_with_muon_are_in_the_order_of_the_errors():
+    """And seeds differ as little as the page says."""
+    found = {row["method"]: row["off"] for row in results_of("final_loss_muon")}
+    errors = {
+        row["method"]: row["vnmse"] for row in results_of("compare_ring") if row["workers"] == 8
+    }
+    compared = [method for method in found if method != "exact"]
+    by_loss = sorted(compared, key=lambda method: mean(found[method]))
+    assert by_loss == sorted(compared, key=lambda method: errors[method])
+    assert max(max(off) - min(off) for off in found.values()) < 0.00125
+    four = [mean(found[method]) for method in ("dynamiq:4", "blockint:4", "mxfp4")]
+    text = PAGES["docs/results.md"]
+    assert f"lose {100 * min(four):.2f} to {max(four):.2%}, more than with AdamW" in text
+    assert f"at 3 bits loses {mean(found['dynamiq:3']):.2%}" in text
