@@ -348,6 +348,7 @@ _ALL = (
     maxtext,
     environments,
     choice_tables.which_method,
+    choice_tables.tpu_slices,
     bucket_tables.buckets_errors,
     bucket_tables.buckets_steps,
     *error_tables.ALL,
