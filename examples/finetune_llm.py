@@ -23,17 +23,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from flax import nnx
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from examples.llm import checkpoint, demo, report
-from examples.llm.budget import seconds_of_step
+from examples.llm import checkpoint, report
 from examples.llm.data import Encoder, hold_out, pack, read_documents
-from examples.llm.model import Decoder, Params
-from examples.llm.run import Record, Task, train
+from examples.llm.model import Params, abstract_decoder
+from examples.llm.run import Record, Task, check_runs, train
 from examples.llm.training import Recipe, fsdp_specs, on_mesh
+from examples.tools import small_decoder
 
 SECONDS_BETWEEN_LINES = 20
 VIRTUAL_DEVICES = 8  # on CPUs, unless --workers is given
@@ -122,7 +121,7 @@ def main(options: Options) -> None:
     """Train, write the model and report. A mistake of the user ends it with one line."""
     try:
         finetune(options)
-    except (ValueError, FileNotFoundError) as problem:
+    except (ValueError, OSError) as problem:
         raise SystemExit(f"finetune_llm: {problem}") from None
 
 
@@ -149,12 +148,7 @@ def finetune(options: Options) -> None:
     recipes = {folder: recipe}
     if options.compare and options.method != "exact":
         recipes = {folder / "exact": dataclasses.replace(recipe, method="exact")} | recipes
-    count = sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
-    console.print(
-        f"{count:,} parameters, {len(task.rows.tokens):,} rows, {mesh.shape['data']} worker(s) of "
-        f"{mesh.shape['fsdp']} device(s)",
-        soft_wrap=True,
-    )
+    console.print(check_runs(task, recipes, options.save_every), soft_wrap=True)
     runs: dict[str, list[Record]] = {}
     for path, recipe in recipes.items():
         params = None  # Those of two runs may not fit.
@@ -191,11 +185,11 @@ def make_mesh(options: Options) -> Mesh:
 def with_demo(options: Options) -> Options:
     """Make a model and data, and return the options of the demonstration."""
     folder = options.output_dir / "new"
-    demo.prepare(folder)
+    small_decoder.prepare(folder)
     return dataclasses.replace(
         options,
         checkpoint=folder,
-        data=folder / demo.DATA,
+        data=folder / small_decoder.DATA,
         compare=True,
         context=min(options.context, 128),
         learning_rate=max(options.learning_rate, 6e-3),
@@ -231,11 +225,7 @@ def read_task(options: Options, mesh: Mesh) -> tuple[Any, Task]:
     # CPUs are slow with other dtypes, and accelerators have less memory.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.dtype("float32" if on_cpu else "bfloat16")
-
-    def make() -> Decoder:
-        return Decoder(config, dtype=dtype, remat=not on_cpu, rngs=nnx.Rngs(0))
-
-    structure, shapes = nnx.split(nnx.eval_shape(make), nnx.Param)
+    structure, shapes = abstract_decoder(config, dtype=dtype, remat=not on_cpu)
     shardings = on_mesh(fsdp_specs(shapes, mesh), mesh)
     task = Task(
         structure=structure,
@@ -274,14 +264,7 @@ def shown(
                 printed = now
                 say(f"step {step} of {recipe.steps}, {text}")
 
-        def start(needs: str) -> None:
-            if task.mesh.devices.flat[0].platform == "cpu":
-                tokens = task.mesh.shape["data"] * task.batch * task.rows.tokens.shape[1]
-                seconds = seconds_of_step(task.shapes, tokens)
-                needs += f", about {seconds:.2g} s on a free machine"
-            say(f"a step {needs}")
-
-        return train(task, recipe, folder, save_every=save_every, on_start=start, on_step=show)
+        return train(task, recipe, folder, save_every=save_every, on_start=say, on_step=show)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@
     python -m benchmarks.error.dump_gradients --model smollm2 --kinds attention --layers 0 15 29
 
 Training takes the exact mean; the file has one array STEP/PARAMETER of [workers, *shape] for each
-step and parameter. Those of SmolLM2 are of the folder that `--checkpoint` names: at the start those
-of `make demo-llm`, later those of a fine-tuned model. For your own model, write such a file with
-np.savez, or as safetensors.
+step and parameter. SmolLM2 is not trained here: the file has an array PARAMETER of the model in the
+folder that `--checkpoint` names, that of `make demo-llm` or a fine-tuned one. For your own model,
+write such a file with np.savez, or as safetensors.
 """
 
 import dataclasses
-import re
 import time
 from pathlib import Path
 from typing import Literal
@@ -20,14 +19,20 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from benchmarks.real_lm.gradients import kind_of, worker_gradients
+from benchmarks.real_lm.folder import check_folder
+from benchmarks.real_lm.gradients import kind_of, layer_of, worker_gradients
 from benchmarks.real_lm.texts import Text
 from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots, save_snapshots
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
-from examples.llm.demo import new_decoder, small_config
+from examples.llm import checkpoint
+from examples.tools.small_decoder import new_decoder, small_config
+
+# Options of the models that are trained here, and of a real one.
+TRAINED = ("steps", "pretrain_steps", "seed")
+READ = ("checkpoint", "text", "kinds", "layers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +62,13 @@ class Options:
     """Workers whose gradients are written; eight train, however many these are."""
 
     steps: tuple[int, ...] = (20, 100, 200)
-    """Training steps, from 0; training ends after the last."""
+    """Not of smollm2: training steps, from 0; training ends after the last."""
 
     pretrain_steps: int = 240
-    """Steps of pre-training on source code before."""
+    """Not of smollm2: steps of pre-training on source code before."""
 
     seed: int = 0
-    """Chooses the first weights and the batches."""
+    """Not of smollm2: chooses the first weights and the batches."""
 
 
 def main(options: Options) -> None:
@@ -71,10 +76,17 @@ def main(options: Options) -> None:
         raise SystemExit(f"--output is {options.output}: no such folder. Make it.")
     if options.workers < 1 or not options.steps or min(options.steps) < 0:
         raise SystemExit("--workers and --steps: give at least one worker and one step from 0.")
+    for name in TRAINED if options.model == "smollm2" else READ:
+        if getattr(options, name) != getattr(Options(), name):
+            option = "--" + name.replace("_", "-")
+            raise SystemExit(f"{option} has no effect with --model {options.model}. Leave it out.")
     console, start = Console(), time.perf_counter()
     if options.model == "smollm2":
-        with console.status("Gradients"):
-            dump_real(options)
+        try:
+            with console.status("Gradients"):
+                dump_real(options)
+        except (ValueError, OSError) as problem:
+            raise SystemExit(f"dump_gradients: {problem}") from None
     else:
         dump_small(options, console)
     size = options.output.stat().st_size / 1e6
@@ -86,13 +98,16 @@ def main(options: Options) -> None:
 
 def dump_real(options: Options) -> None:
     """Write gradients of a checkpoint, tensor by tensor [workers, *shape]."""
+    check_folder(options.checkpoint, "--checkpoint")
+    layers = checkpoint.read_config(options.checkpoint).num_hidden_layers
+    if missing := [layer for layer in options.layers if not 0 <= layer < layers]:
+        raise SystemExit(f"--layers has {missing}: the model has layers 0 to {layers - 1}.")
     arrays: dict[str, list[np.ndarray]] = {}
     for gradient in worker_gradients(
         options.checkpoint, options.text, workers=options.workers, batch=2, context=256
     ):
         for name, leaf in gradient.items():
-            layer = re.search(r"layers\.(\d+)", name)
-            if kind_of(name) in options.kinds and (not layer or int(layer[1]) in options.layers):
+            if kind_of(name) in options.kinds and layer_of(name) in (None, *options.layers):
                 arrays.setdefault(name, []).append(leaf)
     if not arrays:
         raise SystemExit("--kinds and --layers leave no tensor. Give some that the model has.")

@@ -29,7 +29,7 @@ from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import Params, loss_of, pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._measurement.gradient_files import LARGE
-from examples.llm.demo import new_decoder, small_config
+from examples.tools.small_decoder import new_decoder, small_config
 
 ROW = 256  # coordinates that are taken or left together, as the rows of most weights are as long
 _BATCH, _CONTEXT = 2, 128  # windows of a worker and step, tokens of a window

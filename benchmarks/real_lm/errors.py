@@ -2,7 +2,11 @@
 
     make demo-llm
     python -m benchmarks.real_lm.errors
-    python -m benchmarks.real_lm.errors --model results/demo_llm/exact --step 100
+    python -m benchmarks.real_lm.training --methods exact
+    python -m benchmarks.real_lm.errors --model results/real_lm_training/exact-0/model \\
+        --name smollm2 --step 150
+
+The last two commands train the model for 150 steps, and take its gradients after them.
 
 All tensors travel as a trainer sends them: in default buckets, norms exact. Errors are of the whole
 gradient, of kinds of tensors and of layers. Rows that the result file has are not measured again.
@@ -12,7 +16,6 @@ Eight workers take 16 GB of memory.
 import dataclasses
 import itertools
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -28,14 +31,18 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
-from benchmarks.real_lm.gradients import KINDS, kind_of, worker_gradients
+from benchmarks.real_lm.folder import check_folder
+from benchmarks.real_lm.gradients import KINDS, kind_of, layer_of, worker_gradients
+from benchmarks.real_lm.policies import POLICIES
 from benchmarks.real_lm.texts import Text
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from dynamiq_jax._measurement.simulate import make_devices
 
 NAME = "real_lm_errors"
-KEY = ("step", "text", "workers", "topology", "bucketing", "method", "seed")
+# The first ones are those of the gradient.
+OF_GRADIENT = ("model", "step", "text", "workers", "batch", "context")
+KEY = (*OF_GRADIENT, "topology", "bucketing", "method", "seed")
 METHODS = (
     "bf16",
     "dynamiq:3",
@@ -53,15 +60,6 @@ METHODS = (
     "powersgd",
     "thc",
 )
-# Methods by kind of tensor that take as many bytes as 5 bits for all: the embedding has 21 % of the
-# parameters, the attention 20 %, and the MLPs 59 %.
-POLICIES = {
-    "embedding 3, rest 5.5": {"embed": "dynamiq:3", ".*": "dynamiq:5.53"},
-    "embedding 4, rest 5.3": {"embed": "dynamiq:4", ".*": "dynamiq:5.27"},
-    "embedding 6, rest 4.7": {"embed": "dynamiq:6", ".*": "dynamiq:4.73"},
-    "attention 6, rest 4.8": {"attn": "dynamiq:6", ".*": "dynamiq:4.75"},
-    "mlp 5.5, rest 4.3": {"mlp": "dynamiq:5.5", ".*": "dynamiq:4.28"},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +68,9 @@ class Config:
 
     model: Path = Path("results/smollm2")
     """Folder of the model."""
+
+    name: str | None = None
+    """Name of the model in the result file, the same at all steps. None for that of the folder."""
 
     step: int = 0
     """Steps of fine-tuning that the folder's model has had, for the table."""
@@ -102,13 +103,20 @@ class Config:
 
 def main(config: Config) -> None:
     """Measure what the result file lacks, and print its table."""
+    check_folder(config.model)
     make_devices(max(config.workers))
-    path = common.RESULTS / f"{NAME}.json"
-    rows = json.loads(path.read_text())["results"] if path.exists() else []
+    rows = earlier_rows()
     done = {tuple(row[key] for key in KEY) for row in rows}
     console = tables.console()
     for text, workers in itertools.product(config.texts, config.workers):
-        of_gradient = {"step": config.step, "text": text, "workers": workers}
+        of_gradient = {
+            "model": config.name or config.model.name,
+            "step": config.step,
+            "text": text,
+            "workers": workers,
+            "batch": config.batch,
+            "context": config.context,
+        }
         wanted = [
             of_gradient
             | {"topology": topology, "bucketing": config.bucketing, "method": method, "seed": seed}
@@ -124,13 +132,22 @@ def main(config: Config) -> None:
         for row in missing:
             begin = time.perf_counter()
             with console.status(f"{row}"):
-                row |= {"batch": config.batch, "context": config.context}
                 row |= measured(stacked, mean, row)
             seconds = time.perf_counter() - begin
             console.print(f"{row['method']}: {row['vnmse']:.2e}, {seconds:.0f} s", soft_wrap=True)
             rows.append(row)
-            common.save(NAME, {"model": config.model.name}, rows)
+            common.save(NAME, {}, rows)
     console.print(table(rows))
+
+
+def earlier_rows() -> list[dict[str, Any]]:
+    """Read the rows of the result file."""
+    path = common.RESULTS / f"{NAME}.json"
+    if not path.exists():
+        return []
+    saved = json.loads(path.read_text())
+    # Files had one model once, which they named above the rows.
+    return [saved["config"] | row for row in saved["results"]]
 
 
 def gradients(
@@ -146,7 +163,8 @@ def gradients(
     for gradient, device in zip(each, mesh.devices.flat, strict=True):
         for name, leaf in gradient.items():
             parts.setdefault(name, []).append(jax.device_put(leaf[None], device))
-            sums[name] = sums.get(name, 0.0) + leaf.astype(np.float64)
+            sums.setdefault(name, np.zeros(leaf.shape))
+            sums[name] += leaf
     split = NamedSharding(mesh, P(AXIS))
     stacked = {
         name: jax.make_array_from_single_device_arrays((workers, *sums[name].shape), split, leaves)
@@ -172,8 +190,8 @@ def measured(
     of_kind = {kind: [n for n in mean if kind_of(n) == kind] for kind in KINDS}
     of_layer: dict[str, list[str]] = {}
     for name in mean:
-        if layer := re.search(r"layers\.(\d+)", name):
-            of_layer.setdefault(layer[1], []).append(name)
+        if (layer := layer_of(name)) is not None:
+            of_layer.setdefault(str(layer), []).append(name)
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, "float32") for name, leaf in mean.items()}
     report = dq.wire_report(shapes, workers, **setting)
     size = sum(leaf.size for leaf in mean.values())
@@ -207,16 +225,18 @@ def reduced(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Tabulate mean errors over seeds; a row for each method, topology and number of workers."""
+    """Tabulate mean errors over seeds, with those settings beside the method that differ."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in KEY[:-1]), []).append(row)
-    shown = tables.table("vNMSE", KEY[:-1], ("bits", "all", *KINDS))
-    for key, of_seeds in groups.items():
+    differ = {key for key in KEY[:-1] if len({row[key] for row in rows}) > 1} | {"method"}
+    left = [key for key in KEY[:-1] if key in differ]
+    shown = tables.table("vNMSE", left, ("bits", "all", *KINDS))
+    for of_seeds in groups.values():
         errors = [np.mean([row["vnmse"] for row in of_seeds])]
         errors += [np.mean([row["of_kind"][kind] for row in of_seeds]) for kind in KINDS]
-        bits = f"{of_seeds[0]['bits']:.2f}"
-        shown.add_row(*map(str, key), bits, *(f"{error:.1e}" for error in errors))
+        bits, names = f"{of_seeds[0]['bits']:.2f}", [str(of_seeds[0][key]) for key in left]
+        shown.add_row(*names, bits, *(f"{error:.1e}" for error in errors))
     return shown
 
 

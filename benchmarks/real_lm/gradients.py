@@ -1,10 +1,10 @@
 """Gradients of workers that fine-tune a language model, each on rows of its own."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from benchmarks.real_lm.texts import Text, rows
 from examples.llm import checkpoint
 from examples.llm.data import Rows
-from examples.llm.model import Decoder
+from examples.llm.model import abstract_decoder
 from examples.llm.training import loss_of_rows
 
+LAYER = re.compile(r"layers\.(\d+)")
 KINDS = ("embedding", "attention", "mlp", "norm")
 Gradient = dict[str, NDArray[np.float32]]  # of one worker, by the name of the tensor
 
@@ -24,6 +25,12 @@ def kind_of(name: str) -> str:
     """Return the kind of a tensor."""
     marks = {"embed_tokens": "embedding", "lm_head": "embedding", "attn": "attention", "mlp": "mlp"}
     return next((kind for mark, kind in marks.items() if mark in name), "norm")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer of a tensor, None for the embedding and the last norm."""
+    found = LAYER.search(name)
+    return int(found[1]) if found else None
 
 
 def worker_gradients(
@@ -41,9 +48,7 @@ def worker_gradients(
       context: tokens of a row.
     """
     config = checkpoint.read_config(folder)
-    structure, shapes = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.Param
-    )
+    structure, shapes = abstract_decoder(config)
     params = checkpoint.load(folder, config, SingleDeviceSharding(jax.devices()[0]))
     names = [name for name, _ in checkpoint.named_leaves(shapes)]
     own = rows(folder, text, count=workers * batch, context=context)

@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 from typing import Literal
 
 from examples.llm.data import Document, Encoder, Rows, pack
-from examples.llm.docstrings import conversations
+from examples.tools.docstring_chats import conversations
 
 Text = Literal["chats", "plain"]
 

@@ -27,6 +27,9 @@ from rich.table import Table
 
 from benchmarks import common
 from benchmarks.real_lm import training
+from benchmarks.real_lm.folder import check_folder
+from benchmarks.real_lm.policies import POLICIES
+from benchmarks.real_lm.texts import documents
 from benchmarks.training.emulated_training.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
@@ -35,6 +38,7 @@ from dynamiq_jax._emulation.network import NetworkRun
 from dynamiq_jax._measurement.settings import PSUM, parse_settings
 from examples import finetune_llm
 from examples.llm.training import Recipe
+from examples.tools.document_files import write_documents
 
 NAME = "real_lm_time_to_accuracy"
 STEPS_ALONE = 6  # of one worker; the first ones are not counted
@@ -60,11 +64,15 @@ class Config:
 
 def main(config: Config) -> None:
     """Measure both parts of a step, combine them with the losses, and write the results."""
-    path = common.RESULTS / f"{training.NAME}.json"
+    check_folder(config.model)
+    path = training.Config().result
     if not path.exists():
         raise SystemExit(f"{path} is missing. Run benchmarks.real_lm.training before.")
     runs = json.loads(path.read_text())
-    rows = [row for row in runs["results"] if row["seed"] == 0]
+    # An all-reduce is timed on one vector, which has no kinds of tensors.
+    named = [row for row in runs["results"] if row["method"] not in POLICIES]
+    rows = [row for row in named if row["seed"] == 0]
+    target = target_of(rows, path)
     rates, size = [parse_rate(rate, "--rates") for rate in config.rates], parse_size(config.size)
     namespaces.check_possible()
     console = tables.console()
@@ -83,7 +91,6 @@ def main(config: Config) -> None:
     with tables.progress(console, "Emulated hosts", run.steps(len(rates))) as advance:
         _, measured = run.measure(rates, advance)
     seconds = {(r["setting"], r["rate"]): r["seconds"] * parameters / size for r in measured}
-    target = target_loss(list(rows[0]["held_out"].values()), FRACTIONS[0])
     results = {
         "computing": computing,
         "parameters": parameters,
@@ -100,11 +107,21 @@ def main(config: Config) -> None:
     console.print(table(results))
 
 
+def target_of(rows: list[dict[str, Any]], path: Path) -> float:
+    """Return the loss to reach, or end the program without a run that tells it."""
+    exact = [row for row in rows if row["method"] == "exact"]
+    if not exact:
+        raise SystemExit(
+            f"{path} has no exact run of seed 0. Run benchmarks.real_lm.training --methods exact."
+        )
+    return target_loss(list(exact[0]["held_out"].values()), FRACTIONS[0])
+
+
 def seconds_alone(model: Path, of_runs: dict[str, Any], console: Console) -> tuple[float, int]:
     """Return the time of a step of one worker without a network, and the number of parameters."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "documents.jsonl"
-        training.write_documents(data, of_runs["text"], of_runs["count"])
+        write_documents(data, documents(of_runs["text"])[: of_runs["count"]])
         options = finetune_llm.Options(
             checkpoint=model,
             data=data,
@@ -141,17 +158,15 @@ def table(results: dict[str, Any]) -> Table:
     shown = tables.table(
         f"Time to a held-out loss of {results['target']:.4f}",
         ("method",),
-        ("link", "a step", "steps", "time", "vs exact"),
+        ("link", "a step", "steps", "time", "vs exact", "vs BF16"),
     )
-    exact = {r["rate"]: r["seconds_to_target"] for r in results["rows"] if r["method"] == "exact"}
+    times = {(row["method"], row["rate"]): row["seconds_to_target"] for row in results["rows"]}
     for row in results["rows"]:
-        cells = ["not reached"] * 3
-        if row["seconds_to_target"] is not None:
-            cells = [
-                f"{row['steps_to_target']:.0f}",
-                format_seconds(row["seconds_to_target"]),
-                f"{exact[row['rate']] / row['seconds_to_target']:.2f}x",
-            ]
+        cells = ["not reached"] * 4
+        if (own := row["seconds_to_target"]) is not None:
+            others = [times.get((method, row["rate"])) for method in ("exact", "bf16")]
+            sooner = ["" if other is None else f"{other / own:.2f}x" for other in others]
+            cells = [f"{row['steps_to_target']:.0f}", format_seconds(own), *sooner]
         step = format_seconds(row["step_seconds"])
         shown.add_row(row["method"], format_rate(row["rate"]), step, *cells)
     return shown

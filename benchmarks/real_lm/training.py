@@ -6,12 +6,15 @@
 
 A run takes about half an hour on two cores. A run that is interrupted goes on from its last
 checkpoint, and runs that the result file has are not run again. The result file of an optimizer
-other than AdamW has its name.
+other than AdamW has its name. Runs of other steps, rows or workers belong into another file:
+
+    python -m benchmarks.real_lm.training --steps 40 --folder results/short --output short.json
 """
 
 import dataclasses
 import json
 import multiprocessing
+import re
 import shutil
 from pathlib import Path
 from statistics import fmean, median
@@ -19,19 +22,25 @@ from typing import Any, Literal
 
 import optax
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.real_lm.folder import check_folder
+from benchmarks.real_lm.losses import by_method
+from benchmarks.real_lm.policies import POLICIES
 from benchmarks.real_lm.texts import Text, documents
 from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
 from examples import finetune_llm
 from examples.llm import checkpoint
-from examples.llm.run import CHECKPOINTS, METRICS, read_records
+from examples.llm.run import CHECKPOINTS, METRICS, check_runs, read_records
 from examples.llm.training import Recipe
+from examples.tools.document_files import write_documents
 
 NAME = "real_lm_training"
+SAVE_EVERY = 25  # steps
+# Options on which the losses of all runs of a result file depend.
+SHARED = ("text", "count", "workers", "steps", "context", "learning_rate", "optimizer")
 METHODS = (
     *("exact", "dynamiq:5", "dynamiq:4", "mxfp8", "mxfp4", "bf16", "dynamiq:3"),
     "ef+topk_chunked:5",
@@ -48,6 +57,9 @@ class Config:
     folder: Path = Path("results/real_lm_training")
     """Where runs keep their checkpoints."""
 
+    output: Path | None = None
+    """Result file; None for real_lm_training.json in benchmarks/results."""
+
     text: Text = "chats"
     """Kind of text."""
 
@@ -55,7 +67,7 @@ class Config:
     """Documents, of which a tenth is held out."""
 
     methods: tuple[str, ...] = METHODS
-    """METHOD[:BITS]."""
+    """METHOD[:BITS], or the name of one of the policies, which have methods by kind of tensor."""
 
     seeds: int = 1
     """Runs of each method; a seed chooses the batches and the rounding."""
@@ -77,9 +89,15 @@ class Config:
     for each."""
 
     @property
-    def result(self) -> str:
-        """Name of the result file."""
-        return NAME if self.optimizer == "adamw" else f"{NAME}_{self.optimizer}"
+    def result(self) -> Path:
+        """The result file."""
+        name = NAME if self.optimizer == "adamw" else f"{NAME}_{self.optimizer}"
+        return self.output or common.RESULTS / f"{name}.json"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the runs of a result file have in common."""
+        return {"model": self.model.name} | {name: getattr(self, name) for name in SHARED}
 
 
 class MuonRecipe(Recipe):
@@ -92,13 +110,12 @@ class MuonRecipe(Recipe):
 
 def main(config: Config) -> None:
     """Run what the result file lacks, and print its table."""
+    check_folder(config.model)
+    rows = earlier_rows(config.result, config.settings)
     config.folder.mkdir(parents=True, exist_ok=True)
-    data = config.folder / f"{config.text}.jsonl"
+    data = config.folder / f"{config.text}-{config.count}.jsonl"
     if not data.exists():
-        write_documents(data, config.text, config.count)
-    settings = dataclasses.asdict(config) | {"model": config.model.name, "folder": ""}
-    ignored = ("methods", "seeds", "folder", "optimizer")
-    rows = common.earlier_results(config.result, settings, but=ignored) or []
+        write_documents(data, documents(config.text)[: config.count])
     done = {(row["method"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
         for method in config.methods:
@@ -114,13 +131,37 @@ def main(config: Config) -> None:
                 raise SystemExit(f"{method}, seed {seed}: the run failed, see above.")
             records = read_records(folder_of(config, method, seed) / METRICS)
             rows.append({"method": method, "seed": seed} | summary(records))
-            common.save(config.result, settings, rows)
+            common.write(config.result, config.settings, rows)
             shutil.rmtree(folder_of(config, method, seed) / CHECKPOINTS)
-    Console(emoji=False).print(table(rows))
+    tables.console().print(table(rows))
+
+
+def earlier_rows(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read the runs of a result file, or end the program if they have other settings."""
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    before = {name: earlier["config"].get(name) for name in settings}
+    differ = [name for name in settings if before[name] != settings[name]]
+    changed = [f"{name} {before[name]}, now {settings[name]}" for name in differ]
+    if changed:
+        raise SystemExit(
+            f"{path} has runs of {', '.join(changed)}. Give the same options, or another --output "
+            "and another --folder."
+        )
+    return earlier["results"]
 
 
 def run(config: Config, data: Path, method: str, seed: int) -> None:
     """Train with a method, from its last checkpoint if there is one."""
+    try:
+        train(config, data, method, seed)
+    except (ValueError, OSError) as problem:
+        raise SystemExit(f"{method}, seed {seed}: {problem}") from None
+
+
+def train(config: Config, data: Path, method: str, seed: int) -> None:
+    """Train with a method; of the first exact run the model is kept."""
     options = finetune_llm.Options(
         checkpoint=config.model,
         data=data,
@@ -132,27 +173,23 @@ def run(config: Config, data: Path, method: str, seed: int) -> None:
     )
     model, task = finetune_llm.read_task(options, finetune_llm.make_mesh(options))
     recipe = (Recipe if config.optimizer == "adamw" else MuonRecipe)(
-        method=method, steps=config.steps, learning_rate=config.learning_rate, seed=seed
+        method=POLICIES.get(method, method),
+        steps=config.steps,
+        learning_rate=config.learning_rate,
+        seed=seed,
     )
-    folder, console = folder_of(config, method, seed), Console(emoji=False)
-    params, _ = finetune_llm.shown(
-        console, f"{method}, seed {seed}", task, recipe, folder, save_every=25
-    )
+    folder, name = folder_of(config, method, seed), f"{method}, seed {seed}"
+    console = tables.console()
+    console.print(check_runs(task, {folder: recipe}, SAVE_EVERY), soft_wrap=True)
+    params, _ = finetune_llm.shown(console, name, task, recipe, folder, save_every=SAVE_EVERY)
     if method == "exact" and seed == 0:  # for gradients of later steps
         checkpoint.save(folder / "model", model, params, config.model)
 
 
 def folder_of(config: Config, method: str, seed: int) -> Path:
     """Return the folder of a run."""
-    name = f"{method.replace(':', '-')}-{seed}"
+    name = re.sub(r"[^\w+.=]+", "-", f"{method}-{seed}")
     return config.folder / (name if config.optimizer == "adamw" else f"{config.optimizer}-{name}")
-
-
-def write_documents(file: Path, text: Text, count: int) -> None:
-    """Write the documents that all runs train on."""
-    chosen = documents(text)[:count]
-    key = "text" if text == "plain" else "messages"
-    file.write_text("".join(json.dumps({key: each}) + "\n" for each in chosen))
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -172,26 +209,18 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Tabulate final losses, and how far they are from those of the exact runs."""
-    exact = {row["seed"]: final(row) for row in rows if row["method"] == "exact"}
     shown = tables.table(
         "Fine-tuning", ("method",), ("held-out loss", "against exact", "vNMSE", "MB a step")
     )
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
-        both = [final(row) / exact[row["seed"]] - 1 for row in own if row["seed"] in exact]
+    for mean in by_method(rows):
         shown.add_row(
-            method,
-            f"{fmean(map(final, own)):.4f}",
-            f"{fmean(both):+.2%}" if both else "",
-            f"{fmean(row['error'] for row in own):.1e}",
-            f"{own[0]['bytes'] / 1e6:.0f}",
+            mean["method"],
+            f"{mean['loss']:.4f}",
+            "" if mean["off"] is None else f"{mean['off']:+.2%}",
+            f"{mean['error']:.1e}",
+            f"{mean['bytes'] / 1e6:.0f}",
         )
     return shown
-
-
-def final(row: dict[str, Any]) -> float:
-    """Return the last held-out loss."""
-    return list(row["held_out"].values())[-1]
 
 
 if __name__ == "__main__":

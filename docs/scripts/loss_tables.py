@@ -2,9 +2,8 @@
 real_lm_training.json.
 """
 
-from statistics import fmean
-from typing import Any
-
+from benchmarks.real_lm.losses import by_method
+from benchmarks.real_lm.policies import POLICIES
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 
 
@@ -44,28 +43,21 @@ def muon_losses() -> str:
 
 def real_lm_training() -> str:
     """Write losses of fine-tuning with every method."""
-    found = results_of("real_lm_training")
-    exact = {row["seed"]: _final(row) for row in found if row["method"] == "exact"}
     rows = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
-        off = [_final(row) / exact[row["seed"]] - 1 for row in own if row["seed"] in exact]
+    for mean_of in by_method(results_of("real_lm_training")):
+        is_exact = mean_of["method"] == "exact"
         rows.append(
             [
-                f"`{method}`",
-                str(len(own)),
-                f"{fmean(map(_final, own)):.4f}",
-                f"{fmean(off):+.3%}" if off and method != "exact" else "",
-                exponent(fmean(row["error"] for row in own)) if method != "exact" else "",
-                f"{own[0]['bytes'] / 1e6:,.0f} MB",
+                mean_of["method"] if mean_of["method"] in POLICIES else f"`{mean_of['method']}`",
+                str(mean_of["seeds"]),
+                f"{mean_of['loss']:.4f}",
+                "" if is_exact or mean_of["off"] is None else f"{mean_of['off']:+.3%}",
+                "" if is_exact else exponent(mean_of["error"]),
+                f"{mean_of['bytes'] / 1e6:,.0f} MB",
             ]
         )
     header = ["method", "seeds", "held-out loss", "against exact", "estimated vNMSE"]
     return markdown([*header, "bytes a step"], rows)
-
-
-def _final(row: dict[str, Any]) -> float:
-    return list(row["held_out"].values())[-1]
 
 
 ALL = (

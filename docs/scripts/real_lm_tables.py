@@ -2,20 +2,25 @@
 
 from typing import Any
 
+from benchmarks.real_lm.policies import POLICIES
 from docs.scripts.result_files import exponent, markdown, results_of
 
+# Settings of the tables. Rows of older files name no model: they are of this one.
+_SETTINGS = {"model": "smollm2", "batch": 2, "context": 256}
 _KINDS = ("embedding", "attention", "mlp")
 
 
 def real_lm_errors() -> str:
     """Write errors of whole gradients on a ring of 8 workers, by method."""
     rows = []
-    for method in _methods(workers=8, topology="ring"):
-        own = _errors(method=method, workers=8, topology="ring", bucketing="auto")
-        chats = own["chats", 0]
+    on_a_ring = {"workers": 8, "topology": "ring", "bucketing": "auto"}
+    for method in _methods(**on_a_ring):
+        own = _errors(method=method, **on_a_ring)
+        bits = next(iter(own.values()))["bits"]
         cells = [exponent(own[case]["vnmse"]) if case in own else "" for case in _cases()]
-        kinds = [exponent(chats["of_kind"][kind]) for kind in _KINDS]
-        rows.append([f"`{method}`", f"{chats['bits']:.2f}", *cells, *kinds])
+        start = own.get(("chats", 0))
+        kinds = ["" if start is None else exponent(start["of_kind"][kind]) for kind in _KINDS]
+        rows.append([f"`{method}`", f"{bits:.2f}", *cells, *kinds])
     rows.sort(key=lambda row: -float(row[1]))
     header = ["method", "bits", *(_name(case) for case in _cases()), *_KINDS]
     return markdown(header, rows)
@@ -24,7 +29,7 @@ def real_lm_errors() -> str:
 def real_lm_topologies() -> str:
     """Write errors of 5 bits beside those of other methods, by workers and topology."""
     keys = ("text", "workers", "topology", "bucketing")
-    groups = {tuple(row[key] for key in keys): row for row in _rows() if row["step"] == 0}
+    groups = dict.fromkeys(tuple(row[key] for key in keys) for row in _rows() if row["step"] == 0)
     rows = []
     for text, workers, topology, bucketing in groups:
         chosen = {"workers": workers, "topology": topology}
@@ -32,8 +37,8 @@ def real_lm_topologies() -> str:
         if ours is None:
             continue
         # Errors of methods without variable widths do not depend on the buckets.
-        others = (_errors(method=m, **chosen)[text, 0] for m in ("mxfp8", "blockint:5"))
-        ratios = [f"{ours['vnmse'] / other['vnmse']:.2f}" for other in others]
+        others = [_errors(method=m, **chosen).get((text, 0)) for m in ("mxfp8", "blockint:5")]
+        ratios = ["" if o is None else f"{ours['vnmse'] / o['vnmse']:.2f}" for o in others]
         default = "striped" if topology == "ring" else "in order"
         buckets = default if bucketing == "auto" else bucketing.replace("_", " ")
         rows.append([text, str(workers), topology, buckets, exponent(ours["vnmse"]), *ratios])
@@ -60,22 +65,40 @@ def real_lm_energy() -> str:
     return markdown(["gradient", *_KINDS, "scales of norms"], rows)
 
 
+def real_lm_policies() -> str:
+    """Write errors of bits by kind of tensor in about the bytes of 5 bits for all."""
+    rows = []
+    for method in ("dynamiq:5", *POLICIES, "dynamiq:5:exponent=0.75"):
+        own = _errors(method=method, workers=8, topology="ring", bucketing="auto")
+        of_text = [own[text, 0] for text in ("chats", "plain")]
+        name = method if method in POLICIES else f"`{method}`"
+        errors = (exponent(row["vnmse"]) for row in of_text)
+        kinds = (exponent(of_text[0]["of_kind"][kind]) for kind in _KINDS)
+        rows.append([name, f"{of_text[0]['bits']:.2f}", *errors, *kinds])
+    return markdown(["bits", "sent", "chats", "plain", *_KINDS], rows)
+
+
 def rows_of(
     topology: str, bucketing: str, text: str = "chats", step: int = 0, workers: int = 8
 ) -> list[dict[str, Any]]:
     """Return the rows of all methods; rounding seeds differ in the fourth digit."""
     case = {"topology": topology, "bucketing": bucketing, "text": text, "step": step}
-    case |= {"workers": workers, "seed": 0}
-    return [row for row in _rows() if all(row[key] == value for key, value in case.items())]
+    return _rows(workers=workers, seed=0, **case)
 
 
-def _rows() -> list[dict[str, Any]]:
-    return list(results_of("real_lm_errors"))
+def _rows(**chosen: Any) -> list[dict[str, Any]]:
+    wanted = _SETTINGS | chosen
+    return [
+        row
+        for row in ({"model": "smollm2"} | row for row in results_of("real_lm_errors"))
+        if all(row[key] == value for key, value in wanted.items())
+    ]
 
 
 def _methods(**chosen: Any) -> list[str]:
-    fit = [row for row in _rows() if all(row[key] == value for key, value in chosen.items())]
-    return list(dict.fromkeys(row["method"] for row in fit if row["text"] == "chats"))
+    """List the methods of a choice. Policies by kind of tensor are not among them."""
+    methods = dict.fromkeys(row["method"] for row in _rows(**chosen))
+    return [method for method in methods if method not in POLICIES]
 
 
 def _cases() -> list[tuple[str, int]]:
@@ -89,13 +112,13 @@ def _name(case: tuple[str, int]) -> str:
 
 def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the rows of a choice by text and step."""
-    fit = [row for row in _rows() if all(row[key] == value for key, value in chosen.items())]
-    return {(row["text"], row["step"]): row for row in fit if row["seed"] == 0}
+    return {(row["text"], row["step"]): row for row in _rows(seed=0, **chosen)}
 
 
 ALL = (
     real_lm_errors,
     real_lm_energy,
     real_lm_layers,
+    real_lm_policies,
     real_lm_topologies,
 )

@@ -4,11 +4,8 @@ model        a decoder of the Llama family in flax nnx
 checkpoint   its configuration and weights in Hugging Face's layout
 data         documents and chats, packed into rows of tokens
 training     the train step, whose gradients travel compressed
-budget       memory and time that a run needs
 run          the loop: evaluation, records, and checkpoints to resume from
 report       a table of the runs
-docstrings   conversations from the standard library of Python
-demo         a model and data that need no download
 """
 
 import os

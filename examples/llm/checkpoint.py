@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
-from examples.llm.model import Params, abstract_params
+from examples.llm.model import Params, abstract_decoder
 
 CONFIG = "config.json"
 COPY_AGAIN = "Copy or download the checkpoint again."
@@ -129,8 +129,8 @@ def load(folder: Path, config: LlamaConfig, shardings: Any) -> Params:
     Args:
       folder: the checkpoint.
       config: its configuration.
-      shardings: where parameters go: a tree like `abstract_params(config)` with a `Sharding` at
-        each leaf or above several leaves. Each process reads only the parts of its own devices.
+      shardings: where parameters go: a tree like that of `abstract_decoder` with a `Sharding`
+        at each leaf or above several leaves. Each process reads only the parts of its own devices.
 
     Returns:
       The parameters, float32, as `nnx.split(Decoder(...), nnx.Param)` has them.
@@ -141,13 +141,13 @@ def load(folder: Path, config: LlamaConfig, shardings: Any) -> Params:
         not fit the configuration. Then the message names every tensor that is missing, unexpected,
         or of a wrong shape or dtype.
     """
-    abstract = abstract_params(config)
+    _, abstract = abstract_decoder(config)
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract)}
     places = jax.tree.leaves(jax.tree.broadcast(shardings, abstract))
     placed = dict(zip(shapes, places, strict=True))
     with ExitStack() as files:
         stored = _stored_tensors(folder, config, files)
-        problems = _misfits({n: tuple(t.get_shape()) for n, t in stored.items()}, shapes)
+        problems = misfits({n: tuple(t.get_shape()) for n, t in stored.items()}, shapes)
         problems += [
             f"{name} has dtype {kind}; it may be {', '.join(DTYPES)}"
             for name, tensor in stored.items()
@@ -226,7 +226,7 @@ def _is_inside(folder: Path, name: Any) -> bool:
     return (folder / name).parent.resolve().is_relative_to(folder.resolve())
 
 
-def _misfits(given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
+def misfits(given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
     """Describe how names and shapes differ from those that are wanted."""
     problems = [f"{name} is missing" for name in wanted.keys() - given.keys()]
     problems += [f"{name} is unexpected" for name in given.keys() - wanted.keys()]
@@ -262,8 +262,8 @@ def save(
     """
     dtype = np.dtype(_dtype_name(config))
     tensors = dict(named_leaves(params))
-    wanted = {n: leaf.shape for n, leaf in named_leaves(abstract_params(config))}
-    if problems := _misfits({name: leaf.shape for name, leaf in tensors.items()}, wanted):
+    wanted = {n: leaf.shape for n, leaf in named_leaves(abstract_decoder(config)[1])}
+    if problems := misfits({name: leaf.shape for name, leaf in tensors.items()}, wanted):
         raise ValueError("params do not fit config:\n  " + "\n  ".join(sorted(problems)))
     shards = split_state_dict_into_shards_factory(
         tensors,

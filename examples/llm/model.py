@@ -206,6 +206,9 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
 
-def abstract_params(config: LlamaConfig) -> Params:
-    """Return names and shapes of a decoder's parameters, float32, without values."""
-    return nnx.eval_shape(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param))
+def abstract_decoder(
+    config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, remat: bool = False
+) -> tuple[nnx.GraphDef, Params]:
+    """Return the structure of a decoder, and the shapes of its parameters, float32."""
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, remat=remat, rngs=nnx.Rngs(0)))
+    return nnx.split(abstract, nnx.Param)

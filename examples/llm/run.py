@@ -15,13 +15,14 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
-from examples.llm.budget import check_memory
 from examples.llm.checkpoint import read_object
 from examples.llm.data import Rows, place, rows_of_step
 from examples.llm.model import Params
 from examples.llm.training import Recipe, State, evaluator, initial_state, train_step
+from examples.tools import budget
 
 EVALUATE_EVERY = 40  # steps
+KEPT = 2  # checkpoints
 REMEDY = "Give the same options, delete that folder, or give another --output-dir."
 Record = dict[str, Any]
 FACTS, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
@@ -47,6 +48,39 @@ class Task:
             digest.update(np.ascontiguousarray(field))
         named = {"model": self.model, "data": digest.hexdigest(), "batch": self.batch}
         return dataclasses.asdict(recipe) | dict(self.mesh.shape) | named
+
+
+def check_runs(task: Task, recipes: dict[Path, Recipe], save_every: int) -> str:
+    """Describe runs, with the disk and the time that they need, and refuse what cannot fit.
+
+    Args:
+      task: model, data and devices of all runs.
+      recipes: hyperparameters by the folder of a run; the last one gets the trained model too.
+      save_every: steps between checkpoints.
+
+    Raises:
+      ValueError: the disk has too little room.
+    """
+    mesh, count = task.mesh, sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
+    (*_, folder), disk, steps, evaluations = recipes, 4 * count, 0, 0
+    for path, recipe in recipes.items():
+        _, state = initial_state(recipe.optimizer(mesh), task.shapes, mesh)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        # The oldest one is deleted when the new one is complete.
+        most = min(KEPT + 1, -(-recipe.steps // save_every)) * size
+        has = sum(f.stat().st_size for f in (path / CHECKPOINTS).rglob("*") if f.is_file())
+        disk += max(most - has, 0)
+        steps += recipe.steps
+        evaluations += 1 + -(-recipe.steps // EVALUATE_EVERY)
+    text = f"{count:,} parameters, {len(task.rows.tokens):,} rows, {mesh.shape['data']} worker(s) "
+    text += f"of {mesh.shape['fsdp']} device(s)\n{len(recipes)} run(s), {steps} steps in all, need "
+    text += budget.check_disk(folder, disk)
+    if mesh.devices.flat[0].platform == "cpu":
+        tokens = steps * mesh.shape["data"] * task.batch * task.rows.tokens.shape[1]
+        tokens += evaluations * task.held_out.tokens.size / 3  # without a backward pass
+        minutes = budget.seconds_of_training(task.shapes, tokens) / 60
+        text += f", and about {minutes:,.1f} minutes of computing on a free machine"
+    return text
 
 
 def train(
@@ -84,12 +118,15 @@ def train(
         rows = rows_of_step(len(task.rows.tokens), count=at_once, seed=recipe.seed, step=step)
         return place(task.rows, rows, mesh)
 
+    # With the gradient, which every step has beside the state.
+    least = budget.bytes_of_arrays((abstract, abstract.params))
+    budget.check_memory(least, mesh)
     take_step = compiled_step(task, optimizer, abstract, rows_at(0))
-    on_start(check_memory(take_step, mesh))
+    on_start(f"a step {budget.check_memory(budget.bytes_of_step(take_step, least), mesh)}")
     evaluate = evaluator(task.structure, task.held_out, at_once, mesh)
     folder = folder.absolute()
     # Saving is synchronous, since the next step donates the buffers that are saved.
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
     with ocp.CheckpointManager(folder / CHECKPOINTS, options=options) as snapshots:
         done = snapshots.latest_step() or 0
         _check_facts(folder / FACTS, task.facts(recipe), resumes=done > 0)
@@ -107,9 +144,8 @@ def train(
             # Without this wait, several steps in flight on virtual CPU devices would compete for
             # the few threads that their collectives need.
             state, metrics = jax.block_until_ready(take_step(state, rows_at(step)))
-            seconds = time.perf_counter() - begin
-            record: Record = {name: float(value) for name, value in metrics.items()}
-            record |= {"step": step + 1, "seconds": seconds}
+            record: Record = {"step": step + 1, "seconds": time.perf_counter() - begin}
+            record |= {name: float(value) for name, value in metrics.items()}
             last = step + 1 == recipe.steps
             if last or (step + 1) % EVALUATE_EVERY == 0:
                 record["evaluation_loss"] = evaluate(state.params)

@@ -40,7 +40,7 @@ _SPECS = State(P(), (dq.AllReduceState(step=P(), method=P("data"), metrics=P()),
 class Recipe:
     """Hyperparameters of a run."""
 
-    method: str = "exact"
+    method: str | dict[str, str] = "exact"  # or methods by pattern of the parameter's path
     topology: str = "ring"
     steps: int
     learning_rate: float  # the peak, after a rise over a tenth of the steps
@@ -153,9 +153,8 @@ def initial_state(
         lambda leaf: P(("data", "fsdp")) if leaf.shape[0] == mesh.size else P("data"),
         reduction.method,
     )
-    placed = reduction._replace(
-        step=P(), method=method, metrics=dict.fromkeys(reduction.metrics, P())
-    )
+    metrics = dict.fromkeys(reduction.metrics, P())
+    placed = dq.AllReduceState(step=P(), method=method, metrics=metrics)
     specs = State(fsdp_specs(state.params, mesh), (placed, fsdp_specs(rest, mesh)))
     shardings = on_mesh(specs, mesh)
     abstract = jax.tree.map(

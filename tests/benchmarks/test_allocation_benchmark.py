@@ -13,7 +13,7 @@ from benchmarks.error import allocation, tensors
 from benchmarks.error.allocation import Config, verdict
 from benchmarks.error.tensors import ROW, Recipe, load, make, names_of
 from benchmarks.training.small_lm.model import ModelConfig
-from examples.llm.demo import small_config
+from examples.tools.small_decoder import small_config
 
 SMALL = Recipe(workers=4, size=40 * ROW, steps=(0, 1), pretrain_steps=1, local_steps=2)
 DRAWN = ("white noise", "student t noise", "sparse embedding")

@@ -1,5 +1,6 @@
 """Measurements on a real language model, run on a tiny one."""
 
+import dataclasses
 import io
 import json
 
@@ -9,7 +10,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.real_lm import errors, gradients, texts, time_to_accuracy, training
+from benchmarks.error import dump_gradients
+from benchmarks.real_lm import errors, gradients, losses, texts, time_to_accuracy, training
+from benchmarks.real_lm.policies import POLICIES
+from docs.scripts import real_lm_tables
+from dynamiq_jax._measurement import gradient_files
 from tests.support import llm_files
 
 
@@ -43,7 +48,7 @@ def test_errors_are_measured_once(model, tmp_path, monkeypatch):
     config = errors.Config(
         model=model,
         texts=("chats",),
-        methods=("exact", "dynamiq:5", "powersgd"),
+        methods=("exact", "dynamiq:5", "powersgd", "mlp 5.5, rest 4.3"),
         workers=(2,),
         context=32,
     )
@@ -52,6 +57,7 @@ def test_errors_are_measured_once(model, tmp_path, monkeypatch):
     rows = {row["method"]: row for row in json.loads(path.read_text())["results"]}
     assert rows["exact"]["vnmse"] < 1e-12 < 1e-6 < rows["dynamiq:5"]["vnmse"] < 1e-2
     assert rows["dynamiq:5"]["bits"] < 10 < rows["exact"]["bits"]
+    assert 1e-6 < rows["mlp 5.5, rest 4.3"]["vnmse"] < 1e-2
     assert 0.01 < rows["powersgd"]["vnmse"] < 1
     for row in rows.values():
         assert sum(row["energy_of_kind"].values()) == pytest.approx(1)
@@ -64,6 +70,32 @@ def test_errors_are_measured_once(model, tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
+def test_errors_of_other_rows_or_weights_are_measured_again(model, tmp_path, monkeypatch):
+    """Rows of files with one model, which name none, are those of that model."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(errors, "make_devices", lambda workers: None)
+    measured = []
+    monkeypatch.setattr(errors, "gradients", lambda config, text, workers: (None, None))
+    result = {"vnmse": 0.1, "bits": 5.0, "of_kind": dict.fromkeys(gradients.KINDS, 0.1)}
+    monkeypatch.setattr(errors, "measured", lambda s, m, row: measured.append(row) or result)
+    first = errors.Config(
+        model=model, texts=("chats",), methods=("bf16",), workers=(2,), context=32
+    )
+    errors.main(first)
+    path = tmp_path / "real_lm_errors.json"
+    saved = json.loads(path.read_text())
+    for row in saved["results"]:
+        assert row.pop("model") == "start"
+    path.write_text(json.dumps(saved | {"config": {"model": "start"}}))
+    changes = ({}, {"batch": 3}, {"context": 16}, {"name": "other"}, {"name": "start", "step": 1})
+    for change in changes:
+        errors.main(dataclasses.replace(first, **change))
+    assert len(measured) == len(changes)
+    rows = json.loads(path.read_text())["results"]
+    found = [(row["model"], row["batch"], row["context"], row["step"]) for row in rows]
+    assert found[0] == ("start", 2, 32, 0) and len(set(found)) == len(changes)
+
+
 @pytest.mark.slow
 def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
@@ -71,7 +103,7 @@ def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monke
         model=model,
         folder=tmp_path / "runs",
         count=30,
-        methods=("exact", "dynamiq:3"),
+        methods=("exact", "dynamiq:3", "embedding 4, rest 5.3"),
         workers=2,
         steps=3,
         context=32,
@@ -80,11 +112,13 @@ def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monke
     )
     training.main(config)
     path = tmp_path / "real_lm_training_muon.json"
-    exact, ours = json.loads(path.read_text())["results"]
+    exact, ours, policy = json.loads(path.read_text())["results"]
+    assert exact["bytes"] > policy["bytes"] > ours["bytes"]
+    assert (tmp_path / "runs/muon-embedding-4-rest-5.3-0/metrics.jsonl").exists()
     assert exact["error"] < 1e-12 < 1e-3 < ours["error"] < 0.2
     assert ours["bytes"] < exact["bytes"]
-    assert training.final(exact) < exact["held_out"]["0"]
-    assert 0 < abs(training.final(ours) / training.final(exact) - 1) < 0.05
+    assert losses.final(exact) < exact["held_out"]["0"]
+    assert 0 < abs(losses.final(ours) / losses.final(exact) - 1) < 0.05
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
     before = path.read_bytes()
     monkeypatch.setattr(training, "run", None)  # not needed again
@@ -92,8 +126,160 @@ def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monke
     assert path.read_bytes() == before
 
 
+SETTINGS = {  # of the options, as result files have them since the first one
+    "model": "start",
+    "folder": "",
+    "text": "chats",
+    "count": 640,
+    "methods": ["exact", "mxfp8"],
+    "seeds": 1,
+    "workers": 4,
+    "steps": 150,
+    "context": 128,
+    "learning_rate": 5e-05,
+    "optimizer": "adamw",
+}
+RUN = {
+    "method": "exact",
+    "seed": 0,
+    "held_out": {"0": 3.0, "150": 2.5},
+    "error": 0.0,
+    "bytes": 8e8,
+}
+
+
+def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    path = tmp_path / "real_lm_training.json"
+    path.write_text(json.dumps({"config": SETTINGS, "results": [RUN]}))
+    config = training.Config(model=model, folder=tmp_path / "runs", methods=("exact",))
+    training.main(config)  # has this run
+    assert "2.5000" in capsys.readouterr().out
+    before = path.read_bytes()
+    for change, words in (
+        ({"steps": 40}, "steps 150, now 40"),
+        ({"count": 30}, "count 640, now 30"),
+        ({"text": "plain"}, "text chats, now plain"),
+    ):
+        with pytest.raises(SystemExit, match=rf"has runs of {words}\. .* another --output"):
+            training.main(dataclasses.replace(config, **change))
+    assert path.read_bytes() == before
+    shorter = dataclasses.replace(config, steps=40, output=tmp_path / "short.json")
+    assert training.earlier_rows(shorter.result, shorter.settings) == []
+
+
+def test_runs_of_more_documents_do_not_read_those_of_fewer(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    for count in (30, 40):
+        folder = tmp_path / "runs"
+        training.main(training.Config(model=model, folder=folder, count=count, methods=()))
+    files = {path.name: path.read_text().count("\n") for path in folder.iterdir()}
+    assert files == {"chats-30.jsonl": 30, "chats-40.jsonl": 40}
+
+
+def test_methods_and_policies_have_folders_of_their_own():
+    names = (*training.METHODS, *POLICIES)
+    folders = {training.folder_of(training.Config(), name, 0) for name in names}
+    assert len(folders) == len(names)
+    # That of runs which are to be resumed.
+    assert (
+        training.folder_of(training.Config(), "ef+topk_chunked:5", 1).name == "ef+topk_chunked-5-1"
+    )
+
+
+def test_without_the_model_each_benchmark_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    none, words = tmp_path / "none", r"none, which has no model\. Run `make demo-llm`\."
+    for benchmark in (errors, training, time_to_accuracy):
+        with pytest.raises(SystemExit, match=f"--model is .*{words}"):
+            benchmark.main(benchmark.Config(model=none))
+    options = dump_gradients.Options(model="smollm2", checkpoint=none, output=tmp_path / "g.npz")
+    with pytest.raises(SystemExit, match=f"--checkpoint is .*{words}"):
+        dump_gradients.main(options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_gradients_of_a_checkpoint_are_written(model, tmp_path):
+    path = tmp_path / "g.npz"
+    options = dump_gradients.Options(
+        model="smollm2", checkpoint=model, workers=2, kinds=("mlp",), layers=(0,), output=path
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dump_gradients, "worker_gradients", shorter_rows)
+        dump_gradients.main(options)
+    (label, found), *none = gradient_files.load(path).items()
+    assert (label, none) == ("", [])
+    names = {f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert found.keys() == names
+    expected = list(shorter_rows(model, "chats", workers=2))
+    for name in names:
+        np.testing.assert_array_equal(found[name], [each[name] for each in expected])
+
+
+def shorter_rows(folder, text, *, workers, batch=1, context=32):
+    return gradients.worker_gradients(folder, text, workers=workers, batch=1, context=32)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": (5,)}, "--steps has no effect with --model smollm2"),
+        ({"pretrain_steps": 3}, "--pretrain-steps has no effect"),
+        ({"seed": 3}, "--seed has no effect"),
+        ({"model": "decoder"}, "--checkpoint has no effect with --model decoder"),
+        ({"layers": (0, 7)}, r"--layers has \[7\]: the model has layers 0 to 0"),
+        ({"kinds": ()}, "--kinds and --layers leave no tensor"),
+        ({"workers": 999}, "dump_gradients: count=1998 rows of 256 tokens"),
+    ],
+)
+def test_options_of_another_model_are_refused(model, tmp_path, options, words):
+    given = {"model": "smollm2", "checkpoint": model, "layers": (0,), "workers": 1}
+    options = dump_gradients.Options(**given | {"output": tmp_path / "g.npz"} | options)
+    with pytest.raises(SystemExit, match=words), pytest.MonkeyPatch.context() as patch:
+        if options.workers == 1:
+            patch.setattr(dump_gradients, "worker_gradients", lambda *_, **__: iter(()))
+        dump_gradients.main(options)
+    assert not (tmp_path / "g.npz").exists()
+
+
+def test_tables_have_methods_of_later_steps_and_no_policies(monkeypatch):
+    row = {
+        "step": 0,
+        "text": "chats",
+        "workers": 8,
+        "topology": "ring",
+        "bucketing": "auto",
+        "method": "dynamiq:5",
+        "seed": 0,
+        "batch": 2,
+        "context": 256,
+        "bits": 5.0,
+        "vnmse": 1e-3,
+        "of_kind": dict.fromkeys(gradients.KINDS, 2e-3),
+    }
+    rows = [
+        row,
+        row | {"method": "mxfp6", "step": 150, "bits": 6.25},
+        row | {"method": "mlp 5.5, rest 4.3"},
+        row | {"vnmse": 0.9, "batch": 4},
+        row | {"vnmse": 0.9, "model": "another"},
+    ]
+    monkeypatch.setattr(real_lm_tables, "results_of", lambda name: rows)
+    assert real_lm_tables.real_lm_errors().splitlines()[2:] == [
+        "| `mxfp6` | 6.25 |  | 1.0e-3 |  |  |  |",
+        "| `dynamiq:5` | 5.00 | 1.0e-3 |  | 2.0e-3 | 2.0e-3 | 2.0e-3 |",
+    ]
+    topologies = real_lm_tables.real_lm_topologies().splitlines()[2:]
+    assert topologies == ["| chats | 8 | ring | striped | 1.0e-3 |  |  |"]
+
+
 def test_time_to_accuracy_counts_steps_and_what_never_gets_there():
-    losses = {"exact": [3.0, 2.0, 1.0], "dynamiq:5": [3.0, 2.02, 1.01], "mxfp4": [3.0, 2.5, 2.0]}
+    runs = {
+        "dynamiq:5": [3.0, 2.02, 1.01],
+        "exact": [3.0, 2.0, 1.0],
+        "bf16": [3.0, 2.0, 1.0],
+        "mxfp4": [3.0, 2.5, 2.0],
+    }
     rows = {
         name: time_to_accuracy.result(
             {"method": name, "held_out": dict(zip(("0", "10", "20"), values, strict=True))},
@@ -101,7 +287,7 @@ def test_time_to_accuracy_counts_steps_and_what_never_gets_there():
             step=step,
             target=1.02,
         )
-        for (name, values), step in zip(losses.items(), (3.0, 1.0, 1.0), strict=True)
+        for (name, values), step in zip(runs.items(), (1.0, 3.0, 2.0, 1.0), strict=True)
     }
     assert rows["exact"]["steps_to_target"] == pytest.approx(19.8)
     assert rows["exact"]["seconds_to_target"] == pytest.approx(59.4)
@@ -110,5 +296,14 @@ def test_time_to_accuracy_counts_steps_and_what_never_gets_there():
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(time_to_accuracy.table({"target": 1.02, "rows": list(rows.values())}))
     text = console.export_text()
-    assert f"{59.4 / (10 + 10 / 1.01):.2f}x" in text
-    assert text.count("not reached") == 3
+    ours = 10 + 10 / 1.01
+    assert f"{59.4 / ours:.2f}x" in text and f"{39.6 / ours:.2f}x" in text
+    assert text.count("not reached") == 4
+
+
+def test_the_target_is_that_of_the_exact_run(tmp_path):
+    """In whatever order the runs are."""
+    runs = [RUN | {"method": "bf16", "held_out": {"0": 3.0, "150": 1.0}}, RUN]
+    assert time_to_accuracy.target_of(runs, tmp_path) == pytest.approx(3.0 - 0.99 * 0.5)
+    with pytest.raises(SystemExit, match=r"no exact run of seed 0\. Run .* --methods exact"):
+        time_to_accuracy.target_of(runs[:1], tmp_path)

@@ -26,7 +26,7 @@ from dynamiq_jax._measurement.comparison import geometric_mean
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._measurement.simulate import Simulation, codec_ns
 from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
-from examples.llm.demo import small_config
+from examples.tools.small_decoder import small_config
 from tests.support.commands import shown
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import simulated

@@ -1,32 +1,32 @@
-"""Memory and time of a step are known before it is taken."""
+"""Memory, disk and time of training are known before it starts."""
 
+import shutil
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from examples.llm import budget
-from examples.llm.docstrings import conversations
+from examples.tools import budget
 from tests.support import llm_files
 
 GIB = 2**30
 
 
-def step_of(argument: int, temporary: int, output: int, alias: int):
+def test_donated_arguments_of_a_step_count_once():
     sizes = SimpleNamespace(
-        argument_size_in_bytes=argument,
-        temp_size_in_bytes=temporary,
-        output_size_in_bytes=output,
-        alias_size_in_bytes=alias,
+        argument_size_in_bytes=3,
+        temp_size_in_bytes=2,
+        output_size_in_bytes=4,
+        alias_size_in_bytes=3,
     )
-    return SimpleNamespace(memory_analysis=lambda: sizes)
+    assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: sizes), 1) == 6
+    assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: None), 1) == 1
 
 
 def test_a_step_that_cannot_fit_is_refused(monkeypatch):
-    """Donated arguments count once; virtual devices share the memory of the machine."""
-    mesh = llm_files.mesh_of(2, 2)
-    step = step_of(3 * GIB, 2 * GIB, 4 * GIB, 3 * GIB)
+    """Virtual devices share the memory of the machine."""
+    mesh, step = llm_files.mesh_of(2, 2), 6 * GIB
     monkeypatch.setattr(budget, "free_memory", lambda: 27 * GIB)
     assert budget.check_memory(step, mesh).startswith("needs 26.0 GiB of memory; this machine has")
     monkeypatch.setattr(budget, "free_memory", lambda: 25 * GIB)
@@ -41,7 +41,8 @@ def test_a_compiled_step_tells_its_memory():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((2, 2**20), jnp.float32, sharding=sharding)
     step = jax.jit(lambda x: jnp.sort(x, axis=1)).lower(x).compile()
-    text = budget.check_memory(step, mesh)
+    assert budget.bytes_of_arrays([x, x]) == 2 * 2**22
+    text = budget.check_memory(budget.bytes_of_step(step, 0), mesh)
     least, most = 2 * 2 * 2**22 / GIB, 2 * 5 * 2**22 / GIB
     needed = float(text.split()[1]) - budget.REST_OF_PROCESS / GIB
     assert least - 0.05 <= needed <= most + 0.05
@@ -52,20 +53,17 @@ def test_the_free_memory_of_a_machine_is_plausible():
     assert free is None or 2**20 < free < 2**50
 
 
-def test_the_time_of_a_step_grows_with_tokens_and_parameters():
+def test_the_time_of_training_grows_with_tokens_and_parameters():
     params = [jax.ShapeDtypeStruct((10**6,), "float32")] * 10
-    one = budget.seconds_of_step(params, 10**6)
+    one = budget.seconds_of_training(params, 10**6)
     assert one > 0
-    assert budget.seconds_of_step(params, 10**9) > 100 * one
+    assert budget.seconds_of_training(params, 10**9) > 100 * one
 
 
-def test_conversations_are_answers_to_functions_without_their_docstrings():
-    chats = conversations()
-    assert len(chats) > 1000
-    answers = [chat[1]["content"] for chat in chats]
-    assert len(set(answers)) == len(answers)
-    for (question, answer), _ in zip(chats, range(200), strict=False):
-        assert question["role"] == "user" and answer["role"] == "assistant"
-        assert "def " in question["content"]
-        assert answer["content"] not in question["content"]
-    assert conversations() == chats
+def test_a_disk_without_room_is_refused(tmp_path, monkeypatch):
+    """Also for a folder that does not exist yet."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * GIB))
+    folder = tmp_path / "a" / "b"
+    assert budget.check_disk(folder, 3 * GIB) == "3.0 GiB of disk"
+    with pytest.raises(ValueError, match=r".*/a/b will take 4.0 .* has 3.0 GiB f"):
+        budget.check_disk(folder, 4 * GIB)

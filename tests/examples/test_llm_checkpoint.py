@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from examples.llm import checkpoint
 from examples.llm.checkpoint import named_leaves, read_config, save
-from examples.llm.model import abstract_params
+from examples.llm.model import abstract_decoder
 from tests.support import llm_oracle as oracle
 from tests.support.llm_configs import LLAMA
 
@@ -114,7 +114,7 @@ def test_parameters_are_placed_as_asked_for_and_only_their_parts_are_read(llama,
     """No read is larger than what one device holds."""
     folder, tensors = llama
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    abstract = abstract_params(read_config(folder))
+    _, abstract = abstract_decoder(read_config(folder))
     columns = lambda leaf: NamedSharding(mesh, P(None, "fsdp") if leaf.ndim == 2 else P())  # noqa: E731
     shardings, reads, make = jax.tree.map(columns, abstract), [], jax.make_array_from_callback
 

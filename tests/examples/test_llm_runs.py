@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,8 +17,10 @@ from safetensors.numpy import load_file
 
 from examples import finetune_llm
 from examples.finetune_llm import Options
-from examples.llm import run
+from examples.llm import checkpoint, run
 from examples.llm.run import read_records
+from examples.llm.training import Recipe
+from examples.tools import budget
 from tests.support import llm_files, processes
 from tests.support.llm_files import last_state, losses
 
@@ -150,6 +153,53 @@ def test_a_run_whose_facts_cannot_be_read_is_refused(command, output, content, w
         (copy / "run.json").write_text(content)
     with pytest.raises(SystemExit, match=words):
         command(copy)
+
+
+def test_a_run_that_does_not_fit_the_disk_or_the_memory_makes_nothing(
+    command, tmp_path, monkeypatch
+):
+    free = SimpleNamespace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(SystemExit, match=r"/output will take 0.0 GiB, and its disk has"):
+        command(tmp_path / "output")
+    monkeypatch.undo()
+    monkeypatch.setattr(budget, "free_memory", lambda: budget.REST_OF_PROCESS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "compiled_step", None)  # The state alone is too much.
+        with pytest.raises(SystemExit, match=r"--workers 2 needs 2.0 .* this machine has 2.0 GiB"):
+            command(tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_disk_that_fills_up_ends_a_run_in_one_line(command, output, tmp_path, monkeypatch):
+    copy = tmp_path / "output"
+    shutil.copytree(output, copy)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(SystemExit, match=r"^finetune_llm: .*No space left on device"):
+        command(copy)
+
+
+def test_a_run_says_what_it_needs_before_it_starts(command, output, files, monkeypatch):
+    """Two checkpoints are kept while a third is written. Those that are there need no more room."""
+    recipe = Recipe(method="bf16", steps=STEPS, learning_rate=1e-2)
+    options = Options(checkpoint=files / "start", data=files / "chats.jsonl", context=64)
+    _, task = finetune_llm.read_task(options, llm_files.mesh_of(2))
+    count, sizes = sum(leaf.size for leaf in jax.tree.leaves(task.shapes)), []
+    monkeypatch.setattr(budget, "check_disk", lambda folder, size: sizes.append(size) or "")
+    monkeypatch.setattr(budget, "seconds_of_training", lambda params, tokens: 60 * tokens)
+    text = run.check_runs(task, {output / "new": recipe}, save_every=3)
+    run.check_runs(task, {output: recipe}, save_every=3)
+    assert text.startswith(f"{count:,} parameters, {len(task.rows.tokens)} rows, 2 worker(s) of 1")
+    # Adam has two moments of each parameter; in the end there is a copy of the model.
+    assert sizes[0] == pytest.approx((3 * 12 + 4) * count, rel=0.01)
+    assert 4 * count <= sizes[1] < sizes[0]
+    # Before the first step, and after every fourth one.
+    tokens = STEPS * 2 * 2 * 64 + 3 * task.held_out.tokens.size / 3
+    assert f"1 run(s), 8 steps in all, need , and about {tokens:,.1f} minutes" in text
 
 
 def test_a_model_is_not_written_over_the_one_it_came_from(files, command):

@@ -43,7 +43,7 @@ def first_factors() -> tuple[jax.Array, ...]:
 def test_means_of_20_steps_are_those_of_the_hook(tmp_path):
     drawn = gradients()
     np.savez(tmp_path / "gradients.npz", **drawn)
-    processes.run("powersgd_worker.py", [[tmp_path]] * WORKERS)
+    processes.run("powersgd_worker.py", [[tmp_path, RANK]] * WORKERS)
     theirs = [np.load(tmp_path / f"means{rank}.npz") for rank in range(WORKERS)]
 
     shapes = tuple(SHAPES.values())

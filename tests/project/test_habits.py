@@ -73,8 +73,8 @@ def test_workflows_run_targets_that_exist():
             targets = ["test-slow", "test-x64"] if "matrix.target" in command else [target]
             assert all(re.search(rf"^{t}:.*##", MAKEFILE, flags=re.MULTILINE) for t in targets)
     more = WORKFLOWS["tests"]["jobs"]["more"]["strategy"]["matrix"]["target"]
-    run = " ".join([*more, *commands("tests"), *commands("documentation")])
-    assert {"lint", "test-fast", "test-slow", "test-x64", "docs"} <= set(re.findall(r"[\w-]+", run))
+    run = {*more, *(word for w in WORKFLOWS for c in commands(w) for word in shlex.split(c))}
+    assert {"lint", "test-fast", "test-slow", "test-x64", "test-oracles", "docs"} <= run
 
 
 def test_make_installs_the_version_of_jax_that_it_is_given():

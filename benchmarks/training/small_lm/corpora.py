@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 import numpy as np
 from tokenizers import Tokenizer
 
-from examples.llm.demo import END_OF_TEXT, standard_library, train_tokenizer
+from examples.tools.small_decoder import END_OF_TEXT, standard_library, train_tokenizer
 
 HOLD_OUT_EVERY = 10  # topics
 

@@ -4,7 +4,6 @@ The model is a new small decoder of the Llama family. The data is the source cod
 library, which comes with every Python.
 """
 
-import json
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from examples.llm import checkpoint
 from examples.llm.model import Decoder, Params
+from examples.tools.document_files import write_documents
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048
@@ -33,7 +33,7 @@ def prepare(folder: Path) -> None:
     checkpoint.save(folder, config, new_decoder(config)[1])
     tokenizer_of_folder = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
     tokenizer_of_folder.save_pretrained(folder)
-    (folder / DATA).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_documents(folder / DATA, texts)
 
 
 def small_config(vocabulary: int) -> LlamaConfig:

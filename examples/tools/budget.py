@@ -1,5 +1,7 @@
-"""Memory and time of a training step, known before the first one."""
+"""Memory, disk and time that scripts of this folder need, known before they start."""
 
+import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,34 @@ REST_OF_PROCESS = 2 * GIB
 SHARE_OF_PRODUCTS = 2 / 3
 
 
-def check_memory(step: jax.stages.Compiled, mesh: Mesh) -> str:
+def check_disk(folder: Path, needed: int) -> str:
+    """Describe the room that a folder will take, and refuse one that cannot fit.
+
+    Raises:
+      ValueError: the disk of the folder has less room.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ValueError(
+            f"{folder} will take {needed / GIB:.1f} GiB, and its disk has {free / GIB:.1f} GiB "
+            "free. Give a folder on another disk."
+        )
+    return f"{needed / GIB:.1f} GiB of disk"
+
+
+def check_memory(needed: int, mesh: Mesh) -> str:
     """Describe the memory that a step needs, and refuse one that cannot fit.
+
+    Args:
+      needed: bytes of each device.
+      mesh: the devices.
 
     Raises:
       ValueError: the devices of this process have less memory.
     """
-    sizes = step.memory_analysis()
-    if sizes is None:  # The platform does not tell.
-        return ""
-    fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    needed = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + fresh
     device = mesh.local_devices[0]
     if device.platform == "cpu":  # Virtual devices share the memory of the machine.
         where, free = "this machine", free_memory()
@@ -39,6 +58,26 @@ def check_memory(step: jax.stages.Compiled, mesh: Mesh) -> str:
             f"{free / GIB:.1f} GiB free. Give fewer --workers, less --context or less --batch."
         )
     return text if free is None else f"{text}; {where} has {free / GIB:.1f} GiB free"
+
+
+def bytes_of_arrays(tree: Any) -> int:
+    """Count the bytes that arrays, or their shapes and shardings, take on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
+
+
+def bytes_of_step(step: jax.stages.Compiled, least: int) -> int:
+    """Count the bytes that a compiled step takes on one device.
+
+    Args:
+      step: the step.
+      least: bytes of its arrays, which are returned if the platform does not tell more.
+    """
+    sizes = step.memory_analysis()
+    if sizes is None:
+        return least
+    fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + fresh
 
 
 def free_memory() -> int | None:
@@ -60,12 +99,12 @@ def free_memory() -> int | None:
     return min(limits, default=None)
 
 
-def seconds_of_step(params: Any, tokens: int) -> float:
-    """Estimate the time that a step computes on CPUs, from that of a matrix product.
+def seconds_of_training(params: Any, tokens: float) -> float:
+    """Estimate the time that steps compute on CPUs, from that of a matrix product.
 
     Args:
       params: the parameters, or their shapes.
-      tokens: those of all workers.
+      tokens: those of all workers and steps.
     """
     size = 1024
     square = jnp.ones((size, size))

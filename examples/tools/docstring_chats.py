@@ -1,12 +1,11 @@
 """Conversations from the standard library: a function, and the docstring that answers.
 
-    python -m examples.llm.docstrings chats.jsonl
+    python -m examples.tools.docstring_chats chats.jsonl
 
 They come with every Python, under its license, PSF-2.0. A fine-tuned model documents functions.
 """
 
 import ast
-import json
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+
+from examples.tools.document_files import write_documents
 
 QUESTION = "Write the docstring of this Python function.\n\n```python\n{}\n```"
 # Characters of a function and of a docstring: a conversation fits a row of 512 tokens.
@@ -30,9 +31,7 @@ def main(file: tyro.conf.Positional[Path], count: int | None = None) -> None:
       file: the .jsonl file to write.
       count: number of conversations; None for all, about 3,200.
     """
-    chats = conversations()[:count]
-    with file.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    write_documents(file, conversations()[:count])
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -80,4 +79,4 @@ def documented(file: Path) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m examples.llm.docstrings")
+    tyro.cli(main, prog="python -m examples.tools.docstring_chats")
