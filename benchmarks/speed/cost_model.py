@@ -30,13 +30,8 @@ from benchmarks import common
 from dynamiq_jax._measurement.settings import parse_setting
 from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Network, Ring
-from dynamiq_jax.topologies._cost_model import (
-    CODEC_SPEEDS,
-    SUM_SPEEDS,
-    CodecSpeed,
-    predict,
-    predict_exact,
-)
+from dynamiq_jax.topologies._cost_model import CodecSpeed, predict, predict_exact
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS
 
 TOPOLOGIES: dict[str, FixedTopology] = {
     "ring": Ring(),

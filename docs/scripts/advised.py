@@ -4,6 +4,7 @@ from typing import Literal
 
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._prediction.advice import Option, predictions
+from dynamiq_jax.topologies import DeviceKind
 
 
 def at_five_bits(question: Advise) -> tuple[Option, Option]:
@@ -20,7 +21,7 @@ def gain_of_a_step(link: str, overlap: float = 0.0) -> float:
 
 
 def break_even_gbit(
-    device: Literal["gpu", "cpu"], size: str, gradient: Literal["f32", "bf16"]
+    device: DeviceKind, size: str, gradient: Literal["f32", "bf16"]
 ) -> float:
     """Return the Gbit/s of a link below which 5 bits beat `psum`, with two digits."""
     question = Advise(link="10gbit", size=size, device=device, gradient=gradient)
@@ -28,3 +29,9 @@ def break_even_gbit(
     # Wire times shrink as the link gets faster, codec times stay; latencies are nothing.
     gbit_per_s = 10 * (plain.wire - ours.wire) / (ours.codec - plain.codec)
     return float(f"{gbit_per_s:.2g}")
+
+
+def between_slices(device: DeviceKind, size: str, overlap: float = 0.0) -> tuple[Option, Option]:
+    """Return `psum` and 5 bits between two slices; `size` is of the part that a chip sums."""
+    question = Advise(device=device, size=size, workers=2, overlap=overlap, step_time=0.1)
+    return at_five_bits(question)

@@ -31,7 +31,7 @@ from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
-from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
@@ -348,6 +348,7 @@ _ALL = (
     maxtext,
     environments,
     choice_tables.which_method,
+    choice_tables.tpu_slices,
     bucket_tables.buckets_errors,
     bucket_tables.buckets_steps,
     *error_tables.ALL,

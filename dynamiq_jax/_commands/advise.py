@@ -19,9 +19,11 @@ from dynamiq_jax._console.units import (
 )
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._prediction.advice import Option, Question, advice, predictions
-from dynamiq_jax.topologies import Network
+from dynamiq_jax._prediction.tpus import LINKS
+from dynamiq_jax.topologies import DeviceKind, Network
 
 _MOST_WORKERS = 2**20
+_USUAL_LINK = "10gbit"
 _LONGEST = 1e9  # seconds of a step: 30 years
 
 
@@ -34,9 +36,11 @@ class Advise:
     a better --codec-ns than the built-in one, in its last line.
     """
 
-    link: str = "10gbit"
+    link: str | None = None
     """Speed of the slowest link of each worker, in one direction: 10gbit, 400gbit. With fast links
-    inside hosts and axis_name=("hosts", "local"), that of one host."""
+    inside hosts and axis_name=("hosts", "local"), that of one host. By default 10gbit, and on a TPU
+    the share of a chip of its host's network cards, which connect slices: 25gbit (v5e), 50gbit
+    (v5p), 100gbit (v6e)."""
 
     size: str = "1G"
     """Gradient coordinates of each worker, one for every parameter: 350M, 7G. With several axes,
@@ -54,8 +58,8 @@ class Advise:
     gradient: Literal["f32", "bf16"] = "bf16"
     """What jax.lax.psum sends today. (XLA:CPU sends float32 in any case.)"""
 
-    device: Literal["gpu", "cpu"] = "gpu"
-    """Where the codec runs."""
+    device: DeviceKind = "gpu"
+    """Where the codec runs. A worker on a TPU is a slice, if the axes are ("slices", "chips")."""
 
     codec_ns: float | None = None
     """Nanoseconds of codec of a worker for each coordinate of its gradient: what `bench` calls
@@ -86,6 +90,12 @@ class Advise:
             records.write(self.json, environment(self.device), dataclasses.asdict(self), rows)
         return 0
 
+    @property
+    def rate(self) -> float:
+        """Bits a second of the link."""
+        link = self.link or LINKS.get(self.device, _USUAL_LINK)
+        return parse_rate(link, "--link")
+
     def question(self) -> Question:
         """Parse the options.
 
@@ -105,7 +115,7 @@ class Advise:
         size = parse_size(self.size, "--size")
         try:
             network = Network(
-                gbit_per_s=parse_rate(self.link, "--link") / 1e9,
+                gbit_per_s=self.rate / 1e9,
                 latency_us=self.latency_us,
                 oversubscription=self.oversubscription,
             )
@@ -128,7 +138,7 @@ class Advise:
 def _table(asked: Advise, options: list[Option]) -> Table:
     plain = options[0]
     table = tables.table(
-        f"{asked.workers} workers on {format_rate(parse_rate(asked.link))}, gradient of "
+        f"{asked.workers} workers on {format_rate(asked.rate)}, gradient of "
         f"{asked.size} coordinates, {format_seconds(asked.step_time)} of computing a step",
         ("all-reduce",),
         ("sent by each", "codec", "wire", "step", "speed-up", "error, compressions"),
@@ -147,6 +157,7 @@ def _table(asked: Advise, options: list[Option]) -> Table:
         "Predicted. error, compressions: vNMSE of the sum over that of one compression at the same "
         "bits; one bit more divides both by about 4."
     )
-    if asked.codec_ns is None and asked.device == "gpu":
-        table.caption += " Codec time on a GPU: estimated from bytes, not measured."
+    if asked.codec_ns is None and asked.device != "cpu":
+        kind, source = ("GPU", "bytes") if asked.device == "gpu" else ("TPU", "compiled cycles")
+        table.caption += f" Codec time on a {kind}: estimated from {source}, not measured."
     return table

@@ -6,15 +6,19 @@ from typing import Literal
 import dynamiq_jax as dq
 from dynamiq_jax._console.units import format_rate, format_seconds
 from dynamiq_jax._prediction.error_law import error_growth
+from dynamiq_jax._prediction.tpus import LINKS, UTILIZATION, hiding_tokens
 from dynamiq_jax.methods import Axis, Call
-from dynamiq_jax.topologies import AllToAll, Butterfly, CodecSpeed, FixedTopology, Network, Ring
-from dynamiq_jax.topologies._cost_model import (
-    CODEC_SPEEDS,
-    SUM_SPEEDS,
-    Prediction,
-    predict,
-    predict_exact,
+from dynamiq_jax.topologies import (
+    AllToAll,
+    Butterfly,
+    CodecSpeed,
+    DeviceKind,
+    FixedTopology,
+    Network,
+    Ring,
 )
+from dynamiq_jax.topologies._cost_model import Prediction, predict, predict_exact
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS
 
 _WORTH_IT = 1.05  # a step that gains less is not worth another moving part
 _ITEM_BYTES = {"f32": 4, "bf16": 2}
@@ -35,7 +39,7 @@ class Question:
     step_seconds: float  # without the all-reduce
     overlap: float  # share of that time under which transfers can hide
     gradient: Literal["f32", "bf16"]  # that jax.lax.psum sends today
-    device: Literal["gpu", "cpu"]  # of the codec
+    device: DeviceKind  # of the codec
     codec_ns: float | None  # of a worker for each coordinate; None: that of `CODEC_SPEEDS`
     methods: tuple[dq.DynamiQ, ...]  # to consider
 
@@ -92,12 +96,26 @@ def advice(question: Question, options: list[Option]) -> str:
             f"[bold]Do not compress.[/bold] At {format_rate(1e9 * question.network.gbit_per_s)} "
             f"{best.name} would make a step of {format_seconds(plain.step)} take "
             f"{format_seconds(best.step)} ({gain:.2f}x): the all-reduce is not what you wait for."
+            f"{_rule_of_thumb(question)}"
         )
     return (
         f"[bold]Compress[/bold]: {best.call}. A step takes {format_seconds(best.step)} instead of "
         f"{format_seconds(plain.step)} ([bold]{gain:.2f}x[/bold]), the all-reduce "
         f"{format_seconds(best.all_reduce.total)} instead of "
-        f"{format_seconds(plain.all_reduce.total)}."
+        f"{format_seconds(plain.all_reduce.total)}.{_rule_of_thumb(question)}"
+    )
+
+
+def _rule_of_thumb(question: Question) -> str:
+    """Write, for slices of TPUs, from which batch on the network hides anyway."""
+    if question.device not in LINKS:
+        return ""
+    rate, item_bytes = 1e9 * question.network.gbit_per_s, _ITEM_BYTES[question.gradient]
+    tokens = hiding_tokens(question.device, question.workers, rate, item_bytes)
+    return (
+        f" Between {question.workers} slices, psum of a dense model hides under the backward pass "
+        f"from about {tokens:,.0f} tokens a slice and step on (at {UTILIZATION:.0%} of the peak): "
+        "do not compress there."
     )
 
 

@@ -3,6 +3,7 @@
 _base        interface of a topology
 _ring, _butterfly, _all_to_all
 _cost_model  prediction of the time of an all-reduce
+_device_speeds  speed of codecs and sums, by the kind of device
 _auto        choice by the cost model
 """
 
@@ -19,11 +20,12 @@ from dynamiq_jax.topologies._base import (
 )
 from dynamiq_jax.topologies._butterfly import Butterfly
 from dynamiq_jax.topologies._cost_model import CodecSpeed, Network
+from dynamiq_jax.topologies._device_speeds import DEVICE_KINDS, DeviceKind
 from dynamiq_jax.topologies._ring import Ring
 
-__all__ = ["TOPOLOGIES", "AllToAll", "Arrival", "Auto", "Axis", "Butterfly", "CodecSpeed"]
-__all__ += ["FixedTopology", "Gathered", "Network", "Ring", "Scattered", "Topology", "gather"]
-__all__ += ["resolve_topology"]
+__all__ = ["DEVICE_KINDS", "TOPOLOGIES", "AllToAll", "Arrival", "Auto", "Axis", "Butterfly"]
+__all__ += ["CodecSpeed", "DeviceKind", "FixedTopology", "Gathered", "Network", "Ring"]
+__all__ += ["Scattered", "Topology", "gather", "resolve_topology"]
 
 # Names are those of the literature in lower case, with spaces and hyphens as underscores.
 TOPOLOGIES: dict[str, type[Topology]] = {

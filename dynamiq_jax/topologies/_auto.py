@@ -2,19 +2,16 @@
 
 import dataclasses
 
-import jax
-
 from dynamiq_jax.topologies._all_to_all import AllToAll
 from dynamiq_jax.topologies._base import Choice, CostOf, FixedTopology, Topology
 from dynamiq_jax.topologies._butterfly import Butterfly
 from dynamiq_jax.topologies._cost_model import (
-    CODEC_SPEEDS,
-    SUM_SPEEDS,
     CodecSpeed,
     Network,
     predict,
     predict_exact,
 )
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS, default_device_kind
 from dynamiq_jax.topologies._ring import Ring
 from pallas_kernels.compat import override
 
@@ -28,7 +25,7 @@ class Auto(Topology):
     """
 
     network: Network = dataclasses.field(default_factory=Network)
-    # None: `CODEC_SPEEDS` of the device, measured for DynamiQ on a CPU, estimated on a GPU.
+    # None: `CODEC_SPEEDS` of the device, measured for DynamiQ on a CPU, estimated elsewhere.
     codec: CodecSpeed | None = None
 
     def __post_init__(self):
@@ -45,8 +42,8 @@ class Auto(Topology):
 
     @override
     def choose(self, size: int, num_workers: int, cost_of: CostOf) -> Choice:
-        platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-        codec, sums = self.codec or CODEC_SPEEDS[platform], SUM_SPEEDS[platform]
+        kind = default_device_kind()
+        codec, sums = self.codec or CODEC_SPEEDS[kind], SUM_SPEEDS[kind]
 
         def seconds(topology: FixedTopology) -> float:
             cost = cost_of(topology)

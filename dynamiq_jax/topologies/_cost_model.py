@@ -53,19 +53,6 @@ class CodecSpeed:
         return size * self.ns_per_coordinate * 1e-9 + steps * self.us_per_step * 1e-6
 
 
-# DynamiQ at 5 bits from float32. CPU: two cores for one worker, benchmarks/speed/codec.py. GPU: an
-# H200, whose kernels move 18.5 bytes a coordinate, at 60 % of its copy speed; not measured yet.
-CODEC_SPEEDS = {
-    "cpu": CodecSpeed(ns_per_coordinate=8.0, us_per_step=500.0),
-    "gpu": CodecSpeed(ns_per_coordinate=0.0075, us_per_step=10.0),
-}
-# The sum of an exact all-reduce: 12 bytes of memory a coordinate.
-SUM_SPEEDS = {
-    "cpu": CodecSpeed(ns_per_coordinate=0.5, us_per_step=100.0),
-    "gpu": CodecSpeed(ns_per_coordinate=0.003, us_per_step=5.0),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Parts of the time of one all-reduce, in seconds."""

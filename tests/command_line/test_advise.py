@@ -62,6 +62,28 @@ def test_transfers_hide_under_a_step_and_the_codec_does_not():
         assert option.step == pytest.approx(100 + option.all_reduce.codec, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("device", "gbit", "tokens"),
+    # For two slices, half of peak x 0.4 / bytes a second.
+    [("tpu_v5e", 25, 12_608), ("tpu_v5p", 50, 14_688), ("tpu_v6e", 100, 14_688)],
+)
+def test_slices_of_tpus_have_the_share_of_a_chip_and_a_batch_that_hides_it(device, gbit, tokens):
+    asked = Advise(device=device, size="256M", workers=2, step_time=0.1)
+    text, options = answer(**dataclasses.asdict(asked))
+    assert asked.question().network.gbit_per_s == gbit
+    assert "Compress[/bold]: " in text
+    assert f"from about {tokens:,} tokens" in text
+    plain, *compressed = options
+    assert all(option.all_reduce.total < plain.all_reduce.total for option in compressed)
+    # Eight slices send 7/4 times as much.
+    assert f"about {1.75 * tokens:,.0f} tokens" in answer(device=device, link=None)[0]
+    assert (
+        f"about {3.5 * tokens:,.0f} tokens" in answer(device=device, link=None, gradient="f32")[0]
+    )
+    assert "Do not compress" in answer(device=device, link=None, overlap=1.0, step_time=3.0)[0]
+    assert "tokens" not in answer()[0]
+
+
 def test_few_bits_are_the_choice_of_the_user():
     assert "bits=4.0" not in answer()[0]
     assert "bits=4.0" in answer(bits=(4.0,))[0]

@@ -10,7 +10,7 @@ from docs.scripts.result_files import exponent, mean, results_of
 from dynamiq_jax.contrib import LEVELS
 from dynamiq_jax.methods import METHODS, WRAPPERS
 from dynamiq_jax.topologies import TOPOLOGIES
-from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 from tests.project.test_docs import PAGES
 
 _ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]

@@ -1,6 +1,7 @@
 """Predicted times: the parts that they are made of, and the choices of `topology="auto"`."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import dynamiq_jax as dq
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import Axis, Call, WireCost
 from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, CodecSpeed, Network, Ring
-from dynamiq_jax.topologies._cost_model import CODEC_SPEEDS, SUM_SPEEDS, predict, predict_exact
+from dynamiq_jax.topologies._cost_model import predict, predict_exact
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, DEVICE_KINDS, SUM_SPEEDS
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import simulated
 
@@ -166,14 +168,29 @@ def test_auto_takes_the_speed_of_the_codec_that_it_is_given():
 
 
 def test_auto_knows_the_speed_of_this_kind_of_device(monkeypatch):
-    """A GPU's codec is a thousand times faster, and so compresses where a CPU had better not."""
+    """The codec of a GPU is a thousand times faster, and so compresses where a CPU had better not.
+
+    A TPU without speeds of its own counts as the slowest one.
+    """
     network = Network(gbit_per_s=20.0)
-    assert CODEC_SPEEDS.keys() == SUM_SPEEDS.keys() == {"cpu", "gpu"}
-    for platform, speed in CODEC_SPEEDS.items():
+    assert CODEC_SPEEDS.keys() == SUM_SPEEDS.keys() == set(DEVICE_KINDS)
+    tpus = {
+        "TPU v5 lite": "tpu_v5e",
+        "TPU v5": "tpu_v5p",
+        "TPU v6 lite": "tpu_v6e",
+        "TPU v9": "tpu_v5e",
+    }
+    assert {*tpus.values(), "cpu", "gpu"} == set(DEVICE_KINDS)
+    here = [("cpu", "", "cpu"), ("gpu", "NVIDIA H200", "gpu")]
+    here += [("tpu", name, kind) for name, kind in tpus.items()]
+    for platform, name, kind in here:
+        speed = CODEC_SPEEDS[kind]
+        device = types.SimpleNamespace(device_kind=name)
         monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
         found = Auto(network=network).choose(SIZE, 8, cost_of)
         assert found == Auto(network=network, codec=speed).choose(SIZE, 8, cost_of)
-        assert (found[1] is None) == (platform == "gpu")
+        assert (found[1] is None) == (platform != "cpu")
 
 
 def test_auto_reduces_exactly_where_compression_does_not_pay():

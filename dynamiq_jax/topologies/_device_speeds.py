@@ -1,0 +1,43 @@
+"""Speed of the codec and of exact sums, by the kind of device."""
+
+from typing import Literal, get_args
+
+import jax
+
+from dynamiq_jax.topologies._cost_model import CodecSpeed
+
+DeviceKind = Literal["gpu", "cpu", "tpu_v5e", "tpu_v5p", "tpu_v6e"]
+DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
+
+# DynamiQ at 5 bits from float32. CPU: two cores for one worker, benchmarks/speed/codec.py. GPU: an
+# H200, whose kernels move 18.5 bytes a coordinate, at 60 % of its copy speed; not measured yet.
+# TPU: cycles that the compiler schedules, benchmarks/aot/tpu.py; not measured yet.
+CODEC_SPEEDS: dict[DeviceKind, CodecSpeed] = {
+    "cpu": CodecSpeed(ns_per_coordinate=8.0, us_per_step=500.0),
+    "gpu": CodecSpeed(ns_per_coordinate=0.0075, us_per_step=10.0),
+    "tpu_v5e": CodecSpeed(ns_per_coordinate=0.07, us_per_step=10.0),
+    "tpu_v5p": CodecSpeed(ns_per_coordinate=0.06, us_per_step=10.0),
+    "tpu_v6e": CodecSpeed(ns_per_coordinate=0.05, us_per_step=10.0),
+}
+# The sum of an exact all-reduce: 12 bytes of memory a coordinate, of 819, 2765 and 1638 GB/s on
+# the TPUs.
+SUM_SPEEDS: dict[DeviceKind, CodecSpeed] = {
+    "cpu": CodecSpeed(ns_per_coordinate=0.5, us_per_step=100.0),
+    "gpu": CodecSpeed(ns_per_coordinate=0.003, us_per_step=5.0),
+    "tpu_v5e": CodecSpeed(ns_per_coordinate=0.015, us_per_step=5.0),
+    "tpu_v5p": CodecSpeed(ns_per_coordinate=0.0043, us_per_step=5.0),
+    "tpu_v6e": CodecSpeed(ns_per_coordinate=0.0073, us_per_step=5.0),
+}
+_TPUS: dict[str, DeviceKind] = {
+    "TPU v5 lite": "tpu_v5e",
+    "TPU v5": "tpu_v5p",
+    "TPU v6 lite": "tpu_v6e",
+}
+
+
+def default_device_kind() -> DeviceKind:
+    """Return the kind of the default devices; the slowest TPU for one that has no speeds here."""
+    backend = jax.default_backend()
+    if backend == "tpu":
+        return _TPUS.get(jax.devices()[0].device_kind, "tpu_v5e")
+    return "cpu" if backend == "cpu" else "gpu"
