@@ -20,9 +20,7 @@ def gain_of_a_step(link: str, overlap: float = 0.0) -> float:
     return plain.step / ours.step
 
 
-def break_even_gbit(
-    device: DeviceKind, size: str, gradient: Literal["f32", "bf16"]
-) -> float:
+def break_even_gbit(device: DeviceKind, size: str, gradient: Literal["f32", "bf16"]) -> float:
     """Return the Gbit/s of a link below which 5 bits beat `psum`, with two digits."""
     question = Advise(link="10gbit", size=size, device=device, gradient=gradient)
     plain, ours = (option.all_reduce for option in at_five_bits(question))

@@ -3,8 +3,8 @@
 from docs.scripts.advised import between_slices, break_even_gbit, gain_of_a_step
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, markdown, results_of
-from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
-from dynamiq_jax._prediction.tpus import LINKS, hiding_tokens
+from dynamiq_jax._console.units import format_rate, parse_rate
+from dynamiq_jax._prediction.tpus import LINKS
 from dynamiq_jax.topologies import DeviceKind
 
 
@@ -69,30 +69,6 @@ def which_method() -> str:
         ],
     ]
     return markdown(["slowest link of a worker", "take", "one figure"], rows)
-
-
-def tpu_slices() -> str:
-    """Write times of an all-reduce between two slices of TPUs, by `dynamiq-jax advise`."""
-    rows = []
-    for kind, link in LINKS.items():
-        rate = parse_rate(link, "link")
-        for size in ("8Mi", "32Mi", "256Mi"):
-            plain, ours = (option.all_reduce for option in between_slices(kind, size))
-            rows.append(
-                [
-                    kind[4:],
-                    f"{format_rate(rate)}, {rate / 8e9:.3g} GB/s",
-                    size.replace("Mi", " Mi"),
-                    format_seconds(plain.total),
-                    format_seconds(ours.total),
-                    f"{plain.total / ours.total:.2f}x",
-                    f"{ours.codec / ours.wire:.0%}",
-                    f"{hiding_tokens(kind, 2, rate, 2):,.0f}",
-                ]
-            )
-    header = ["TPU", "link of a chip", "coordinates of a chip", "`psum`, bfloat16", "5 bits"]
-    header += ["gain", "codec over wire", "tokens of a slice that hide `psum`"]
-    return markdown(header, rows)
 
 
 def _gain_between_slices(kind: DeviceKind) -> float:

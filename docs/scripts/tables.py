@@ -22,6 +22,7 @@ from docs.scripts import (
     loss_tables,
     method_tables,
     real_lm_tables,
+    tpu_tables,
     training_tables,
 )
 from docs.scripts.advised import at_five_bits, break_even_gbit, gain_of_a_step
@@ -348,13 +349,13 @@ _ALL = (
     maxtext,
     environments,
     choice_tables.which_method,
-    choice_tables.tpu_slices,
     bucket_tables.buckets_errors,
     bucket_tables.buckets_steps,
     *error_tables.ALL,
     *loss_tables.ALL,
     *method_tables.ALL,
     *real_lm_tables.ALL,
+    *tpu_tables.ALL,
     *training_tables.ALL,
 )
 TABLES = {function.__name__: function for function in _ALL}
