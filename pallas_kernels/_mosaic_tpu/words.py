@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import implementation
+from pallas_kernels import compat, implementation
 from pallas_kernels._mosaic_tpu.vectors import LANES, SUBLANES, U32, iota
 from pallas_kernels.codec.layout import Layout
 
@@ -62,15 +62,19 @@ def memory(layout: Layout, *counts: int) -> Any:
 
 
 def _operand_shape(layout: Layout, count: int) -> tuple[int, ...]:
-    # A vector, as which messages travel: XLA would copy it to make lines of it. The interpreter
-    # does not copy to a part of a ref of another shape.
+    # A vector, as which messages travel: XLA would copy it to make lines of it.
     lines = count * _used_lines(layout)
-    return (lines, LANES) if implementation.interpreting() else (lines * LANES,)
+    return (lines * LANES,) if _has_vectors() else (lines, LANES)
+
+
+def _has_vectors() -> bool:
+    """Return whether lines can be viewed as a vector, which the interpreter does not copy to."""
+    return compat.mosaic_tpu_views_vectors() and not implementation.interpreting()
 
 
 def _used(lines_ref, size: int) -> Any:
     """Return the first lines or words of a message, as an operand has them."""
-    if not implementation.interpreting():
+    if _has_vectors():
         lines_ref = lines_ref.reshape(lines_ref.shape[0] * LANES)
     return lines_ref.at[pl.ds(0, size)]
 
