@@ -17,6 +17,7 @@ from pallas_kernels._mosaic_tpu.vectors import LANES, SUBLANES, U32, iota
 from pallas_kernels.codec.layout import Layout
 
 _WORD = 4  # bytes
+_LIMIT = 48 * 2**20  # bytes of messages in vector memory, of which a v5p has 64 MiB
 _LOG_LANES = LANES.bit_length() - 1
 
 
@@ -54,6 +55,17 @@ def copy_in(operand_ref, index: Array | int, lines_ref, layout: Layout, semaphor
 def copy_out(lines_ref, result_ref, semaphore) -> Any:
     """Return the copy of a message from vector memory to HBM, which is not started."""
     return pltpu.make_async_copy(_used(lines_ref, result_ref.shape[0]), result_ref, semaphore)
+
+
+def why_too_large(layout: Layout, count: int) -> str | None:
+    """Return the reason why a kernel cannot hold as many messages; None if it can."""
+    size = 4 * LANES * num_lines(layout) * count
+    if size <= _LIMIT:
+        return None
+    return (
+        f"{count} messages of {layout.payload_bytes:,} bytes are more than the {_LIMIT:,} bytes of "
+        "vector memory that its kernels use"
+    )
 
 
 def memory(layout: Layout, *counts: int) -> Any:

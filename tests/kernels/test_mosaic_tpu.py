@@ -15,7 +15,7 @@ from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation, message_types, operations
 from pallas_kernels._mosaic_tpu import launch
-from pallas_kernels.codec import Layout, LocalRows
+from pallas_kernels.codec import Layout, LocalRows, Places
 from tests.support import oracle
 from tests.support.kernel_cases import run, small_layout, some_messages, some_rows
 
@@ -288,3 +288,18 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("TPU v6 lite")])
     implementation.check("mosaic_tpu")
     assert implementation.message_dtype(None) == jnp.uint32
+
+
+def test_messages_that_vector_memory_cannot_hold_are_left_to_the_base(monkeypatch):
+    layout = small_layout(1 << 19)
+    places = jax.tree.map(
+        lambda size: jax.ShapeDtypeStruct((2, size), "int32"), Places(1 << 19, 1 << 19, 17)
+    )
+    rows = jax.ShapeDtypeStruct((layout.num_rows, 256), "bfloat16")
+    local = LocalRows(rows, places, jax.ShapeDtypeStruct((2,), "uint32"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with implementation.without_gpu("compile"):
+        hop = functools.partial(operations.compress, chunk=0, turn=0, layout=layout)
+        assert "pallas_call" not in str(jax.make_jaxpr(hop)(local))
+        with pytest.raises(ValueError, match="1 messages of .* bytes are more than"):
+            jax.eval_shape(functools.partial(hop, implementation="mosaic_tpu"), local)
