@@ -146,8 +146,8 @@ def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
         reason = _mosaic_tpu.why_too_large(static["layout"], held)
         if reason and name == "mosaic_tpu":
             raise ValueError(
-                f"implementation={name!r} cannot run this: {reason}. Use smaller buckets, None (the "
-                "fastest one) or 'xla'."
+                f"implementation={name!r} cannot run this: {reason}. Use smaller buckets, None "
+                "(the fastest one) or 'xla'."
             )
         if reason:
             del functions["mosaic_tpu"]
