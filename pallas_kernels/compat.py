@@ -134,6 +134,11 @@ def has_mosaic_tpu() -> bool:
     return importlib.util.find_spec("jax.experimental.pallas.tpu") is not None
 
 
+def mosaic_tpu_views_vectors() -> bool:
+    """Return whether a Mosaic TPU kernel can view lines of memory as a vector: not in JAX 0.10."""
+    return jax.__version_info__ >= (0, 12)
+
+
 def mosaic_gpu_store(ref: Any, value: Array) -> None:
     """Store to memory in pieces of any size, for which JAX 0.12 has a function."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

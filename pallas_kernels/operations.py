@@ -148,6 +148,16 @@ def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
         if hasattr(module, operation)
     }
     if operation != "statistics":
+        # A kernel holds the messages of all chunks one by one, and others all at once.
+        held = 1 if operation == "decompress" else len(args[0]) + 1
+        reason = _mosaic_tpu.why_too_large(static["layout"], held)
+        if reason and name == "mosaic_tpu":
+            raise ValueError(
+                f"implementation={name!r} cannot run this: {reason}. Use smaller buckets, None "
+                "(the fastest one) or 'xla'."
+            )
+        if reason:
+            del functions["mosaic_tpu"]
         functions = {
             backend: message_types.adapt(
                 function, args[0].dtype, message_types.of_backend(BACKENDS[backend])

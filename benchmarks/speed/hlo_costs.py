@@ -98,7 +98,10 @@ class Program(hlo.Program):
             reads = [self._read(inner, number) for number in range(len(operands))]
         elif instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv"):
             # The type of the result also lists the operand: of a copy last, of others first.
-            moved = sizes(instruction.type)[0 if instruction.opcode == "copy-start" else -1]
+            arrays = sizes(instruction.type)
+            if not arrays:  # a barrier
+                return
+            moved = arrays[0 if instruction.opcode == "copy-start" else -1]
             yield moved
             reads = [min(operand.bytes, moved[0]) for operand in operands]
         else:

@@ -13,7 +13,8 @@ From the bottom up:
 """
 
 from pallas_kernels._mosaic_tpu.kernels import decompress, decompress_accumulate, hop, statistics
+from pallas_kernels._mosaic_tpu.words import why_too_large
 
 HAS_WORDS = True  # messages are uint32
 
-__all__ = ["decompress", "decompress_accumulate", "hop", "statistics"]
+__all__ = ["decompress", "decompress_accumulate", "hop", "statistics", "why_too_large"]

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._mosaic_tpu import launch, message, rows, transfers, words
 from pallas_kernels._mosaic_tpu.blocks import Block, Shape, level_table
-from pallas_kernels._mosaic_tpu.launch import IN_MEMORY, IN_VECTOR_MEMORY, Operand
+from pallas_kernels._mosaic_tpu.launch import AS_SCALARS, IN_MEMORY, IN_VECTOR_MEMORY, Operand
 from pallas_kernels._mosaic_tpu.vectors import (
     F32,
     HALVES,
@@ -69,10 +69,11 @@ def statistics(values: Array) -> Array:
     norms = launch.launch(
         kernel,
         -(-count // of_step),
-        [],
         [(lines, pl.BlockSpec(block, lambda step: (step, *(0 for _ in block[1:]))))],
-        shape_like((count, LANES), F32, values),
-        pl.BlockSpec((of_step, LANES), lambda step: (step, 0)),
+        (
+            shape_like((count, LANES), F32, values),
+            pl.BlockSpec((of_step, LANES), lambda step: (step, 0)),
+        ),
         [pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32)],
         name="statistics",
     )
@@ -86,13 +87,18 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
         gathered, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
         memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
-        pl.when(step == 0)(lambda: words.clear(sent_ref))
+
+        @pl.when(step == 0)
+        def _() -> None:
+            words.clear(sent_ref)
+            _receive(received_ref, received, memory, layout)
+
         block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
         seed = seed_ref[0].astype(U32), seed_ref[1].astype(U32)
 
         def of_bits(bits: int) -> None:
-            _sum(block, bits, step, gathered, received_ref, received, memory)
             planes = memory.planes.at[:bits]
+            _sum(block, step, gathered, received, memory._replace(planes=planes))
             rows.encode(block, memory.values, turn_ref[0], seed, planes, sent_ref)
             message.merge_planes(block, planes, sent_ref)
 
@@ -106,10 +112,13 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     sent = launch.launch(
         kernel,
         shape.blocks,
-        launch.scalars(chunk, turn, local.seed, local.places),
-        [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
-        shape_like(words.result_shape(layout), U32, local.rows),
-        IN_MEMORY,
+        [
+            *launch.scalars(chunk, turn, local.seed, local.places),
+            *_gathered(local, shape),
+            _table(layout),
+            _messages(payloads, layout),
+        ],
+        (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY),
         [*_memory(layout, local.rows.dtype, received), words.memory(layout)],
         name="hop" if received else "compress",
     )
@@ -125,10 +134,12 @@ def decompress_accumulate(
     def kernel(step, chunk_ref, _turn, _seed, starts_ref, *refs):
         gathered, (table_ref, received_ref, sums_ref) = Gathered(*refs[:3]), refs[3:6]
         memory, result_ref = Memory(*refs[6:-1]), refs[-1]
+        pl.when(step == 0)(lambda: _receive(received_ref, received, memory, layout))
         block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
-            _sum(block, bits, step, gathered, received_ref, received, memory)
+            planes = memory.planes.at[:bits]
+            _sum(block, step, gathered, received, memory._replace(planes=planes))
 
         _for_width(block, of_bits)
         transfers.store_values_in_order(memory.values, result_ref)
@@ -140,10 +151,13 @@ def decompress_accumulate(
     sums = launch.launch(
         kernel,
         shape.blocks,
-        launch.scalars(chunk, 0, local.seed, local.places),
-        [*_gathered(local, shape), _table(layout), _messages(payloads, layout)],
-        shape_like((HALVES * shape.rows, LANES), F32, local.rows),
-        IN_MEMORY,
+        [
+            *launch.scalars(chunk, 0, local.seed, local.places),
+            *_gathered(local, shape),
+            _table(layout),
+            _messages(payloads, layout),
+        ],
+        (shape_like((HALVES * shape.rows, LANES), F32, local.rows), IN_MEMORY),
         [
             *_memory(layout, local.rows.dtype, received),
             pltpu.VMEM((HALVES * PLACES, LANES), F32),
@@ -158,8 +172,9 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     shape = Shape(layout)
     steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
 
-    def kernel(step, starts_ref, own_order, last_order, table_ref, received_ref, lines_ref, *refs):
-        memory = Memory(*refs)
+    def kernel(step, starts_ref, *refs):
+        own_order, last_order, table_ref, received_ref, lines_ref = refs[:5]
+        memory = Memory(*refs[5:])
         message_ref = memory.messages.at[0]
         chunk = step // shape.blocks
         index = step - chunk * shape.blocks
@@ -196,51 +211,42 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     lines = launch.launch(
         kernel,
         steps,
-        [places.starts.reshape(-1)],
         [
+            (places.starts.reshape(-1), AS_SCALARS),
             (order, _order_spec(lambda step, *_: step)),
             (order, _order_spec(lambda step, *_: jnp.maximum(step - 1, 0))),
             _table(layout),
             _messages(payloads, layout),
         ],
-        shape_like((HALVES * layout.num_rows, LANES), F32, payloads),
-        IN_MEMORY,
+        (shape_like((HALVES * layout.num_rows, LANES), F32, payloads), IN_MEMORY),
         _memory(layout, F32, 1),
         name="decompress",
     )
     return transfers.as_rows(lines)
 
 
-def _sum(
-    block: Block,
-    bits: int,
-    step: Array,
-    gathered: Gathered,
-    received_ref,
-    received: int,
-    memory: Memory,
-) -> None:
+def _receive(received_ref, received: int, memory: Memory, layout: Layout) -> None:
+    """Copy the messages that arrived to vector memory."""
+    for index in range(received):
+        lines_ref = memory.messages.at[index]
+        _run(words.copy_in(received_ref, index, lines_ref, layout, memory.others))
+
+
+def _sum(block: Block, step: Array, gathered: Gathered, received: int, memory: Memory) -> None:
     """Sum the local rows of a block and received messages, and start to gather the next block."""
     shape = Shape(block.layout)
 
     def start(order_ref, lanes: Iterable) -> None:
         transfers.gather(order_ref, gathered.lines, memory.staged, memory.semaphore, lanes)
 
-    @pl.when(step == 0)
-    def _() -> None:
-        _for_each_lane(shape, functools.partial(start, gathered.first))
-        for index in range(received):
-            messages_ref, semaphore = memory.messages.at[index], memory.others
-            _run(words.copy_in(received_ref, index, messages_ref, block.layout, semaphore))
-
+    pl.when(step == 0)(lambda: _for_each_lane(shape, functools.partial(start, gathered.first)))
     transfers.wait(memory.staged, memory.semaphore, shape.lanes)
     transfers.load_values(memory.staged, memory.values)
-    planes = memory.planes.at[:bits]
 
     def add(index: Index, _: None) -> None:
         message_ref = memory.messages.at[index]
-        message.load_planes(block, message_ref, planes)
-        rows.add_decoded(block, message_ref, planes, memory.values, memory.values)
+        message.load_planes(block, message_ref, memory.planes)
+        rows.add_decoded(block, message_ref, memory.planes, memory.values, memory.values)
 
     if received == 1:
         add(0, None)

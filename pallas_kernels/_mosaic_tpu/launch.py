@@ -17,11 +17,12 @@ from pallas_kernels.codec.ordering import Places
 
 IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
 IN_VECTOR_MEMORY = pl.BlockSpec(memory_space=pltpu.VMEM)
-Operand = tuple[Array, pl.BlockSpec]
+AS_SCALARS = None  # int32, read one by one
+Operand = tuple[Array, pl.BlockSpec | None]
 _ROOM = 8 * 2**20  # bytes of vector memory for spills and what is not listed
 
 
-def scalars(chunk: Index, turn: Index, seed: Array, places: Places) -> list[Array]:
+def scalars(chunk: Index, turn: Index, seed: Array, places: Places) -> list[Operand]:
     """Return the numbers that a kernel reads one by one, int32.
 
     They are the chunk, the turn, the two of the seed, and the starts of all planes. An array of all
@@ -29,18 +30,15 @@ def scalars(chunk: Index, turn: Index, seed: Array, places: Places) -> list[Arra
     """
     small = [jnp.asarray(value).astype(I32).reshape(1) for value in (chunk, turn)]
     words = lax.bitcast_convert_type(jnp.asarray(seed), I32)
-    return [*small, words, places.starts.reshape(-1)]
+    return [(array, AS_SCALARS) for array in (*small, words, places.starts.reshape(-1))]
 
 
 def launch(
     kernel: Callable,
     steps: int,
-    numbers: Sequence[Array],
     operands: Sequence[Operand],
-    out: jax.ShapeDtypeStruct,
-    out_spec: pl.BlockSpec,
-    scratch: Sequence[Any] = (),
-    *,
+    result: tuple[jax.ShapeDtypeStruct, pl.BlockSpec],
+    scratch: Sequence[Any],
     name: str,
 ) -> Array:
     """Run `kernel(step, *refs)` for all steps, one after the other.
@@ -48,10 +46,8 @@ def launch(
     Args:
       kernel: function of the step and the refs of all that follows, in this order.
       steps: number of steps.
-      numbers: int32 arrays, which the specs of operands may depend on.
-      operands: arrays and their specs.
-      out: shape of the result.
-      out_spec: spec of the result.
+      operands: arrays and their specs; scalars come first, as other specs may depend on them.
+      result: shape of the result, and its spec.
       scratch: memory of the kernel.
       name: name of the kernel in profiles.
     """
@@ -64,13 +60,13 @@ def launch(
     return pl.pallas_call(
         lambda *refs: kernel(pl.program_id(0), *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(numbers),
+            num_scalar_prefetch=specs.count(AS_SCALARS),
             grid=(steps,),
-            in_specs=list(specs),
-            out_specs=out_spec,
+            in_specs=[spec for spec in specs if spec is not AS_SCALARS],
+            out_specs=result[1],
             scratch_shapes=list(scratch),
         ),
-        out_shape=out,
+        out_shape=result[0],
         name=name,
         interpret=pltpu.InterpretParams() if implementation.interpreting() else False,
         compiler_params=pltpu.CompilerParams(
@@ -78,4 +74,4 @@ def launch(
             disable_bounds_checks=True,
             vmem_limit_bytes=_ROOM + used,
         ),
-    )(*numbers, *arrays)
+    )(*arrays)

@@ -12,11 +12,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import implementation
+from pallas_kernels import compat, implementation
 from pallas_kernels._mosaic_tpu.vectors import LANES, SUBLANES, U32, iota
 from pallas_kernels.codec.layout import Layout
 
 _WORD = 4  # bytes
+_LIMIT = 48 * 2**20  # bytes of messages in vector memory, of which a v5p has 64 MiB
 _LOG_LANES = LANES.bit_length() - 1
 
 
@@ -56,21 +57,36 @@ def copy_out(lines_ref, result_ref, semaphore) -> Any:
     return pltpu.make_async_copy(_used(lines_ref, result_ref.shape[0]), result_ref, semaphore)
 
 
+def why_too_large(layout: Layout, count: int) -> str | None:
+    """Return the reason why a kernel cannot hold as many messages; None if it can."""
+    size = 4 * LANES * num_lines(layout) * count
+    if size <= _LIMIT:
+        return None
+    return (
+        f"{count} messages of {layout.payload_bytes:,} bytes are more than the {_LIMIT:,} bytes of "
+        "vector memory that its kernels use"
+    )
+
+
 def memory(layout: Layout, *counts: int) -> Any:
     """Return vector memory for a message, or for as many of them."""
     return pltpu.VMEM((*counts, num_lines(layout), LANES), U32)
 
 
 def _operand_shape(layout: Layout, count: int) -> tuple[int, ...]:
-    # A vector, as which messages travel: XLA would copy it to make lines of it. The interpreter
-    # does not copy to a part of a ref of another shape.
+    # A vector, as which messages travel: XLA would copy it to make lines of it.
     lines = count * _used_lines(layout)
-    return (lines, LANES) if implementation.interpreting() else (lines * LANES,)
+    return (lines * LANES,) if _has_vectors() else (lines, LANES)
+
+
+def _has_vectors() -> bool:
+    """Return whether lines can be viewed as a vector, which the interpreter does not copy to."""
+    return compat.mosaic_tpu_views_vectors() and not implementation.interpreting()
 
 
 def _used(lines_ref, size: int) -> Any:
     """Return the first lines or words of a message, as an operand has them."""
-    if not implementation.interpreting():
+    if _has_vectors():
         lines_ref = lines_ref.reshape(lines_ref.shape[0] * LANES)
     return lines_ref.at[pl.ds(0, size)]
 

@@ -15,7 +15,7 @@ from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation, message_types, operations
 from pallas_kernels._mosaic_tpu import launch
-from pallas_kernels.codec import Layout, LocalRows
+from pallas_kernels.codec import Layout, LocalRows, Places
 from tests.support import oracle
 from tests.support.kernel_cases import run, small_layout, some_messages, some_rows
 
@@ -175,7 +175,7 @@ def test_sums_in_an_order_of_their_own_are_those_of_the_base():
     ours, expected = (run(k, sum_and_values, *args) for k in ("mosaic_tpu", "xla"))
     for found, of_base in zip(*map(layout.scales, (ours[0], expected[0])), strict=True):
         np.testing.assert_array_equal(found, of_base)
-    np.testing.assert_array_equal(ours[1], expected[1])
+    np.testing.assert_allclose(ours[1], expected[1], rtol=1e-6, equal_nan=True)
 
 
 @slow
@@ -222,7 +222,7 @@ def all_operations(layout: Layout, implementation: str | None, local: LocalRows)
 @pytest.mark.parametrize(
     ("rows", "dtype", "changes"),
     [
-        (1000, "float32", {"widths": ALL_WIDTHS}),
+        (1000, "float32", {}),
         pytest.param(1000, "bfloat16", {"widths": ALL_WIDTHS, "spacing": "geometric"}, marks=slow),
         pytest.param(1, "float32", {"group_size": 8}, marks=slow),
     ],
@@ -288,3 +288,18 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("TPU v6 lite")])
     implementation.check("mosaic_tpu")
     assert implementation.message_dtype(None) == jnp.uint32
+
+
+def test_messages_that_vector_memory_cannot_hold_are_left_to_the_base(monkeypatch):
+    layout = small_layout(1 << 19)
+    places = jax.tree.map(
+        lambda size: jax.ShapeDtypeStruct((2, size), "int32"), Places(1 << 19, 1 << 19, 17)
+    )
+    rows = jax.ShapeDtypeStruct((layout.num_rows, 256), "bfloat16")
+    local = LocalRows(rows, places, jax.ShapeDtypeStruct((2,), "uint32"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with implementation.without_gpu("compile"):
+        hop = functools.partial(operations.compress, chunk=0, turn=0, layout=layout)
+        assert "vmem_limit_bytes" not in str(jax.make_jaxpr(hop)(local))
+        with pytest.raises(ValueError, match=r"1 messages of [\d,]+ bytes are more than"):
+            jax.eval_shape(functools.partial(hop, implementation="mosaic_tpu"), local)
