@@ -11,13 +11,14 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
 
 # DynamiQ at 5 bits from float32. CPU: two cores for one worker, benchmarks/speed/codec.py. GPU: an
 # H200, whose kernels move 18.5 bytes a coordinate, at 60 % of its copy speed; not measured yet.
-# TPU: cycles that the compiler schedules, benchmarks/aot/tpu.py; not measured yet.
+# TPU: about the cycles that the compiler schedules, benchmarks/aot/tpu.py, for 8 chips and for two
+# slices; not measured yet.
 CODEC_SPEEDS: dict[DeviceKind, CodecSpeed] = {
     "cpu": CodecSpeed(ns_per_coordinate=8.0, us_per_step=500.0),
     "gpu": CodecSpeed(ns_per_coordinate=0.0075, us_per_step=10.0),
-    "tpu_v5e": CodecSpeed(ns_per_coordinate=0.07, us_per_step=10.0),
-    "tpu_v5p": CodecSpeed(ns_per_coordinate=0.06, us_per_step=10.0),
-    "tpu_v6e": CodecSpeed(ns_per_coordinate=0.05, us_per_step=10.0),
+    "tpu_v5e": CodecSpeed(ns_per_coordinate=0.05, us_per_step=24.0, ns_of_order=0.18),
+    "tpu_v5p": CodecSpeed(ns_per_coordinate=0.042, us_per_step=26.0, ns_of_order=0.11),
+    "tpu_v6e": CodecSpeed(ns_per_coordinate=0.036, us_per_step=19.0, ns_of_order=0.12),
 }
 # The sum of an exact all-reduce: 12 bytes of memory a coordinate, of 819, 2765 and 1638 GB/s on
 # the TPUs.

@@ -3,13 +3,15 @@
 import math
 import re
 
+import pytest
+
 from docs.scripts import choice_tables, real_lm_tables, tables
 from docs.scripts.advised import break_even_gbit, gain_of_a_step
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, mean, results_of
 from dynamiq_jax.contrib import LEVELS
 from dynamiq_jax.methods import METHODS, WRAPPERS
-from dynamiq_jax.topologies import TOPOLOGIES
+from dynamiq_jax.topologies import TOPOLOGIES, Ring
 from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 from tests.project.test_docs import PAGES
 
@@ -335,3 +337,28 @@ def test_losses_with_muon_are_in_the_order_of_the_errors():
     text = PAGES["docs/results.md"]
     assert f"lose {100 * min(four):.2f} to {max(four):.2%}, more than with AdamW" in text
     assert f"at 3 bits loses {mean(found['dynamiq:3']):.2%}" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [("tpu_v5e", "v5e:2x4"), ("tpu_v5p", "v5p:2x2x2"), ("tpu_v6e", "v6e:2x4")],
+)
+def test_codec_times_on_tpus_are_about_those_of_the_schedules(kind, topology):
+    """A ring of 8 chips with 8 Mi coordinates, and two slices of 8 chips with 1 Mi on each."""
+    result = results_of("aot_tpu")[topology]
+    sums = {(program["sum"], program["slices"]): program for program in result["programs"]}
+
+    def seconds(name: str, slices: int) -> float:
+        program = sums[name, slices]
+        cycles = program["kernel_cycles"] + program["other_cycles"]
+        return 1e-6 * cycles / result["clock_mhz"]
+
+    between_slices = seconds("kernels between slices", 2) - seconds("exact", 2)
+    for size, workers, expected in (
+        (2**23, 8, seconds("kernels, ring", 1)),
+        (2**20, 2, between_slices),
+    ):
+        predicted = CODEC_SPEEDS[kind].seconds(size, Ring().steps(workers) + 2)
+        assert 0.75 < predicted / expected < 1.25
+    more = seconds("kernels, all-to-all", 1) - seconds("kernels, ring", 1)
+    assert 0.9 < 2**23 * 1e-9 * CODEC_SPEEDS[kind].ns_of_order / more < 1.1

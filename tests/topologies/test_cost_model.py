@@ -158,6 +158,20 @@ def test_auto_asks_only_for_topologies_that_support_the_axis():
     assert Auto(network=same, codec=FREE).choose(SIZE, 8, cost_of)[0] == AllToAll()
 
 
+def test_an_all_to_all_of_many_workers_orders_sums_again():
+    """So another topology is chosen where that costs more than further steps."""
+    network = Network(gbit_per_s=25.0)
+    speed = CodecSpeed(ns_per_coordinate=0.05, ns_of_order=0.2)
+    times = {
+        (name, n): predict(SIZE, n, topology, cost_of(topology, n=n), network, speed).codec
+        for name, topology in (("ring", Ring()), ("all_to_all", AllToAll()))
+        for n in (4, 8)
+    }
+    assert times["ring", 4] == times["all_to_all", 4] == times["ring", 8]
+    assert times["all_to_all", 8] == pytest.approx(times["ring", 8] + 0.2e-9 * SIZE)
+    assert Auto(network=network, codec=speed).choose(SIZE, 8, cost_of)[0] == Butterfly()
+
+
 def test_auto_takes_the_speed_of_the_codec_that_it_is_given():
     """A network on which compression pays or not, by the speed of the codec."""
     network = Network(gbit_per_s=10.0)
