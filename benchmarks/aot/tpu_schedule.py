@@ -15,7 +15,7 @@ _FLAGS = (
     "--xla_jf_dump_llo_pass_label_regex=.*final.*",
     "--xla_tpu_check_llo_types=false",  # it fails on vectors of floats that hold integers
 )
-_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT|)\s*:((?: >)*)")
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT|)\s*:((?:\s*>)*)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\S+ (?:%\S+, )?(\d+) /\* loop exit")
 
 
