@@ -180,6 +180,8 @@ def examine(
     other_cycles = sum(hlo_costs.cycles(run.instruction) * run.times for run in runs)
     rows_bytes = part * jax.numpy.dtype(one.dtype).itemsize
     spared = sum(_not_fetched(run, rows_bytes, workers) for run in kernels)
+    rows_far = (run for run in kernels if run.far_bytes >= rows_bytes)
+    spared_far = sum(_not_fetched(run, rows_bytes, workers) for run in rows_far)
     memory = program.executable.memory_analysis()
     heaviest = sorted(runs, key=lambda run: -hlo_costs.cycles(run.instruction) * run.times)
 
@@ -199,7 +201,7 @@ def examine(
         "instructions": sum(run.times for run in runs),
         "bytes_per_coordinate": a_coordinate(sum(run.total for run in runs) - spared),
         "far_bytes_per_coordinate": a_coordinate(
-            sum(run.far_bytes * run.times for run in runs) - spared
+            sum(run.far_bytes * run.times for run in runs) - spared_far
         ),
         "temporary_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,

@@ -15,7 +15,7 @@ _FLAGS = (
     "--xla_jf_dump_llo_pass_label_regex=.*final.*",
     "--xla_tpu_check_llo_types=false",  # it fails on vectors of floats that hold integers
 )
-_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT|)\s*:((?: >)*)")
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT|)\s*:((?:\s*>)*)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\S+ (?:%\S+, )?(\d+) /\* loop exit")
 
 
@@ -53,19 +53,18 @@ def read_schedule(folder: Path, name: str) -> Schedule:
     text = max(files, key=lambda path: path.stat().st_mtime_ns).read_text()
     depths: list[int] = []
     loops: list[list[int]] = []  # of inner loops: bundles, trips
-    inside = False
     for line in text.splitlines():
         if not (match := _BUNDLE.match(line)):
             continue
         depth = match.group(2).count(">")
         depths.append(depth)
         if depth >= 2:
-            if match.group(1) == "LB" or not inside:
+            # The branch of a loop is listed outside of it, and the bundles behind that inside.
+            if match.group(1) == "LB" or not loops:
                 loops.append([0, 1])
             loops[-1][0] += 1
-        inside = depth >= 2
-        if inside and (trips := _TRIPS.search(line)):
-            loops[-1][1] = int(trips.group(1))
+            if trips := _TRIPS.search(line):
+                loops[-1][1] = int(trips.group(1))
     return Schedule(
         of_step=sum(depth == 1 for depth in depths) or len(depths),
         loops=tuple((bundles, trips) for bundles, trips in loops),
