@@ -20,7 +20,8 @@ from dynamiq_jax._console.units import (
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._prediction.advice import Option, Question, advice, predictions
 from dynamiq_jax._prediction.tpus import LINKS
-from dynamiq_jax.topologies import DeviceKind, Network
+from dynamiq_jax.topologies import Network
+from dynamiq_jax.topologies._device_speeds import DeviceKind
 
 _MOST_WORKERS = 2**20
 _USUAL_LINK = "10gbit"

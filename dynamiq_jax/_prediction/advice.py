@@ -12,13 +12,12 @@ from dynamiq_jax.topologies import (
     AllToAll,
     Butterfly,
     CodecSpeed,
-    DeviceKind,
     FixedTopology,
     Network,
     Ring,
 )
 from dynamiq_jax.topologies._cost_model import Prediction, predict, predict_exact
-from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
 
 _WORTH_IT = 1.05  # a step that gains less is not worth another moving part
 _ITEM_BYTES = {"f32": 4, "bf16": 2}

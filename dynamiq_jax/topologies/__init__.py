@@ -20,11 +20,10 @@ from dynamiq_jax.topologies._base import (
 )
 from dynamiq_jax.topologies._butterfly import Butterfly
 from dynamiq_jax.topologies._cost_model import CodecSpeed, Network
-from dynamiq_jax.topologies._device_speeds import DEVICE_KINDS, DeviceKind
 from dynamiq_jax.topologies._ring import Ring
 
-__all__ = ["DEVICE_KINDS", "TOPOLOGIES", "AllToAll", "Arrival", "Auto", "Axis", "Butterfly"]
-__all__ += ["CodecSpeed", "DeviceKind", "FixedTopology", "Gathered", "Network", "Ring"]
+__all__ = ["TOPOLOGIES", "AllToAll", "Arrival", "Auto", "Axis", "Butterfly"]
+__all__ += ["CodecSpeed", "FixedTopology", "Gathered", "Network", "Ring"]
 __all__ += ["Scattered", "Topology", "gather", "resolve_topology"]
 
 # Names are those of the literature in lower case, with spaces and hyphens as underscores.

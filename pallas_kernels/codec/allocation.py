@@ -168,7 +168,7 @@ def count_by_blocks(values: Array, thresholds: Array) -> Array:
     blocks = padded.reshape(count, size)
     flat = thresholds.reshape(-1, 1)
     whole = jnp.sum(blocks[None, :, -1] >= flat, axis=1, dtype=jnp.int32)
-    next_block = (jnp.arange(count)[None] == whole[:, None]).astype(jnp.float32)
+    next_block = (jnp.arange(count, dtype=jnp.int32)[None] == whole[:, None]).astype(jnp.float32)
     selected = jnp.dot(next_block, blocks.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     # If all blocks count, the product is zeros, which are no values.
     inside = (selected >= flat.astype(jnp.float32)) & (whole[:, None] < count)
