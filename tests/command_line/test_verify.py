@@ -225,7 +225,8 @@ def test_the_link_of_single_operations_counts_every_operation():
 def test_interpreted_kernels_on_this_cpu(tmp_path):
     path = tmp_path / "out.json"
     small = ("--size", "4Ki", "--repeats", "1", "--cpu-devices", "2")
-    done = command("verify", "--interpret", "--cases", CASE, *small, "--json", str(path))
+    options = ("--interpret", "--backends", "xla", "triton", "--cases", CASE)
+    done = command("verify", *options, *small, "--json", str(path))
     assert done.returncode == 0, done.stderr + done.stdout
     kept = json.loads(path.read_text())
     found = [c for c in kept["results"]["checks"] if c["backend"] == "triton"]

@@ -101,12 +101,6 @@ def test_a_hop_writes_the_bytes_of_the_base(rows, received, dtype, changes):
     check_hop(rows, received, dtype, changes)
 
 
-@slow
-@pytest.mark.parametrize("width", ALL_WIDTHS)
-def test_every_width_is_that_of_the_base(width):
-    check_hop(40, 1, "float32", {"widths": (0, width), "bits": width - 0.7})
-
-
 @pytest.mark.parametrize(
     ("rows", "received", "dtype", "changes"),
     [
