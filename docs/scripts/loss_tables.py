@@ -60,8 +60,25 @@ def real_lm_training() -> str:
     return markdown([*header, "bytes a step"], rows)
 
 
+def real_lm_time_to_accuracy() -> str:
+    """Write times of fine-tuning to the exact run's target, by link, with the gain over BF16."""
+    rows = results_of("real_lm_time_to_accuracy")["rows"]
+    rates = sorted({row["rate"] for row in rows})
+    seconds = {(row["method"], row["rate"]): row["seconds_to_target"] for row in rows}
+    table = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for rate in rates:
+            own, of_bf16 = seconds[method, rate], seconds["bf16", rate]
+            reached = own is not None
+            cells.append(f"{own:,.0f} s ({of_bf16 / own:.2f}x)" if reached else "not reached")
+        table.append([f"`{method}`", *cells])
+    return markdown(["method", *(f"{rate / 1e6:,.0f} Mbit/s" for rate in rates)], table)
+
+
 ALL = (
     final_losses,
     muon_losses,
     real_lm_training,
+    real_lm_time_to_accuracy,
 )
