@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from pallas_kernels import _mosaic_gpu, _mosaic_tpu, _triton, _xla, first_use, message_types
 from pallas_kernels import implementation as backends
@@ -22,7 +23,8 @@ from pallas_kernels.codec.ordering import LocalRows, Places
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
-# chunk of which nothing was received, `decompress_accumulate` and `decompress`.
+# chunk of which nothing was received, `decompress_accumulate` and `decompress`. It may have
+# `HAS_WORDS`, for messages of words, and `why_too_large`, for messages that it cannot hold.
 BACKENDS: dict[str, Any] = {
     "xla": _xla,
     "triton": _triton,
@@ -142,7 +144,7 @@ def refused_backends() -> tuple[str, ...]:
 
 
 def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
-    functions = {
+    functions: backends.Backends = {
         backend: getattr(module, operation)
         for backend, module in BACKENDS.items()
         if hasattr(module, operation)
@@ -150,19 +152,24 @@ def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
     if operation != "statistics":
         # A kernel holds the messages of all chunks one by one, and others all at once.
         held = 1 if operation == "decompress" else len(args[0]) + 1
-        reason = _mosaic_tpu.why_too_large(static["layout"], held)
-        if reason and name == "mosaic_tpu":
+        functions = _that_hold(functions, name, held, args[0].dtype, static["layout"])
+    safe = first_use.checked(functions, BACKENDS, is_named=name is not None)
+    return backends.run(name, safe, *args, **static)
+
+
+def _that_hold(
+    functions: backends.Backends, name: str | None, count: int, dtype: DTypeLike, layout: Layout
+) -> backends.Backends:
+    """Return the operation in the backends that can hold `count` messages, all of type `dtype`."""
+    able = {}
+    for backend, function in functions.items():
+        module = BACKENDS[backend]
+        reason = module.why_too_large(layout, count) if hasattr(module, "why_too_large") else None
+        if reason and backend == name:
             raise ValueError(
                 f"implementation={name!r} cannot run this: {reason}. Use smaller buckets, None "
                 "(the fastest one) or 'xla'."
             )
-        if reason:
-            del functions["mosaic_tpu"]
-        functions = {
-            backend: message_types.adapt(
-                function, args[0].dtype, message_types.of_backend(BACKENDS[backend])
-            )
-            for backend, function in functions.items()
-        }
-    safe = first_use.checked(functions, BACKENDS, is_named=name is not None)
-    return backends.run(name, safe, *args, **static)
+        if reason is None:
+            able[backend] = message_types.adapt(function, dtype, message_types.of_backend(module))
+    return able

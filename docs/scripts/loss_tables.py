@@ -2,43 +2,36 @@
 real_lm_training.json.
 """
 
+from typing import Any
+
 from benchmarks.real_lm.losses import by_method
 from benchmarks.real_lm.policies import POLICIES
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 
+_HEADER = ["method", "bits", "evaluation loss", "against exact", "of each seed"]
+
 
 def final_losses() -> str:
     """Write the evaluation loss after training with every method: final_loss.json."""
-    results = results_of("final_loss")
-    rows = [
-        [
-            f"`{row['method']}`",
-            f"{row['bits']:.2f}",
-            f"{mean(row['losses']):.4f}",
-            f"{mean(row['off']):+.2%}",
-            ", ".join(f"{off:+.2%}" for off in row["off"]),
-        ]
-        for row in results
-    ]
-    return markdown(["method", "bits", "evaluation loss", "against exact", "of each seed"], rows)
+    return markdown(_HEADER, [_cells(row) for row in results_of("final_loss")])
 
 
 def muon_losses() -> str:
     """Write the losses with Muon beside those with AdamW: final_loss_muon.json."""
     adamw = {row["method"]: mean(row["off"]) for row in results_of("final_loss")}
-    rows = [
-        [
-            f"`{row['method']}`",
-            f"{row['bits']:.2f}",
-            f"{mean(row['losses']):.4f}",
-            f"{mean(row['off']):+.2%}",
-            ", ".join(f"{off:+.2%}" for off in row["off"]),
-            f"{adamw[row['method']]:+.2%}",
-        ]
-        for row in results_of("final_loss_muon")
+    rows = [[*_cells(row), f"{adamw[row['method']]:+.2%}"] for row in results_of("final_loss_muon")]
+    return markdown([*_HEADER, "against exact, AdamW"], rows)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of `_HEADER` for a method."""
+    return [
+        f"`{row['method']}`",
+        f"{row['bits']:.2f}",
+        f"{mean(row['losses']):.4f}",
+        f"{mean(row['off']):+.2%}",
+        ", ".join(f"{off:+.2%}" for off in row["off"]),
     ]
-    header = ["method", "bits", "evaluation loss", "against exact", "of each seed"]
-    return markdown([*header, "against exact, AdamW"], rows)
 
 
 def real_lm_training() -> str:
