@@ -1,22 +1,27 @@
 """A loss whose gradients are averaged compressed, for trainers that take a loss function."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._api.pcast import cast_to_sum
-from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._buckets.fingerprint import word_of
-from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
-from dynamiq_jax._worker_loss.arguments import SPLIT, Roles, Signature, by_position, unwrap_single
-from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, jit_over, specs_like
+from dynamiq_jax._inputs.shards import automatic
+from dynamiq_jax._worker_loss.arguments import (
+    DIFFERENTIATED,
+    SPLIT,
+    Roles,
+    Signature,
+    by_position,
+    unwrap_single,
+)
+from dynamiq_jax._worker_loss.transforms import Transform
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, floating_leaves, jit_over
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
@@ -38,6 +43,8 @@ def data_parallel(
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
     options: Options = Options(),
+    transform: Transform = "vmap",
+    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Return a loss function whose gradients are averaged compressed over workers.
 
@@ -88,7 +95,18 @@ def data_parallel(
     """
     compression = resolve(method, topology, options, stateless="data_parallel")
     roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
-    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, compression)
+    work = WorkerLoss(
+        loss_fn,
+        roles,
+        has_aux,
+        num_targets,
+        mesh,
+        axis_name,
+        specs,
+        compression,
+        transform,
+        check_vma,
+    )
 
     @functools.wraps(loss_fn)  # its signature gives names to positions
     def mean_loss(*args: Any, **kwargs: Any) -> Any:
@@ -106,21 +124,20 @@ def _run(
 ) -> tuple[Any, list[Any]]:
     """Compute the value, and the rest of modules."""
 
-    def local(arrays: dict[str, list[Any]], _: tuple[()]) -> tuple[Any, list[Any]]:
-        operation = AllReduce(find_axes(work.axis_name))
-        trees = signature.differentiated(arrays)
-        own = cast_to_sum(
-            operation,
-            unwrap_single(trees),
-            key=None,
-            salt=word_of(arrays[SPLIT], work.names),
-            compression=work.compression,
-            specs=specs_like(trees, specs),
-        )
-        floating = [
-            leaf for leaf in jax.tree.leaves(own) if jnp.issubdtype(leaf.dtype, jnp.floating)
-        ]
-        loss, (aux, rests) = work.loss(signature, arrays, floating)
-        return work.value(loss, aux), rests
+    def word(arrays: Mapping[str, list[Any]]) -> tuple[tuple[()], Array]:
+        return (), word_of(arrays[SPLIT], work.names)
 
-    return work.over_workers(local, signature, P())(arrays, ())
+    def local(arrays: Mapping[str, list[Any]]) -> tuple[tuple[()], tuple[Any, list[Any]]]:
+        loss, (aux, rests) = work.loss(signature, arrays, arrays[DIFFERENTIATED])
+        return (), (work.value(loss, aux), rests)
+
+    def run(arrays: dict[str, list[Any]]) -> tuple[Any, list[Any]]:
+        trees = signature.differentiated(arrays)
+        _, salt = work.over_workers(word, signature, {**arrays, DIFFERENTIATED: []})
+        stacked = work.replicas(trees, specs).broadcast(
+            unwrap_single(trees), key=None, salt=salt, mean=False
+        )
+        own = {**arrays, DIFFERENTIATED: floating_leaves(stacked)}
+        return work.over_workers(local, signature, own)[1]
+
+    return automatic(run, out_sharding=P())(arrays)

@@ -1,6 +1,6 @@
 """Data-parallel gradients without a `shard_map` of one's own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._buckets import driver
-from dynamiq_jax._buckets.axes import AxisName, find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.shards import automatic
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
     Roles,
@@ -21,10 +20,10 @@ from dynamiq_jax._worker_loss.arguments import (
     by_position,
     unwrap_single,
 )
-from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, jit_over, specs_like
+from dynamiq_jax._worker_loss.transforms import Transform
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, floating_leaves, jit_over
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels import compat
 
 P = PartitionSpec
 
@@ -45,6 +44,8 @@ def value_and_grad(
     specs: Any = None,
     options: Options = Options(),
     with_metrics: bool = False,
+    transform: Transform = "vmap",
+    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Return a data-parallel `jax.value_and_grad` that averages gradients compressed.
 
@@ -114,7 +115,18 @@ def value_and_grad(
         method, topology, options, stateless="value_and_grad", measures=with_metrics
     )
     roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
-    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, compression)
+    work = WorkerLoss(
+        loss_fn,
+        roles,
+        has_aux,
+        num_targets,
+        mesh,
+        axis_name,
+        specs,
+        compression,
+        transform,
+        check_vma,
+    )
 
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
@@ -137,37 +149,42 @@ def _run(
 ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
     """Compute the value, gradients of differentiated leaves, the rest of modules, and metrics."""
 
-    def local(
-        arrays: dict[str, list[Any]], key: Array
-    ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+    def local(arrays: Mapping[str, list[Any]]) -> tuple[list[Array], tuple[Any, list[Any]]]:
         def loss_of(differentiated: list[Array]) -> tuple[Array, tuple[Any, list[Any]]]:
             return work.loss(signature, arrays, differentiated)
 
-        # Otherwise jax.grad sums over the axis itself, exactly.
-        own = compat.vary_over(arrays[DIFFERENTIATED], work.names)
-        (loss, (aux, rests)), floating = jax.value_and_grad(loss_of, has_aux=True)(own)
-        trees = signature.differentiated(arrays)
-        outcome = driver.run(
-            AllReduce(find_axes(work.axis_name), mean=True),
-            unwrap_single(_like(trees, floating)),
-            key,
-            work.compression,
-            specs=specs_like(trees, specs),
+        (loss, (aux, rests)), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            arrays[DIFFERENTIATED]
         )
-        leaves = jax.tree.leaves(outcome.tree)
-        means = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
-        return work.value(loss, aux), means, rests, dict(outcome.metrics)
+        return grads, (work.value(loss, aux), rests)
+
+    def run(
+        arrays: dict[str, list[Any]], key: Array
+    ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+        trees = signature.differentiated(arrays)
+        replicas = work.replicas(trees, specs)
+        stacked = floating_leaves(replicas.stack(unwrap_single(trees)))
+        own, (value, rests) = work.over_workers(
+            local, signature, {**arrays, DIFFERENTIATED: stacked}
+        )
+        each = unwrap_single(_like(trees, own, leading=(replicas.count,)))
+        grads, metrics = replicas.all_reduce(each, key, mean=True)
+        means = [leaf for leaf in jax.tree.leaves(grads) if leaf.dtype != jax.dtypes.float0]
+        return value, means, rests, metrics
 
     placed = [jax.typeof(leaf).sharding.spec for leaf in arrays[DIFFERENTIATED]]
-    return work.over_workers(local, signature, (P(), placed, P(), P()))(arrays, key)
+    return automatic(run, out_sharding=(P(), placed, P(), P()))(arrays, key)
 
 
-def _like(trees: tuple[Any, ...], floating: Sequence[Array]) -> tuple[Any, ...]:
-    """Put gradients of floating leaves into trees; others are float0."""
+def _like(
+    trees: tuple[Any, ...], floating: Sequence[Array], leading: tuple[int, ...] = ()
+) -> tuple[Any, ...]:
+    """Put gradients of floating leaves into trees; others are float0, with leading axes."""
     left = iter(floating)
 
     def gradient(leaf: Any) -> Any:
         is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        return next(left) if is_floating else np.zeros(np.shape(leaf), jax.dtypes.float0)
+        shape = (*leading, *np.shape(leaf))
+        return next(left) if is_floating else np.zeros(shape, jax.dtypes.float0)
 
     return jax.tree.map(gradient, trees)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._buckets.axes import AxisName, axis_names
+from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._inputs.shards import context_or_automatic, is_explicit, leaf_specs
+from dynamiq_jax._inputs.shards import is_explicit, leaf_specs
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
@@ -27,6 +27,7 @@ from dynamiq_jax._worker_loss.arguments import (
 )
 from dynamiq_jax._worker_loss.batch import resolve_batch
 from dynamiq_jax._worker_loss.in_specs import check_axes
+from dynamiq_jax._worker_loss.transforms import Transform, Workers
 
 P = PartitionSpec
 Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees
@@ -36,7 +37,7 @@ Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated 
 class WorkerLoss:
     """A loss function, how workers share its arguments, and how gradients are sent.
 
-    `loss` and `value` are called inside the map that `over_workers` makes.
+    `loss` and `value` are called by the functions that `over_workers` runs.
     """
 
     loss_fn: Callable[..., Any]
@@ -47,6 +48,8 @@ class WorkerLoss:
     axis_name: AxisName
     specs: Any  # as a user gives them
     compression: Compression
+    transform: Transform
+    check_vma: bool
 
     def __post_init__(self) -> None:
         if not self.names or not set(self.names) <= set(self.mesh.axis_names):
@@ -55,6 +58,7 @@ class WorkerLoss:
                 f"{self.mesh.axis_names}."
             )
         check_axes(self.roles.in_specs, self.names)
+        self.workers.check()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,24 +88,36 @@ class WorkerLoss:
         signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
         return signature, leaf_specs_of_args, arrays
 
-    def over_workers(
-        self, function: Callable[..., Any], signature: Signature, out_sharding: Any
-    ) -> Callable[..., Any]:
-        """Map a function of leaves by role, and of an argument that is whole, over the workers.
+    @functools.cached_property
+    def workers(self) -> Workers:
+        """The workers, and the transformation that runs a loss for each."""
+        return Workers(self.mesh, self.names, self.transform, self.check_vma)
 
-        Results are the same on all of them. Under explicit axes, `out_sharding` places them.
+    def replicas(self, trees: tuple[Any, ...], specs: Specs) -> Replicas:
+        """Return the replicas of the differentiated trees."""
+        return Replicas(self.mesh, self.axis_name, self.compression, specs_like(trees, specs))
+
+    def over_workers(
+        self,
+        function: Callable[[Mapping[str, list[Any]]], tuple[Any, Any]],
+        signature: Signature,
+        arrays: Mapping[str, list[Any]],
+    ) -> tuple[Any, Any]:
+        """Call a function of leaves by role for every worker; see `Workers.map`.
+
+        Differentiated leaves are replicas: [workers, *shape], of which each worker gets its own.
         """
-        split = {DIFFERENTIATED: P(), SPLIT: signature.splits, WHOLE: P()}
-        mapped = jax.shard_map(
-            function,
-            mesh=context_or_automatic(self.mesh),
-            in_specs=(split, P()),
-            out_specs=P(),
-            axis_names=set(self.names),
-        )
-        return (
-            jax.sharding.auto_axes(mapped, out_sharding=out_sharding) if is_explicit() else mapped
-        )
+
+        def of_own(arrays: Mapping[str, list[Any]]) -> tuple[Any, Any]:
+            own = [leaf.reshape(leaf.shape[1:]) for leaf in arrays[DIFFERENTIATED]]
+            return function({**arrays, DIFFERENTIATED: own})
+
+        specs = {
+            DIFFERENTIATED: [P(self.names)] * len(arrays[DIFFERENTIATED]),
+            SPLIT: signature.splits,
+            WHOLE: [P()] * len(arrays[WHOLE]),
+        }
+        return self.workers.map(of_own, specs, arrays)
 
     def loss(
         self, signature: Signature, arrays: Mapping[str, list[Any]], differentiated: list[Array]
@@ -146,14 +162,10 @@ class WorkerLoss:
         for (where, _), rest in zip(signature.graphs, rests, strict=True):
             modules.update(_at(where, args, kwargs), rest)
 
-    @property
-    def _num_workers(self) -> int:
-        return math.prod(self.mesh.shape[name] for name in self.names)
-
     def _share(self, targets: Array) -> Callable[[Array], Array]:
         """Return a function that weights what a mean over workers is taken of."""
         targets = lax.stop_gradient(targets.astype(jnp.float32))
-        weight = targets * np.float32(self._num_workers) / lax.psum(targets, self.names)
+        weight = targets * np.float32(self.workers.count) / lax.psum(targets, self.names)
 
         def weighted(value: Any) -> Array:
             value = jnp.asarray(value)
@@ -169,6 +181,11 @@ def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
     if specs is None:
         return None
     return unwrap_single(jax.tree.unflatten(jax.tree.structure(trees), specs))
+
+
+def floating_leaves(tree: Any) -> list[Array]:
+    """Return the leaves of a tree that are differentiated, in flattened order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
