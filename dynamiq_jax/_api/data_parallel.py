@@ -43,8 +43,8 @@ def data_parallel(
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
     options: Options = Options(),
-    transform: Transform = "vmap",
-    check_vma: bool = True,
+    transform: Transform = "shard_map",
+    check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """Return a loss function whose gradients are averaged compressed over workers.
 

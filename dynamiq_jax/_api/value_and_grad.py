@@ -44,8 +44,8 @@ def value_and_grad(
     specs: Any = None,
     options: Options = Options(),
     with_metrics: bool = False,
-    transform: Transform = "vmap",
-    check_vma: bool = True,
+    transform: Transform = "shard_map",
+    check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """Return a data-parallel `jax.value_and_grad` that averages gradients compressed.
 

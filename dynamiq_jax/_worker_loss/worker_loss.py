@@ -28,6 +28,7 @@ from dynamiq_jax._worker_loss.arguments import (
 from dynamiq_jax._worker_loss.batch import resolve_batch
 from dynamiq_jax._worker_loss.in_specs import check_axes
 from dynamiq_jax._worker_loss.transforms import Transform, Workers
+from pallas_kernels import compat
 
 P = PartitionSpec
 Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees
@@ -49,21 +50,21 @@ class WorkerLoss:
     specs: Any  # as a user gives them
     compression: Compression
     transform: Transform
-    check_vma: bool
+    check_vma: bool | None
 
     def __post_init__(self) -> None:
-        if not self.names or not set(self.names) <= set(self.mesh.axis_names):
+        if not self._axes or not set(self._axes) <= set(self.mesh.axis_names):
             raise ValueError(
                 f"axis_name={self.axis_name!r} is not an axis of the mesh. Give one of "
                 f"{self.mesh.axis_names}."
             )
-        check_axes(self.roles.in_specs, self.names)
+        check_axes(self.roles.in_specs, self._axes)
         self.workers.check()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the axes of workers."""
-        return axis_names(self.axis_name)
+        """Names of the axes of workers, for collectives beside the loss function."""
+        return self.workers.names
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -84,14 +85,14 @@ class WorkerLoss:
             leaf_specs_of_args = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
         else:
             leaf_specs_of_args = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
-        axes = {name: self.mesh.shape[name] for name in self.names}
+        axes = {name: self.mesh.shape[name] for name in self._axes}
         signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
         return signature, leaf_specs_of_args, arrays
 
     @functools.cached_property
     def workers(self) -> Workers:
         """The workers, and the transformation that runs a loss for each."""
-        return Workers(self.mesh, self.names, self.transform, self.check_vma)
+        return Workers(self.mesh, self._axes, self.transform, self.check_vma)
 
     def replicas(self, trees: tuple[Any, ...], specs: Specs) -> Replicas:
         """Return the replicas of the differentiated trees."""
@@ -113,7 +114,7 @@ class WorkerLoss:
             return function({**arrays, DIFFERENTIATED: own})
 
         specs = {
-            DIFFERENTIATED: [P(self.names)] * len(arrays[DIFFERENTIATED]),
+            DIFFERENTIATED: [P(self._axes)] * len(arrays[DIFFERENTIATED]),
             SPLIT: signature.splits,
             WHOLE: [P()] * len(arrays[WHOLE]),
         }
@@ -135,6 +136,8 @@ class WorkerLoss:
             container[where] = modules.merge(graph, parts.params, parts.rest, worker)
         result = self.loss_fn(*args, **kwargs)
         loss, aux = result if self.has_aux else (result, None)
+        # Of a loss that is the same everywhere, such as a pmean, JAX would differentiate one share.
+        loss = compat.match_varying(loss, worker)
         if self.num_targets is not None:
             share = self._share(jnp.asarray(self.num_targets(*args, **kwargs)))
             loss, aux = jax.tree.map(share, (loss, aux))
@@ -161,6 +164,11 @@ class WorkerLoss:
         """Write the state after a call to the modules among its arguments."""
         for (where, _), rest in zip(signature.graphs, rests, strict=True):
             modules.update(_at(where, args, kwargs), rest)
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        """Axes of the mesh that are split over the workers."""
+        return axis_names(self.axis_name)
 
     def _share(self, targets: Array) -> Callable[[Array], Array]:
         """Return a function that weights what a mean over workers is taken of."""
