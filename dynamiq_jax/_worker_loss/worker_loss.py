@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import context_or_automatic, is_explicit, leaf_specs
+from dynamiq_jax._worker_loss import aux as auxiliary
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
@@ -25,7 +26,7 @@ from dynamiq_jax._worker_loss.arguments import (
     sort_by_role,
     unwrap_single,
 )
-from dynamiq_jax._worker_loss.batch import resolve_batch
+from dynamiq_jax._worker_loss.batch import in_order_of_workers, resolve_batch, split_axis
 from dynamiq_jax._worker_loss.in_specs import check_axes
 
 P = PartitionSpec
@@ -42,6 +43,7 @@ class WorkerLoss:
     loss_fn: Callable[..., Any]
     roles: Roles
     has_aux: bool
+    aux: Any  # roles of aux, as a user gives them
     num_targets: Callable[..., Array] | None
     mesh: Mesh
     axis_name: AxisName
@@ -55,11 +57,17 @@ class WorkerLoss:
                 f"{self.mesh.axis_names}."
             )
         check_axes(self.roles.in_specs, self.names)
+        auxiliary.check_roles(self.aux, self.has_aux)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the axes of workers."""
         return axis_names(self.axis_name)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes of workers, and their sizes."""
+        return {name: self.mesh.shape[name] for name in self.names}
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -80,8 +88,7 @@ class WorkerLoss:
             leaf_specs_of_args = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
         else:
             leaf_specs_of_args = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
-        axes = {name: self.mesh.shape[name] for name in self.names}
-        signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
+        signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, self.axes)
         return signature, leaf_specs_of_args, arrays
 
     def over_workers(
@@ -89,26 +96,34 @@ class WorkerLoss:
     ) -> Callable[..., Any]:
         """Map a function of leaves by role, and of an argument that is whole, over the workers.
 
-        Results are the same on all of them. Under explicit axes, `out_sharding` places them.
+        It returns a tuple, of which the first is that of `value`. Results are the same on all
+        workers, except for rows of aux. Under explicit axes, `out_sharding` places the others.
         """
         split = {DIFFERENTIATED: P(), SPLIT: signature.splits, WHOLE: P()}
+        value = (P(), auxiliary.out_specs(self.aux, self.names)) if self.aux is not None else P()
         mapped = jax.shard_map(
             function,
             mesh=context_or_automatic(self.mesh),
             in_specs=(split, P()),
-            out_specs=P(),
+            out_specs=(value, *(P() for _ in out_sharding)),
             axis_names=set(self.names),
         )
-        return (
-            jax.sharding.auto_axes(mapped, out_sharding=out_sharding) if is_explicit() else mapped
-        )
+
+        def ordered(arrays: Mapping[str, list[Any]], whole: Any) -> tuple[Any, ...]:
+            batch = in_order_of_workers(signature, arrays[SPLIT], self.axes)
+            value, *others = mapped({**arrays, SPLIT: batch}, whole)
+            return self._in_order_of_batch(value, signature, arrays[SPLIT]), *others
+
+        if not is_explicit():
+            return ordered
+        return jax.sharding.auto_axes(ordered, out_sharding=(value, *out_sharding))
 
     def loss(
         self, signature: Signature, arrays: Mapping[str, list[Any]], differentiated: list[Array]
     ) -> tuple[Array, tuple[Any, list[Any]]]:
         """Return the loss of one worker, and `(aux, rest of every module)`.
 
-        Losses and aux are weighted by targets. Their mean over workers is that of all targets.
+        The loss is weighted by targets. Its mean over workers is that of all targets.
         """
         before, before_named = signature.rebuild(arrays)
         args, kwargs = signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
@@ -119,21 +134,29 @@ class WorkerLoss:
             container[where] = modules.merge(graph, parts.params, parts.rest, worker)
         result = self.loss_fn(*args, **kwargs)
         loss, aux = result if self.has_aux else (result, None)
+        weight = None
         if self.num_targets is not None:
-            share = self._share(jnp.asarray(self.num_targets(*args, **kwargs)))
-            loss, aux = jax.tree.map(share, (loss, aux))
+            weight = self._weight(jnp.asarray(self.num_targets(*args, **kwargs)))
+            loss = jnp.asarray(loss)
+            loss = loss * weight.astype(loss.dtype)
         rests = [
             modules.rest_of(
                 _at(where, args, kwargs), _at(where, before, before_named).rest, self.names
             )
             for where, _ in signature.graphs
         ]
-        return loss, (aux, rests)
+        return loss, (auxiliary.OfWorker(aux, weight), rests)
 
-    def value(self, loss: Array, aux: Any) -> Any:
-        """Return what a user gets besides gradients: means over the workers."""
-        loss, aux = jax.tree.map(lambda leaf: lax.pmean(leaf, self.names), (loss, aux))
-        return (loss, aux) if self.has_aux else loss
+    def value(self, loss: Array, aux: auxiliary.OfWorker) -> Any:
+        """Return what a user gets besides gradients, of all workers; rows of aux of this one."""
+        loss = lax.pmean(loss, self.names)
+        if not self.has_aux:
+            return loss
+
+        def of_workers(role: str, leaf: Any) -> Array:
+            return auxiliary.of_workers(leaf, role, aux.weight, self.names)
+
+        return loss, auxiliary.map_roles(of_workers, self.aux, aux.tree)
 
     def give_back(
         self,
@@ -150,18 +173,22 @@ class WorkerLoss:
     def _num_workers(self) -> int:
         return math.prod(self.mesh.shape[name] for name in self.names)
 
-    def _share(self, targets: Array) -> Callable[[Array], Array]:
-        """Return a function that weights what a mean over workers is taken of."""
+    def _weight(self, targets: Array) -> Array:
+        """Return the weight of a worker in a mean over workers, whose mean is 1."""
         targets = lax.stop_gradient(targets.astype(jnp.float32))
-        weight = targets * np.float32(self._num_workers) / lax.psum(targets, self.names)
+        return targets * np.float32(self._num_workers) / lax.psum(targets, self.names)
 
-        def weighted(value: Any) -> Array:
-            value = jnp.asarray(value)
-            if not jnp.issubdtype(value.dtype, jnp.inexact):  # counts have means of their own
-                value = value.astype(jnp.float32)
-            return value * weight.astype(value.dtype)
-
-        return weighted
+    def _in_order_of_batch(self, value: Any, signature: Signature, batch: Sequence[Any]) -> Any:
+        """Return the value with rows of aux in the order of the batch."""
+        if not self.has_aux:
+            return value
+        splits: dict[int, set[Any]] = {}
+        rules = signature.of_batch(signature.rules)
+        for array, spec, rule in zip(batch, signature.splits, rules, strict=True):
+            axis, _ = split_axis(spec, self.axes)
+            splits.setdefault(np.shape(array)[axis], set()).add(rule)
+        loss, aux = value
+        return loss, auxiliary.in_order_of_batch(self.aux, aux, splits, self._num_workers)
 
 
 def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
