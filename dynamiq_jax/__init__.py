@@ -20,7 +20,6 @@ from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect
-from dynamiq_jax._worker_loss.rows import Blocks, Groups
 from dynamiq_jax.methods import BF16, DynamiQ, Exact
 
 __version__ = "0.1.0"
@@ -29,10 +28,8 @@ __all__ = [
     "BF16",
     "AllReduceState",
     "BitAllocation",
-    "Blocks",
     "DynamiQ",
     "Exact",
-    "Groups",
     "Inspection",
     "LeafReport",
     "Options",

@@ -73,8 +73,8 @@ def data_parallel(
       in_specs: how arrays are split over the workers: a tuple with an entry for each positional
         argument, or a dict from names of arguments to entries; see `value_and_grad`. By default
         along the leading axis, which has to be as long in all arrays.
-      split: which rows go to which worker, where rows belong together: `dq.Blocks(2)`,
-        `dq.Groups(8)` or a function; see `value_and_grad`.
+      split: which rows go to which worker, where rows belong together: `"blocks:2"`,
+        `"groups:8"` or a function; see `value_and_grad`.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
       specs: how the parameters are split over other axes of the mesh; see `psum`. For several

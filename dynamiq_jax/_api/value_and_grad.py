@@ -53,7 +53,8 @@ def value_and_grad(
         grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
         loss, grads = grad_fn(params, batch, key=key)
 
-    Arguments in `argnums` (flax linen parameters, an nnx module or state, any pytree) are the same
+    Arguments in `argnums` (flax linen parameters, an nnx module or state, an equinox module, any
+    pytree) are the same
     on all workers, and their floating leaves are differentiated. They may be sharded over other
     axes of the mesh, which are left to the compiler: gradients are sharded alike, and every device
     sends its own shards. All other arrays are the batch, which is split along its leading axis.
@@ -99,8 +100,8 @@ def value_and_grad(
         arguments without an entry, are split along their leading axis, which has to be as long in
         all of these arrays. Numbers and scalars are whole with any spec. Differentiated arguments
         have None or `P()`, and so have modules and static arguments.
-      split: which rows go to which worker, where rows belong together: `dq.Blocks(2)` if the batch
-        stacks two blocks whose rows are compared, `dq.Groups(8)` if eight neighbors are, or a
+      split: which rows go to which worker, where rows belong together: `"blocks:2"` if the batch
+        stacks two blocks whose rows are compared, `"groups:8"` if eight neighbors are, or a
         function of the numbers of rows and of workers to an int array [workers, rows // workers] of
         rows. A dict from names or positions of arguments to such, or to trees of them, is for these
         arguments alone. By default each worker gets neighbors.
@@ -117,7 +118,8 @@ def value_and_grad(
       A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
       or `((loss, aux), grads)`: the loss averaged exactly, the gradients averaged compressed, all
       the same on all workers but for rows of aux, which are split over them. Leaves that are not
-      floating have gradients of dtype float0.
+      floating have gradients of dtype float0, and those that are no arrays, such as functions and
+      strings, None.
 
     Raises:
       ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; or when

@@ -178,14 +178,16 @@ class Signature:
 
     def rebuild(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments of a call, with parts in place of modules, from leaves by role."""
-        left = {role: iter(leaves) for role, leaves in arrays.items()}
-        left[STATIC] = iter([static.value for static in self.static])
+        return self._filled({**arrays, STATIC: [static.value for static in self.static]})
+
+    def _filled(self, leaves: Arrays) -> tuple[list[Any], dict[str, Any]]:
+        left = {role: iter(of_role) for role, of_role in leaves.items()}
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
         return list(args), kwargs
 
     def differentiated(self, arrays: Arrays) -> tuple[Any, ...]:
-        """Return the trees that gradients are like, by position."""
-        args, _ = self.rebuild(arrays)
+        """Return the trees that gradients are like, by position: None for what is static."""
+        args, _ = self._filled({**arrays, STATIC: [None] * len(self.static)})
         return tuple(
             args[n].params if isinstance(args[n], ModuleParts) else args[n] for n in self.argnums
         )
@@ -197,7 +199,8 @@ def sort_by_role(
     """Sort the leaves of the arguments of a call by role.
 
     Floating leaves of a differentiated argument are differentiated, the others are whole. Numbers
-    and other scalars are whole, and what is neither an array nor a number is static.
+    and other scalars are whole, and what is neither an array nor a number is static. In equinox
+    modules, numbers are static too: Python branches on them.
 
     Raises:
       ValueError: a static value that cannot be hashed; specs that do not fit an argument, or that
@@ -221,6 +224,7 @@ def sort_by_role(
     values.update(parted[1])
     left = {where: iter(roles.specs_of(where, value)) for where, value in values.items()}
     rules_left = {where: iter(roles.rules_of(where, value)) for where, value in values.items()}
+    numbers_static = {where for where, value in values.items() if modules.holds_equinox(value)}
     arrays: dict[str, list[Any]] = {DIFFERENTIATED: [], SPLIT: [], WHOLE: []}
     sorted_roles: list[str] = []
     specs: list[PartitionSpec | None] = []
@@ -235,7 +239,10 @@ def sort_by_role(
         if is_module or roles.of(where) != SPLIT:
             kind = "a module" if is_module else roles.of(where)
             roles.check_whole(where, kind, spec, rule)
-        role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
+        if where in numbers_static and isinstance(leaf, numbers.Number):
+            role = STATIC
+        else:
+            role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
         if role == SPLIT and (is_module or not (spec is None or axes_of(spec))):
             role = WHOLE
         sorted_roles.append(role)

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of, spread
-from dynamiq_jax._worker_loss.rows import Split
+from dynamiq_jax._worker_loss.rows import Split, rule_of
 
 P = PartitionSpec
 Entries = Mapping[int | str, Any]  # position or name of an argument to its tree of specs or rules
@@ -50,25 +50,11 @@ def rules_of(split: Any) -> tuple[Split | None, Entries]:
 
     Raises:
       TypeError: `split` is neither a rule nor a dict of them.
-      ValueError: a rule cannot be hashed.
+      ValueError: there is no such rule, or it cannot be hashed.
     """
-    is_for_all = not isinstance(split, Mapping)
-    entries = {} if is_for_all else dict(split)
-    for rule in [split] if is_for_all else jax.tree.leaves(entries):
-        if not (rule is None or callable(rule)):
-            raise TypeError(
-                f"split holds {rule!r:.80}. Give a rule such as dq.Blocks(2) or dq.Groups(8), a "
-                "function of the numbers of rows and workers to the rows of every worker, or a "
-                "dict from names of arguments to such."
-            )
-        try:
-            hash(rule)
-        except TypeError:
-            raise ValueError(
-                f"split holds {rule!r:.80}, which cannot be hashed. Give a function, or a frozen "
-                "dataclass."
-            ) from None
-    return (split if is_for_all else None), entries
+    if isinstance(split, Mapping):
+        return None, {where: jax.tree.map(rule_of, entry) for where, entry in split.items()}
+    return (None if split is None else rule_of(split)), {}
 
 
 def check_axes(entries: Entries, names: tuple[str, ...]) -> None:

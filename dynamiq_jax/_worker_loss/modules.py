@@ -1,6 +1,7 @@
 """Flax nnx modules as arguments: parameters to differentiate, and the rest, which a call changes.
 
-Flax is optional: nothing here imports it unless a caller has.
+Modules of equinox are pytrees, of which only leaves that are no arrays need care. Both packages are
+optional: nothing here imports them unless a caller has.
 """
 
 import sys
@@ -14,6 +15,15 @@ from jax import Array, lax
 def is_module(value: Any) -> bool:
     """Return whether a value is an nnx module."""
     return "flax.nnx" in sys.modules and isinstance(value, _nnx().Module)
+
+
+def holds_equinox(value: Any) -> bool:
+    """Return whether a pytree holds an equinox module."""
+    if "equinox" not in sys.modules:
+        return False
+    kind = sys.modules["equinox"].Module
+    nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kind))
+    return any(isinstance(node, kind) for node in nodes)
 
 
 def split_module(module: Any) -> tuple[Any, Any, Any]:

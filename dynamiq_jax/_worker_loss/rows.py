@@ -5,7 +5,7 @@ while a step is traced, and can be hashed.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class Blocks:
     """Split of a batch of stacked blocks: each worker gets its rows of every block.
 
     For losses that compare row `i` of one block with row `i` of another one, such as DPO, whose
-    batches stack the chosen rows before the rejected ones: `split=dq.Blocks(2)`.
+    batches stack the chosen rows before the rejected ones: `split="blocks:2"`.
 
     Attributes:
       count: number of blocks of equal size along the split axis.
@@ -52,8 +52,8 @@ class Blocks:
 class Groups:
     """Split of a batch of groups of neighboring rows, none of which is cut.
 
-    For losses that compare the rows of a group, such as GRPO with `size` answers to each prompt:
-    `split=dq.Groups(size)`. The rows of a worker are neighbors, as without a split. A number of
+    For losses that compare the rows of a group, such as GRPO with eight answers to each prompt:
+    `split="groups:8"`. The rows of a worker are neighbors, as without a split. A number of
     rows that would cut groups is an error.
 
     Attributes:
@@ -77,6 +77,37 @@ class Groups:
                 f"workers. Give a multiple of {self.size * workers} rows"
             )
         return np.arange(rows).reshape(workers, -1)
+
+
+_RULES: Mapping[str, Callable[[int], Split]] = {"blocks": Blocks, "groups": Groups}
+
+
+def rule_of(value: Any) -> Split:
+    """Return a rule from its name, such as "blocks:2", or the rule that is given.
+
+    Raises:
+      TypeError: it is neither a name nor a function.
+      ValueError: there is no such rule, or it cannot be hashed.
+    """
+    remedy = (
+        'Give "blocks:2", "groups:8" with numbers of your own, a function of the numbers of rows '
+        "and of workers to the rows of every worker, or a dict from names of arguments to such."
+    )
+    if isinstance(value, str):
+        name, _, number = value.partition(":")
+        if name not in _RULES or not number.isdecimal():
+            raise ValueError(f"split holds {value!r:.80}, which is no rule. {remedy}")
+        return _RULES[name](int(number))
+    if not callable(value):
+        raise TypeError(f"split holds {value!r:.80}. {remedy}")
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"split holds {value!r:.80}, which cannot be hashed. Give a function, or a frozen "
+            "dataclass."
+        ) from None
+    return value
 
 
 def order_of(split: Split | None, rows: int, workers: int) -> np.ndarray:

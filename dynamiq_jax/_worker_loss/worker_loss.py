@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._inputs.shards import context_or_automatic, is_explicit, leaf_specs
+from dynamiq_jax._inputs.shards import context_or_automatic, is_explicit, is_function, leaf_specs
 from dynamiq_jax._worker_loss import aux as auxiliary
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import (
@@ -84,7 +84,7 @@ class WorkerLoss:
         leaf_specs_of_args: Specs
         if self.specs is None:
             leaf_specs_of_args = _placed(trees, self.mesh)
-        elif callable(self.specs):
+        elif is_function(self.specs):
             leaf_specs_of_args = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
         else:
             leaf_specs_of_args = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))

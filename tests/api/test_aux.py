@@ -68,7 +68,7 @@ def test_rows_of_blocks_are_in_the_order_of_the_batch(data_mesh):
         return jnp.mean((chosen - rejected) ** 2), (scores, chosen - rejected)
 
     expected, _ = jax.value_and_grad(of_pairs, has_aux=True)(weights(), batch()[0])
-    for run in both(data_mesh, of_pairs, aux="rows", split=dq.Blocks(2)):
+    for run in both(data_mesh, of_pairs, aux="rows", split="blocks:2"):
         found, _ = run(weights(), batch()[0])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
 
@@ -141,5 +141,5 @@ def test_rows_of_a_batch_that_is_split_in_two_ways_are_an_error(data_mesh):
         return jnp.mean(x @ w) + jnp.mean(y), x[:, 0]
 
     with pytest.raises(ValueError, match="with 16 rows are split in 2 ways"):
-        for run in both(data_mesh, loss, aux="rows", split={"x": dq.Blocks(2)}):
+        for run in both(data_mesh, loss, aux="rows", split={"x": "blocks:2"}):
             run(weights(), *[batch()[0]] * 2)

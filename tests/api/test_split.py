@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._worker_loss.rows import Blocks, Groups
 
 ROWS, IN, OUT = 16, 32, 48
 KEY = jax.random.key(0)
@@ -57,7 +58,7 @@ def both(data_mesh, loss_fn, workers=4, **arguments):
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
 def test_every_worker_has_its_rows_of_every_block(count, workers, each):
     rows = count * workers * each
-    order = dq.Blocks(count)(rows, workers)
+    order = Blocks(count)(rows, workers)
     assert sorted(order.ravel()) == list(range(rows))
     block, within = np.divmod(order, workers * each)
     for worker in range(workers):
@@ -71,14 +72,14 @@ def test_every_worker_has_its_rows_of_every_block(count, workers, each):
 def test_a_group_is_on_one_worker_or_refused(rows, size, workers):
     if rows % (size * workers):
         with pytest.raises(ValueError, match=f"a multiple of {size * workers} rows"):
-            dq.Groups(size)(rows, workers)
+            Groups(size)(rows, workers)
     else:
-        for group in dq.Groups(size)(rows, workers).reshape(-1, size) // size:
+        for group in Groups(size)(rows, workers).reshape(-1, size) // size:
             assert len(set(group)) == 1
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "split"), ((pairs, dq.Blocks(2)), (groups, dq.Groups(4)), (groups, None))
+    ("loss_fn", "split"), ((pairs, "blocks:2"), (groups, "groups:4"), (groups, None))
 )
 def test_rows_that_belong_together_have_the_loss_of_the_batch(data_mesh, loss_fn, split):
     expected = jax.value_and_grad(loss_fn)(weights(), inputs())
@@ -101,7 +102,7 @@ def test_a_rule_of_ones_own_says_the_rows_of_each_worker(data_mesh):
         np.testing.assert_array_equal(first.reshape(4, IN), inputs()[:4])
 
 
-@pytest.mark.parametrize("split", ({"rows": dq.Blocks(2)}, {1: {"a": dq.Blocks(2), "b": None}}))
+@pytest.mark.parametrize("split", ({"rows": "blocks:2"}, {1: {"a": "blocks:2", "b": None}}))
 def test_a_rule_may_be_of_one_argument_or_of_a_part_of_it(data_mesh, split):
     """Weights of pairs are half as many as rows, and neighbors."""
 
@@ -122,7 +123,7 @@ def test_rows_may_be_along_another_axis(data_mesh):
         return pairs(w, columns.T)
 
     args = weights(), inputs().T
-    for run in both(data_mesh, loss_fn, split=dq.Blocks(2), in_specs=(None, P(None, "data"))):
+    for run in both(data_mesh, loss_fn, split="blocks:2", in_specs=(None, P(None, "data"))):
         close(run(*args), jax.value_and_grad(loss_fn)(*args))
 
 
@@ -132,7 +133,7 @@ def test_keys_of_examples_go_with_their_rows(data_mesh):
     def loss_fn(w, rows, keys):
         return pairs(w, rows + jax.vmap(lambda key: jax.random.normal(key, (IN,)))(keys))
 
-    for run in both(data_mesh, loss_fn, split=dq.Blocks(2)):
+    for run in both(data_mesh, loss_fn, split="blocks:2"):
         close(
             run(weights(), inputs(), keys), jax.value_and_grad(loss_fn)(weights(), inputs(), keys)
         )
@@ -141,17 +142,21 @@ def test_keys_of_examples_go_with_their_rows(data_mesh):
 @pytest.mark.parametrize(
     ("split", "error", "words"),
     (
-        (dq.Blocks(3), ValueError, "Argument 1 has shape .16, 32.: 3 blocks of 16 rows.*12 rows"),
-        (dq.Groups(8), ValueError, "Argument 1 has shape .16, 32.: groups of 8 rows.*32 rows"),
-        ({"w": dq.Blocks(2)}, ValueError, r"split\['w'\] holds .* is differentiated"),
+        ("blocks:3", ValueError, "Argument 1 has shape .16, 32.: 3 blocks of 16 rows.*12 rows"),
+        ("groups:8", ValueError, "Argument 1 has shape .16, 32.: groups of 8 rows.*32 rows"),
+        ({"w": "blocks:2"}, ValueError, r"split\['w'\] holds .* is differentiated"),
         (
-            {"x": dq.Blocks(2)},
+            {"x": "blocks:2"},
             ValueError,
             r"split names 'x', but the arguments",
         ),
-        ({1: [dq.Blocks(2)] * 2}, ValueError, r"split\[1\]=.* does not fit the argument"),
-        (2, TypeError, r"split holds 2. Give a rule such as dq.Blocks\(2\)"),
-        ((dq.Blocks(2),), TypeError, "split holds"),
+        ({1: ["blocks:2"] * 2}, ValueError, r"split\[1\]=.* does not fit the argument"),
+        (2, TypeError, r'split holds 2. Give "blocks:2"'),
+        (("blocks:2",), TypeError, r"split holds \('blocks:2',\)"),
+        ("block:2", ValueError, "split holds 'block:2', which is no rule"),
+        ("blocks", ValueError, "split holds 'blocks', which is no rule"),
+        ({1: "groups:x"}, ValueError, "split holds 'groups:x', which is no rule"),
+        ("groups:0", ValueError, "size=0 is not possible"),
         (lambda rows, workers: np.zeros((workers, rows // workers), int), ValueError, "is once"),
         (lambda rows, workers: np.arange(rows), ValueError, r"array of shape \(4, 4\)"),
     ),
@@ -164,6 +169,6 @@ def test_rules_that_do_not_fit(data_mesh, split, error, words):
 
 @pytest.mark.parametrize("value", (0, -1, 2.0, True))
 def test_blocks_and_groups_are_counted_in_integers(value):
-    for rule, name in ((dq.Blocks, "count"), (dq.Groups, "size")):
+    for rule, name in ((Blocks, "count"), (Groups, "size")):
         with pytest.raises(ValueError, match=f"{name}={value}"):
             rule(value)
