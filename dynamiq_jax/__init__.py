@@ -8,6 +8,7 @@ from dynamiq_jax import methods, topologies, training
 from dynamiq_jax._api.all_gather import all_gather
 from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
 from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
+from dynamiq_jax._api.check_data_parallel import check_data_parallel
 from dynamiq_jax._api.data_parallel import data_parallel
 from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
 from dynamiq_jax._api.pcast import pcast
@@ -38,6 +39,7 @@ __all__ = [
     "all_gather",
     "all_reduce_gradients",
     "allocate_bits",
+    "check_data_parallel",
     "data_parallel",
     "inspect",
     "mean_of_replicas",

@@ -108,6 +108,7 @@ def data_parallel(
         work.give_back(signature, args, kwargs, rests)
         return value
 
+    mean_loss.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
     return mean_loss
 
 

@@ -1,5 +1,6 @@
 """Data-parallel gradients without a `shard_map` of one's own."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,7 +147,21 @@ def value_and_grad(
         grads = roles.in_user_order(_like(trees, floating))
         return (value, grads, metrics) if with_metrics else (value, grads)
 
+    value_and_grad_fn.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
     return value_and_grad_fn
+
+
+def run_exactly(
+    work: WorkerLoss, signature: Signature, specs: Specs, arrays: dict[str, list[Any]]
+) -> tuple[Any, list[Array]]:
+    """Return the value, and gradients of differentiated leaves, averaged exactly.
+
+    Modules among the arguments are left as they are.
+    """
+    exact = dataclasses.replace(work, compression=resolve("exact", "ring", Options()))
+    static = exact, signature, specs
+    value, floating, _, _ = jit_over(_run, static)(arrays, jax.random.key(0))
+    return value, floating
 
 
 def _run(

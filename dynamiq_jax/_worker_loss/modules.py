@@ -33,26 +33,29 @@ def split_module(module: Any) -> tuple[Any, Any, Any]:
     return structure, params, rest
 
 
-def merge(structure: Any, params: Any, rest: Any, worker: Array) -> Any:
+def merge(structure: Any, params: Any, rest: Any, worker: Array | None = None) -> Any:
     """Make a module of parts, with random keys of one worker: dropout differs between workers.
 
     Args:
       structure: from `split_module`.
       params: parameters.
       rest: other state.
-      worker: index of the worker, int32 scalar.
+      worker: index of the worker, int32 scalar; None for the keys as they are.
     """
     nnx = _nnx()
 
-    def own(path: Any, variable: Any) -> Any:
-        del path
-        if not isinstance(variable, nnx.RngKey):
-            return variable
-        keys = variable.get_value()  # of every layer, where layers are stacked
-        folded = jax.vmap(lambda key: jax.random.fold_in(key, worker))(keys.reshape(-1))
-        return variable.replace(folded.reshape(keys.shape))
+    if worker is not None:
+        index = worker
 
-    rest = nnx.map_state(own, rest)
+        def own(path: Any, variable: Any) -> Any:
+            del path
+            if not isinstance(variable, nnx.RngKey):
+                return variable
+            keys = variable.get_value()  # of every layer, where layers are stacked
+            folded = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1))
+            return variable.replace(folded.reshape(keys.shape))
+
+        rest = nnx.map_state(own, rest)
     return nnx.merge(structure, params, rest, copy=True)
 
 
@@ -71,6 +74,15 @@ def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
         return lax.pmax(after, axis_names)
 
     return jax.tree.map(same, rest, before)
+
+
+def without_dropout(value: Any) -> Any:
+    """Return a copy of a module that drops nothing; other values as they are."""
+    if not is_module(value):
+        return value
+    copy = _nnx().clone(value)
+    copy.set_attributes(deterministic=True, raise_if_not_found=False)
+    return copy
 
 
 def update(module: Any, rest: Any) -> None:
