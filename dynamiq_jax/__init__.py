@@ -9,6 +9,7 @@ from dynamiq_jax._api.all_gather import all_gather
 from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
 from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
 from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
+from dynamiq_jax._api.check_data_parallel import check_data_parallel
 from dynamiq_jax._api.data_parallel import data_parallel
 from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
 from dynamiq_jax._api.pcast import pcast
@@ -40,6 +41,7 @@ __all__ = [
     "all_reduce_gradients",
     "allocate_bits",
     "broadcast_to_replicas",
+    "check_data_parallel",
     "data_parallel",
     "inspect",
     "mean_of_replicas",

@@ -37,8 +37,10 @@ def data_parallel(
     method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     has_aux: bool = False,
+    aux: Any = None,
     num_targets: Callable[..., Array] | None = None,
     in_specs: Any = None,
+    split: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
@@ -69,13 +71,17 @@ def data_parallel(
       axis_name: axis of the mesh to split over, or several with the slowest link first; see `psum`.
       method: compression method without state; see `psum`.
       topology: route of the chunks; see `psum`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`; see `value_and_grad`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      aux: what each part of aux is: `"mean"`, `"sum"`, `"rows"`, `"same"`, or a tree of these; see
+        `value_and_grad`.
       num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
         number of targets that its mean is over, a scalar. With it, the loss is the mean over the
         targets of all workers.
       in_specs: how arrays are split over the workers: a tuple with an entry for each positional
         argument, or a dict from names of arguments to entries; see `value_and_grad`. By default
         along the leading axis, which has to be as long in all arrays.
+      split: which rows go to which worker, where rows belong together: `"blocks:2"`,
+        `"groups:8"` or a function; see `value_and_grad`.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
       specs: how the parameters are split over other axes of the mesh; see `psum`. For several
@@ -85,20 +91,23 @@ def data_parallel(
 
     Returns:
       A function of the arguments of `loss_fn` to the mean of the workers' losses, or to
-      `(loss, aux)`, the same on all workers.
+      `(loss, aux)`, the same on all workers but for rows of aux, which are split over them.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; or when called, arrays
-        without a spec have leading axes of different sizes, an axis does not divide by the number
-        of workers, specs do not fit, or an argument is missing.
-      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
+      ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; or when
+        called, arrays without a spec have leading axes of different sizes, an axis does not divide
+        by the number of workers or would cut blocks or groups, specs or roles do not fit, arrays of
+        aux have no role, or an argument is missing.
+      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec; or
+        `split` something that is no rule.
     """
     compression = resolve(method, topology, options, stateless="data_parallel")
-    roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
+    roles = Roles.of_arguments(loss_fn, argnums, in_specs, split, static_argnums, static_argnames)
     work = WorkerLoss(
         loss_fn,
         roles,
         has_aux,
+        aux,
         num_targets,
         mesh,
         axis_name,
@@ -116,6 +125,7 @@ def data_parallel(
         work.give_back(signature, args, kwargs, rests)
         return value
 
+    mean_loss.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
     return mean_loss
 
 
@@ -127,9 +137,10 @@ def _run(
     def word(arrays: Mapping[str, list[Any]]) -> tuple[tuple[()], Array]:
         return (), word_of(arrays[SPLIT], work.names)
 
-    def local(arrays: Mapping[str, list[Any]]) -> tuple[tuple[()], tuple[Any, list[Any]]]:
+    def local(arrays: Mapping[str, list[Any]]) -> tuple[list[Array], tuple[Any, list[Any]]]:
         loss, (aux, rests) = work.loss(signature, arrays, arrays[DIFFERENTIATED])
-        return (), (work.value(loss, aux), rests)
+        rows, value = work.value(loss, aux)
+        return rows, (value, rests)
 
     def run(arrays: dict[str, list[Any]]) -> tuple[Any, list[Any]]:
         trees = signature.differentiated(arrays)
@@ -138,6 +149,7 @@ def _run(
             unwrap_single(trees), key=None, salt=salt, mean=False
         )
         own = {**arrays, DIFFERENTIATED: floating_leaves(stacked)}
-        return work.over_workers(local, signature, own)[1]
+        rows, (value, rests) = work.over_workers(local, signature, own)
+        return work.with_rows(value, rows, signature, arrays[SPLIT]), rests
 
-    return automatic(run, out_sharding=P())(arrays)
+    return automatic(run, out_sharding=(work.value_spec, P()))(arrays)

@@ -199,6 +199,11 @@ def spread(specs: Any, tree: Any) -> list[Any]:
     return jax.tree.leaves(of_each, is_leaf=is_none)
 
 
+def is_function(specs: Any) -> bool:
+    """Return whether specs are a function of a tree; a module of specs may be callable too."""
+    return callable(specs) and jax.tree_util.all_leaves([specs])
+
+
 def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
     """Return the spec of every leaf of a tree, in flattened order.
 
@@ -211,7 +216,7 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
       ValueError: specs do not fit the tree.
       TypeError: a spec is something else.
     """
-    specs = specs(tree) if callable(specs) else specs
+    specs = specs(tree) if is_function(specs) else specs
     try:
         given = spread(specs, tree)
     except ValueError as error:
