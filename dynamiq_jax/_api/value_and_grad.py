@@ -99,6 +99,8 @@ def value_and_grad(
         the mesh has further axes.
       options: gradients that stay exact, the size of buckets, and a limit of the error.
       with_metrics: return `(loss, grads, metrics)`, with the metrics of `psum`.
+      transform: "shard_map" or "vmap", which runs the loss for every worker; see `data_parallel`.
+      check_vma: that of `jax.shard_map`; see `data_parallel`.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
@@ -106,9 +108,10 @@ def value_and_grad(
       the same on all workers. Leaves that are not floating have gradients of dtype float0.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; or when called, arrays
-        without a spec have leading axes of different sizes, an axis does not divide by the number
-        of workers, specs do not fit, or an argument is missing.
+      ValueError: the mesh has no such axis; the method carries state; another `transform`, or
+        `check_vma` beside "vmap"; or when called, arrays without a spec have leading axes of
+        different sizes, an axis does not divide by the number of workers, specs do not fit, an
+        argument is missing, or the loss names axes that `transform` does not allow.
       TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
     """
     compression = resolve(

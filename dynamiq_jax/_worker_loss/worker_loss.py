@@ -113,7 +113,7 @@ class WorkerLoss:
             own = [leaf.reshape(leaf.shape[1:]) for leaf in arrays[DIFFERENTIATED]]
             return function({**arrays, DIFFERENTIATED: own})
 
-        specs = {
+        specs: dict[str, list[Any]] = {
             DIFFERENTIATED: [P(self._axes)] * len(arrays[DIFFERENTIATED]),
             SPLIT: signature.splits,
             WHOLE: [P()] * len(arrays[WHOLE]),
