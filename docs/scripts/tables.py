@@ -87,6 +87,7 @@ _COMMANDS = {
     "real_lm_training_muon": "python -m benchmarks.real_lm.training --optimizer muon",
     "shared_budget": "python -m benchmarks.error.shared_budget",
     "split_sketch": "python -m benchmarks.contrib.split_sketch",
+    "transforms": "python -m benchmarks.speed.transforms",
     **dict.fromkeys(
         ("time_to_accuracy", "time_to_accuracy_local_sgd", "time_to_accuracy_low_bits"),
         "python -m benchmarks.training.time_to_accuracy",
@@ -299,6 +300,30 @@ def big_models() -> str:
     return markdown(["program", "time of one core", "temporary memory"], rows)
 
 
+def transforms() -> str:
+    """Write bytes, memory and times of data-parallel losses: transforms.json."""
+    rows = []
+    for row in results_of("transforms"):
+        megabytes = ("worker_bytes", "other_bytes", "temporary_bytes")
+        rows.append(
+            [
+                f"{row['model']}, {row['form']}",
+                *(f"{row[name] / 1e6:,.2f} MB" for name in megabytes),
+                f"{row['lower_seconds'] + row['compile_seconds']:.1f} s",
+                f"{row['step_ratio']:.2f}" if "step_ratio" in row else "",
+            ]
+        )
+    headings = (
+        "program",
+        "over `data`",
+        "over other axes",
+        "temporary memory",
+        "compiled in",
+        "step",
+    )
+    return markdown(list(headings), rows)
+
+
 def maxtext() -> str:
     """Write losses and bytes of MaxText: maxtext.json."""
     rows = []
@@ -346,6 +371,7 @@ _ALL = (
     executed_reasons,
     compile_times,
     big_models,
+    transforms,
     maxtext,
     environments,
     choice_tables.which_method,

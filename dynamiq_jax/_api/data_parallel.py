@@ -88,16 +88,25 @@ def data_parallel(
         positions, a tuple of such. It may be a function of the parameters to their specs, such as
         `nnx.get_partition_spec`.
       options: gradients that stay exact, and the size of buckets.
+      transform: the transformation of JAX that runs the loss for every worker. "shard_map" makes
+        the workers' axis manual. The compiler can then send nothing else over it, which is why it
+        is the default, and the loss may call collectives over it. "vmap" leaves all axes to the
+        compiler. Then the loss may hold a `jax.shard_map` over other axes of the mesh, as kernels
+        of attention do, and sharding constraints. It must not name the workers' axis, and a
+        `jax.lax.cond` that depends on the batch computes both branches.
+      check_vma: that of `jax.shard_map`. By default True where JAX can differentiate `erf`, as in
+        exact GELU, with it: not in JAX 0.12. Gradients and bytes are the same.
 
     Returns:
       A function of the arguments of `loss_fn` to the mean of the workers' losses, or to
       `(loss, aux)`, the same on all workers but for rows of aux, which are split over them.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; or when
-        called, arrays without a spec have leading axes of different sizes, an axis does not divide
-        by the number of workers or would cut blocks or groups, specs or roles do not fit, arrays of
-        aux have no role, or an argument is missing.
+      ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; another
+        `transform`, or `check_vma` beside "vmap"; or when called, arrays without a spec have
+        leading axes of different sizes, an axis does not divide by the number of workers or would
+        cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an argument is
+        missing, or the loss names axes that `transform` does not allow.
       TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec; or
         `split` something that is no rule.
     """

@@ -116,6 +116,8 @@ def value_and_grad(
         the mesh has further axes.
       options: gradients that stay exact, the size of buckets, and a limit of the error.
       with_metrics: return `(loss, grads, metrics)`, with the metrics of `psum`.
+      transform: "shard_map" or "vmap", which runs the loss for every worker; see `data_parallel`.
+      check_vma: that of `jax.shard_map`; see `data_parallel`.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
@@ -125,10 +127,11 @@ def value_and_grad(
       strings, None.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; or when
-        called, arrays without a spec have leading axes of different sizes, an axis does not divide
-        by the number of workers or would cut blocks or groups, specs or roles do not fit, arrays of
-        aux have no role, or an argument is missing.
+      ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; another
+        `transform`, or `check_vma` beside "vmap"; or when called, arrays without a spec have
+        leading axes of different sizes, an axis does not divide by the number of workers or would
+        cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an argument is
+        missing, or the loss names axes that `transform` does not allow.
       TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec; or
         `split` something that is no rule.
     """

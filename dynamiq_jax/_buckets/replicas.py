@@ -143,6 +143,7 @@ def place(array: Array, mesh: Mesh | None, spec: PartitionSpec) -> Array:
     """Split an array over axes of a mesh; without one, or under explicit axes, of the context."""
     if is_explicit():
         return jax.sharding.reshard(array, spec)
-    if mesh is None:
-        return lax.with_sharding_constraint(array, spec)
-    return lax.with_sharding_constraint(array, NamedSharding(context_or_automatic(mesh), spec))
+    automatic = context_or_automatic(mesh)
+    return lax.with_sharding_constraint(
+        array, spec if automatic is None else NamedSharding(automatic, spec)
+    )

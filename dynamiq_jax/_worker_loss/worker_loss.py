@@ -121,7 +121,7 @@ class WorkerLoss:
             return function({**arrays, DIFFERENTIATED: own})
 
         batch = in_order_of_workers(signature, arrays[SPLIT], self.axes)
-        specs = {
+        specs: dict[str, list[Any]] = {
             DIFFERENTIATED: [P(self._axes)] * len(arrays[DIFFERENTIATED]),
             SPLIT: signature.splits,
             WHOLE: [P()] * len(arrays[WHOLE]),

@@ -51,6 +51,7 @@ COLLECTIVES = {
     "all_reduce_gradients",
     "pcast",
     "mean_of_replicas",
+    "broadcast_to_replicas",
     "wire_report",
     "moshpit_mean",
 }
