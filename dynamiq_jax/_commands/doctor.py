@@ -55,6 +55,9 @@ class Doctor:
     mesh: Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=SIZE")] = ()
     """Axes of the mesh, slowest first, where the program does not say them."""
 
+    workers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS")] = ()
+    """Axes of the mesh whose devices have different gradients, where nothing is compressed yet."""
+
     devices_per_host: int | None = None
     """Devices that share a host, in the order of their ids. By default, those of one process."""
 
@@ -81,6 +84,12 @@ class Doctor:
                 f"{self.target} is no file. Give a script, or the text of a program."
             )
         meshes = [parse_mesh(self.mesh)] if self.mesh else []
+        unknown = [axis for axis in self.workers if not meshes or axis not in meshes[0]]
+        if unknown:
+            raise CommandError(
+                f"--workers: {unknown[0]!r} is no axis of --mesh. Give all axes with their sizes, "
+                f"as in --mesh {unknown[0]}=4."
+            )
         inspection = (
             self._of_script(meshes) if self.target.suffix == ".py" else self._of_text(meshes)
         )
@@ -108,6 +117,7 @@ class Doctor:
             meshes=meshes,
             records=step.records,
             devices_per_host=self.devices_per_host,
+            workers=self.workers,
         )
         if step.text is None and not inspection.findings:
             raise CommandError(
@@ -128,7 +138,12 @@ class Doctor:
             )
         try:
             check_program(text)
-            return inspect_text(text, meshes=meshes, devices_per_host=self.devices_per_host)
+            return inspect_text(
+                text,
+                meshes=meshes,
+                devices_per_host=self.devices_per_host,
+                workers=self.workers,
+            )
         except ProgramError as error:
             why = str(error)
         except Exception as error:  # a damaged text ends in any kind

@@ -44,7 +44,8 @@ def inspect(
     - *not compressed*: gradients are summed exactly only;
     - *whole gradient*: every device sends all of a gradient whose parameters are sharded;
     - *below the threshold*: leaves are so small that most bytes are exact;
-    - *widened*: values of 16 bits are sent as 32, over an axis of workers;
+    - *widened*: values of 16 bits are sent as 32, over an axis of workers; the text says whether
+      this platform alone does so, as the CPU with sums;
     - *one worker*: the axis has nothing to send;
     - *fast link*: the compressed axis is inside a host;
     - *wasted bits*: with `metrics`, some buckets have much less error than others.
@@ -106,6 +107,7 @@ def inspect_text(
     devices_per_host: int | None = None,
     records: Iterable[Record] = (),
     arguments: Iterable[Argument] = (),
+    workers: Iterable[str] = (),
 ) -> Inspection:
     """Inspect a compiled program.
 
@@ -116,6 +118,7 @@ def inspect_text(
       devices_per_host: see `inspect`.
       records: of collectives of this library in the program.
       arguments: of the program.
+      workers: axes of workers, where no record says them.
     """
     records = tuple(records)
     candidates = [*meshes, *(dict(record.mesh) for record in records), *_meshes_of_text(written)]
@@ -123,7 +126,9 @@ def inspect_text(
     whole = [mesh for mesh in candidates if _size(mesh) == count]
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
-    known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)))
+    known = Evidence(
+        collectives, records, tuple(arguments), tuple(_written(written)), tuple(workers)
+    )
     return Inspection(rows_of(collectives), tuple(findings(known)))
 
 
@@ -181,8 +186,9 @@ def _written(text: str) -> Iterator[Written]:
             if line.opcode in ("all-reduce", "reduce-scatter", "collective-permute", "all-gather"):
                 place = places.of(line.attributes)
                 bits = [array.bits for array in _inputs(line, computation) if array.is_floating]
-                if place is not None and bits:
-                    yield Written(line.opcode, place.key, min(bits))
+                sent = [array.bits for array in line.arrays if array.is_floating]
+                if place is not None and sent:
+                    yield Written(line.opcode, place.key, min(bits), min(sent))
 
 
 def _inputs(line: Instruction, computation: Mapping[str, Instruction]) -> list[Any]:
