@@ -18,6 +18,7 @@ from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.checks import check_program
 from dynamiq_jax._inspection.collectives import MOST_DEVICES
+from dynamiq_jax._inspection.evidence import Traced
 from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._inspection.hlo import ProgramError
 from dynamiq_jax._inspection.inspection import HEADINGS, Inspection, texts
@@ -114,8 +115,8 @@ class Doctor:
             return Inspection((), (finding,), is_compiled=False)
         inspection = inspect_text(
             step.text or "",
+            Traced(records=tuple(step.records)),
             meshes=meshes,
-            records=step.records,
             devices_per_host=self.devices_per_host,
             workers=self.workers,
         )

@@ -24,6 +24,14 @@ class Written(NamedTuple):
     sent_bits: int  # of the narrowest floating type of the collective itself
 
 
+class Traced(NamedTuple):
+    """Facts that tracing a step adds to its compiled text."""
+
+    written: str = ""  # text of the program before optimization
+    records: tuple[Record, ...] = ()  # of collectives of this library
+    arguments: tuple[Argument, ...] = ()
+
+
 class Sharing(NamedTuple):
     """Metrics of a step that was run: what its buckets would gain from sharing their bits."""
 
