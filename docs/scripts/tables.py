@@ -55,7 +55,13 @@ _COMMANDS = {
     "big_models": "python -m benchmarks.training.big_models",
     "codec": "python -m benchmarks.speed.codec",
     **dict.fromkeys(
-        ("compare_decoder", "compare_low_bits", "compare_ring", "compare_topologies"),
+        (
+            "compare_bf16",
+            "compare_decoder",
+            "compare_low_bits",
+            "compare_ring",
+            "compare_topologies",
+        ),
         "dynamiq-jax compare",
     ),
     "compile_time": "python -m benchmarks.speed.compile_time",

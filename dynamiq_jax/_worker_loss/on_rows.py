@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What experiments compare of the losses of several sets of rows."""
+    """Losses of several sets of rows, as experiments compare them."""
 
     losses: np.ndarray  # [sets]
     gradients: np.ndarray  # coordinates that are large in the whole batch: [sets, coordinates]
@@ -155,8 +155,17 @@ class OnRows:
             return loss, (aux, jnp.asarray(targets).astype(jnp.float32))
 
         floating = [jnp.asarray(leaf) for leaf in arrays[DIFFERENTIATED]]
-        (loss, (aux, targets)), gradient = jax.value_and_grad(loss_of, has_aux=True)(floating)
+        run = functools.partial(jax.value_and_grad(loss_of, has_aux=True), floating)
+        for name in self.work.names:
+            run = functools.partial(_as_only_worker, run, name)
+        (loss, (aux, targets)), gradient = run()
         return Result(loss, gradient, aux, targets)
+
+
+def _as_only_worker(function: Callable[[], Any], axis_name: str) -> Any:
+    """Return the result of a function that may use the axis of workers by its name."""
+    stacked = jax.vmap(lambda _: function(), axis_name=axis_name)(jnp.zeros(1))
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
 
 
 def _other(leaf: Any, number: int) -> Any:

@@ -124,6 +124,20 @@ def test_a_wrong_loss_is_named(data_mesh, cause):
         dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), *(make() for make in batch))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", sorted(set(WRONG) - {"groups that are cut"}))
+@pytest.mark.parametrize("workers", (2, 8))
+def test_a_wrong_loss_is_named_with_any_weights_and_number_of_workers(data_mesh, workers, cause):
+    """Two workers have rows for a whole group each."""
+    loss_fn, _, *others = WRONG[cause]
+    wrapped = dq.data_parallel(loss_fn, mesh=data_mesh(workers), axis_name="data")
+    for seed in range(3):
+        key = jax.random.key(10 + seed)
+        w, x = jax.random.normal(key, (IN, OUT)) / 2, jnp.flip(inputs(), axis=1)
+        with pytest.raises(ValueError, match=f"Likely cause: {cause}\\."):
+            dq.check_data_parallel(wrapped, w, x, *(make() for make in others))
+
+
 @pytest.mark.parametrize(
     ("cause", "loss_fn"),
     (
@@ -202,6 +216,17 @@ def test_a_right_loss_passes(data_mesh, function, loss_fn, batch, arguments):
     how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": "dynamiq:3"}
     wrapped = function(loss_fn, **how, **arguments)
     assert dq.check_data_parallel(wrapped, weights(), *(make() for make in batch)) is None
+
+
+def test_a_loss_that_gathers_what_it_compares_passes(data_mesh):
+    """Statistics of all workers, by the name of their axis: alone, a worker is the only one."""
+
+    def loss_fn(w, x):
+        hidden = x @ w
+        mean = jax.lax.pmean(hidden.mean(axis=0), "data")
+        return jnp.mean(jnp.tanh(hidden - mean) ** 2)
+
+    dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), inputs())
 
 
 class Dropping(nnx.Module):
