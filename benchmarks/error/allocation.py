@@ -1,11 +1,15 @@
 """Error of DynamiQ on tensors of many kinds, none of which its allocation of widths was fitted to.
 
     python -m benchmarks.error.allocation
+    python -m benchmarks.error.allocation --recipe.model results/smollm2 --recipe.workers 8 \\
+        --bits --output benchmarks/results/allocation_real_lm.json
+
+The second call takes gradients of a real language model, whose folder `make demo-llm` makes.
 
 One table is against fixed fractions of widths that are fitted to the very tensor that is summed.
-`results/allocation_fitted.json` has their errors, which an earlier version of the library made. Two
-tables are against methods that give all coordinates the same width: `BlockInt` and MXFP4.
-`benchmarks.error.tensors` makes the tensors.
+`results/allocation_fitted.json` has their errors, which an earlier version of the library made, but
+not for a real model. Two tables are against methods that give all coordinates the same width:
+`BlockInt` and MXFP4. `benchmarks.error.tensors` makes the tensors.
 """
 
 import dataclasses
@@ -152,10 +156,12 @@ def fitted(recipe: Recipe) -> dict[tuple[str, str, int, float], float]:
     """Read the errors of fitted fractions: (tensor, topology, workers, bits) to vNMSE. There are
     none if the file is missing, or is of other tensors.
     """
-    if not FITTED.exists():
+    if recipe.model or not FITTED.exists():
         return {}
     content = json.loads(FITTED.read_text())
-    if content["config"]["recipe"] != json.loads(json.dumps(dataclasses.asdict(recipe))):
+    # The file is older than the field `model`.
+    made_of = {"model": None} | content["config"]["recipe"]
+    if made_of != json.loads(json.dumps(dataclasses.asdict(recipe))):
         return {}
     return {
         (row["tensor"], row["topology"], row["workers"], row["bits"]): row["vnmse"]

@@ -6,6 +6,25 @@ from typing import Any
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 
 
+def real_lm_methods() -> str:
+    """Write the error of every method on a tenth of a real model: compare_real_lm.json."""
+    measured = {(row["setting"], row["workers"]): row for row in results_of("compare_real_lm")}
+    of_eight = [row for (_, workers), row in measured.items() if workers == 8]
+    rows = [
+        [
+            f"`{row['method']}`",
+            f"{row['bits']:.2f}",
+            exponent(row["vnmse"]),
+            exponent(measured[row["setting"], 16]["vnmse"]),
+            exponent(row["relative"]),
+            f"{row['steps']['']['gain']:.3f}",
+        ]
+        for row in sorted(of_eight, key=lambda row: -row["bits"])
+    ]
+    header = ["method", "bits", "vNMSE, 8 workers", "16 workers", "of a super-group", "gain"]
+    return markdown(header, rows)
+
+
 def on_a_ring() -> str:
     """Write the error and the time of every method on a ring: compare_ring.json."""
     measured = {(row["setting"], row["workers"]): row for row in results_of("compare_ring")}
@@ -60,8 +79,13 @@ def other_model() -> str:
 
 
 def beside_paper() -> str:
-    """Write tables 3 to 6 of the paper: paper_tables_real_lm.json and paper_tables.json."""
-    real = {_case(row): row for row in results_of("paper_tables_real_lm")}
+    """Write tables 3 to 6 of the paper: paper_tables_real_lm.json, paper_tables_layers.json and
+    paper_tables.json.
+    """
+    real, layers = (
+        {_case(row): row for row in results_of(name)}
+        for name in ("paper_tables_real_lm", "paper_tables_layers")
+    )
     rows, base = [], {}
     for row in results_of("paper_tables"):
         table, paper = row["table"].split(":")[0], row["paper"]
@@ -76,6 +100,7 @@ def beside_paper() -> str:
             row["row"],
             exponent(real[_case(row)]["mean"]),
             f"{real[_case(row)]['mean'] / real[_case(base[table])]['mean']:.2g}",
+            " / ".join(map(exponent, layers[_case(row)]["vnmse"].values())),
             " / ".join(map(exponent, row["vnmse"].values())),
             f"{row['mean'] / base[table]['mean']:.2g}",
             f"{row['paper']:.2g}" if row["paper"] else "",
@@ -83,7 +108,8 @@ def beside_paper() -> str:
         ]
         for table, row in rows
     ]
-    header = ["", "row", "SmolLM2, layer 15", "ratio"]
+    parts = " / ".join(next(iter(layers.values()))["vnmse"]).replace(" / layer", " /")
+    header = ["", "row", "SmolLM2, a tenth", "ratio", f"alone: {parts}"]
     header += ["small model, steps 20 / 100 / 200", "ratio", "the paper's", "its ratio"]
     return markdown(header, cells)
 
@@ -101,7 +127,7 @@ def by_workers() -> str:
         "paper's preset": "`DynamiQ`, paper's preset",
         "MXFP8": "MXFP8",
     }
-    models = {"SmolLM2, layer 15": "paper_tables_real_lm", "small model": "paper_tables"}
+    models = {"SmolLM2, a tenth": "paper_tables_real_lm", "small model": "paper_tables"}
     errors: dict[tuple[str, str], dict[int, float]] = {}
     for model, file in models.items():
         for row in results_of(file):
@@ -117,7 +143,9 @@ def by_workers() -> str:
 
 
 def allocation() -> str:
-    """Write the ranges of the ratios of DynamiQ on each of many tensors: allocation.json."""
+    """Write the ranges of the ratios of DynamiQ on each of many tensors: allocation_real_lm.json
+    and allocation.json.
+    """
     columns = {
         "to fitted widths": ("against_fitted", "to fitted"),
         "to `BlockInt`, both unbiased": ("against_blockint", "unbiased"),
@@ -126,7 +154,11 @@ def allocation() -> str:
         "4.25 bits to MXFP4": ("against_mxfp4", "to mxfp4", 4.25),
         "5 bits to MXFP4": ("against_mxfp4", "to mxfp4", 5),
     }
-    compared = results_of("allocation")
+    files = [results_of(name) for name in ("allocation_real_lm", "allocation")]
+    compared = {
+        table: [row for file in files for row in file[table]]
+        for table in ("against_fitted", "against_blockint", "against_mxfp4")
+    }
     rows = []
     for tensor in dict.fromkeys(row["tensor"] for row in compared["against_blockint"]):
         cells = [tensor]
@@ -136,7 +168,7 @@ def allocation() -> str:
                 for row in compared[table]
                 if row["tensor"] == tensor and (not bits or row["bits"] == bits[0])
             ]
-            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
         rows.append(cells)
     return markdown(["tensor", *columns], rows)
 
@@ -158,7 +190,7 @@ def limits() -> str:
         settings = (f"dynamiq:{bits:g}:ring", "mxfp8:ring")
         errors = [measured.get((setting, workers, step)) for setting in settings]
         if bits in (4, 5) and None not in errors:
-            model = f"small model, {step}" if step else "SmolLM2, layer 15"
+            model = f"small model, {step}" if step else "SmolLM2, a tenth"
             cells = map(exponent, (bound["message"], bound["ring"], *errors))
             rows.append([f"{bits:g}", str(workers), model, *cells])
     rows.sort(key=lambda row: (row[0], int(row[1])))
@@ -167,9 +199,11 @@ def limits() -> str:
 
 
 def error_estimates() -> str:
-    """Write the ratios of estimated and true errors: error_estimate.json."""
+    """Write the ratios of estimated and true errors: real_lm_estimates.json and
+    error_estimate.json.
+    """
     ratios: dict[tuple[str, int], list[list[float]]] = {}
-    for row in results_of("error_estimate")["precision"]:
+    for row in (*results_of("real_lm_estimates"), *results_of("error_estimate")["precision"]):
         ratios.setdefault((row["kind"], row["workers"]), []).append(row["ratios"])
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in ratios):
@@ -184,6 +218,7 @@ def error_estimates() -> str:
 
 
 ALL = (
+    real_lm_methods,
     on_a_ring,
     equal_bits,
     other_model,
