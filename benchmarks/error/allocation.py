@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks import common
 from benchmarks.error.tensors import Recipe, load, make, names_of
+from benchmarks.real_lm.folder import check_folder
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.settings import parse_setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
@@ -57,6 +58,8 @@ class Config:
 def main(config: Config) -> int:
     """Measure every case, print the tables, and return the exit status."""
     console = tables.console()
+    if config.recipe.model:
+        check_folder(config.recipe.model, "--recipe.model")
     unknown = set(config.tensors) - set(known := names_of(config.recipe))
     if unknown:
         raise SystemExit(f"--tensors: no {sorted(unknown)}. Give some of {known}.")

@@ -8,21 +8,17 @@ from docs.scripts.result_files import exponent, markdown, mean, results_of
 
 def real_lm_methods() -> str:
     """Write the error of every method on a tenth of a real model: compare_real_lm.json."""
-    measured = {(row["setting"], row["workers"]): row for row in results_of("compare_real_lm")}
-    of_eight = [row for (_, workers), row in measured.items() if workers == 8]
     rows = [
         [
             f"`{row['method']}`",
             f"{row['bits']:.2f}",
             exponent(row["vnmse"]),
-            exponent(measured[row["setting"], 16]["vnmse"]),
             exponent(row["relative"]),
             f"{row['steps']['']['gain']:.3f}",
         ]
-        for row in sorted(of_eight, key=lambda row: -row["bits"])
+        for row in sorted(results_of("compare_real_lm"), key=lambda row: -row["bits"])
     ]
-    header = ["method", "bits", "vNMSE, 8 workers", "16 workers", "of a super-group", "gain"]
-    return markdown(header, rows)
+    return markdown(["method", "bits", "vNMSE", "of a super-group", "gain"], rows)
 
 
 def on_a_ring() -> str:
@@ -79,13 +75,8 @@ def other_model() -> str:
 
 
 def beside_paper() -> str:
-    """Write tables 3 to 6 of the paper: paper_tables_real_lm.json, paper_tables_layers.json and
-    paper_tables.json.
-    """
-    real, layers = (
-        {_case(row): row for row in results_of(name)}
-        for name in ("paper_tables_real_lm", "paper_tables_layers")
-    )
+    """Write tables 3 to 6 of the paper: paper_tables_real_lm.json and paper_tables.json."""
+    real = {_case(row): row for row in results_of("paper_tables_real_lm")}
     rows, base = [], {}
     for row in results_of("paper_tables"):
         table, paper = row["table"].split(":")[0], row["paper"]
@@ -98,9 +89,8 @@ def beside_paper() -> str:
         [
             table,
             row["row"],
-            exponent(real[_case(row)]["mean"]),
+            " / ".join(map(exponent, real[_case(row)]["vnmse"].values())),
             f"{real[_case(row)]['mean'] / real[_case(base[table])]['mean']:.2g}",
-            " / ".join(map(exponent, layers[_case(row)]["vnmse"].values())),
             " / ".join(map(exponent, row["vnmse"].values())),
             f"{row['mean'] / base[table]['mean']:.2g}",
             f"{row['paper']:.2g}" if row["paper"] else "",
@@ -108,8 +98,8 @@ def beside_paper() -> str:
         ]
         for table, row in rows
     ]
-    parts = " / ".join(next(iter(layers.values()))["vnmse"]).replace(" / layer", " /")
-    header = ["", "row", "SmolLM2, a tenth", "ratio", f"alone: {parts}"]
+    parts = " / ".join(next(iter(real.values()))["vnmse"])
+    header = ["", "row", f"SmolLM2, {parts}", "ratio"]
     header += ["small model, steps 20 / 100 / 200", "ratio", "the paper's", "its ratio"]
     return markdown(header, cells)
 
@@ -127,17 +117,20 @@ def by_workers() -> str:
         "paper's preset": "`DynamiQ`, paper's preset",
         "MXFP8": "MXFP8",
     }
-    models = {"SmolLM2, a tenth": "paper_tables_real_lm", "small model": "paper_tables"}
     errors: dict[tuple[str, str], dict[int, float]] = {}
-    for model, file in models.items():
-        for row in results_of(file):
-            if row["table"].startswith("Workers"):
-                name = names[row["row"].partition(", n")[0]]
-                errors.setdefault((model, name), {})[row["workers"]] = row["mean"]
+    for row in (*results_of("paper_tables_real_lm"), *results_of("paper_tables")):
+        if row["table"].startswith("Workers"):
+            name = names[row["row"].partition(", n")[0]]
+            real = {f"SmolLM2, {part}": error for part, error in row["vnmse"].items()}
+            models = {"small model": row["mean"]} if "step 20" in row["vnmse"] else real
+            for model, error in models.items():
+                errors.setdefault((model, name), {})[row["workers"]] = error
     counts = sorted({workers for of in errors.values() for workers in of})
     rows = [
-        [*key, *(exponent(of[workers]) if workers in of else "" for workers in counts)]
-        for key, of in errors.items()
+        [model, name, *(exponent(of[workers]) if workers in of else "" for workers in counts)]
+        for name in names.values()
+        for (model, of_name), of in errors.items()
+        if of_name == name
     ]
     return markdown(["model", "vNMSE on a ring", *(f"n = {n}" for n in counts)], rows)
 
@@ -183,14 +176,14 @@ def limits() -> str:
         for step, of in row["steps"].items()
     }
     for row in results_of("paper_tables_real_lm"):
-        measured[row["setting"], row["workers"], ""] = row["mean"]
+        measured[row["setting"], row["workers"], ""] = row["vnmse"]["layer 15"]
     rows = []
     for bound in (*results_of("rate_distortion_real_lm"), *results_of("rate_distortion")):
         step, workers, bits = bound["step"], bound["workers"], bound["bits"]
         settings = (f"dynamiq:{bits:g}:ring", "mxfp8:ring")
         errors = [measured.get((setting, workers, step)) for setting in settings]
         if bits in (4, 5) and None not in errors:
-            model = f"small model, {step}" if step else "SmolLM2, a tenth"
+            model = f"small model, {step}" if step else "SmolLM2, layer 15"
             cells = map(exponent, (bound["message"], bound["ring"], *errors))
             rows.append([f"{bits:g}", str(workers), model, *cells])
     rows.sort(key=lambda row: (row[0], int(row[1])))

@@ -83,7 +83,6 @@ _COMMANDS = {
     "moshpit": "python -m benchmarks.contrib.moshpit",
     "packet_loss": "python -m benchmarks.contrib.packet_loss",
     "paper_tables": "python -m benchmarks.error.paper_tables",
-    "paper_tables_layers": "python -m benchmarks.error.paper_tables",
     "paper_tables_real_lm": "python -m benchmarks.error.paper_tables",
     "pipelined": "python -m benchmarks.training.pipelined",
     "pipelined_h200": "python -m benchmarks.aot.pipelined",
@@ -109,9 +108,7 @@ _SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DO
 def methods() -> str:
     """Write the bits of every method with its defaults, its errors and its time."""
     real = {row["method"]: row["vnmse"] for row in real_lm_tables.rows_of("ring", "auto")}
-    tenth = {
-        row["method"]: row["vnmse"] for row in results_of("compare_real_lm") if row["workers"] == 8
-    }
+    tenth = {row["method"]: row["vnmse"] for row in results_of("compare_real_lm")}
     compared = [*results_of("compare_ring"), *results_of("compare_low_bits")]
     measured = {row["setting"]: row for row in compared if row["workers"] == 8}
     # How the settings of the result files spell the defaults.

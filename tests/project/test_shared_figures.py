@@ -261,7 +261,7 @@ def test_distances_from_the_bound_are_those_of_the_result_files():
         for row in results_of("compare_ring")
         for step, of in row["steps"].items()
     } | {
-        (row["setting"], row["workers"], ""): row["mean"]
+        (row["setting"], row["workers"], ""): row["vnmse"]["layer 15"]
         for row in results_of("paper_tables_real_lm")
     }
     page = PAGES["docs/results.md"]
@@ -280,29 +280,65 @@ def test_distances_from_the_bound_are_those_of_the_result_files():
         assert text.format(*ends(found), *bits) in page
 
 
+LAYERS = ("layer 5", "layer 15", "layer 25")
+
+
+def paper_rows(table: str, name: str = "paper_tables_real_lm") -> dict[str, dict[str, float]]:
+    """Return errors of the rows of a table, by part of the real model."""
+    return {row["row"]: row["vnmse"] for row in results_of(name) if row["table"].startswith(table)}
+
+
 def test_growth_on_a_ring_is_that_of_the_result_files():
-    """From 8 workers to 16, on a layer of the real model and on the small one."""
-    growth = []
-    for name in ("paper_tables_real_lm", "paper_tables"):
-        of = {
-            row["workers"]: row["mean"]
-            for row in results_of(name)
-            if row["table"].startswith("Workers") and row["row"].startswith("default")
-        }
-        growth.append(of[16] / of[8])
-    text = (
-        "{:.1f} times as large as with 8 on a layer of SmolLM2, and {:.1f} times on a small model"
-    )
-    assert text.format(*growth) in plain(PAGES["docs/topologies/ring.md"])
+    """From 8 workers to 16, on layers of the real model and on the small one."""
+    real = paper_rows("Workers")
+    by_layer = [real["default, n = 16"][part] / real["default, n = 8"][part] for part in LAYERS]
+    small = {row["row"]: row["mean"] for row in results_of("paper_tables")}
+    growth = small["default, n = 16"] / small["default, n = 8"]
+    text = plain(PAGES["docs/topologies/ring.md"])
+    assert "{:.1f} to {:.1f} times as large as with 8".format(*ends(by_layer)) in text
+    assert f"on layers of SmolLM2, and {growth:.1f} times on a small model" in text
+    doubled = [
+        real[f"default, n = {2 * n}"][part] / real[f"default, n = {n}"][part] - 1
+        for n in (2, 4, 8)
+        for part in LAYERS
+    ]
+    more = "{:.0f} to {:.0%}".format(100 * min(doubled), max(doubled))
+    assert f"by {more} with twice as many workers on layers" in PAGES["docs/results.md"]
 
 
-def test_variable_widths_alone_raise_the_error_on_one_layer():
-    """In the ablation of the paper, where they lower it."""
-    of = {
-        row["row"]: row["mean"] for row in results_of("paper_tables_real_lm") if "6" in row["table"]
-    }
-    more = of["+ variable width"] / of["+ non-uniform levels"] - 1
-    assert f"variable widths alone raise the error by {more:.0%}" in PAGES["docs/results.md"]
+def test_the_comparison_with_the_paper_is_that_of_the_result_file():
+    """The ratios of its text, of layers and of the embedding of the real model."""
+    text = plain(PAGES["docs/results.md"])
+    methods, ablation = paper_rows("Table 3"), paper_rows("Table 6")
+    butterfly = paper_rows("Table 5")
+
+    def over(table: dict, row: str, first: str) -> tuple[float, tuple[float, float]]:
+        by_part = {part: table[row][part] / table[first][part] for part in table[row]}
+        return by_part["embedding"], ends([by_part[part] for part in LAYERS])
+
+    preset = "DynamiQ, 5 bits: paper's preset"
+    embedding, span = over(methods, "MXFP8", preset)
+    words = "the ratio is {:.0f} on the embedding and {:.1f} to {:.1f} on the layers"
+    assert words.format(embedding, *span) in text
+    embedding, span = over(methods, "MXFP6", "MXFP8")
+    assert span[1] < 1 and f"it has {embedding:.1f} times as much" in text
+    widths, levels = "+ variable width", "+ non-uniform levels"
+    embedding, span = over(ablation, widths, levels)
+    raised = "{:.0f} to {:.0%}".format(100 * span[0] - 100, span[1] - 1)
+    assert f"variable widths alone raise the error by {raised}" in text
+    assert f"they divide it by {1 / embedding:.0f}" in text
+    first = next(iter(ablation))
+    lower = [1 - ablation[levels][part] / ablation[first][part] for part in ablation[first]]
+    assert "on SmolLM2 by {:.0f} to {:.0%}".format(100 * min(lower), max(lower)) in text
+    embedding, span = over(butterfly, "DynamiQ, butterfly", "DynamiQ, ring")
+    words = "{:.2f} to {:.2f} on layers of SmolLM2, {:.2f} on the embedding"
+    assert words.format(*span, embedding) in text
+    sparse = methods["OmniReduce, 8 bits"]
+    words = "OmniReduce has {:.2f} to {:.2f} on layers of SmolLM2"
+    assert words.format(*ends([sparse[part] for part in LAYERS])) in text
+    means = {row["row"]: row["mean"] for row in results_of("paper_tables_real_lm")}
+    budgets = [means[f"{bits} bits"] / means["3 bits"] for bits in (4, 5, 6)]
+    assert "has {:.1f}, {:.2f} and {:.2f} times the error of 3 bits".format(*budgets) in text
 
 
 def test_the_text_on_training_a_real_model_is_that_of_its_runs():
