@@ -280,6 +280,72 @@ def test_distances_from_the_bound_are_those_of_the_result_files():
         assert text.format(*ends(found), *bits) in page
 
 
+def test_the_comparison_on_a_tenth_of_the_model_is_like_that_on_all_of_it():
+    """In the errors of all compressed tensors, and in the order of methods but near ones."""
+    of_all = {
+        row["method"]: row["vnmse"] / (1 - row["energy_of_kind"]["norm"])
+        for row in rows_of("ring", "auto")
+    }
+    tenth = {row["method"]: row["vnmse"] for row in results_of("compare_real_lm")}
+    both = of_all.keys() & tenth.keys()
+    assert {"dynamiq:5", "mxfp8", "thc", "topk_chunked:5", "powersgd"} <= both
+    spread = ends([tenth[method] / of_all[method] for method in both])
+    text = "Its errors are {:.1f} to {:.1f} times those of all compressed tensors"
+    assert text.format(*spread) in PAGES["docs/results.md"]
+
+
+def test_the_text_on_the_methods_of_a_tenth_of_the_model_is_that_of_its_result_file():
+    """Ratios at equal bits, gains, and what sparse methods leave out."""
+    rows = {row["method"]: row for row in results_of("compare_real_lm")}
+    of = {method: row["vnmse"] for method, row in rows.items()}
+    text = plain(PAGES["docs/results.md"])
+    for bits in (4, 5, 6):
+        others = [
+            row["vnmse"]
+            for method, row in rows.items()
+            if row["bits"] <= bits + 0.6 and not method.startswith("dynamiq")
+        ]
+        assert of[f"dynamiq:{bits}"] < min(others)
+    top_k = [f"{name}:3" for name in ("topk_chunked", "arc_top_k", "top_k")]
+    words = "chunked top-k has {:.2f} times that of DynamiQ with as many bits, ARCTopK {:.2f} and"
+    words += " TopK {:.2f} times"
+    less = [of[method] / of["dynamiq:3"] for method in top_k]
+    assert words.format(*less) in text.replace("`", "")
+    assert f"at 3 bits is {less[0]:.2f} times" in plain(PAGES["docs/methods/topk_chunked.md"])
+    gain = {method: row["steps"][""]["gain"] for method, row in rows.items()}
+    gains = "{:.2f} to {:.2f}".format(*ends([gain[method] for method in top_k]))
+    assert f"their gain is {gains}" in text
+    assert f"is 0.92 on the small model, and {gain['mxfp4']:.2f} on SmolLM2" in text
+    assert f"is {gain['mxfp4']:.2f} on a tenth of SmolLM2" in PAGES["docs/methods/mx.md"]
+    over = [of[f"dynamiq:{code + 0.5}"] / of[f"blockint:{code}"] for code in (5, 7, 8)]
+    assert "it has {:.2f} times at 5.5 bits and {:.2f} times at 7.5 and".format(*over) in text
+    assert f"{over[1]:.2f}" == f"{over[2]:.2f}"
+    flash = [of[f"flash_communication:{code}"] / of[f"blockint:{code + 2}"] for code in (5, 3)]
+    words = "has {:.1f} times the error of block integers of 7.5 bits, and {:.1f} times"
+    assert words.format(*flash) in text
+    page = plain(PAGES["docs/contrib/flash_communication.md"])
+    assert "the error is {:.1f} to {:.1f} times that of `BlockInt`".format(*flash) in page
+    assert all(
+        of[f"dynamiq:{code + 2.5}"] < of[f"flash_communication:{code}"] / 30 for code in (3, 5)
+    )
+    left = [of[method] for method in ("topk_chunked:5", "topk_chunked:2", "powersgd")]
+    words = "leaves out {:.0%} at 5 bits and {:.0%} at 2 bits, and PowerSGD {:.0%}"
+    assert words.format(*left) in text
+    coarse = [rows[method]["relative"] for method in ("dynamiq:5", "blockint:5")]
+    assert f"a super-group is {coarse[0]:.2f} on SmolLM2" in text
+    assert f"of 5.5 bits have {coarse[1]:.3f} and" in text
+
+
+def test_methods_of_few_bits_have_less_error_on_the_real_model():
+    real = {row["method"]: row["vnmse"] for row in results_of("compare_real_lm")}
+    small = {
+        row["method"]: row["vnmse"] for row in results_of("compare_low_bits") if row["workers"] == 8
+    }
+    both = real.keys() & small.keys() - {"thc:sum_bits=5"}
+    assert {"topk_chunked:2", "powersgd", "marsit", "split_sketch:2"} <= both
+    assert all(real[method] < small[method] for method in both)
+
+
 LAYERS = ("layer 5", "layer 15", "layer 25")
 
 
@@ -302,7 +368,7 @@ def test_growth_on_a_ring_is_that_of_the_result_files():
         for n in (2, 4, 8)
         for part in LAYERS
     ]
-    more = "{:.0f} to {:.0%}".format(100 * min(doubled), max(doubled))
+    more = f"{100 * min(doubled):.0f} to {max(doubled):.0%}"
     assert f"by {more} with twice as many workers on layers" in PAGES["docs/results.md"]
 
 
@@ -324,12 +390,12 @@ def test_the_comparison_with_the_paper_is_that_of_the_result_file():
     assert span[1] < 1 and f"it has {embedding:.1f} times as much" in text
     widths, levels = "+ variable width", "+ non-uniform levels"
     embedding, span = over(ablation, widths, levels)
-    raised = "{:.0f} to {:.0%}".format(100 * span[0] - 100, span[1] - 1)
+    raised = f"{100 * span[0] - 100:.0f} to {span[1] - 1:.0%}"
     assert f"variable widths alone raise the error by {raised}" in text
     assert f"they divide it by {1 / embedding:.0f}" in text
     first = next(iter(ablation))
     lower = [1 - ablation[levels][part] / ablation[first][part] for part in ablation[first]]
-    assert "on SmolLM2 by {:.0f} to {:.0%}".format(100 * min(lower), max(lower)) in text
+    assert f"on SmolLM2 by {100 * min(lower):.0f} to {max(lower):.0%}" in text
     embedding, span = over(butterfly, "DynamiQ, butterfly", "DynamiQ, ring")
     words = "{:.2f} to {:.2f} on layers of SmolLM2, {:.2f} on the embedding"
     assert words.format(*span, embedding) in text
