@@ -63,9 +63,10 @@ def main(config: Config) -> int:
     unknown = set(config.tensors) - set(known := names_of(config.recipe))
     if unknown:
         raise SystemExit(f"--tensors: no {sorted(unknown)}. Give some of {known}.")
-    if max((*config.workers, *config.other_workers), default=1) > config.recipe.workers:
+    counts = (*(config.workers if config.bits else ()), *config.other_workers)
+    if max(counts, default=1) > config.recipe.workers:
         raise SystemExit(f"--recipe.workers is {config.recipe.workers}. Give more.")
-    make_devices(max((*config.workers, *config.other_workers), default=1))
+    make_devices(max(counts, default=1))
     names = [name for name in known if name in config.tensors or not config.tensors]
     with console.status("Making tensors") as status:
         folder = make(
