@@ -24,13 +24,15 @@ from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
 # chunk of which nothing was received, `decompress_accumulate` and `decompress`. It may have
-# `HAS_WORDS`, for messages of words, and `why_too_large`, for messages that it cannot hold.
+# `HAS_WORDS`, for messages of words, and `why_too_large`, for messages that it cannot hold. `solve`
+# and what it lacks otherwise are those of the base.
 BACKENDS: dict[str, Any] = {
     "xla": _xla,
     "triton": _triton,
     "mosaic_gpu": _mosaic_gpu,
     "mosaic_tpu": _mosaic_tpu,
 }
+_OF_MESSAGES = ("hop", "decompress_accumulate", "decompress")  # which are their first argument
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> Array:
@@ -136,6 +138,24 @@ def decompress(
     return _run(implementation, "decompress", payloads, places, layout=layout)
 
 
+def solve(layout: Layout, energies: Array, *, implementation: str | None = None) -> Array:
+    """Solve for the widths of the rows of chunks.
+
+    Args:
+      layout: static layout of a message.
+      energies: logarithms of the energies of rows, int32 [num_chunks, rows_per_chunk], largest
+        first; see `codec.Allocation.solve`.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      The number of rows whose codes have bit 0, 1, ..., int32 [num_chunks, 16].
+    """
+    backends.check(implementation)
+    if not hasattr(BACKENDS.get(implementation or "", _mosaic_tpu), "solve"):
+        implementation = "xla"
+    return _run(implementation, "solve", energies, layout=layout)
+
+
 def refused_backends() -> tuple[str, ...]:
     """Return the backends that this process refuses, after the check of the default one."""
     rows = jax.ShapeDtypeStruct((1, SUPER_GROUP_SIZE), jnp.float32)
@@ -149,7 +169,7 @@ def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
         for backend, module in BACKENDS.items()
         if hasattr(module, operation)
     }
-    if operation != "statistics":
+    if operation in _OF_MESSAGES:
         # A kernel holds the messages of all chunks one by one, and others all at once.
         held = 1 if operation == "decompress" else len(args[0]) + 1
         functions = _that_hold(functions, name, held, args[0].dtype, static["layout"])

@@ -19,6 +19,7 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, Places
 
 _PLACES = 128  # of a step
 _BLOCKS_OF_STATISTICS = 8  # of a step
+_CHUNKS_OF_SOLVER = 8  # of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,9 @@ def kernels(size: int, num_chunks: int, dtype: str) -> dict[str, Kernel]:
     def statistics(flat: jax.Array) -> jax.Array:
         return operations.statistics(layout.as_rows(flat), implementation="mosaic_tpu")
 
+    def solve(energies: jax.Array) -> jax.Array:
+        return operations.solve(layout, energies, implementation="mosaic_tpu")
+
     others = num_chunks - 1
     return {
         "hop": of_chunk("hop", functools.partial(hop, 1), [message, *local]),
@@ -91,6 +95,13 @@ def kernels(size: int, num_chunks: int, dtype: str) -> dict[str, Kernel]:
             layout.num_rows * SUPER_GROUP_SIZE,
             -(-layout.num_rows // (_PLACES * _BLOCKS_OF_STATISTICS)),
         ),
+        "widths": Kernel(
+            "solve",
+            solve,
+            [table],
+            layout.num_rows * SUPER_GROUP_SIZE,
+            -(-num_chunks // _CHUNKS_OF_SOLVER),
+        ),
     }
 
 
@@ -103,7 +114,7 @@ def examine(kernel: Kernel, device: Mesh, schedules: Path) -> dict[str, Any]:
     memory = re.findall(r'"used_scoped_memory_configs":\[\{[^]]*"size":"(\d+)"', program.text)
     return {
         "compile_cpu_seconds": round(program.compile_cpu_seconds, 2),
-        "bundles": schedule.all,
+        "bundles": schedule.program.all,
         "bundles_of_step": schedule.of_step,
         "cycles": cycles,
         "cycles_per_coordinate": round(cycles / kernel.coordinates, 4),

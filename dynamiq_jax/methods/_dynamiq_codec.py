@@ -141,5 +141,7 @@ class ReorderedSums(SumCodec):
         """Return the places of the rows of a sum, by its scales."""
         order, energies = rank(scales.row_energies(group_bytes, super_bits))
         layout = self.chunks.layout
-        plane_rows = layout.allocation.solve(energies.astype(jnp.int32), layout.units)
+        plane_rows = operations.solve(
+            layout, energies.astype(jnp.int32), implementation=self.chunks.implementation
+        )
         return make_places(order, plane_rows)

@@ -52,10 +52,12 @@ def launch(
       name: name of the kernel in profiles.
     """
     arrays, specs = zip(*operands, strict=True)
-    used = sum(
-        math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
-        for memory in scratch
-        if hasattr(memory, "shape")
+    used = sum(_bytes(memory.shape, memory) for memory in scratch if hasattr(memory, "shape"))
+    # A block of an operand is there twice: while one is used, the next one arrives.
+    used += sum(
+        2 * _bytes(spec.block_shape, array)
+        for array, spec in operands
+        if spec is not None and spec.block_shape is not None
     )
     return pl.pallas_call(
         lambda *refs: kernel(pl.program_id(0), *refs),
@@ -75,3 +77,7 @@ def launch(
             vmem_limit_bytes=_ROOM + used,
         ),
     )(*arrays)
+
+
+def _bytes(shape: Sequence[Any], array: Any) -> int:
+    return math.prod(shape) * jnp.dtype(array.dtype).itemsize

@@ -100,6 +100,10 @@ class Layout:
         """Bytes of one message, padded so that consecutive messages are all aligned."""
         return -(-self.padding_start // ALIGNMENT) * ALIGNMENT
 
+    def solve(self, energies: Array) -> Array:
+        """Solve for the widths of the rows of chunks; see `Allocation.solve`."""
+        return self.allocation.solve(energies, self.units)
+
     def as_rows(self, flat: Array) -> Array:
         """Pad a bucket [size] with zeros to a matrix [num_rows, 256]."""
         padding = self.num_rows * SUPER_GROUP_SIZE - self.size
