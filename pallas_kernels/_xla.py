@@ -115,11 +115,6 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     return lax.fori_loop(0, num_chunks, chunk_step, empty)
 
 
-def solve(energies: Array, *, layout: Layout) -> Array:
-    """Solve for widths; see `pallas_kernels.operations.solve`."""
-    return layout.solve(energies)
-
-
 def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -> _RowsAt:
     """Return a function that computes rows of a chunk: local plus received ones.
 

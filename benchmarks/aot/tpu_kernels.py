@@ -71,7 +71,7 @@ def kernels(size: int, num_chunks: int, dtype: str) -> dict[str, Kernel]:
         return operations.statistics(layout.as_rows(flat), implementation="mosaic_tpu")
 
     def solve(energies: jax.Array) -> jax.Array:
-        return operations.solve(layout, energies, implementation="mosaic_tpu")
+        return operations.solve(energies, **options)
 
     others = num_chunks - 1
     return {

@@ -201,7 +201,9 @@ class DynamiQ(ChunkedMethod):
 
     def _codec(self, rows: Array, row_norms: Array, call: Call, key: Array) -> DynamiQChunks:
         layout = self._layout_of(call)
-        solve = functools.partial(operations.solve, implementation=self.implementation)
+        solve = functools.partial(
+            operations.solve, layout=layout, implementation=self.implementation
+        )
         places = place_rows(row_norms, layout, consecutive=call.is_consecutive, solve=solve)
         seed = jax.random.bits(key, (2,), jnp.uint32)
         return DynamiQChunks(

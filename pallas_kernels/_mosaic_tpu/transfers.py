@@ -80,6 +80,12 @@ def wait(staged_ref, semaphore, lanes: list[int]) -> None:
     pltpu.make_async_copy(part, part, semaphore).wait()
 
 
+def run(copy: Any) -> None:
+    """Start a copy and wait for it."""
+    copy.start()
+    copy.wait()
+
+
 def load_values(staged_ref, values_ref) -> None:
     """Bring the rows of a block from lines to vectors, in the order of coordinates."""
     if staged_ref.dtype != F32:

@@ -159,6 +159,11 @@ class Layout:
             section = slice(self.group_scales_start, self.padding_start)
         return payload.at[..., section].set(jnp.concatenate(scales, axis=-1))
 
+    def with_scales_of(self, payload: Array, other: Array) -> Array:
+        """Replace the scales of a message by those of another."""
+        start = self.group_scales_start // other.dtype.itemsize
+        return jnp.concatenate([payload[:start], other[start:]])
+
 
 def _split_words(words: Array, parts: int) -> Array:
     """Split uint32 words, [..., words], into parts, uint32 [..., words * parts]."""
