@@ -54,9 +54,10 @@ class Gathered(NamedTuple):
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode the sum of received and local rows."""
     shape, received = Shape(layout), payloads.shape[0]
+    gathered = _gathered(local, shape)
 
     def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
-        gathered, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
+        rows_refs, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
         memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
 
         @pl.when(step == 0)
@@ -69,7 +70,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
 
         def of_bits(bits: int) -> None:
             planes = memory.planes.at[:bits]
-            _sum(block, step, gathered, received, memory._replace(planes=planes))
+            _sum(block, step, rows_refs, received, memory._replace(planes=planes))
             rows.encode(block, memory.values, turn_ref[0], seed, planes, sent_ref)
             message.merge_planes(block, planes, sent_ref)
 
@@ -85,9 +86,10 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
         shape.blocks,
         [
             *launch.scalars(chunk, turn, local.seed, local.places),
-            *_gathered(local, shape),
+            *gathered,
             _table(layout),
-            _messages(payloads, layout),
+            # An operand has to have elements.
+            _messages(payloads, layout) if received else gathered.lines,
         ],
         (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY),
         [*_memory(layout, local.rows.dtype, received), words.memory(layout)],
@@ -328,8 +330,6 @@ def _table(layout: Layout) -> Operand:
 
 
 def _messages(payloads: Array, layout: Layout) -> Operand:
-    if len(payloads) == 0:
-        return jnp.zeros(LANES, U32), IN_MEMORY  # an operand has to have elements
     return words.as_operand(payloads, layout), IN_MEMORY
 
 
