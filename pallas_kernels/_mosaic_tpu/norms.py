@@ -27,10 +27,11 @@ _BLOCKS_OF_STEP = 8  # of the statistics
 def statistics(values: Array) -> Array:
     """Compute the norm of every row."""
     num_rows = values.shape[0]
-    lines = transfers.as_lines(values)
+    # Lines of two dimensions, also of bfloat16: pairs of these are words of rows as they are.
+    lines = transfers.as_lines(values).reshape(-1, LANES)
     count = -(-num_rows // PLACES)  # vectors of 128 norms
     of_step = min(_BLOCKS_OF_STEP, count)
-    block = (of_step * PLACES * lines.shape[0] // num_rows, *lines.shape[1:])
+    block = of_step * PLACES * len(lines) // num_rows, LANES
 
     def kernel(step, lines_ref, norms_ref, values_ref):
         of_block = lines_ref.shape[0] // of_step
@@ -41,7 +42,7 @@ def statistics(values: Array) -> Array:
     norms = launch.launch(
         kernel,
         -(-count // of_step),
-        [(lines, pl.BlockSpec(block, lambda step: (step, *(0 for _ in block[1:]))))],
+        [(lines, pl.BlockSpec(block, lambda step: (step, 0)))],
         (
             shape_like((count, LANES), F32, values),
             pl.BlockSpec((of_step, LANES), lambda step: (step, 0)),
