@@ -25,9 +25,12 @@ else:
 Tree = TypeVar("Tree")
 
 
-def varying_axes(value: Array) -> frozenset[str]:
-    """Return the mesh axes over which a value is known to vary; none without `check_vma`."""
-    aval = jax.typeof(value)
+def varying_axes(value: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Return the mesh axes over which a value, or one that a shape describes, is known to vary.
+
+    They are none without `check_vma`.
+    """
+    aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
     manual_axis_type = getattr(aval, "manual_axis_type", None)
     return (
         manual_axis_type.varying
@@ -66,7 +69,7 @@ def can_check_erf() -> bool:
     return True
 
 
-def match_varying(values: Tree, reference: Array) -> Tree:
+def match_varying(values: Tree, reference: Array | jax.ShapeDtypeStruct) -> Tree:
     """Mark values as varying over the axes of `reference`, as a loop carry has to be."""
     axes = varying_axes(reference)
 
