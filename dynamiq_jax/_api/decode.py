@@ -1,6 +1,5 @@
 """Messages to a tree."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from dynamiq_jax._inputs.policy import paths_of
 from dynamiq_jax.messages.decoding import split, weighted_sum
 from dynamiq_jax.messages.formats import Format
 from dynamiq_jax.messages.message import Leaf, Message
-from dynamiq_jax.methods import METHODS
+from dynamiq_jax.methods import METHODS, ChunkedMethod
 
 
 def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any = None) -> Any:
@@ -88,8 +87,9 @@ def _leaves_of(message: Message) -> list[Array]:
 @functools.partial(jax.jit, static_argnames=("form", "size"))
 def _decoded(arrays: Sequence[Array], form: Format, size: int) -> Array:
     """Decode a bucket: float32, the coordinates and some padding."""
-    fields = dataclasses.asdict(form)
+    fields = dict(vars(form))
     method = METHODS[fields.pop("method")](**fields)
+    assert isinstance(method, ChunkedMethod)
     return gathered.received(method, -(-size // method.granule) * method.granule, arrays)
 
 

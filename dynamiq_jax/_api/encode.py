@@ -1,8 +1,9 @@
 """A tree to the bytes that a worker would send in an all-gather of it."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,6 +100,7 @@ def encode(
 @functools.partial(jax.jit, static_argnames="plan")
 def _sent(leaves: Sequence[Array], key: Array, plan: Plan) -> list[list[Array]]:
     """Return what a worker sends of each bucket."""
+    assert _OPERATION.salt is not None
     key, found = jax.random.fold_in(key, _OPERATION.salt), []
     for number, bucket in enumerate(plan.buckets):
         rows = [_OPERATION.rows(leaves[index]) for index in bucket.leaves]
@@ -119,7 +121,6 @@ def _format_of(method: Method) -> Format:
 
 def _check_leaves(names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raise an error for leaves that no message can hold."""
-    seen: Mapping[str, int] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
@@ -130,6 +131,6 @@ def _check_leaves(names: Sequence[str], leaves: Sequence[Any]) -> None:
                 f"tree[{name!r}] has dtype {leaf.dtype}, which no message can hold. Give one of "
                 f"{DTYPES}."
             )
-        if name in seen:
-            raise ValueError(f"tree has two leaves of the path {name!r}. Rename one of them.")
-        seen = {**seen, name: 1}
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise ValueError(f"tree has {count} leaves of the path {name!r}. Rename all but one.")

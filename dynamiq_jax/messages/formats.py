@@ -4,12 +4,11 @@ A format has the fields of its method that a reader needs. No value is a sum of 
 compiler could fuse. So another implementation can return the same bits.
 """
 
-import abc
 import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,49 +26,38 @@ class Section(NamedTuple):
     """An array of numbers in a message, little-endian."""
 
     dtype: str
-    count: int
+    size: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the array."""
-        return self.count * np.dtype(self.dtype).itemsize
+        return self.size * np.dtype(self.dtype).itemsize
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Format(abc.ABC):
+class Format(Protocol):
     """Format of a bucket, a flat vector. Fields come from a header: ValueError for a wrong one."""
 
-    method: str  # name, as `dynamiq_jax.methods.METHODS` has it
+    @property
+    def method(self) -> str:
+        """Name, as `dynamiq_jax.methods.METHODS` has it."""
 
-    @abc.abstractmethod
     def sections(self, size: int) -> tuple[Section, ...]:
         """Return what a bucket of `size` coordinates sends, in order."""
 
-    @abc.abstractmethod
     def decode(self, sections: Sequence[Numbers], size: int) -> F32:
         """Decode what `sections` describes to float32 [size]."""
 
-    def num_bytes(self, size: int) -> int:
-        """Return the bytes of a bucket of `size` coordinates."""
-        return sum(section.num_bytes for section in self.sections(size))
-
-    def _check(self, name: str, possible: bool) -> None:
-        if not possible:
-            raise ValueError(
-                f"the message has {name}={getattr(self, name)!r:.80}, which {self.method} does not "
-                "have. It is damaged, or of a newer dynamiq-jax."
-            )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WordFormat(Format):
+class WordFormat:
     """Every coordinate as a float32 or a bfloat16."""
 
-    _DTYPES: ClassVar[dict[str, str]] = {"exact": "<f4", "bf16": "<u2"}
+    method: str
 
     def sections(self, size: int) -> tuple[Section, ...]:
         """Return the words of whole rows."""
-        return (Section(self._DTYPES[self.method], -(-size // LANES) * LANES),)
+        dtype = {"exact": "<f4", "bf16": "<u2"}[self.method]
+        return (Section(dtype, -(-size // LANES) * LANES),)
 
     def decode(self, sections: Sequence[Numbers], size: int) -> F32:
         """Return the words as float32; see `Format.decode`."""
@@ -77,53 +65,32 @@ class WordFormat(Format):
         return (bfloat16_value(words) if self.method == "bf16" else words)[:size]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockFormat(Format):
+class BlockFormat(Format, Protocol):
     """Codes of one width, and a scale for each block."""
 
     @property
-    @abc.abstractmethod
     def bits(self) -> int:
         """Bits of a code."""
 
     @property
-    @abc.abstractmethod
-    def scale(self) -> Section:
+    def scales(self) -> Section:
         """Scales of a row."""
 
-    @abc.abstractmethod
     def decode_rows(self, codes: Numbers, scales: Numbers) -> F32:
         """Decode codes, uint16 [rows, blocks, coordinates], under scales [rows, blocks]."""
 
-    def sections(self, size: int) -> tuple[Section, ...]:
-        """Return planes of codes and the scales of blocks, as bytes of one message."""
-        rows = -(-size // LANES)
-        return (Section("u1", rows * (LANES * self.bits // 8 + self.scale.num_bytes)),)
-
-    def decode(self, sections: Sequence[Numbers], size: int) -> F32:
-        """Decode a message; see `Format.decode`."""
-        (message,) = sections
-        rows = -(-size // LANES)
-        values = np.empty((rows, LANES), np.float32)
-        planes, scales = np.split(message, [rows * LANES * self.bits // 8])
-        scales = scales.view(self.scale.dtype).reshape(rows, -1)
-        for part in _row_blocks(rows):
-            codes = _unpack_codes(planes, rows, self.bits, part)
-            codes = codes.reshape(len(codes), scales.shape[1], -1)
-            values[part] = self.decode_rows(codes, scales[part]).reshape(len(codes), LANES)
-        return values.reshape(-1)[:size]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockIntFormat(BlockFormat):
+class BlockIntFormat:
     """Integers times a bfloat16."""
 
+    method: str
     code_bits: int
     block: int
 
     def __post_init__(self) -> None:
-        self._check("code_bits", type(self.code_bits) is int and 2 <= self.code_bits <= 8)
-        self._check("block", self.block in (32, 64, 128, 256) and type(self.block) is int)
+        check(self, "code_bits", type(self.code_bits) is int and 2 <= self.code_bits <= 8)
+        check(self, "block", self.block in (32, 64, 128, 256) and type(self.block) is int)
 
     @property
     def bits(self) -> int:
@@ -131,9 +98,17 @@ class BlockIntFormat(BlockFormat):
         return self.code_bits
 
     @property
-    def scale(self) -> Section:
+    def scales(self) -> Section:
         """Bits of bfloat16."""
         return Section("<u2", LANES // self.block)
+
+    def sections(self, size: int) -> tuple[Section, ...]:
+        """Return codes and scales."""
+        return _block_sections(self, size)
+
+    def decode(self, sections: Sequence[Numbers], size: int) -> F32:
+        """Decode a bucket; see `Format.decode`."""
+        return _decode_blocks(self, sections, size)
 
     def decode_rows(self, codes: Numbers, scales: Numbers) -> F32:
         """Multiply codes by scales; see `BlockFormat.decode_rows`."""
@@ -154,20 +129,15 @@ ELEMENTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFormat(BlockFormat):
+class MXFormat:
     """Small floating-point numbers under a power of two."""
 
+    method: str
     element: str
 
-    _ELEMENTS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "mxfp8": ("e4m3", "e5m2"),
-        "mxfp6": ("e2m3", "e3m2"),
-        "mxfp4": ("e2m1",),
-        "mxint8": ("int8",),
-    }
-
     def __post_init__(self) -> None:
-        self._check("element", self.element in self._ELEMENTS[self.method])
+        known = {"mxfp8": ("e4m3", "e5m2"), "mxfp6": ("e2m3", "e3m2"), "mxfp4": ("e2m1",)}
+        check(self, "element", self.element in known.get(self.method, ("int8",)))
 
     @property
     def bits(self) -> int:
@@ -175,9 +145,17 @@ class MXFormat(BlockFormat):
         return 1 + sum(ELEMENTS[self.element][:2])
 
     @property
-    def scale(self) -> Section:
+    def scales(self) -> Section:
         """E8M0 bytes: biased exponents of two."""
         return Section("u1", LANES // 32)
+
+    def sections(self, size: int) -> tuple[Section, ...]:
+        """Return codes and scales."""
+        return _block_sections(self, size)
+
+    def decode(self, sections: Sequence[Numbers], size: int) -> F32:
+        """Decode a bucket; see `Format.decode`."""
+        return _decode_blocks(self, sections, size)
 
     def decode_rows(self, codes: Numbers, scales: Numbers) -> F32:
         """Multiply elements by powers of two; see `BlockFormat.decode_rows`.
@@ -191,9 +169,10 @@ class MXFormat(BlockFormat):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamiQFormat(Format):
+class DynamiQFormat:
     """Rows of different widths, which follow from norms that the message begins with."""
 
+    method: str
     bits: float
     widths: tuple[int, ...]
     group_size: int
@@ -202,20 +181,21 @@ class DynamiQFormat(Format):
     gap_ratio: float
 
     def __post_init__(self) -> None:
-        known = {0, *range(2, 17)}
-        widths = self.widths
-        self._check("group_size", self.group_size in (8, 16, 32) and type(self.group_size) is int)
-        self._check("widths", isinstance(widths, tuple) and 0 < len(widths) == len({*widths}))
-        self._check("widths", all(type(width) is int and width in known for width in widths))
-        self._check("bits", type(self.bits) in (int, float) and 2.375 <= self.bits <= 16)
-        self._check("bits", min(widths) <= self.code_bits <= max(widths))
-        self._check("exponent", type(self.exponent) in (int, float) and 0.1 <= self.exponent <= 2)
-        most = {"quadratic": 2.9, "geometric": 6.0}.get(self.spacing, math.nan)
-        self._check("spacing", most == most)
-        ratio = self.gap_ratio
-        self._check(
-            "gap_ratio", type(ratio) in (int, float) and (ratio == 1 or 1.1 <= ratio <= most)
+        widths, ratio = self.widths, self.gap_ratio
+        check(self, "group_size", self.group_size in (8, 16, 32) and type(self.group_size) is int)
+        check(self, "widths", isinstance(widths, tuple) and 0 < len(widths) == len({*widths}))
+        check(
+            self,
+            "widths",
+            all(type(width) is int and width in (0, *range(2, 17)) for width in widths),
         )
+        check(self, "bits", type(self.bits) in (int, float) and 2.375 <= self.bits <= 16)
+        check(self, "bits", min(widths) <= self.code_bits <= max(widths))
+        check(self, "exponent", type(self.exponent) in (int, float) and 0.1 <= self.exponent <= 2)
+        most = {"quadratic": 2.9, "geometric": 6.0}.get(self.spacing, math.nan)
+        check(self, "spacing", most == most)
+        check(self, "gap_ratio", type(ratio) in (int, float))
+        check(self, "gap_ratio", ratio == 1 or 1.1 <= ratio <= most)
 
     @property
     def code_bits(self) -> float:
@@ -241,7 +221,8 @@ class DynamiQFormat(Format):
         planes, groups, supers, _ = np.split(message, ends)
         planes, groups = planes.reshape(units, 32), groups.reshape(rows, -1)
         steps = product(bfloat16_value(supers.view("<u2")), np.float32(1 / 255))
-        positions, offsets = self.position_table()
+        tables = [level_positions(width, self.spacing, self.gap_ratio) for width in range(17)]
+        positions, offsets = np.concatenate(tables), np.cumsum([0, *map(len, tables[:-1])])
         values = np.empty((rows, LANES), np.float32)
         for part in _row_blocks(rows):
             codes = np.zeros((part.stop - part.start, LANES), np.uint16)
@@ -309,20 +290,22 @@ class DynamiQFormat(Format):
             needed.append(max(least, 1 + round(32 * octaves)))
         return np.array(ends), np.array(needed)
 
-    def position_table(self) -> tuple[F32, Numbers]:
-        """Return the levels of all widths in a row, and where those of a width start; section 3."""
-        tables = [level_positions(width, self.spacing, self.gap_ratio) for width in range(17)]
-        starts = np.cumsum([0, *map(len, tables[:-1])])
-        return np.concatenate(tables), starts
 
-
-FORMATS: dict[str, type[Format]] = {
+FORMATS: dict[str, type[Any]] = {
     "dynamiq": DynamiQFormat,
     "exact": WordFormat,
     "bf16": WordFormat,
     "blockint": BlockIntFormat,
     **dict.fromkeys(("mxfp8", "mxfp6", "mxfp4", "mxint8"), MXFormat),
 }
+
+
+def check(form: Format, name: str, possible: bool) -> None:
+    """Raise ValueError for a field of a format that is not possible."""
+    if not possible:
+        raise ValueError(
+            f"the message has {name}={getattr(form, name)!r:.80}, which {form.method} does not have"
+        )
 
 
 def bfloat16_value(bits: Numbers) -> F32:
@@ -371,6 +354,24 @@ def element_values(element: str) -> NDArray[np.float64]:
     if element == "int8":  # two's complement
         return np.concatenate([values, [-2.0], -values[:0:-1]])
     return np.concatenate([values, -values])
+
+
+def _block_sections(form: BlockFormat, size: int) -> tuple[Section, ...]:
+    """Return the planes of codes and the scales of whole rows, as bytes of one message."""
+    return (Section("u1", -(-size // LANES) * (LANES * form.bits // 8 + form.scales.num_bytes)),)
+
+
+def _decode_blocks(form: BlockFormat, sections: Sequence[Numbers], size: int) -> F32:
+    (message,) = sections
+    rows = -(-size // LANES)
+    values = np.empty((rows, LANES), np.float32)
+    planes, scales = np.split(message, [rows * LANES * form.bits // 8])
+    scales = scales.view(form.scales.dtype).reshape(rows, -1)
+    for part in _row_blocks(rows):
+        codes = _unpack_codes(planes, rows, form.bits, part)
+        codes = codes.reshape(len(codes), scales.shape[1], -1)
+        values[part] = form.decode_rows(codes, scales[part]).reshape(len(codes), LANES)
+    return values.reshape(-1)[:size]
 
 
 def _row_blocks(rows: int) -> list[slice]:

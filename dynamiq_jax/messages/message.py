@@ -61,7 +61,7 @@ class Message:
     field of the header, and that the body has exactly the bytes that follow from it. So nothing
     that decodes a message allocates more than a small multiple of its length. Nothing is unpickled.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> import dynamiq_jax as dq
     >>> message = dq.encode({"w": jnp.ones((512, 64))}, key=jax.random.key(0), method="bf16")
     >>> message.leaves
@@ -113,7 +113,9 @@ class Message:
         for number, form in enumerate(self.formats):
             members = tuple(leaf for leaf in self.leaves if leaf.bucket == number)
             size = sum(leaf.size for leaf in members)
-            part = Part(members, form, start, form.num_bytes(size))
+            part = Part(
+                members, form, start, sum(section.num_bytes for section in form.sections(size))
+            )
             yield part
             start += part.num_bytes
         for leaf in self.leaves:
@@ -130,7 +132,7 @@ class Message:
             return [np.frombuffer(self.body, dtype, leaf.size, part.start).reshape(leaf.shape)]
         found, start = [], part.start
         for section in part.format.sections(part.size):
-            found.append(np.frombuffer(self.body, section.dtype, section.count, start))
+            found.append(np.frombuffer(self.body, section.dtype, section.size, start))
             start += section.num_bytes
         return found
 
@@ -142,7 +144,7 @@ class Message:
             shapes=[list(leaf.shape) for leaf in self.leaves],
             dtypes=[leaf.dtype for leaf in self.leaves],
             buckets=[leaf.bucket for leaf in self.leaves],
-            formats=[dataclasses.asdict(form) for form in self.formats],
+            formats=[vars(form) for form in self.formats],
         )
         text = json.dumps(columns._asdict(), separators=(",", ":"))
         header = zlib.compress(text.encode(), 9)

@@ -181,7 +181,7 @@ def test_errors_of_encode():
     refused(TypeError, "key=3 is not a PRNG key", key=3)
     refused(TypeError, "dtype float8_e4m3fn, which no message", [jnp.ones(3, jnp.float8_e4m3fn)])
     refused(TypeError, "str", ["text"])
-    refused(ValueError, "two leaves of the path 'a/b'", {"a/b": 1.0, "a": {"b": 1.0}})
+    refused(ValueError, "2 leaves of the path 'a/b'", {"a/b": 1.0, "a": {"b": 1.0}})
     with pytest.raises(TypeError, match="tree\\['0'\\] is traced"):
         jax.jit(lambda x: dq.encode([x], key=KEY))(1.0)
 
