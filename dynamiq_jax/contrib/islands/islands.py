@@ -45,11 +45,11 @@ class Islands:
             state = islands.exchange(params, state)
 
     In each round, every island trains alone from the reference and hands its change to the
-    transport as a message of `dynamiq_jax.encode`. A round ends when all that have announced
-    themselves have sent their change, or when one of them has waited for `deadline` seconds. It
-    then writes down who came: the first such decision counts. All take the weighted mean of those
-    changes as the gradient of an outer step. So nobody waits longer than the deadline, and no
-    process has a special role.
+    transport as a message of `dynamiq_jax.encode`. A round ends when all of the round before, and
+    all that have joined since, have sent their change, or when one has waited for `deadline`
+    seconds. It then writes down who came: the first such decision counts. All take the weighted
+    mean of those changes as the gradient of an outer step. So nobody waits longer than the
+    deadline, and once for an island that is gone. No process has a special role.
 
     An island starts with `join`, also after a crash: from the last stored state, it repeats the
     outer steps since then. Each decision has a hash of reference and outer state, which every
@@ -101,7 +101,7 @@ class Islands:
         state = self._caught_up(state._replace(residual=jax.tree.map(jnp.zeros_like, params)))
         self._announce(state.round)
         start = time.monotonic()
-        while state.round == 0 and self._waits(start, len(self._announced(0)) < self.count):
+        while state.round == 0 and self._waits(start, len(self._expected(0)) < self.count):
             time.sleep(self.poll)
         return state
 
@@ -154,7 +154,7 @@ class Islands:
         start, decision = time.monotonic(), self.transport.get(name)
         while decision is None:
             came = self.transport.names(folder)
-            if not self._waits(start, bool({*self._announced(number)} - {*came})):
+            if not self._waits(start, bool(self._expected(number) - {*came})):
                 mine = json.dumps({"reference": reference, "members": came})
                 self.transport.put(name, mine.encode())
             else:
@@ -223,8 +223,11 @@ class Islands:
     def _announce(self, number: int) -> None:
         self.transport.put(f"here/{number:08}/{self.name}", b"")
 
-    def _announced(self, number: int) -> Sequence[str]:
-        return self.transport.names(f"here/{number:08}")
+    def _expected(self, number: int) -> set[str]:
+        """Return the islands that a round waits for."""
+        before = self.transport.get(f"decision/{number - 1:08}")
+        stayed = json.loads(before)["members"] if before is not None else ()
+        return {*stayed, *self.transport.names(f"here/{number:08}")}
 
     def _waits(self, start: float, lacks: bool) -> bool:
         return lacks and time.monotonic() - start < self.deadline
