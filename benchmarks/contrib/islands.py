@@ -25,6 +25,7 @@ import optax
 import tyro
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from matplotlib import pyplot as plt
 from rich.console import Console
 
 from benchmarks import common
@@ -207,6 +208,25 @@ def _wait_for_join(folder: str, jobs: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw the loss against the bytes that a worker sends."""
+    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
+    figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    rows = {name: row for name, row in results.items() if "@" in name}
+    for number, every in enumerate(dict.fromkeys(name.partition("@")[2] for name in rows)):
+        points = [(row["bytes"], row["loss"]) for n, row in rows.items() if n.endswith(f"@{every}")]
+        axis.plot(*zip(*points, strict=True), marker="o", label=f"{every} local steps")
+        for name, row in rows.items():
+            if name.endswith(f"@{every}") and number == 0:
+                at = row["bytes"], row["loss"]
+                axis.annotate(name.partition("@")[0], at, fontsize="x-small", rotation=20)
+    axis.set(xscale="log", xlabel="sent by each worker (bytes)", ylabel="evaluation loss")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def main(config: Config) -> None:
     """Train with all runs, and print their rows."""
     jax.config.update("jax_num_cpu_devices", config.workers)
@@ -222,7 +242,8 @@ def main(config: Config) -> None:
         return float(loss(jax.device_put(params, jax.devices()[0]), jnp.asarray(windows)))
 
     task = Task(config, corpora, structure, params, evaluate)
-    results: dict[str, Any] = {"parameters": sum(x.size for x in jax.tree.leaves(params))}
+    earlier = common.earlier_results("islands", dataclasses.asdict(config), but=("save",))
+    results: dict[str, Any] = earlier or {}  # runs that are there are not run again
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "one job": lambda: task.local_sgd("dynamiq:4", config.every),
         "islands": lambda: task.islands("dynamiq:4", 0),
@@ -232,11 +253,15 @@ def main(config: Config) -> None:
         for name, method in METHODS.items():
             runs[f"{name}@{every}"] = lambda m=method, e=every: task.local_sgd(m, e)
     for name, run in runs.items():
+        if name in results:
+            continue
         start = time.monotonic()
         results[name] = {**run(), "seconds": time.monotonic() - start}
         console.print(name, results[name])
         if config.save:
-            common.save("islands", dataclasses.asdict(config), results)
+            path = common.save("islands", dataclasses.asdict(config), results)
+    if config.save:
+        plot(results, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

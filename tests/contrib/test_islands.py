@@ -2,7 +2,14 @@
 
 import concurrent.futures
 import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import fsspec
 import jax
@@ -234,3 +241,44 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
     for weight in (0, -1.0, float("nan"), "1"):
         with pytest.raises(ValueError, match="weight="):
             island.exchange(PARAMS, state, weight=weight)
+
+
+@pytest.mark.slow
+def test_an_island_that_is_killed_ten_times_comes_back(tmp_path):
+    """Each time in the middle of a round, with SIGKILL: all end with the same reference."""
+    rounds, kills = 14, 10
+
+    def start(name):
+        command = [sys.executable, "-m", "tests.support.island_worker", str(tmp_path)]
+        environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+        return subprocess.Popen(
+            [*command, name, str(rounds)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    jobs = {name: start(name) for name in "abc"}
+    last = -1
+    for _ in range(kills):
+        while (now := _last_announced(tmp_path, "c")) <= last:
+            assert jobs["a"].poll() is None, "the others went on without it"
+            time.sleep(0.01)
+        time.sleep(0.1)
+        jobs["c"].kill()
+        jobs["c"].communicate()
+        assert jobs["c"].returncode == -signal.SIGKILL
+        last, jobs["c"] = now, start("c")
+    outputs = {name: job.communicate()[0].split() for name, job in jobs.items()}
+    assert {job.returncode for job in jobs.values()} == {0}
+    assert {tuple(output[:2]) for output in outputs.values()} == {(str(rounds), outputs["a"][1])}
+    came = [
+        json.loads(SharedFolder(tmp_path).get(f"decision/{number:08}"))["members"]
+        for number in range(rounds)
+    ]
+    assert all({"a", "b"} <= {*members} for members in came)  # no round is lost for them
+    assert sum("c" in members for members in came) >= rounds - kills
+    # 140 steps that each leave 0.95 of the distance, and the rounding of 4 bits.
+    assert 0.9 * 0.95**140 < float(outputs["a"][2]) < 2 * 0.95**140 + 1e-3
+
+
+def _last_announced(folder, name: str) -> int:
+    here = pathlib.Path(folder, "here")
+    return max((int(file.parent.name) for file in here.rglob(name)), default=-1)
