@@ -4,25 +4,32 @@
 + grads = dq.pmean(grads, "data", key=key)
 """
 
-from dynamiq_jax import methods, topologies, training
-from dynamiq_jax._api.all_gather import all_gather
-from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
-from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
-from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
-from dynamiq_jax._api.check_data_parallel import check_data_parallel
-from dynamiq_jax._api.data_parallel import data_parallel
-from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
-from dynamiq_jax._api.pcast import pcast
-from dynamiq_jax._api.psum import pmean, psum
-from dynamiq_jax._api.psum_scatter import psum_scatter
-from dynamiq_jax._api.schedule import Schedule
-from dynamiq_jax._api.value_and_grad import value_and_grad
-from dynamiq_jax._api.vnmse import vnmse
-from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
-from dynamiq_jax._inputs.options import Options
-from dynamiq_jax._inspection.inspection import Inspection
-from dynamiq_jax._inspection.step import inspect
-from dynamiq_jax.methods import BF16, DynamiQ, Exact
+import importlib.util
+
+# Without JAX, `dynamiq_jax.messages` can still be imported: a coordinator needs NumPy alone.
+if importlib.util.find_spec("jax"):
+    from dynamiq_jax import methods, topologies, training
+    from dynamiq_jax._api.all_gather import all_gather
+    from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
+    from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
+    from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
+    from dynamiq_jax._api.check_data_parallel import check_data_parallel
+    from dynamiq_jax._api.data_parallel import data_parallel
+    from dynamiq_jax._api.decode import decode
+    from dynamiq_jax._api.encode import encode
+    from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
+    from dynamiq_jax._api.pcast import pcast
+    from dynamiq_jax._api.psum import pmean, psum
+    from dynamiq_jax._api.psum_scatter import psum_scatter
+    from dynamiq_jax._api.schedule import Schedule
+    from dynamiq_jax._api.value_and_grad import value_and_grad
+    from dynamiq_jax._api.vnmse import vnmse
+    from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
+    from dynamiq_jax._inputs.options import Options
+    from dynamiq_jax._inspection.inspection import Inspection
+    from dynamiq_jax._inspection.step import inspect
+    from dynamiq_jax.messages import Message
+    from dynamiq_jax.methods import BF16, DynamiQ, Exact
 
 __version__ = "0.1.0"
 
@@ -34,6 +41,7 @@ __all__ = [
     "Exact",
     "Inspection",
     "LeafReport",
+    "Message",
     "Options",
     "Schedule",
     "WireReport",
@@ -43,6 +51,8 @@ __all__ = [
     "broadcast_to_replicas",
     "check_data_parallel",
     "data_parallel",
+    "decode",
+    "encode",
     "inspect",
     "mean_of_replicas",
     "methods",

@@ -78,6 +78,7 @@ _COMMANDS = {
     "final_loss": "python -m benchmarks.training.final_loss",
     "final_loss_muon": "python -m benchmarks.training.final_loss --optimizer muon",
     "halves": "python -m benchmarks.training.halves",
+    "islands": "python -m benchmarks.contrib.islands",
     "local_sgd": "python -m benchmarks.training.local_sgd",
     "locality": "python -m benchmarks.error.locality",
     "maxtext": "python -m benchmarks.trainers.maxtext",

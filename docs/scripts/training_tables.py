@@ -242,6 +242,45 @@ def pipelined_times() -> str:
     return markdown(header, rows)
 
 
+def islands() -> str:
+    """Write final losses of islands, beside local SGD in one job: islands.json."""
+    results = results_of("islands")
+    known, rows = results["one job"]["loss"], []
+    for name in ("one job", "islands", "islands, killed"):
+        row = results[name]
+        came = row.get("came", [])
+        label = f"{name} {row['kills']} times" if row.get("kills") else name
+        waited = row.get("longest_exchange_of_others")
+        rows.append(
+            [
+                "local SGD in one job" if name == "one job" else label,
+                f"{row['loss']:.4f}",
+                f"{row['loss'] / known - 1:+.2%}",
+                f"{sum(count == max(came) for count in came)} of {len(came)}" if came else "",
+                f"{row['rounds_missed_by_others']}" if came else "",
+                format_seconds(waited) if came else "",
+            ]
+        )
+    header = ["run, 4 bits, 20 local steps", "loss", "against one job", "rounds with all three"]
+    return markdown([*header, "rounds missed by the others", "their longest exchange"], rows)
+
+
+def islands_sparse() -> str:
+    """Write losses of local SGD against its bytes, with sparse changes too: islands.json."""
+    results, rows = results_of("islands"), []
+    for name, row in results.items():
+        changes, _, every = name.partition("@")
+        if every:
+            exact = results[f"exact@{every}"]
+            fewer = exact["bytes"] / row["bytes"]
+            against = row["loss"] / exact["loss"] - 1
+            sent = f"{row['bytes'] / 1e6:.2f} MB"
+            rows.append([every, changes, f"{row['loss']:.4f}", f"{against:+.2%}", sent])
+            rows[-1].append(f"{fewer:.0f}x")
+    header = ["local steps", "changes", "loss", "against exact", "sent by a worker", "fewer"]
+    return markdown(header, rows)
+
+
 ALL: tuple[Callable[[], str], ...] = (
     local_sgd,
     local_sgd_times,
@@ -258,4 +297,6 @@ ALL: tuple[Callable[[], str], ...] = (
     contributors_under_loss,
     messages_under_loss,
     packet_loss,
+    islands,
+    islands_sparse,
 )

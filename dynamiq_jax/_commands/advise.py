@@ -19,6 +19,7 @@ from dynamiq_jax._console.units import (
 )
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._prediction.advice import Option, Question, advice, predictions
+from dynamiq_jax._prediction.islands import SHARE, island_rate
 from dynamiq_jax._prediction.tpus import LINKS
 from dynamiq_jax.topologies import Network
 from dynamiq_jax.topologies._device_speeds import DeviceKind
@@ -75,6 +76,10 @@ class Advise:
     bits: tuple[float, ...] = (4.0, 5.0, 6.0)
     """Budgets to consider. 5 keeps the accuracy of BF16; 4 is for those who check their loss."""
 
+    every: int | None = None
+    """Local steps of a round of islands (contrib.Islands). The last lines are then the links that
+    islands need in place of --link."""
+
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all predictions to this file."""
 
@@ -86,6 +91,8 @@ class Advise:
         console = tables.console()
         console.print(_table(self, predicted))
         console.print(advice(question, predicted))
+        for line in self.island_links():
+            console.print(line)
         if self.json is not None:
             rows = [dataclasses.asdict(option) for option in predicted]
             records.write(self.json, environment(self.device), dataclasses.asdict(self), rows)
@@ -96,6 +103,19 @@ class Advise:
         """Bits a second of the link."""
         link = self.link or LINKS.get(self.device, _USUAL_LINK)
         return parse_rate(link, "--link")
+
+    def island_links(self) -> list[str]:
+        """Write the link that islands need, for each budget; nothing without --every."""
+        if self.every is None:
+            return []
+        options.check_least("--every", self.every, 1)
+        size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
+        rates = {bits: island_rate(size, self.workers, bits, seconds) for bits in self.bits}
+        return [
+            f"{self.workers} islands with a round every {self.every} steps need "
+            f"{format_rate(rate)} each to exchange {bits:g} bits in {SHARE:.0%} of the time."
+            for bits, rate in rates.items()
+        ]
 
     def question(self) -> Question:
         """Parse the options.

@@ -21,6 +21,13 @@ from dynamiq_jax.contrib.ef21m import EF21M
 from dynamiq_jax.contrib.entropy_coded import EntropyCoded
 from dynamiq_jax.contrib.flash_communication import FlashCommunication
 from dynamiq_jax.contrib.global_compensation import GlobalCompensation
+from dynamiq_jax.contrib.islands import (
+    Islands,
+    IslandState,
+    ObjectStore,
+    SharedFolder,
+    Transport,
+)
 from dynamiq_jax.contrib.marsit import Marsit
 from dynamiq_jax.contrib.moshpit import moshpit_mean, moshpit_variance
 from dynamiq_jax.contrib.omnireduce import OmniReduce
@@ -33,6 +40,7 @@ from dynamiq_jax.contrib.thc import THC
 # Methods, then train steps and simulations.
 __all__ = ["EF21M", "THC", "ARCTopK", "EntropyCoded", "FlashCommunication", "GlobalCompensation"]
 __all__ += ["Marsit", "OmniReduce", "RandK", "SplitSketch", "TopK"]
+__all__ += ["IslandState", "Islands", "ObjectStore", "SharedFolder", "Transport"]
 __all__ += ["LossyChannel", "LossyCollectives", "drift", "expected_drift"]
 __all__ += ["SimulatedClock", "StragglerLaw"]
 __all__ += ["moshpit_mean", "moshpit_variance"]
@@ -45,6 +53,7 @@ LEVELS: dict[str, Literal["as published", "reconstruction"]] = {
     "entropy_coded": "reconstruction",
     "flash_communication": "as published",
     "global_compensation": "reconstruction",
+    "islands": "as published",
     "marsit": "reconstruction",
     "moshpit": "as published",
     "omnireduce": "as published",

@@ -149,6 +149,14 @@ class Method(abc.ABC):
 class ChunkedMethod(Method):
     """A method of one round and no state: a codec of chunks."""
 
+    @property
+    def portable(self) -> "ChunkedMethod":
+        """The method whose codec decodes payloads to the same bits on all hardware.
+
+        Its codec need not encode. By default it is the method itself.
+        """
+        return self
+
     @abc.abstractmethod
     def bind(self, values: Array, call: Call, key: Array) -> ChunkCodec:
         """Return the codec of a bucket, after exchanging statistics if there are any.

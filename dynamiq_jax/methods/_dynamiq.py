@@ -22,6 +22,7 @@ from pallas_kernels.codec import (
     Layout,
     LocalRows,
     Quantizer,
+    TabulatedQuantizer,
     place_rows,
 )
 from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
@@ -158,6 +159,12 @@ class DynamiQ(ChunkedMethod):
     def details(self) -> tuple[str, ...]:
         return DynamiQChunks.METRICS
 
+    @property
+    @override
+    def portable(self) -> "DynamiQ":
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _PortableDynamiQ(**{**fields, "implementation": "xla"})
+
     @override
     def wire_cost(self, call: Call) -> WireCost:
         layout = self._layout_of(call)
@@ -226,6 +233,17 @@ class DynamiQ(ChunkedMethod):
     def _overhead_bits(self) -> float:
         """Bits of a coordinate beside its code: group scales, super-scale and norm."""
         return 8 / self.group_size + (16 + 16) / SUPER_GROUP_SIZE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PortableDynamiQ(DynamiQ):
+    """DynamiQ with levels from a table: a compiler cannot fuse their sums with products."""
+
+    @override
+    def layout(self, size: int, num_chunks: int, *, summed: bool = True) -> Layout:
+        layout = super().layout(size, num_chunks, summed=summed)
+        quantizer = TabulatedQuantizer(**dataclasses.asdict(layout.quantizer))
+        return dataclasses.replace(layout, quantizer=quantizer)
 
 
 def _sums(call: Call) -> bool:

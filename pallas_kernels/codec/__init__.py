@@ -17,7 +17,7 @@ Every kernel reproduces it. Nothing here communicates. From the bottom up:
 from pallas_kernels.codec import bit_planes, packing, scales
 from pallas_kernels.codec.allocation import Allocation
 from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.layout import Layout, Quantizer
+from pallas_kernels.codec.layout import Layout, Quantizer, TabulatedQuantizer
 from pallas_kernels.codec.ordering import (
     LocalRows,
     Places,

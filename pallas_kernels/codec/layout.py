@@ -10,9 +10,17 @@ from jax import Array, lax
 
 from pallas_kernels.codec.allocation import Allocation
 from pallas_kernels.codec.bit_planes import UNIT
-from pallas_kernels.codec.levels import Levels, Spacing, levels_of_rows, make_levels
+from pallas_kernels.codec.levels import (
+    Levels,
+    Spacing,
+    TabulatedLevels,
+    levels_of_rows,
+    make_levels,
+    position_table,
+)
 from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import Rounding
+from pallas_kernels.compat import override
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
 
@@ -43,6 +51,18 @@ class Quantizer:
     def levels_of_rows(self, widths: Array) -> Levels:
         """Return the levels of rows of some widths, int32 [rows], as columns [rows, 1]."""
         return levels_of_rows(self.levels_of_widths(), widths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TabulatedQuantizer(Quantizer):
+    """A quantizer that only decodes, to the same bits on all hardware."""
+
+    @override
+    def levels_of_rows(self, widths: Array) -> Any:
+        """Return positions in a table for rows of some widths, int32 [rows]."""
+        tables = [position_table(w, self.spacing, self.gap_ratio) for w in range(MAX_WIDTH + 1)]
+        starts = np.cumsum([0, *map(len, tables[:-1])]).astype(np.int32)
+        return TabulatedLevels(jnp.concatenate(tables), jnp.asarray(starts)[widths][:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,20 @@ class GeometricLevels(NamedTuple):
         return ops.multiply_add(self.position(code, ops), self.growth, self.first_gap)
 
 
+class TabulatedLevels(NamedTuple):
+    """Positions of all levels in a table, for decoding alone.
+
+    The others add to a product. A compiler may fuse the two, and then rounds once instead of twice.
+    """
+
+    table: Array  # float32, the levels of one width after those of another
+    start: Array  # of the width of every row, int32 [rows, 1]
+
+    def position(self, code: Array, ops: Arithmetic = PLAIN) -> Array:
+        """Return f(code), float32."""
+        return self.table.at[self.start + float_to_code(code).astype(jnp.int32)].get(mode="clip")
+
+
 Levels = UniformLevels | QuadraticLevels | GeometricLevels
 
 
@@ -193,6 +207,21 @@ def make_levels(width: int, spacing: Spacing, gap_ratio: float) -> Levels:
     else:
         levels = _geometric(top, gap_ratio)
     return jax.tree.map(np.float32, levels._replace(top=num_levels(width)))
+
+
+def position_table(width: int, spacing: Spacing, gap_ratio: float) -> np.ndarray:
+    """Return f(0) .. f(L) of a width, computed in float64 and rounded: float32 [L + 1]."""
+    top = num_levels(width)
+    codes = np.arange(top + 1, dtype=np.float64)
+    if top < 2 or gap_ratio == 1:
+        return (codes / max(top, 1)).astype(np.float32)
+    if spacing == "quadratic":
+        growth = (gap_ratio - 1) / (top - 1) / 2
+        positions = codes * (1 + (codes - 1) * growth) / (top * (1 + (top - 1) * growth))
+    else:
+        log_base = math.log(gap_ratio) / (top - 1)
+        positions = np.expm1(log_base * codes) / math.expm1(log_base * top)
+    return positions.astype(np.float32)
 
 
 def levels_of_rows(table: Sequence[Levels], index_of_row: Array) -> Levels:

@@ -160,3 +160,14 @@ def test_the_command_prints_a_table_and_keeps_it(tmp_path, capsys):
     kept = json.loads(path.read_text())
     assert len(kept["results"]) == 1 + 3 * 3
     assert kept["config"]["link"] == "1gbit"
+
+
+def test_it_names_the_link_that_islands_need():
+    asked = dataclasses.replace(SLOW, workers=4, size="1G", step_time=5.0, bits=(4.0, 5.0))
+    assert asked.island_links() == []
+    four, five = dataclasses.replace(asked, every=100).island_links()
+    # Three messages of 4 G bits in 50 of 500 seconds.
+    assert "4 islands with a round every 100 steps need 240 Mbit/s" in four
+    assert "300 Mbit/s each to exchange 5 bits in 10% of the time" in five
+    with pytest.raises(CommandError, match="--every"):
+        dataclasses.replace(asked, every=0).island_links()

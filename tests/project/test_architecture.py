@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax import contrib, parts
+from dynamiq_jax import contrib, messages, parts
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("dynamiq_jax", "pallas_kernels")
@@ -17,6 +17,7 @@ PACKAGES = ("dynamiq_jax", "pallas_kernels")
 # Each layer may import itself and those before it.
 LAYERS = (
     "pallas_kernels",
+    "dynamiq_jax.messages",
     "dynamiq_jax._core",
     "dynamiq_jax.topologies",
     "dynamiq_jax.methods",
@@ -348,7 +349,7 @@ def test_functions_take_at_most_six_parameters():
 
 @pytest.mark.parametrize(
     "package",
-    (dq, dq.methods, dq.topologies, dq.training, contrib, parts),
+    (dq, dq.methods, dq.topologies, dq.training, messages, contrib, parts),
     ids=lambda p: p.__name__,
 )
 def test_the_public_api_is_what_is_there(package):
@@ -358,6 +359,6 @@ def test_the_public_api_is_what_is_there(package):
 
 def test_the_main_api_is_small_and_documented():
     assert {*dq.__all__, *contrib.__all__} >= COLLECTIVES
-    assert len(dq.__all__) <= 27
+    assert len(dq.__all__) <= 31
     assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
     assert all(getattr(dq, name).__doc__ for name in dq.__all__)

@@ -19,7 +19,7 @@ import pytest
 
 import dynamiq_jax as dq
 import pallas_kernels
-from dynamiq_jax import _commands, contrib, parts
+from dynamiq_jax import _commands, contrib, messages, parts
 from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES
 
@@ -254,6 +254,7 @@ def reference() -> set[str]:
 
 def test_the_reference_has_every_public_name_and_no_private_one():
     facades = (dq, dq.methods, dq.topologies, dq.training, dq.training.stragglers, contrib, parts)
+    facades += (messages,)
     shown = reference()
     assert [name for name in shown if re.search(r"\b_", name)] == []
     public = set()

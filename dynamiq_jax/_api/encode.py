@@ -1,0 +1,136 @@
+"""A tree to the bytes that a worker would send in an all-gather of it."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dynamiq_jax._buckets import gathered
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.leaves import join, named_leaves
+from dynamiq_jax._buckets.operations import AllGather
+from dynamiq_jax._buckets.plan import Cuts, Plan, make_plan
+from dynamiq_jax._core import Axis
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules, paths_of
+from dynamiq_jax.messages.formats import FORMATS, Format
+from dynamiq_jax.messages.message import DTYPES, Leaf, Message
+from dynamiq_jax.methods import METHODS, ChunkedMethod, DynamiQ, Method
+
+# A message is what one of two workers sends: sizes are those of the parts of both.
+_OPERATION = AllGather(Axes(Axis("message", 2)))
+
+
+def encode(
+    tree: Any,
+    *,
+    key: Array,
+    method: Method | str | Rules = DynamiQ(),
+    options: Options = Options(),
+) -> Message:
+    """Encode a tree as a message, which can leave the program.
+
+    Its body has the bytes that a worker sends in `all_gather` of its tree to one other worker, and
+    its header all that a reader needs: `decode` of another process, or of
+    `dynamiq_jax.messages`, which needs no JAX. A part of a tree is a tree too: each fragment of
+    `training.LocalSGD.split` can be a message of its own.
+
+    DynamiQ rounds to nearest here, as in an all-gather. Where errors of many messages have to
+    average out, give a method that is unbiased: `"dynamiq:4:rounding=independent"`, with another
+    key for each message.
+
+    Args:
+      tree: pytree of arrays.
+      key: PRNG key of the rounding noise.
+      method: method for all leaves, or a policy; see `psum`. A message can hold `"dynamiq"`,
+        `"bf16"`, `"exact"`, `"blockint"` and the MX formats.
+      options: leaves that stay exact, and the size of buckets, as in an all-gather of two workers:
+        a leaf counts twice.
+
+    Returns:
+      The message. `to_bytes` makes bytes of it.
+
+    Raises:
+      ValueError: a method that no message can hold, or leaves of the same path.
+      TypeError: a leaf of a dtype that no message can hold, or one that is traced.
+
+    >>> import jax.numpy as jnp
+    >>> message = encode({"w": jnp.ones((512, 64))}, key=jax.random.key(0), method="dynamiq:4")
+    >>> round(8 * message.nbytes / (512 * 64), 1)
+    4.1
+    """
+    compression = resolve(method, "ring", options, stateless="encode")
+    if options.bucketing == "striped":
+        raise ValueError(
+            "bucketing='striped' is not possible in a message, whose buckets hold whole leaves. "
+            "Leave it out."
+        )
+    key, names = checks.check_key(key, ()), paths_of(tree)
+    leaves = [jnp.asarray(leaf) for _, leaf in named_leaves(tree)[0]]
+    _check_leaves(names, leaves)
+    plan = make_plan(
+        [_OPERATION.planned(leaf) for leaf in leaves],
+        _OPERATION.axes,
+        compression,
+        compression.policy.methods(tree),
+        cuts=Cuts("in_order", into_parts=False),
+    )
+    bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
+    formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)
+    sent = _sent(leaves, key, plan)
+    body = [array for bucket in sent for array in bucket]
+    body += [leaf for index, leaf in enumerate(leaves) if index not in bucket_of]
+    return Message(
+        leaves=tuple(
+            Leaf(name, leaf.shape, str(leaf.dtype), bucket_of.get(index))
+            for index, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+        ),
+        formats=formats,
+        body=b"".join(np.asarray(array).tobytes() for array in jax.device_get(body)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _sent(leaves: Sequence[Array], key: Array, plan: Plan) -> list[list[Array]]:
+    """Return what a worker sends of each bucket."""
+    assert _OPERATION.salt is not None
+    key, found = jax.random.fold_in(key, _OPERATION.salt), []
+    for number, bucket in enumerate(plan.buckets):
+        rows = [_OPERATION.rows(leaves[index]) for index in bucket.leaves]
+        part = join(rows, _OPERATION.multiple(bucket))
+        assert isinstance(bucket.method, ChunkedMethod)
+        found.append(gathered.sent(bucket.method, part, jax.random.fold_in(key, number)))
+    return found
+
+
+def _format_of(method: Method) -> Format:
+    """Return the format of a bucket: the fields that a reader needs."""
+    for name, form in FORMATS.items():
+        if type(method) is METHODS[name]:
+            fields = {field.name for field in dataclasses.fields(form)} - {"method"}
+            return form(method=name, **{field: getattr(method, field) for field in fields})
+    raise ValueError(f"method={method!r} cannot be in a message. Give one of {sorted(FORMATS)}.")
+
+
+def _check_leaves(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise an error for leaves that no message can hold."""
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                f"tree[{name!r}] is traced, and has no bytes. Call dq.encode outside of jax.jit."
+            )
+        if str(leaf.dtype) not in DTYPES:
+            raise TypeError(
+                f"tree[{name!r}] has dtype {leaf.dtype}, which no message can hold. Give one of "
+                f"{DTYPES}."
+            )
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise ValueError(f"tree has {count} leaves of the path {name!r}. Rename all but one.")

@@ -1,0 +1,69 @@
+"""What one worker sends in the all-gather of a bucket: recorded, and decoded from that."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dynamiq_jax._core import Axis
+from dynamiq_jax.methods import Call, ChunkedMethod
+from dynamiq_jax.topologies import Ring
+from pallas_kernels.compat import override
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Alone(Axis):
+    """An axis of one worker, whose gathers a function sees: it returns what is gathered."""
+
+    gathers: Callable[[Array], Array]
+
+    @property
+    @override
+    def index(self) -> Array:
+        return jnp.zeros((), jnp.int32)
+
+    @override
+    def gather(self, value: Array) -> Array:
+        return self.gathers(value)[None]
+
+
+def sent(method: ChunkedMethod, part: Array, key: Array) -> list[Array]:
+    """Return what a worker sends of a bucket in an all-gather, in order.
+
+    Args:
+      method: compression method.
+      part: values of this worker, float [size], a multiple of `method.granule`.
+      key: typed PRNG key of the rounding noise.
+    """
+    arrays: list[Array] = []
+
+    def record(value: Array) -> Array:
+        arrays.append(value)
+        return value
+
+    method.all_gather(part, _call(part.size, record), key)
+    *statistics, payload = arrays
+    return [*statistics, payload[0]]  # of the only chunk
+
+
+def received(method: ChunkedMethod, size: int, arrays: Sequence[Array]) -> Array:
+    """Decode what `sent` returned: float32 [size], the same bits on all hardware.
+
+    Args:
+      method: compression method.
+      size: coordinates, a multiple of `method.granule`.
+      arrays: what was sent.
+    """
+    *statistics, payload = arrays
+    remaining = iter(statistics)
+    # The codec of zeros decodes: it takes everything about the values from what it gathers.
+    call = _call(size, lambda value: next(remaining))
+    codec = method.portable.bind(jnp.zeros(size, jnp.float32), call, jax.random.key(0))
+    return codec.decompress(payload[None])
+
+
+def _call(size: int, gathers: Callable[[Array], Array]) -> Call:
+    axis = _Alone("alone", 1, gathers)
+    return Call(size=size, axis=axis, topology=Ring(), collective="all_gather")

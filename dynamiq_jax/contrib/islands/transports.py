@@ -1,0 +1,101 @@
+"""Transports: stores of named bytes that all islands reach."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Transport(Protocol):
+    """A store of named bytes. Names have parts between slashes, such as "change/7/east"."""
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Store bytes, all at once, unless there are some of this name.
+
+        Returns:
+          Whether they were stored. Of several calls at once, exactly one returns True.
+        """
+
+    def get(self, name: str) -> bytes | None:
+        """Return the bytes of a name, or None if there are none."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the last parts of the names in a folder, such as ["east"] of "change/7"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedFolder:
+    """A folder of a local or network file system.
+
+    >>> folder = SharedFolder(tempfile.mkdtemp())
+    >>> folder.put("a/b", b"1"), folder.put("a/b", b"2"), folder.get("a/b"), folder.names("a")
+    (True, False, b'1', ['b'])
+    """
+
+    path: str | os.PathLike[str]
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Store bytes; see `Transport.put`. A link is atomic, also over NFS."""
+        target = Path(self.path, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self.path, prefix=".") as file:
+            file.write(data)
+            file.flush()
+            try:
+                os.link(file.name, target)
+            except FileExistsError:
+                return False
+        return True
+
+    def get(self, name: str) -> bytes | None:
+        """Return bytes; see `Transport.get`."""
+        with contextlib.suppress(FileNotFoundError):
+            return Path(self.path, name).read_bytes()
+        return None
+
+    def names(self, folder: str) -> list[str]:
+        """Return names; see `Transport.names`."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(Path(self.path, folder)))
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectStore:
+    """A folder of an object store, through a file system of `fsspec`.
+
+        ObjectStore(fsspec.filesystem("s3"), "bucket/run-1")
+
+    Its `pipe_file(..., mode="create")` must be atomic, as a conditional write of S3 is. That of
+    local files is not: use `SharedFolder` for these.
+    """
+
+    filesystem: Any  # fsspec.AbstractFileSystem
+    path: str
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Store bytes; see `Transport.put`."""
+        try:
+            self.filesystem.pipe_file(f"{self.path}/{name}", data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def get(self, name: str) -> bytes | None:
+        """Return bytes; see `Transport.get`."""
+        try:
+            data: bytes = self.filesystem.cat_file(f"{self.path}/{name}")
+        except FileNotFoundError:
+            return None
+        return data
+
+    def names(self, folder: str) -> list[str]:
+        """Return names; see `Transport.names`."""
+        self.filesystem.invalidate_cache()  # others write too
+        try:
+            paths = self.filesystem.ls(f"{self.path}/{folder}", detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
