@@ -197,7 +197,7 @@ class WorkerLoss:
 
     @property
     def value_spec(self) -> Any:
-        """How a value is split over the workers: all of it is the same on them, but for rows."""
+        """Specs of a value over the workers: all of it is the same on them, but for rows."""
         return (P(), auxiliary.out_specs(self.aux, self._axes)) if self.aux is not None else P()
 
     def give_back(
