@@ -357,6 +357,18 @@ def test_estimates_are_least_precise_on_the_embedding_of_the_real_model():
     assert all(0.9 < mean(row["ratios"]) < 1.11 for row in rows)
 
 
+def test_the_text_on_tensors_of_many_kinds_is_that_of_its_result_files():
+    """Of DynamiQ against block integers and MXFP4, rounded to nearest."""
+    real, small = (results_of(name) for name in ("allocation_real_lm", "allocation"))
+    against = [*real["against_blockint"], *small["against_blockint"]]
+    assert max(row["ratios"]["nearest"] for row in against) < 0.9
+    most = max(row["ratios"]["unbiased / nearest"] for row in real["against_blockint"])
+    of_mxfp4 = [row["ratios"]["to mxfp4"] for row in real["against_mxfp4"] if row["bits"] == 4.25]
+    text = plain(PAGES["docs/results.md"])
+    assert f"DynamiQ without bias has at most {most:.2f} times their error too" in text
+    assert f"at 4.25 bits {max(of_mxfp4):.2f} times that of MXFP4" in text
+
+
 LAYERS = ("layer 5", "layer 15", "layer 25")
 
 
