@@ -50,8 +50,8 @@ class Difference:
 def cause_of(difference: Difference) -> Cause:
     """Return the likely cause of a difference."""
     rules: tuple[Callable[[Difference], Iterator[Cause]], ...] = (
-        _random,
         _empty,
+        _random,
         _no_rows,
         _ordered,
         _function_of_means,
