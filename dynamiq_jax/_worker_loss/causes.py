@@ -50,8 +50,8 @@ class Difference:
 def cause_of(difference: Difference) -> Cause:
     """Return the likely cause of a difference."""
     rules: tuple[Callable[[Difference], Iterator[Cause]], ...] = (
-        _random,
         _empty,
+        _random,
         _no_rows,
         _ordered,
         _function_of_means,
@@ -75,8 +75,7 @@ def cause_of_error(on_rows: OnRows) -> Cause:
 
 def _random(difference: Difference) -> Iterator[Cause]:
     on_rows = difference.on_rows
-    others = [on_rows.see(difference.everything, keys=keys) for keys in (None, 1)]
-    if any(difference.distance(other) > _CLOSER * difference.size for other in others):
+    if not difference.explains(on_rows.see(difference.everything, keys=1)):
         yield Cause(
             "random numbers",
             "The loss is another one with another PRNG key, as with dropout, so that workers and "

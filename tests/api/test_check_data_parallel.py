@@ -138,6 +138,7 @@ def test_a_wrong_loss_is_named_with_any_weights_and_number_of_workers(data_mesh,
             dq.check_data_parallel(wrapped, w, x, *(make() for make in others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cause", "loss_fn"),
     (
@@ -210,7 +211,9 @@ SUMS = {"sum": "sum", "loss": "mean", "rows": "rows"}
     ),
     ids=("mean", "targets", "blocks", "groups", "sums", "class weights"),
 )
-@pytest.mark.parametrize("function", (dq.data_parallel, dq.value_and_grad))
+@pytest.mark.parametrize(
+    "function", (dq.data_parallel, pytest.param(dq.value_and_grad, marks=pytest.mark.slow))
+)
 def test_a_right_loss_passes(data_mesh, function, loss_fn, batch, arguments):
     """It passes whatever the method, as nothing is compressed in the check."""
     how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": "dynamiq:3"}
