@@ -246,7 +246,7 @@ def test_they_are_the_default_on_a_tpu_and_nowhere_else(monkeypatch, tpu_target)
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_ring_has_one_kernel_for_each_hop(data_mesh, check_vma):
-    """Statistics, the first hop, the one in the loop, and the decoding: nothing else."""
+    """Norms, widths, the first hop, the one in the loop, and the decoding: nothing else."""
 
     def local(key, gradient):
         with implementation.without_gpu("compile"):
@@ -258,7 +258,7 @@ def test_a_ring_has_one_kernel_for_each_hop(data_mesh, check_vma):
     )
     gradient = jax.ShapeDtypeStruct((8, 1 << 16), jnp.float32)
     traced = jax.jit(mapped).trace(jax.random.key(0), gradient)
-    assert str(traced.jaxpr).count("pallas_call[") == 4
+    assert str(traced.jaxpr).count("pallas_call[") == 5
 
 
 # ------------------------------------------------------------------------------ choice of a backend
