@@ -42,8 +42,10 @@ class AllToAll(FixedTopology):
 
         # Payloads one after the other in a vector: a TPU rearranges an array of several.
         of_one = jax.eval_shape(codec.compress, worker, worker)
-        empty = jax.tree.map(lambda leaf: compat.match_varying(
-            jnp.zeros(axis.size * leaf.size, leaf.dtype), leaf), of_one)
+        empty = jax.tree.map(
+            lambda leaf: compat.match_varying(jnp.zeros(axis.size * leaf.size, leaf.dtype), leaf),
+            of_one,
+        )
         by_owner = lax.fori_loop(0, axis.size - 1, send, empty)
 
         def exchange(leaf: Array, one: jax.ShapeDtypeStruct) -> Array:

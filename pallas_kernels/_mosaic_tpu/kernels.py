@@ -147,7 +147,9 @@ def _sums(
         transfers.store_values_in_order(memory.values, result_ref)
         used = HALVES * min(shape.rows, PLACES)
         lines_ref = sums_ref.at[pl.ds(HALVES * block.first, used)]
-        transfers.run(pltpu.make_async_copy(result_ref.at[pl.ds(0, used)], lines_ref, memory.others))
+        transfers.run(
+            pltpu.make_async_copy(result_ref.at[pl.ds(0, used)], lines_ref, memory.others)
+        )
         _finish(shape, step, memory)
 
         @pl.when(step == shape.blocks - 1)
@@ -290,6 +292,7 @@ def _sum(block: Block, step: Array, gathered: Gathered, received: int, memory: M
 def _gather(gathered: Gathered, memory: Memory, lanes: Iterable) -> None:
     """Start to gather the rows of the next block."""
     transfers.gather(gathered.next, gathered.lines, memory.staged, memory.semaphore, lanes)
+
 
 def _finish(shape: Shape, step: Array, memory: Memory) -> None:
     """Wait for the rows that the last step gathered."""

@@ -154,7 +154,7 @@ def test_norms_are_those_of_the_base(dtype):
     np.testing.assert_allclose(ours[finite], expected[finite], rtol=1e-5, atol=1e-6)
 
 
-# ------------------------------------------------------------------- any values, by compiled functions
+# ------------------------------------------------------------------------------------ any values
 
 
 def both(operation, *args, **static):
