@@ -94,7 +94,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
             *gathered,
             _table(layout),
             # An operand has to have elements.
-            _messages(payloads, layout) if received else gathered.lines,
+            _messages(payloads, layout) if received else (_table(layout)[0], IN_MEMORY),
         ],
         (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY),
         [*_memory(layout, local.rows.dtype, received), words.memory(layout)],
