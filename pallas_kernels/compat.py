@@ -120,10 +120,10 @@ batching.primitive_batchers[_same_over] = lambda values, dimensions, axis_name: 
 )
 
 
-def all_gather(value: Array, axis_name: str) -> Array:
+def all_gather(value: Array, axis_name: str, *, tiled: bool = False) -> Array:
     """Gather like `lax.all_gather`, with a result that may be returned with `out_specs=P()`."""
     to = "invarying" if tracks_varying(axis_name) else "varying"
-    return lax.all_gather(value, axis_name, to=to)
+    return lax.all_gather(value, axis_name, tiled=tiled, to=to)
 
 
 def shape_like(shape: tuple[int, ...], dtype: Any, reference: Array) -> jax.ShapeDtypeStruct:

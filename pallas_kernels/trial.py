@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from pallas_kernels import message_types
+from pallas_kernels import message_types, sums
 from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     Allocation,
@@ -50,8 +50,8 @@ class Call(NamedTuple):
 
     def by(self, backend: Any) -> Any:
         """Run the call by a backend, with messages of bytes."""
-        function = getattr(backend, self.operation)
-        if self.operation != "statistics":
+        function = getattr(backend, self.operation, None) or sums.operation(backend, self.operation)
+        if self.operation not in ("statistics", "solve"):
             taken = message_types.of_backend(backend)
             function = message_types.adapt(function, np.uint8, taken)
         return function(*self.arrays, **self.static)
@@ -98,6 +98,23 @@ class Trial:
                 {} if operation == "statistics" else {"layout": self.layout},
             )
             for name, operation in CALLS.items()
+        }
+
+    def calls_of_sums(self, messages: Any) -> dict[str, Call]:
+        """Return a call of every operation of `sums` whose result is one array, by name.
+
+        Args:
+          messages: messages of all chunks.
+        """
+        static, (chunks, rows) = {"layout": self.layout}, self.local.places.order.shape
+        energies = np.arange(rows * chunks, dtype=np.int32)[::-1].reshape(chunks, rows) % 999
+        table = np.tile(np.arange(rows, dtype=np.int32)[::-1], (chunks, 1))
+        return {
+            "widths": Call("solve", (-np.sort(-energies, axis=1),), static),
+            "energies": Call("energies", (messages,), static),
+            "decompress of sums": Call(
+                "decompress_sums", (messages, self.local.places, table), static
+            ),
         }
 
 

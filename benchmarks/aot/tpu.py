@@ -5,7 +5,8 @@ compressed `psum`, beside those of exact and BF16 sums.
 
 One bucket is summed in one slice and in two: exactly, as BF16, by the kernels for TPUs on rings and
 as an all-to-all, and by the base without kernels. With two slices, a ring goes through all chips,
-or sums are exact inside a slice and compressed between them. Of every program:
+or sums are exact inside a slice and compressed between them, which is also compiled for 4 and 32
+times the size, in default buckets and in buckets in order. Of every program:
 
 - seconds of a core that the compiler takes;
 - cycles: of kernels those of the schedule that the compiler fixes (`tpu_schedule`), with every
@@ -13,6 +14,7 @@ or sums are exact inside a slice and compressed between them. Of every program:
   scatters, sorts and collectives, for which it has no estimate;
 - ms: these cycles at the clock of the generation. Google publishes no clocks: they follow from the
   published peak of BF16 products and the multipliers of a chip;
+- these ms over the time that the bytes take on links of 3.1 and 6.25 GB/s a chip;
 - bytes a coordinate: read and written by all instructions of a device, with loops counted as often
   as they run. A kernel is charged the rows that it fetches, not all of its operand. Much of it may
   be in vector memory; "far" is the part that is not.
@@ -60,6 +62,8 @@ class Sum:
     topology: str = "ring"
     dtype: str = "float32"
     in_slices: bool = False  # exactly inside slices, compressed between them
+    times: int = 1  # size of the bucket, over that of the options; large ones are several buckets
+    options: dq.Options | None = None
 
 
 KERNELS = "dynamiq:5"
@@ -70,12 +74,24 @@ ONE_SLICE = (
     Sum("kernels, ring, BF16 rows", KERNELS, dtype="bfloat16"),
     Sum("kernels, all-to-all", KERNELS, topology="all_to_all"),
 )
+LINKS = (3.1, 6.25)  # GB/s of a chip
 BASE = Sum("base, ring", dq.DynamiQ(bits=5.0, implementation="xla"))
 TWO_SLICES = (
     Sum("exact", None),
     Sum("BF16", "bf16"),
     Sum("kernels, ring", KERNELS),
     Sum("kernels between slices", KERNELS, in_slices=True),
+)
+BETWEEN = Sum("kernels between slices", KERNELS, in_slices=True)
+LARGE = (
+    dataclasses.replace(BETWEEN, times=4),
+    dataclasses.replace(BETWEEN, times=32),
+    dataclasses.replace(
+        BETWEEN,
+        name="kernels between slices, in order",
+        times=32,
+        options=dq.Options(bucketing="in_order"),
+    ),
 )
 
 
@@ -86,6 +102,7 @@ class Config:
     size: int = 2**23  # coordinates of the bucket
     topologies: tuple[str, ...] = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")  # of a slice
     base: tuple[str, ...] = ("v5e:2x4",)  # topologies for which the base is compiled, too
+    large: tuple[str, ...] = ("v5e:2x4",)  # topologies for which larger sums are compiled, too
     heaviest: int = 8  # instructions of each program to keep, those that take most cycles
     save: bool = True  # write the result to benchmarks/results/aot_tpu.json
 
@@ -119,6 +136,8 @@ def examine_topology(config: Config, topology: str, schedules: Path) -> dict[str
     for slices, sums in ((1, ONE_SLICE), (2, TWO_SLICES)):
         if slices == 1 and topology in config.base:
             sums = (*sums, BASE)
+        if slices == 2 and topology in config.large:
+            sums = (*sums, *LARGE)
         for one in sums:
             axes = {"data": slices * chips}
             if one.in_slices:
@@ -156,22 +175,26 @@ def examine(
         if one.method is None:
             return lax.psum(values, names)
         key = jax.random.wrap_key_data(key_data)
-        return dq.psum(values, names, key=key, method=one.method, topology=one.topology)
+        return dq.psum(
+            values, names, key=key, method=one.method, topology=one.topology, **_options(one)
+        )
 
-    mesh = tpu.mesh(topology, slices, axes)
+    mesh, size = tpu.mesh(topology, slices, axes), config.size * one.times
     program = tpu.compile_for(
         mesh,
         total,
         [
-            (jax.ShapeDtypeStruct((mesh.size * config.size,), one.dtype), PartitionSpec(names)),
+            (jax.ShapeDtypeStruct((mesh.size * size,), one.dtype), PartitionSpec(names)),
             (jax.ShapeDtypeStruct((2,), "uint32"), PartitionSpec()),
         ],
         PartitionSpec(),
     )
     runs = hlo_costs.Program(program.text).runs()
     workers = next(iter(axes.values()))
-    part = config.size * workers // mesh.size  # that the kernels handle
     kernels = {run: name for run in runs if (name := _kernel_of(run))}
+    # Of each bucket, all of which are alike, the part that the kernels of a chip handle.
+    buckets = sum(run.times for run, name in kernels.items() if name == "statistics") or 1
+    part = size * workers // mesh.size // buckets
     of_kernels = {}
     if kernels:
         found = examine_kernels(topology, part, workers, one.dtype, schedules).values()
@@ -185,11 +208,16 @@ def examine(
     memory = program.executable.memory_analysis()
     heaviest = sorted(runs, key=lambda run: -hlo_costs.cycles(run.instruction) * run.times)
 
+    ms = (kernel_cycles + other_cycles) / clock_mhz(topology) / 1e3
+    sent = _sent(one, size, axes)
+
     def a_coordinate(count: float) -> float:
-        return round(count / config.size, 2)
+        return round(count / size, 2)
 
     return {
         "sum": one.name,
+        "size": size,
+        "buckets": buckets,
         "slices": slices,
         "axes": axes,
         "trace_seconds": round(program.trace_seconds, 2),
@@ -197,7 +225,10 @@ def examine(
         "compile_cpu_seconds": round(program.compile_cpu_seconds, 2),
         "kernel_cycles": kernel_cycles,
         "other_cycles": other_cycles,
-        "ms": round((kernel_cycles + other_cycles) / clock_mhz(topology) / 1e3, 3),
+        "ms": round(ms, 3),
+        "share_of_transfer": {
+            str(link): round(ms / (sent / link / 1e6), 3) for link in LINKS if one.method
+        },
         "instructions": sum(run.times for run in runs),
         "bytes_per_coordinate": a_coordinate(sum(run.total for run in runs) - spared),
         "far_bytes_per_coordinate": a_coordinate(
@@ -218,6 +249,22 @@ def examine(
     }
 
 
+def _sent(one: Sum, size: int, axes: dict[str, int]) -> int:
+    """Return the bytes that a chip sends over the slow axis."""
+    report = dq.wire_report(
+        jax.ShapeDtypeStruct((size,), one.dtype),
+        tuple(axes.values()) if len(axes) > 1 else next(iter(axes.values())),
+        method=one.method or "exact",
+        topology=one.topology,
+        **_options(one),
+    )
+    return report.bytes_per_worker
+
+
+def _options(one: Sum) -> dict[str, dq.Options]:
+    return {} if one.options is None else {"options": one.options}
+
+
 def kernel_table(topology: str, kernels: dict[str, dict[str, Any]]) -> Table:
     """Return the table of all kernels."""
     result = Table("kernel", title=f"Kernels for {topology}: cycles a coordinate, by rows")
@@ -234,6 +281,7 @@ def program_table(topology: str, programs: list[dict[str, Any]]) -> Table:
     headings = {
         "sum": "{sum}",
         "slices": "{slices}",
+        "Mi": "{mebi:g}",
         "compile, s of a core": "{compile_cpu_seconds:.1f}",
         "kernels, k cycles": "{kernel_kilocycles:.0f}",
         "all else": "{other_kilocycles:.0f}",
@@ -248,6 +296,7 @@ def program_table(topology: str, programs: list[dict[str, Any]]) -> Table:
         kilocycles = {
             f"{of}_kilocycles": program[f"{of}_cycles"] / 1e3 for of in ("kernel", "other")
         }
+        kilocycles["mebi"] = program["size"] / 2**20
         result.add_row(*(cell.format(**program, **kilocycles) for cell in headings.values()))
     return result
 

@@ -46,6 +46,10 @@ class Axis:
         """Gather an array of every worker, [workers, *shape], the same bits on all workers."""
         return compat.all_gather(value, self.name)
 
+    def gather_parts(self, part: Array) -> Array:
+        """Gather vectors one after the other, as `gather` does in rows."""
+        return compat.all_gather(part, self.name, tiled=True)
+
     def reduce_by_owners(self, shares: Array, combine: Callable[[Array], Array]) -> Array:
         """Reduce small numbers to the same bits on all workers.
 

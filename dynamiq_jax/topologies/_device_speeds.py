@@ -16,9 +16,9 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
 CODEC_SPEEDS: dict[DeviceKind, CodecSpeed] = {
     "cpu": CodecSpeed(ns_per_coordinate=8.0, us_per_step=500.0),
     "gpu": CodecSpeed(ns_per_coordinate=0.0075, us_per_step=10.0),
-    "tpu_v5e": CodecSpeed(ns_per_coordinate=0.05, us_per_step=24.0, ns_of_order=0.18),
-    "tpu_v5p": CodecSpeed(ns_per_coordinate=0.042, us_per_step=26.0, ns_of_order=0.11),
-    "tpu_v6e": CodecSpeed(ns_per_coordinate=0.036, us_per_step=19.0, ns_of_order=0.12),
+    "tpu_v5e": CodecSpeed(ns_per_coordinate=0.048, us_per_step=12.0, ns_of_order=0.0091),
+    "tpu_v5p": CodecSpeed(ns_per_coordinate=0.044, us_per_step=8.0, ns_of_order=0.0099),
+    "tpu_v6e": CodecSpeed(ns_per_coordinate=0.036, us_per_step=8.8, ns_of_order=0.0101),
 }
 # The sum of an exact all-reduce: 12 bytes of memory a coordinate, of 819, 2765 and 1638 GB/s on
 # the TPUs.

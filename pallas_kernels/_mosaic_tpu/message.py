@@ -102,7 +102,9 @@ def find_scales(layout: Layout, places: Array, message_ref) -> Scales:
         layout.group_scales_start // 4,
         layout.super_scales_start // 4,
     )
-    groups = _groups(layout, [words_of_lanes[eighth * count // EIGHTHS] for eighth in range(EIGHTHS)])
+    groups = _groups(
+        layout, [words_of_lanes[eighth * count // EIGHTHS] for eighth in range(EIGHTHS)]
+    )
     word = layout.super_scales_start // 4 + (places >> 1)
     (found,) = words.find(
         message_ref, [word], layout.super_scales_start // 4, -(-layout.padding_start // 4)

@@ -1,6 +1,5 @@
 """Mosaic TPU kernels of what widths follow from: norms of rows, and energies of sums."""
 
-import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu

@@ -75,10 +75,10 @@ def encode(
 ) -> None:
     """Write the scales of a block to a message, and its planes to `planes_ref`."""
     layout, ops = block.layout, _arithmetic()
-    of_rows = quantize_scales(layout, values_ref)
-    step = scales.scale_step(of_rows.super_bits)
-    inverses = [scales.reciprocal(code_to_float(group) * step, ops) for group in of_rows.groups]
-    message.merge_scales(block, of_rows, message_ref)
+    groups, super_bits = _quantize_scales(layout, values_ref)
+    step = scales.scale_step(super_bits)
+    inverses = [scales.reciprocal(group * step, ops) for group in groups]
+    message.merge_scales(block, _as_scales(groups, super_bits), message_ref)
     ids = (block.chunk * layout.rows_per_chunk + block.places).astype(U32)
     hashes = row_words(ids, turn, seed, layout.quantizer.rounding)
     bits = planes_ref.shape[0]
@@ -103,14 +103,23 @@ def encode(
 
 def quantize_scales(layout: Layout, values_ref) -> message.Scales:
     """Compute the scales of a block."""
+    return _as_scales(*_quantize_scales(layout, values_ref))
+
+
+def _as_scales(groups: list[Array], super_bits: Array) -> message.Scales:
+    return message.Scales([group.astype(I32).astype(U32) for group in groups], super_bits)
+
+
+def _quantize_scales(layout: Layout, values_ref) -> tuple[list[Array], Array]:
+    """Return the group scales of every eighth, float32, and the super-scales."""
     maxima = [_group_maxima(values_ref, eighth, layout.group_size) for eighth in range(EIGHTHS)]
     row_maxima = over_segments(functools.reduce(jnp.maximum, maxima), SUBLANES)
     super_bits = scales.quantize_super_scales(row_maxima.astype(U32))
     groups = []
     for maximum in maxima:
         scale, _ = scales.quantize_group_scales(maximum.astype(U32), super_bits, _arithmetic())
-        groups.append(scale.astype(I32).astype(U32))
-    return message.Scales(groups, super_bits)
+        groups.append(scale)
+    return groups, super_bits
 
 
 def _codes(

@@ -1,5 +1,6 @@
 """The Mosaic TPU kernels: interpreted, against the XLA base, and lowered for a TPU."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -7,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
-from dynamiq_jax.topologies import Ring
 from pallas_kernels import implementation, message_types, operations
 from pallas_kernels._mosaic_tpu import launch
 from pallas_kernels.codec import Layout, LocalRows, Places
+from pallas_kernels.codec.allocation import ENERGY_LIMIT
 from tests.support import oracle
 from tests.support.kernel_cases import run, small_layout, some_messages, some_rows
 
@@ -151,6 +154,90 @@ def test_norms_are_those_of_the_base(dtype):
     np.testing.assert_allclose(ours[finite], expected[finite], rtol=1e-5, atol=1e-6)
 
 
+# ------------------------------------------------------------------------------------ any values
+
+
+def both(operation, *args, **static):
+    """Return results of an operation by the kernels and by the base, compiled once for all."""
+    key = operation.__name__, tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(args)), str(static)
+    if key not in compiled:
+        compiled[key] = [
+            jax.jit(functools.partial(operation, implementation=name, **static))
+            for name in ("mosaic_tpu", "xla")
+        ]
+    with implementation.without_gpu("interpret"):
+        return [jax.tree.map(np.asarray, function(*args)) for function in compiled[key]]
+
+
+compiled: dict = {}
+
+
+@st.composite
+def some_energies(draw, chunks: int, rows: int):
+    """Logarithms of any spread, many of them equal or zero, largest first in every chunk."""
+    seed, most = draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, ENERGY_LIMIT - 1))
+    energies = np.random.default_rng(seed).integers(0, most + 1, (chunks, rows))
+    energies[:, : draw(st.integers(0, rows))] = most
+    return -np.sort(-energies, axis=1).astype(np.int32)
+
+
+def check_widths(energies, layout):
+    ours, expected = both(operations.solve, energies, layout=layout)
+    np.testing.assert_array_equal(ours, expected)
+    assert np.all(ours.sum(axis=1) <= layout.units)
+
+
+@given(some_energies(2, 90))
+@settings(max_examples=15, deadline=None)
+def test_widths_are_those_of_the_base(energies):
+    check_widths(energies, small_layout(90))
+
+
+SOLVED = [(1, 1, (2,), 4.3), (3, 1100, (0, 9, 12), 9.7), (9, 40, (2, 4, 8, 16), 7.2)]
+
+
+@slow
+@pytest.mark.parametrize(("chunks", "rows", "widths", "bits"), SOLVED)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_widths_of_any_layout_are_those_of_the_base(chunks, rows, widths, bits, data):
+    layout = dataclasses.replace(
+        small_layout(rows, widths, bits), num_chunks=chunks, size=rows * 256 * chunks
+    )
+    check_widths(data.draw(some_energies(chunks, rows)), layout)
+
+
+@slow
+@given(seed=st.integers(0, 2**32 - 1), turn=st.integers(0, 7), octaves=st.integers(-60, 60))
+@settings(max_examples=25, deadline=None)
+def test_a_hop_of_any_rows_writes_the_bytes_of_the_base(seed, turn, octaves):
+    layout = small_layout(20)
+    local = hard_rows(layout, seed=seed)
+    local = local._replace(rows=jnp.ldexp(local.rows, octaves))
+    ours, expected = both(operations.compress, local, CHUNK, np.int32(turn), layout=layout)
+    ours, expected = (message_types.convert(each, jnp.uint8) for each in (ours, expected))
+    np.testing.assert_array_equal(
+        without_lost_rows(layout, local, np.asarray(ours)),
+        without_lost_rows(layout, local, np.asarray(expected)),
+    )
+
+
+@slow
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_energies_of_any_scales_are_those_of_the_base(seed):
+    layout = small_layout(20)
+    rng = np.random.default_rng(seed)
+    supers = rng.integers(0, 0x7E80, (2, 20)).astype(np.uint16)
+    supers[:, ::7] = 0x7FC0  # NaN
+    groups = rng.integers(0, 256, (2, 20, layout.groups)).astype(np.uint8)
+    empty = jnp.zeros((2, layout.payload_bytes), jnp.uint8)
+    messages = layout.with_scales(empty, groups, supers)
+    ours, expected = both(operations.energies, messages, layout=layout)
+    np.testing.assert_array_equal(ours, expected)
+    assert not np.any(ours[:, ::7]) and np.any(ours)
+
+
 @slow
 def test_sums_in_an_order_of_their_own_are_those_of_the_base():
     """Sums, messages in a new order, and values decoded from them, as in an all-to-all."""
@@ -244,21 +331,67 @@ def test_they_are_the_default_on_a_tpu_and_nowhere_else(monkeypatch, tpu_target)
             assert text.count("@tpu_custom_call") == kernels
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_ring_has_one_kernel_for_each_hop(data_mesh, check_vma):
-    """Statistics, the first hop, the one in the loop, and the decoding: nothing else."""
+def mean_in_a_scan(topology, steps, key, gradient):
+    """Return the mean of the gradients of a few steps, each compressed."""
 
-    def local(key, gradient):
+    def step(total, number):
         with implementation.without_gpu("compile"):
             ours = dq.DynamiQ(implementation="mosaic_tpu")
-            return dq.pmean(gradient[0], "data", key=key, method=ours, topology=Ring())
+            step_key = jax.random.fold_in(key, number)
+            mean = dq.pmean(gradient[0], "data", key=step_key, method=ours, topology=topology)
+        return total + mean / steps, None
 
+    total = jnp.zeros(gradient.shape[1:], gradient.dtype)
+    return jax.lax.scan(step, total, jnp.arange(steps))[0]
+
+
+@pytest.mark.parametrize(
+    ("topology", "kernels", "check_vma", "axis_type"),
+    [
+        ("ring", 5, True, AxisType.Explicit),
+        ("ring", 5, False, AxisType.Auto),
+        pytest.param("all_to_all", 10, True, AxisType.Auto, marks=slow),
+    ],
+)
+def test_kernels_are_all_that_touches_rows(topology, kernels, check_vma, axis_type):
+    """Norms, widths, the first hop, the one in the loop, and the decoding.
+
+    An all-to-all has a sum, and on both sides the energies and the widths of its rows.
+    """
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     mapped = jax.shard_map(
-        local, mesh=data_mesh(8), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+        functools.partial(mean_in_a_scan, topology, 3),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
     )
-    gradient = jax.ShapeDtypeStruct((8, 1 << 16), jnp.float32)
+    split = NamedSharding(mesh, P("data"))
+    gradient = jax.ShapeDtypeStruct((8, 1 << 16), jnp.float32, sharding=split)
     traced = jax.jit(mapped).trace(jax.random.key(0), gradient)
-    assert str(traced.jaxpr).count("pallas_call[") == 4
+    assert str(traced.jaxpr).count("pallas_call[") == kernels
+
+
+@slow
+def test_hops_in_a_scan_write_the_bytes_of_the_base():
+    layout = small_layout(20)
+    local = some_rows(layout)
+
+    def hops(message, local, implementation):
+        dtype = message.dtype
+
+        def hop(message, turn):
+            sent = operations.hop(
+                message[None], local, CHUNK, turn, layout=layout, implementation=implementation
+            )
+            return message_types.convert(sent, dtype), None
+
+        return jax.lax.scan(hop, message, jnp.arange(1, 4))[0]
+
+    message = some_messages(layout, "float32", 1, 1)[0]
+    ours, expected = (run(name, hops, message, local) for name in ("mosaic_tpu", "xla"))
+    np.testing.assert_array_equal(ours, expected)
+    assert np.any(ours != np.asarray(message))
 
 
 # ------------------------------------------------------------------------------ choice of a backend
