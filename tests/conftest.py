@@ -21,14 +21,15 @@ speed.read_flags_again()
 
 # Commands, which need cosmic-ray and torch.
 collect_ignore = ["mutants.py", "support/powersgd_worker.py"]
-# Third-party trainers have environments of their own: see `make test-tunix`.
-if importlib.util.find_spec("tunix") is None:
-    collect_ignore.append("trainers")
+# Third-party trainers have environments of their own: see `make test-trainers`.
+for trainer in ("tunix", "maxtext"):
+    if importlib.util.find_spec(trainer) is None:
+        collect_ignore.append(f"trainers/test_{trainer}.py")
 
 # Files that run examples, pages and trainers, whose own code may promote ranks.
 OF_USERS = (
     *("allocation_benchmark", "arc_top_k", "compare", "docs", "llm", "notebook", "readme"),
-    *("time_to_accuracy", "tunix"),
+    *("maxtext", "other_trainers", "time_to_accuracy", "tunix"),
 )
 
 # Examples are the same in every run, and none fails for being slow on a busy machine.

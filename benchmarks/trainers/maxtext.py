@@ -10,6 +10,7 @@ MaxText; compressed runs call `maxtext_hook` before. Bytes are those of the comp
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -55,6 +56,7 @@ MACHINE: dict[str, Any] = {
     "skip_jax_distributed_system": "true",
 }
 _MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4}
+_REPLICAS = {"ici_diloco_parallelism": 2, "ici_fsdp_parallelism": 4, "enable_diloco": "true"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +67,31 @@ class Run:
     axis: str  # of the workers
     options: dict[str, Any]  # of MaxText
     hook: str  # function of `maxtext_hook`
+    is_flash: bool = False  # attention by the kernel that MaxText has for TPUs, interpreted
 
 
 RUNS = {
     "data": Run("data, fsdp", "data", _MESH, "compress_gradients"),
+    "fast": Run("the same at 1e-3", "data", _MESH | {"learning_rate": 1e-3}, "compress_gradients"),
+    "flash": Run(
+        "flash attention",
+        "data",
+        _MESH | {"attention": "flash", "max_target_length": 128},
+        "compress_gradients",
+        is_flash=True,
+    ),
+    "experts": Run(
+        "mixture of experts, ragged dot",
+        "data",
+        _MESH
+        | {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
+        | {"base_moe_mlp_dim": 256, "sparse_matmul": "true", "megablox": "false"},
+        "compress_gradients",
+    ),
     "tensor": Run(
         "data, fsdp, tensor",
         "data",
-        _MESH
-        | {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
-        | {"use_iota_embed": "true"},  # XLA's partitioner aborts on a gather in this mesh
+        _MESH | {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
         "compress_gradients",
     ),
     "accumulation": Run(
@@ -84,16 +101,14 @@ RUNS = {
         "compress_gradients",
     ),
     "diloco": Run(
-        "DiLoCo",
+        "DiLoCo", "diloco", _REPLICAS | {"diloco_sync_period": 2 * FRAGMENTS}, "compress_diloco"
+    ),
+    "streaming": Run(
+        "streaming DiLoCo",
         "diloco",
-        {
-            "ici_diloco_parallelism": 2,
-            "ici_fsdp_parallelism": 4,
-            "enable_diloco": "true",
-            "enable_streaming_diloco": "true",
-            "num_diloco_fragments": FRAGMENTS,
-            "diloco_sync_period": 2 * FRAGMENTS,
-        },
+        _REPLICAS
+        | {"enable_streaming_diloco": "true", "num_diloco_fragments": FRAGMENTS}
+        | {"diloco_sync_period": 2 * FRAGMENTS},
         "compress_diloco",
     ),
 }
@@ -179,8 +194,8 @@ def train_here(run: Run, method: str, steps: int) -> dict[str, Any]:
 
     from benchmarks.trainers import maxtext_hook
 
-    if method:
-        getattr(maxtext_hook, run.hook)(method=method)
+    if run.is_flash:
+        _interpret_flash_attention()
     programs = _record_programs()
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.json"
@@ -190,6 +205,8 @@ def train_here(run: Run, method: str, steps: int) -> dict[str, Any]:
         base = Path(inspect.getfile(maxtext)).parent / "configs" / "base.yml"
         arguments = [f"{key}={value}" for key, value in options.items()]
         config, recorder = trainer.initialize(["", str(base), *arguments])
+        if method:
+            getattr(maxtext_hook, run.hook)(config, method=method)
         trainer.run(config, recorder)
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     (lowered, compiled, compile_seconds), *others = programs
@@ -198,23 +215,45 @@ def train_here(run: Run, method: str, steps: int) -> dict[str, Any]:
         "losses": [mean_loss(line) for line in lines],
         "step_seconds": float(np.median([line["perf/step_time_seconds"] for line in lines[2:]])),
         "compile_seconds": compile_seconds,
-        "bytes_between_workers": between_workers(run, compiled),
+        **count_bytes(run, compiled),
         "wire_reports": reports(run, config, lowered, compiled, method or "exact"),
         "versions": _versions(),
     }
 
 
-def between_workers(run: Run, compiled: Any) -> dict[str, float]:
-    """Count the bytes that each device sends over the axis of the workers, alone or with others."""
+def count_bytes(run: Run, compiled: Any) -> dict[str, dict[str, float]]:
+    """Count the bytes that each device sends over the workers' axis, and over other ones.
+
+    Both count what is sent over several axes at once, as in a sum over `data` and `fsdp`.
+    """
     mesh = jax.tree.leaves(compiled.input_shardings[0][0])[0].mesh
     sent = sent_by_axes(compiled.as_text(), mesh)
-    return {", ".join(axes): size for axes, size in sent.items() if run.axis in axes}
+    return {
+        "bytes_between_workers": {", ".join(k): v for k, v in sent.items() if run.axis in k},
+        "bytes_of_others": {", ".join(k): v for k, v in sent.items() if k != (run.axis,)},
+    }
 
 
 def mean_loss(metrics: dict[str, float]) -> float:
     """Return the loss of one step, with DiLoCo the mean over the replicas."""
     islands = [value for name, value in metrics.items() if "loss_island" in name]
     return float(np.mean(islands)) if islands else metrics["learning/loss"]
+
+
+def _interpret_flash_attention() -> None:
+    """Attend by the kernel that MaxText has for TPUs alone, in Pallas' interpreter."""
+    from maxtext.layers import attention_op
+
+    kernels = attention_op.splash_attention_kernel
+    kernels.make_splash_mha = functools.partial(kernels.make_splash_mha, interpret=True)
+
+    def flash(
+        self: Any, query: Any, key: Any, value: Any, *, decoder_segment_ids: Any, **others: Any
+    ) -> tuple[Any, None, None]:
+        out, _ = self.tpu_flash_attention(query, key, value, decoder_segment_ids)
+        return out, None, None
+
+    attention_op.AttentionOp.apply_attention = flash
 
 
 def _record_programs() -> list[tuple[Any, Any, float]]:
@@ -253,7 +292,7 @@ def reports(run: Run, config: Any, lowered: Any, compiled: Any, method: str) -> 
         shardings,
     )
     parts = [placed]
-    if run.axis == "diloco":
+    if config.enable_streaming_diloco:
         manipulator = diloco.FragmentedTreeManipulator.create(placed, config)
         parts = [manipulator.get_flat_fragment(placed, number) for number in range(FRAGMENTS)]
     wire_reports = [
@@ -281,8 +320,10 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     total = {
         kind: sum(row[kind]["bytes_between_workers"].values()) for kind in ("exact", "compressed")
     }
+    others = {kind: sum(row[kind]["bytes_of_others"].values()) for kind in ("exact", "compressed")}
     return {
         "loss_difference": compressed["losses"][-1] - exact["losses"][-1],
+        "ratio_of_others": others["compressed"] / others["exact"],
         "ratio_measured": total["exact"] / total["compressed"],
         "ratio_bf16": exact["wire_reports"]["bf16_bytes"] / total["compressed"],
     }
@@ -319,7 +360,7 @@ def as_table(results: list[dict[str, Any]]) -> Table:
     """Make a table with one line for each way to train."""
     table = Table(title="MaxText, exact and through the library (here)")
     table.add_column("run")
-    for heading in ("loss", "here", "bytes", "here", "of exact", "of BF16"):
+    for heading in ("loss", "here", "bytes", "here", "of exact", "of BF16", "other axes"):
         table.add_column(heading, justify="right")
     for row in results:
         kinds = (row["exact"], row["compressed"])
@@ -329,6 +370,7 @@ def as_table(results: list[dict[str, Any]]) -> Table:
             *(f"{sum(kind['bytes_between_workers'].values()):,.0f}" for kind in kinds),
             f"1/{row['ratio_measured']:.2f}",
             f"1/{row['ratio_bf16']:.2f}",
+            f"{row['ratio_of_others']:.3f}",
         )
     return table
 

@@ -1,6 +1,7 @@
 """MaxText with compressed gradients, or with a compressed DiLoCo synchronization.
 
-Call one of the functions before MaxText trains. Options are those of the library's functions.
+Call one of the functions between `train.initialize` and `train.run`. Options are those of the
+library's functions.
 """
 
 import functools
@@ -8,67 +9,68 @@ from unittest import mock
 
 import jax
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from maxtext.trainers.diloco import utils as diloco
 from maxtext.trainers.pre_train import train
+from maxtext.utils import maxtext_utils
 from maxtext.utils.sharding import nnx_construct_named_sharding as shardings_of
 
 import dynamiq_jax as dq
 
+SUMS = ("xent_sum", "total_weights", "has_moe_overflow")
+MEANS = ("intermediate_outputs", "z_loss", "moe_lb_loss", "indexer_loss", "mtp_loss", "batch_stats")
+MEANS += ("moe_bias_updates", "mtp_moe_bias_updates")
 
-def compress_gradients(**options):
+
+def compress_gradients(config, **options):
     """Average gradients over the axis `data` compressed, in place of an exact mean."""
-    exact_loss, constrain = train.loss_fn, jax.lax.with_sharding_constraint
-
-    def constrain_others(x, sharding):
-        """Constrain over axes besides `data`: JAX refuses manual ones, and the mesh of MaxText."""
-        axes = (tuple(jax.tree.leaves(names)) for names in sharding.spec)
-        return constrain(x, P(*(tuple(name for name in names if name != "data") for names in axes)))
-
-    @functools.wraps(exact_loss)
-    def worker_loss(model, config, *args):
-        with mock.patch("jax.lax.with_sharding_constraint", constrain_others):
-            loss, others = exact_loss(model, config, *args)
-        sums = {name: others.pop(name) for name in ("xent_sum", "total_weights")}
-        if config.gradient_accumulation_steps > 1:  # the loss is such a sum, not a mean
-            loss = loss * model.mesh.shape["data"]
-        return loss, (sums, others)
-
-    def num_targets(model, config, data, *args):
-        sums = config.gradient_accumulation_steps > 1
-        return 1 if sums else (data["targets_segmentation"] != 0).sum()
+    mode, rows = config.shard_mode.value, config.per_device_batch_size
+    if mode != "auto" or rows < 1:
+        raise ValueError(f"shard_mode={mode}, per_device_batch_size={rows}: give auto, at least 1.")
+    settings, (batch, length) = config.get_keys(), config.input_data_sharding_logical_axes
+    for name in ("logical_axis_rules", "logical_axis_rules_for_eval"):
+        # Arrays of a worker are not split over `data`. The batch of a step is.
+        axes = [(rule, jax.tree.leaves(axes)) for rule, axes in settings[name]]
+        own = [(rule, tuple(axis for axis in found if axis != "data")) for rule, found in axes]
+        settings[name] = (*own, ("input_batch", dict(settings[name])[batch]))
+    settings["input_data_sharding_logical_axes"] = ["input_batch", length]
+    mesh, exact_loss = maxtext_utils.get_mesh_from_config(config), train.loss_fn
+    is_sum = config.gradient_accumulation_steps > 1  # the loss of a micro-batch
 
     @functools.wraps(exact_loss)
-    def mean_loss(model, *args, **kwargs):
-        arguments = {
-            "mesh": model.mesh,
-            "axis_name": "data",
-            "static_argnames": "is_train",
-        } | options
-        specs = functools.partial(shardings_of, mesh=model.mesh)
-        loss = dq.data_parallel(
-            worker_loss, has_aux=True, num_targets=num_targets, specs=specs, **arguments
-        )
-        return loss(model, *args, **kwargs)
+    def worker_loss(*args, **kwargs):
+        loss, aux = exact_loss(*args, **kwargs)
+        return loss * (mesh.shape["data"] if is_sum else 1), aux
 
-    train.loss_fn = mean_loss
+    def num_targets(model, config, data, *others):
+        return 1 if is_sum else (data["targets_segmentation"] != 0).sum()
+
+    how = {"axis_name": "data", "transform": "vmap", "static_argnames": "is_train"} | options
+    how |= {"mesh": mesh, "specs": functools.partial(shardings_of, mesh=mesh)}
+    aux = dict.fromkeys(SUMS, "sum") | dict.fromkeys(MEANS, "mean")
+    train.loss_fn = dq.data_parallel(
+        worker_loss, has_aux=True, aux=aux, num_targets=num_targets, **how
+    )
 
 
-def compress_diloco(**options):
-    """Average the fragments of streaming DiLoCo over the replicas compressed."""
-    synchronize = diloco.synchronize_fragment_state
+def compress_diloco(config, **options):
+    """Average the replicas, or the fragments of streaming DiLoCo, compressed."""
+    del config  # as `compress_gradients`
 
-    def compressed(state, *args, mesh):
+    def compressed(synchronize, state, *args, mesh):
         params = nnx.filter_state(state.inner_state.model, nnx.Param)
-        shardings = jax.tree.leaves_with_path(shardings_of(params, mesh).to_pure_dict())
-        specs = {jax.tree_util.keystr(path): sharding for path, sharding in shardings}
+        found = jax.tree.leaves_with_path(shardings_of(params, mesh).to_pure_dict())
+        specs = {jax.tree_util.keystr(path): sharding for path, sharding in found}
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
-        def mean(fragment):
-            own = {name: specs[name] for name in fragment}
-            return dq.mean_of_replicas(fragment, "diloco", key=key, mesh=mesh, specs=own, **options)
+        def spec(path, _):  # fragments have such paths as keys
+            return specs.get(path[0].key) or specs[jax.tree_util.keystr(path)]
+
+        def mean(tree):
+            own = jax.tree.map_with_path(spec, tree)
+            return dq.mean_of_replicas(tree, "diloco", key=key, mesh=mesh, specs=own, **options)
 
         with mock.patch("drjax.reduce_mean", mean):
             return synchronize(state, *args, mesh=mesh)
 
-    diloco.synchronize_fragment_state = compressed
+    for name in ("synchronize_full_state", "synchronize_fragment_state"):
+        setattr(diloco, name, functools.partial(compressed, getattr(diloco, name)))
