@@ -52,7 +52,6 @@ else:
     while not os.path.exists(f"{folder}/decision/00000004"):
         time.sleep(0.01)
     jobs["c"].kill()
-    jobs["c"].wait()
     jobs["c"] = start("c", folder)
     print([job.wait() for job in jobs.values()])  # [0, 0, 0]
     state = train("d", folder)  # a fourth one joins after the last round

@@ -247,7 +247,10 @@ def main(config: Config) -> None:
 
     task = Task(config, corpora, structure, params, evaluate)
     earlier = common.earlier_results("islands", dataclasses.asdict(config), but=("save",))
-    results: dict[str, Any] = earlier or {}  # runs that are there are not run again
+    # Runs that are there are not run again.
+    results: dict[str, Any] = earlier or {
+        "parameters": sum(x.size for x in jax.tree.leaves(params))
+    }
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "one job": lambda: task.local_sgd("dynamiq:4", config.every),
         "islands": lambda: task.islands("dynamiq:4", 0),

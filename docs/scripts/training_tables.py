@@ -247,7 +247,7 @@ def islands() -> str:
     results = results_of("islands")
     known, rows = results["one job"]["loss"], []
     for name in results:
-        if "@" in name:
+        if "@" in name or name == "parameters":
             continue
         row = results[name]
         came = row.get("came", [])

@@ -51,7 +51,9 @@ def test_a_tree_comes_back():
     assert {"layers/0/kernel", "pair/1"} <= by_path.keys()
 
 
-@pytest.mark.parametrize("method", ("dynamiq:4", "exact", "mxfp4"))
+@pytest.mark.parametrize(
+    "method", (pytest.param("dynamiq:4", marks=pytest.mark.slow), "exact", "mxfp4")
+)
 def test_the_body_has_the_bytes_of_a_compiled_all_gather(method, data_mesh):
     tree = {name: TREE[name] for name in ("layers", "wide", "mask", "pair")}
     gather = functools.partial(dq.all_gather, axis_name="data", key=KEY, method=method)
