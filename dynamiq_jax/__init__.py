@@ -12,6 +12,8 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.all_gather import all_gather
     from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
     from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
+    from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
+    from dynamiq_jax._api.check_data_parallel import check_data_parallel
     from dynamiq_jax._api.data_parallel import data_parallel
     from dynamiq_jax._api.decode import decode
     from dynamiq_jax._api.encode import encode
@@ -46,6 +48,8 @@ __all__ = [
     "all_gather",
     "all_reduce_gradients",
     "allocate_bits",
+    "broadcast_to_replicas",
+    "check_data_parallel",
     "data_parallel",
     "decode",
     "encode",

@@ -1,15 +1,17 @@
 """Differences between JAX and Python versions, and with and without `check_vma=True`."""
 
+import functools
 import importlib
 import importlib.util
 import sys
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 if sys.version_info >= (3, 12):
     from typing import override as override
@@ -23,9 +25,12 @@ else:
 Tree = TypeVar("Tree")
 
 
-def varying_axes(value: Array) -> frozenset[str]:
-    """Return the mesh axes over which a value is known to vary; none without `check_vma`."""
-    aval = jax.typeof(value)
+def varying_axes(value: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Return the mesh axes over which a value, or one that a shape describes, is known to vary.
+
+    They are none without `check_vma`.
+    """
+    aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
     manual_axis_type = getattr(aval, "manual_axis_type", None)
     return (
         manual_axis_type.varying
@@ -44,7 +49,27 @@ def tracks_varying(axis_name: str) -> bool:
     return axis_name in varying_axes(lax.axis_index(axis_name))
 
 
-def match_varying(values: Tree, reference: Array) -> Tree:
+@functools.cache
+def can_check_erf() -> bool:
+    """Return whether `erf`, as in exact GELU, has a derivative under `check_vma=True`.
+
+    JAX 0.12 has a defect there: "Primitive polynomial requires varying manual axes to match".
+    """
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    varying = jax.shard_map(
+        jax.vmap(jax.grad(lax.erf)),
+        mesh=mesh,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec("x"),
+    )
+    try:
+        jax.eval_shape(varying, jax.ShapeDtypeStruct((1,), np.float32))
+    except ValueError:
+        return False
+    return True
+
+
+def match_varying(values: Tree, reference: Array | jax.ShapeDtypeStruct) -> Tree:
     """Mark values as varying over the axes of `reference`, as a loop carry has to be."""
     axes = varying_axes(reference)
 

@@ -7,6 +7,7 @@ its kernels read and write.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -44,7 +45,9 @@ def adapt(function: Callable[..., Any], given: DTypeLike, taken: DTypeLike) -> C
         return function
 
     def operation(payloads: Array, *args: Any, **static: Any) -> Any:
-        result = function(convert(payloads, taken), *args, **static)
-        return convert(result, given) if result.dtype == taken else result
+        results = function(convert(payloads, taken), *args, **static)
+        return jax.tree.map(
+            lambda result: convert(result, given) if result.dtype == taken else result, results
+        )
 
     return operation

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import _mosaic_gpu, _mosaic_tpu, _triton, _xla, first_use, message_types
+from pallas_kernels import _mosaic_gpu, _mosaic_tpu, _triton, _xla, first_use, message_types, sums
 from pallas_kernels import implementation as backends
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
@@ -24,7 +24,8 @@ from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 # A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
 # chunk of which nothing was received, `decompress_accumulate` and `decompress`. It may have
-# `HAS_WORDS`, for messages of words, and `why_too_large`, for messages that it cannot hold.
+# `HAS_WORDS`, for messages of words, and `why_too_large`, for messages that it cannot hold. It may
+# also have the operations of `sums`, which are otherwise made of these.
 BACKENDS: dict[str, Any] = {
     "xla": _xla,
     "triton": _triton,
@@ -136,6 +137,82 @@ def decompress(
     return _run(implementation, "decompress", payloads, places, layout=layout)
 
 
+def solve(energies: Array, *, layout: Layout, implementation: str | None = None) -> Array:
+    """Solve for the widths of the rows of chunks.
+
+    Args:
+      energies: logarithms of the energies of rows, int32 [chunks, rows_per_chunk], largest first;
+        see `codec.Allocation.solve`.
+      layout: static layout of a message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      The number of rows whose codes have bit 0, 1, ..., int32 [chunks, 16].
+    """
+    return _run(implementation, "solve", energies, layout=layout)
+
+
+def scaled_sums(
+    payloads: Array,
+    local: LocalRows,
+    chunk: Index,
+    *,
+    layout: Layout,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Compute `decompress_accumulate`, and the scales of the sums.
+
+    Args:
+      payloads: received partial sums, [received, length].
+      local: rows of the bucket and their places.
+      chunk: index of the chunk that the messages are of.
+      layout: static layout of a message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      The sum, float32 [rows_per_chunk, 256], and a message that holds its scales, but no codes.
+    """
+    return _run(implementation, "scaled_sums", payloads, local, chunk, layout=layout)
+
+
+def energies(payloads: Array, *, layout: Layout, implementation: str | None = None) -> Array:
+    """Compute the energies of the rows of messages, from their scales.
+
+    Args:
+      payloads: messages [count, length].
+      layout: static layout of a message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      Logarithms, int32 [count, rows_per_chunk]; see `codec.scales.row_energies`.
+    """
+    return _run(implementation, "energies", payloads, layout=layout)
+
+
+def decompress_sums(
+    payloads: Array,
+    places: Places,
+    table: Array,
+    *,
+    layout: Layout,
+    implementation: str | None = None,
+) -> Array:
+    """Decode messages like `decompress`, whose scales are in the order of another table.
+
+    Args:
+      payloads: messages [num_chunks, length].
+      places: places of all rows.
+      table: where a message has the scales of the row of each place, int32 [num_chunks,
+        rows_per_chunk].
+      layout: static layout of a message.
+      implementation: backend, see `pallas_kernels.implementation.run`.
+
+    Returns:
+      float32 [num_rows, 256].
+    """
+    return _run(implementation, "decompress_sums", payloads, places, table, layout=layout)
+
+
 def refused_backends() -> tuple[str, ...]:
     """Return the backends that this process refuses, after the check of the default one."""
     rows = jax.ShapeDtypeStruct((1, SUPER_GROUP_SIZE), jnp.float32)
@@ -145,13 +222,13 @@ def refused_backends() -> tuple[str, ...]:
 
 def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
     functions: backends.Backends = {
-        backend: getattr(module, operation)
+        backend: getattr(module, operation, None) or sums.operation(module, operation)
         for backend, module in BACKENDS.items()
-        if hasattr(module, operation)
     }
-    if operation != "statistics":
+    if operation not in ("statistics", "solve"):
         # A kernel holds the messages of all chunks one by one, and others all at once.
-        held = 1 if operation == "decompress" else len(args[0]) + 1
+        one_by_one = operation in ("energies", "decompress", "decompress_sums")
+        held = 1 if one_by_one else len(args[0]) + 1
         functions = _that_hold(functions, name, held, args[0].dtype, static["layout"])
     safe = first_use.checked(functions, BACKENDS, is_named=name is not None)
     return backends.run(name, safe, *args, **static)

@@ -19,6 +19,7 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, Places
 
 _PLACES = 128  # of a step
 _BLOCKS_OF_STATISTICS = 8  # of a step
+_CHUNKS_OF_SOLVER = 8  # of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,13 @@ def kernels(size: int, num_chunks: int, dtype: str) -> dict[str, Kernel]:
     message = shape((layout.payload_bytes // 4,), "uint32")
     local = [flat, *places, shape((2,), "uint32"), shape((), "int32")]
     of_chunk = functools.partial(Kernel, coordinates=rows * SUPER_GROUP_SIZE, steps=blocks)
+    messages = shape((num_chunks * layout.payload_bytes // 4,), "uint32")
+    of_messages = functools.partial(
+        Kernel,
+        coordinates=layout.num_rows * SUPER_GROUP_SIZE,
+        steps=blocks * num_chunks,
+        chunks=num_chunks,
+    )
     options = {"layout": layout, "implementation": "mosaic_tpu"}
 
     def hop(messages: int, *args: Any) -> jax.Array:
@@ -57,32 +65,40 @@ def kernels(size: int, num_chunks: int, dtype: str) -> dict[str, Kernel]:
     def compress(*args: Any) -> jax.Array:
         return operations.compress(*_local(layout, *args), **options)
 
-    def accumulate(*args: Any) -> jax.Array:
+    def scaled_sums(*args: Any) -> tuple[jax.Array, jax.Array]:
         local, chunk, _ = _local(layout, *args[num_chunks - 1 :])
         received = jnp.stack(args[: num_chunks - 1])
-        return operations.decompress_accumulate(received, local, chunk, **options)
+        return operations.scaled_sums(received, local, chunk, **options)
 
-    def decompress(*args: Any) -> jax.Array:
-        received = args[0].reshape(num_chunks, -1)
-        return operations.decompress(received, Places(*args[1:]), **options).reshape(-1)
+    def energies(flat: jax.Array) -> jax.Array:
+        return operations.energies(flat.reshape(num_chunks, -1), **options)
+
+    def decompress(flat: jax.Array, *args: Any) -> jax.Array:
+        received = flat.reshape(num_chunks, -1)
+        return operations.decompress(received, Places(*args), **options).reshape(-1)
+
+    def decompress_sums(flat: jax.Array, *args: Any) -> jax.Array:
+        received, (*places, order) = flat.reshape(num_chunks, -1), args
+        rows = operations.decompress_sums(received, Places(*places), order, **options)
+        return rows.reshape(-1)
 
     def statistics(flat: jax.Array) -> jax.Array:
         return operations.statistics(layout.as_rows(flat), implementation="mosaic_tpu")
+
+    def solve(energies: jax.Array) -> jax.Array:
+        return operations.solve(energies, **options)
 
     others = num_chunks - 1
     return {
         "hop": of_chunk("hop", functools.partial(hop, 1), [message, *local]),
         "first hop": of_chunk("compress", compress, local),
         "sum of an all-to-all": of_chunk(
-            "decompress_accumulate", accumulate, [message] * others + local, messages=others
+            "scaled_sums", scaled_sums, [message] * others + local, messages=others
         ),
-        "decompress": Kernel(
-            "decompress",
-            decompress,
-            [shape((num_chunks * layout.payload_bytes // 4,), "uint32"), *places],
-            layout.num_rows * SUPER_GROUP_SIZE,
-            blocks * num_chunks,
-            chunks=num_chunks,
+        "energies of an all-to-all": of_messages("energies", energies, [messages]),
+        "decompress": of_messages("decompress", decompress, [messages, *places]),
+        "decompress of an all-to-all": of_messages(
+            "decompress_sums", decompress_sums, [messages, *places, table]
         ),
         "statistics": Kernel(
             "statistics",
@@ -90,6 +106,13 @@ def kernels(size: int, num_chunks: int, dtype: str) -> dict[str, Kernel]:
             [flat],
             layout.num_rows * SUPER_GROUP_SIZE,
             -(-layout.num_rows // (_PLACES * _BLOCKS_OF_STATISTICS)),
+        ),
+        "widths": Kernel(
+            "solve",
+            solve,
+            [table],
+            layout.num_rows * SUPER_GROUP_SIZE,
+            -(-num_chunks // _CHUNKS_OF_SOLVER),
         ),
     }
 
@@ -103,7 +126,7 @@ def examine(kernel: Kernel, device: Mesh, schedules: Path) -> dict[str, Any]:
     memory = re.findall(r'"used_scoped_memory_configs":\[\{[^]]*"size":"(\d+)"', program.text)
     return {
         "compile_cpu_seconds": round(program.compile_cpu_seconds, 2),
-        "bundles": schedule.all,
+        "bundles": schedule.program.all,
         "bundles_of_step": schedule.of_step,
         "cycles": cycles,
         "cycles_per_coordinate": round(cycles / kernel.coordinates, 4),

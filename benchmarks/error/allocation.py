@@ -1,11 +1,15 @@
 """Error of DynamiQ on tensors of many kinds, none of which its allocation of widths was fitted to.
 
     python -m benchmarks.error.allocation
+    python -m benchmarks.error.allocation --recipe.model results/smollm2 --recipe.workers 8 \\
+        --bits --output benchmarks/results/allocation_real_lm.json
+
+The second call takes gradients of a real language model, whose folder `make demo-llm` makes.
 
 One table is against fixed fractions of widths that are fitted to the very tensor that is summed.
-`results/allocation_fitted.json` has their errors, which an earlier version of the library made. Two
-tables are against methods that give all coordinates the same width: `BlockInt` and MXFP4.
-`benchmarks.error.tensors` makes the tensors.
+`results/allocation_fitted.json` has their errors, which an earlier version of the library made, but
+not for a real model. Two tables are against methods that give all coordinates the same width:
+`BlockInt` and MXFP4. `benchmarks.error.tensors` makes the tensors.
 """
 
 import dataclasses
@@ -21,6 +25,7 @@ from rich.table import Table
 
 from benchmarks import common
 from benchmarks.error.tensors import Recipe, load, make, names_of
+from benchmarks.real_lm.folder import check_folder
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.settings import parse_setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
@@ -53,12 +58,15 @@ class Config:
 def main(config: Config) -> int:
     """Measure every case, print the tables, and return the exit status."""
     console = tables.console()
+    if config.recipe.model:
+        check_folder(config.recipe.model, "--recipe.model")
     unknown = set(config.tensors) - set(known := names_of(config.recipe))
     if unknown:
         raise SystemExit(f"--tensors: no {sorted(unknown)}. Give some of {known}.")
-    if max((*config.workers, *config.other_workers), default=1) > config.recipe.workers:
+    counts = (*(config.workers if config.bits else ()), *config.other_workers)
+    if max(counts, default=1) > config.recipe.workers:
         raise SystemExit(f"--recipe.workers is {config.recipe.workers}. Give more.")
-    make_devices(max((*config.workers, *config.other_workers), default=1))
+    make_devices(max(counts, default=1))
     names = [name for name in known if name in config.tensors or not config.tensors]
     with console.status("Making tensors") as status:
         folder = make(
@@ -152,10 +160,12 @@ def fitted(recipe: Recipe) -> dict[tuple[str, str, int, float], float]:
     """Read the errors of fitted fractions: (tensor, topology, workers, bits) to vNMSE. There are
     none if the file is missing, or is of other tensors.
     """
-    if not FITTED.exists():
+    if recipe.model or not FITTED.exists():
         return {}
     content = json.loads(FITTED.read_text())
-    if content["config"]["recipe"] != json.loads(json.dumps(dataclasses.asdict(recipe))):
+    # The file is older than the field `model`.
+    made_of = {"model": None} | content["config"]["recipe"]
+    if made_of != json.loads(json.dumps(dataclasses.asdict(recipe))):
         return {}
     return {
         (row["tensor"], row["topology"], row["workers"], row["bits"]): row["vnmse"]

@@ -32,7 +32,7 @@ from examples.tools.small_decoder import new_decoder, small_config
 
 # Options of the models that are trained here, and of a real one.
 TRAINED = ("steps", "pretrain_steps", "seed")
-READ = ("checkpoint", "text", "kinds", "layers")
+READ = ("checkpoint", "text", "kinds", "layers", "embedding_every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,10 @@ class Options:
     layers: tuple[int, ...] = (0, 10, 20, 29)
     """Of smollm2: layers whose tensors are written."""
 
+    embedding_every: int = 1
+    """Of smollm2: the first of every so many rows of the embedding is written, so that a part of
+    the layers and as large a part of the embedding are a small likeness of the model."""
+
     workers: int = 16
     """Workers whose gradients are written; eight train, however many these are."""
 
@@ -76,6 +80,8 @@ def main(options: Options) -> None:
         raise SystemExit(f"--output is {options.output}: no such folder. Make it.")
     if options.workers < 1 or not options.steps or min(options.steps) < 0:
         raise SystemExit("--workers and --steps: give at least one worker and one step from 0.")
+    if options.embedding_every < 1:
+        raise SystemExit(f"--embedding-every is {options.embedding_every}. Give at least 1.")
     for name in TRAINED if options.model == "smollm2" else READ:
         if getattr(options, name) != getattr(Options(), name):
             option = "--" + name.replace("_", "-")
@@ -108,7 +114,9 @@ def dump_real(options: Options) -> None:
     ):
         for name, leaf in gradient.items():
             if kind_of(name) in options.kinds and layer_of(name) in (None, *options.layers):
-                arrays.setdefault(name, []).append(leaf)
+                every = options.embedding_every if kind_of(name) == "embedding" else 1
+                # A copy, as a view would keep all rows.
+                arrays.setdefault(name, []).append(leaf[::every].copy() if every > 1 else leaf)
     if not arrays:
         raise SystemExit("--kinds and --layers leave no tensor. Give some that the model has.")
     np.savez(options.output, **{name: np.stack(leaves) for name, leaves in arrays.items()})

@@ -11,9 +11,10 @@ hostile     a run with dq.Options(max_error=): from one step to another, its gra
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def main(config: Config) -> None:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Precision", total=cases)
         precision = []
-        for row in precisions(config):
+        rows = precisions(kinds(config), bits=config.bits, workers=config.workers, keys=config.keys)
+        for row in rows:
             precision.append(row)
             progress.advance(task)
         progress.add_task("Cost", total=None)
@@ -123,18 +125,29 @@ def kinds(config: Config) -> dict[str, Callable[[int], Values]]:
     }
 
 
-def precisions(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield estimated over true errors of every case."""
-    data = kinds(config)
-    for bits in config.bits:
-        run = mean_of(f"dynamiq:{bits}", with_metrics=True)
-        for workers in config.workers:
-            for kind, values_of in data.items():
-                values, ratios = np.asarray(values_of(workers), np.float32), []
-                for number in range(config.keys):
-                    mean, metrics = run(jax.random.key(number), values)
-                    ratios.append(float(metrics["error"][0]) / vnmse(mean[0], values))
-                yield {"bits": bits, "workers": workers, "kind": kind, "ratios": ratios}
+def precisions(
+    data: Mapping[str, Callable[[int], Values]],
+    *,
+    bits: tuple[int, ...],
+    workers: tuple[int, ...],
+    keys: int,
+) -> Iterator[dict[str, Any]]:
+    """Yield estimated over true errors of every case.
+
+    Args:
+      data: kind of values to a function of the number of workers.
+      bits: budgets of DynamiQ.
+      workers: numbers of workers.
+      keys: samples of each case.
+    """
+    for budget, count in itertools.product(bits, workers):
+        run = mean_of(f"dynamiq:{budget}", with_metrics=True)
+        for kind, values_of in data.items():
+            values, ratios = np.asarray(values_of(count), np.float32), []
+            for number in range(keys):
+                mean, metrics = run(jax.random.key(number), values)
+                ratios.append(float(metrics["error"][0]) / vnmse(mean[0], values))
+            yield {"bits": budget, "workers": count, "kind": kind, "ratios": ratios}
 
 
 def costs(config: Config) -> dict[str, float]:

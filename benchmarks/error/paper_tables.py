@@ -3,8 +3,8 @@ by side with the paper's own figures: methods, budgets, butterfly, ablation, wor
 
     python -m benchmarks.error.dump_gradients --workers 64 --output gradients.npz
     python -m benchmarks.error.paper_tables --gradients gradients.npz
-    python -m benchmarks.error.dump_gradients --model smollm2 --layers 15 --output smollm2.npz
-    python -m benchmarks.error.paper_tables --gradients smollm2.npz --workers 16 \\
+    python -m benchmarks.error.dump_gradients --model smollm2 --layers 5 15 25 --output smollm2.npz
+    python -m benchmarks.error.paper_tables --gradients smollm2.npz --by-layer --workers 16 \\
         --output benchmarks/results/paper_tables_real_lm.json
 
 Gradients differ from the paper's (a small byte-level model, or SmolLM2, instead of LLaMA, Gemma and
@@ -12,6 +12,7 @@ BERT), so only ratios inside a table compare. Rows without a figure are not in t
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.real_lm.gradients import LAYER, layer_of
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.comparison import geometric_mean
+from dynamiq_jax._measurement.gradient_files import Gradients, of_workers
 from dynamiq_jax._measurement.settings import parse_setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
 
@@ -92,6 +95,7 @@ class Config:
 
     gradients: Path  # that benchmarks.error.dump_gradients wrote
     workers: int = 64  # most workers of a row; the file needs as many
+    by_layer: bool = False  # each layer of a real model is a gradient, and so is its embedding
     seeds: int = 1  # rounding seeds that a figure is averaged over
     save: bool = True  # write the result to the file of `output`
     output: Path = common.RESULTS / "paper_tables.json"
@@ -103,18 +107,20 @@ def main(config: Config) -> None:
     make_devices(max(workers for *_, workers, _ in cases))
     console = tables.console()
     steps = gradient_files.load(config.gradients)
-    done: dict[tuple[str, int], list[float]] = {}
+    if config.by_layer:
+        steps = {
+            f"{step} {part}".strip(): tree
+            for step, of_step in steps.items()
+            for part, tree in layers(of_step).items()
+        }
+    done: dict[tuple[str, int], dict[str, float]] = {}
     results: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Simulating", total=len(cases))
         for table, label, text, workers, paper in cases:
             if (text, workers) not in done:
-                chosen = [gradient_files.of_workers(tree, workers) for tree in steps.values()]
-                simulation = Simulation(parse_setting(text), chosen[0])
-                done[text, workers] = [
-                    simulation(gradients, range(config.seeds)).vnmse for gradients in chosen
-                ]
-            errors = dict(zip(steps, done[text, workers], strict=True))
+                done[text, workers] = errors_of(text, workers, steps, config.seeds)
+            errors = done[text, workers]
             row = {"table": table, "row": label, "setting": text, "workers": workers}
             results.append(
                 row | {"vnmse": errors, "mean": geometric_mean(errors.values()), "paper": paper}
@@ -127,6 +133,33 @@ def main(config: Config) -> None:
         del options["output"]
         path = common.write(config.output, options, results)
         console.print(f"Written to {path}")
+
+
+def layers(gradients: Gradients) -> dict[str, Gradients]:
+    """Split a gradient into its layers, whose arrays have equal names, and its embedding."""
+    parts: dict[str, Gradients] = {}
+    for name, leaf in gradients.items():
+        layer = layer_of(name)
+        part = "embedding" if layer is None else f"layer {layer}"
+        parts.setdefault(part, {})[LAYER.sub("layer", name)] = leaf
+    if set(parts) <= {"embedding"}:
+        raise SystemExit("--by-layer: no array has a name such as layers.0. Leave it out.")
+    return parts
+
+
+def errors_of(
+    setting: str, workers: int, steps: Mapping[str, Gradients], seeds: int
+) -> dict[str, float]:
+    """Return the vNMSE of a setting on the gradients of every step."""
+    compiled: dict[tuple, Simulation] = {}
+    errors = {}
+    for step, tree in steps.items():
+        chosen = of_workers(tree, workers)
+        shapes = tuple((name, leaf.shape) for name, leaf in chosen.items())
+        if shapes not in compiled:
+            compiled[shapes] = Simulation(parse_setting(setting), chosen)
+        errors[step] = compiled[shapes](chosen, range(seeds)).vnmse
+    return errors
 
 
 def as_table(title: str, rows: list[dict[str, Any]]) -> Table:

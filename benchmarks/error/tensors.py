@@ -1,5 +1,6 @@
 """Tensors of many kinds to measure the error of an all-reduce on, float32 [workers, size] each:
-gradients, weights and their changes in two trained models, noise, and a sparse embedding gradient.
+gradients, weights and their changes in two trained models, noise, and a sparse embedding gradient;
+or gradients of a real language model, of all tensors and by kind.
 
 recipe = Recipe()
 folder = make(recipe, Path("tensors"), names_of(recipe))
@@ -23,6 +24,7 @@ import optax
 from flax import nnx
 from numpy.typing import NDArray
 
+from benchmarks.real_lm.gradients import kind_of, worker_gradients
 from benchmarks.training.small_lm.corpora import Corpora, load_corpora, random_windows
 from benchmarks.training.small_lm.gradients import gradient_snapshots
 from benchmarks.training.small_lm.model import ModelConfig
@@ -35,6 +37,7 @@ ROW = 256  # coordinates that are taken or left together, as the rows of most we
 _BATCH, _CONTEXT = 2, 128  # windows of a worker and step, tokens of a window
 _LOCAL_RATE = 1e-3  # learning rate of local steps
 _SEED = 0
+_PARTS = ("gradient", "embedding", "attention", "mlp")  # of a real model; the first is all of it
 
 Tensor = NDArray[np.float32]  # [workers, size]
 
@@ -48,10 +51,18 @@ class Recipe:
     steps: tuple[int, ...] = (20, 100, 200)  # training steps whose gradients are taken
     pretrain_steps: int = 240  # steps of pre-training before
     local_steps: int = 20  # steps that a worker takes alone before its weights are taken
+    model: Path | None = None  # folder of a real language model, whose gradients are all there is
 
     def __post_init__(self):
         if self.size < ROW or self.size % ROW:
             raise ValueError(f"size={self.size!r} is not possible. Give a multiple of {ROW}.")
+        trained = (self.steps, self.pretrain_steps, self.local_steps)
+        defaults = (Recipe.steps, Recipe.pretrain_steps, Recipe.local_steps)
+        if self.model and trained != defaults:
+            raise ValueError(
+                f"model={str(self.model)!r} is not trained. Leave out steps, pretrain_steps and "
+                "local_steps."
+            )
 
 
 def names_of(recipe: Recipe) -> list[str]:
@@ -77,7 +88,7 @@ def make(
       The folder of this recipe, for `load`.
     """
     versions = (platform.python_version(), jax.__version__, np.__version__)
-    digest = hashlib.sha256(repr((recipe, versions)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((recipe, _weights_of(recipe), versions)).encode()).hexdigest()
     own = folder / digest[:16]
     own.mkdir(parents=True, exist_ok=True)
     for made, source in _sources(recipe):
@@ -100,8 +111,18 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(' ', '-')}.npy"
 
 
+def _weights_of(recipe: Recipe) -> list[tuple[str, int]]:
+    """Tell a real model from another one in the same folder."""
+    if recipe.model is None:
+        return []
+    return sorted((path.name, path.stat().st_mtime_ns) for path in recipe.model.iterdir())
+
+
 def _sources(recipe: Recipe) -> list[tuple[tuple[str, ...], Callable[[], Iterator[Tensor]]]]:
     """List the names of tensors that are made together, and the function that makes them."""
+    if model := recipe.model:
+        names = tuple(f"{model.name} {part}" for part in _PARTS)
+        return [(names, lambda: _of_real_model(recipe, model))]
     transformer, decoder = (
         tuple(f"{model} gradient {step}" for step in sorted(recipe.steps))
         for model in ("transformer", "decoder")
@@ -187,12 +208,31 @@ def _local_training(
     yield weights - spread(params)
 
 
+def _of_real_model(recipe: Recipe, folder: Path) -> Iterator[Tensor]:
+    """Yield rows of the gradients of workers that fine-tune a real model: of all its tensors, and
+    of those of each kind.
+    """
+    each = worker_gradients(folder, "chats", workers=recipe.workers, batch=2, context=256)
+    rows: dict[str, list[Tensor]] = {part: [] for part in _PARTS}
+    for gradient in each:
+        for part, of_worker in rows.items():
+            chosen = {
+                name: leaf[None]
+                for name, leaf in gradient.items()
+                if part in ("gradient", kind_of(name))
+            }
+            of_worker.append(_spread_rows(chosen, recipe.size))
+    yield from (np.concatenate(of_worker) for of_worker in rows.values())
+
+
 def _spread_rows(tree: Params, size: int) -> Tensor:
     """Take rows of 256 coordinates at equal distances from all large leaves, each of them
     [workers, *shape], so that all parts of a model have their share.
     """
     large = [leaf for leaf in jax.tree.leaves(tree) if leaf[0].size >= LARGE]
-    rows = [np.asarray(leaf).reshape(leaf.shape[0], -1, ROW) for leaf in large]
+    flat = [np.asarray(leaf).reshape(len(leaf), -1) for leaf in large]
+    # Without the last coordinates of leaves whose sizes are no multiple.
+    rows = [leaf[:, : leaf[0].size // ROW * ROW].reshape(len(leaf), -1, ROW) for leaf in flat]
     ends = np.cumsum([leaf.shape[1] for leaf in rows])
     if size // ROW > ends[-1]:
         raise ValueError(f"size={size!r} is above the {ends[-1] * ROW} coordinates of the model.")

@@ -26,12 +26,16 @@ def compress_gradients(**options):
         return constrain(x, P(*(tuple(name for name in names if name != "data") for names in axes)))
 
     @functools.wraps(exact_loss)
-    def worker_loss(*args):
+    def worker_loss(model, config, *args):
         with mock.patch("jax.lax.with_sharding_constraint", constrain_others):
-            return exact_loss(*args)
+            loss, others = exact_loss(model, config, *args)
+        sums = {name: others.pop(name) for name in ("xent_sum", "total_weights")}
+        if config.gradient_accumulation_steps > 1:  # the loss is such a sum, not a mean
+            loss = loss * model.mesh.shape["data"]
+        return loss, (sums, others)
 
     def num_targets(model, config, data, *args):
-        sums = config.gradient_accumulation_steps > 1  # the loss is a sum, not a mean
+        sums = config.gradient_accumulation_steps > 1
         return 1 if sums else (data["targets_segmentation"] != 0).sum()
 
     @functools.wraps(exact_loss)

@@ -6,6 +6,21 @@ from typing import Any
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 
 
+def real_lm_methods() -> str:
+    """Write the error of every method on a tenth of a real model: compare_real_lm.json."""
+    rows = [
+        [
+            f"`{row['method']}`",
+            f"{row['bits']:.2f}",
+            exponent(row["vnmse"]),
+            exponent(row["relative"]),
+            f"{row['steps']['']['gain']:.3f}",
+        ]
+        for row in sorted(results_of("compare_real_lm"), key=lambda row: -row["bits"])
+    ]
+    return markdown(["method", "bits", "vNMSE", "of a super-group", "gain"], rows)
+
+
 def on_a_ring() -> str:
     """Write the error and the time of every method on a ring: compare_ring.json."""
     measured = {(row["setting"], row["workers"]): row for row in results_of("compare_ring")}
@@ -74,7 +89,7 @@ def beside_paper() -> str:
         [
             table,
             row["row"],
-            exponent(real[_case(row)]["mean"]),
+            " / ".join(map(exponent, real[_case(row)]["vnmse"].values())),
             f"{real[_case(row)]['mean'] / real[_case(base[table])]['mean']:.2g}",
             " / ".join(map(exponent, row["vnmse"].values())),
             f"{row['mean'] / base[table]['mean']:.2g}",
@@ -83,7 +98,8 @@ def beside_paper() -> str:
         ]
         for table, row in rows
     ]
-    header = ["", "row", "SmolLM2, layer 15", "ratio"]
+    parts = " / ".join(next(iter(real.values()))["vnmse"])
+    header = ["", "row", f"SmolLM2, {parts}", "ratio"]
     header += ["small model, steps 20 / 100 / 200", "ratio", "the paper's", "its ratio"]
     return markdown(header, cells)
 
@@ -101,23 +117,28 @@ def by_workers() -> str:
         "paper's preset": "`DynamiQ`, paper's preset",
         "MXFP8": "MXFP8",
     }
-    models = {"SmolLM2, layer 15": "paper_tables_real_lm", "small model": "paper_tables"}
     errors: dict[tuple[str, str], dict[int, float]] = {}
-    for model, file in models.items():
-        for row in results_of(file):
-            if row["table"].startswith("Workers"):
-                name = names[row["row"].partition(", n")[0]]
-                errors.setdefault((model, name), {})[row["workers"]] = row["mean"]
+    for row in (*results_of("paper_tables_real_lm"), *results_of("paper_tables")):
+        if row["table"].startswith("Workers"):
+            name = names[row["row"].partition(", n")[0]]
+            real = {f"SmolLM2, {part}": error for part, error in row["vnmse"].items()}
+            models = {"small model": row["mean"]} if "step 20" in row["vnmse"] else real
+            for model, error in models.items():
+                errors.setdefault((model, name), {})[row["workers"]] = error
     counts = sorted({workers for of in errors.values() for workers in of})
     rows = [
-        [*key, *(exponent(of[workers]) if workers in of else "" for workers in counts)]
-        for key, of in errors.items()
+        [model, name, *(exponent(of[workers]) if workers in of else "" for workers in counts)]
+        for name in names.values()
+        for (model, of_name), of in errors.items()
+        if of_name == name
     ]
     return markdown(["model", "vNMSE on a ring", *(f"n = {n}" for n in counts)], rows)
 
 
 def allocation() -> str:
-    """Write the ranges of the ratios of DynamiQ on each of many tensors: allocation.json."""
+    """Write the ranges of the ratios of DynamiQ on each of many tensors: allocation_real_lm.json
+    and allocation.json.
+    """
     columns = {
         "to fitted widths": ("against_fitted", "to fitted"),
         "to `BlockInt`, both unbiased": ("against_blockint", "unbiased"),
@@ -126,7 +147,11 @@ def allocation() -> str:
         "4.25 bits to MXFP4": ("against_mxfp4", "to mxfp4", 4.25),
         "5 bits to MXFP4": ("against_mxfp4", "to mxfp4", 5),
     }
-    compared = results_of("allocation")
+    files = [results_of(name) for name in ("allocation_real_lm", "allocation")]
+    compared = {
+        table: [row for file in files for row in file[table]]
+        for table in ("against_fitted", "against_blockint", "against_mxfp4")
+    }
     rows = []
     for tensor in dict.fromkeys(row["tensor"] for row in compared["against_blockint"]):
         cells = [tensor]
@@ -136,7 +161,7 @@ def allocation() -> str:
                 for row in compared[table]
                 if row["tensor"] == tensor and (not bits or row["bits"] == bits[0])
             ]
-            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
         rows.append(cells)
     return markdown(["tensor", *columns], rows)
 
@@ -151,7 +176,7 @@ def limits() -> str:
         for step, of in row["steps"].items()
     }
     for row in results_of("paper_tables_real_lm"):
-        measured[row["setting"], row["workers"], ""] = row["mean"]
+        measured[row["setting"], row["workers"], ""] = row["vnmse"]["layer 15"]
     rows = []
     for bound in (*results_of("rate_distortion_real_lm"), *results_of("rate_distortion")):
         step, workers, bits = bound["step"], bound["workers"], bound["bits"]
@@ -167,9 +192,11 @@ def limits() -> str:
 
 
 def error_estimates() -> str:
-    """Write the ratios of estimated and true errors: error_estimate.json."""
+    """Write the ratios of estimated and true errors: real_lm_estimates.json and
+    error_estimate.json.
+    """
     ratios: dict[tuple[str, int], list[list[float]]] = {}
-    for row in results_of("error_estimate")["precision"]:
+    for row in (*results_of("real_lm_estimates"), *results_of("error_estimate")["precision"]):
         ratios.setdefault((row["kind"], row["workers"]), []).append(row["ratios"])
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in ratios):
@@ -184,6 +211,7 @@ def error_estimates() -> str:
 
 
 ALL = (
+    real_lm_methods,
     on_a_ring,
     equal_bits,
     other_model,

@@ -48,6 +48,7 @@ _KINDS = {
 # Of each result file, without options that choose how much is measured.
 _COMMANDS = {
     "allocation": "python -m benchmarks.error.allocation",
+    "allocation_real_lm": "python -m benchmarks.error.allocation",
     "allocation_fitted": "",  # made by an earlier version, which fitted widths
     "aot_h200": "python -m benchmarks.aot.h200",
     "aot_tpu": "python -m benchmarks.aot.tpu",
@@ -55,7 +56,14 @@ _COMMANDS = {
     "big_models": "python -m benchmarks.training.big_models",
     "codec": "python -m benchmarks.speed.codec",
     **dict.fromkeys(
-        ("compare_decoder", "compare_low_bits", "compare_ring", "compare_topologies"),
+        (
+            "compare_bf16",
+            "compare_decoder",
+            "compare_low_bits",
+            "compare_real_lm",
+            "compare_ring",
+            "compare_topologies",
+        ),
         "dynamiq-jax compare",
     ),
     "compile_time": "python -m benchmarks.speed.compile_time",
@@ -83,11 +91,13 @@ _COMMANDS = {
     "rate_distortion": "python -m benchmarks.error.rate_distortion",
     "rate_distortion_real_lm": "python -m benchmarks.error.rate_distortion",
     "real_lm_errors": "python -m benchmarks.real_lm.errors",
+    "real_lm_estimates": "python -m benchmarks.real_lm.estimates",
     "real_lm_time_to_accuracy": "python -m benchmarks.real_lm.time_to_accuracy",
     "real_lm_training": "python -m benchmarks.real_lm.training",
     "real_lm_training_muon": "python -m benchmarks.real_lm.training --optimizer muon",
     "shared_budget": "python -m benchmarks.error.shared_budget",
     "split_sketch": "python -m benchmarks.contrib.split_sketch",
+    "transforms": "python -m benchmarks.speed.transforms",
     **dict.fromkeys(
         ("time_to_accuracy", "time_to_accuracy_local_sgd", "time_to_accuracy_low_bits"),
         "python -m benchmarks.training.time_to_accuracy",
@@ -101,11 +111,14 @@ _SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DO
 def methods() -> str:
     """Write the bits of every method with its defaults, its errors and its time."""
     real = {row["method"]: row["vnmse"] for row in real_lm_tables.rows_of("ring", "auto")}
+    tenth = {row["method"]: row["vnmse"] for row in results_of("compare_real_lm")}
     compared = [*results_of("compare_ring"), *results_of("compare_low_bits")]
     measured = {row["setting"]: row for row in compared if row["workers"] == 8}
     # How the settings of the result files spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
     settings["flash_communication"] = "flash_communication:5"
+    settings |= {name: f"{name}:2" for name in ("arc_top_k", "rand_k", "split_sketch", "top_k")}
+    settings["topk_chunked"] = "topk_chunked:2"
     gradient = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
     rows = []
     for name in METHODS:
@@ -113,13 +126,14 @@ def methods() -> str:
         bits = [f"{dq.wire_report(gradient, n, method=method).bits:.2f}" for n in (8, 64)]
         setting = settings.get(name, name)
         found = measured.get(f"{setting}:ring")
-        on_real = exponent(real[setting]) if setting in real else ""
+        on_real = [exponent(of[setting]) if setting in of else "" for of in (real, tenth)]
         error, time = ("", "")
         if found:
             error = exponent(mean([step["vnmse"] for step in found["steps"].values()]))
             time = f"{found['codec_ns']:.0f}"
-        rows.append([f'`"{name}"`', *bits, on_real, error, time])
-    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE, SmolLM2", "small model"]
+        rows.append([f'`"{name}"`', *bits, *on_real, error, time])
+    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE, SmolLM2", "a tenth of it"]
+    header.append("small model")
     return markdown([*header, "codec ns a coordinate"], rows)
 
 
@@ -300,6 +314,30 @@ def big_models() -> str:
     return markdown(["program", "time of one core", "temporary memory"], rows)
 
 
+def transforms() -> str:
+    """Write bytes, memory and times of data-parallel losses: transforms.json."""
+    rows = []
+    for row in results_of("transforms"):
+        megabytes = ("worker_bytes", "other_bytes", "temporary_bytes")
+        rows.append(
+            [
+                f"{row['model']}, {row['form']}",
+                *(f"{row[name] / 1e6:,.2f} MB" for name in megabytes),
+                f"{row['lower_seconds'] + row['compile_seconds']:.1f} s",
+                f"{row['step_ratio']:.2f}" if "step_ratio" in row else "",
+            ]
+        )
+    headings = (
+        "program",
+        "over `data`",
+        "over other axes",
+        "temporary memory",
+        "compiled in",
+        "step",
+    )
+    return markdown(list(headings), rows)
+
+
 def maxtext() -> str:
     """Write losses and bytes of MaxText: maxtext.json."""
     rows = []
@@ -347,6 +385,7 @@ _ALL = (
     executed_reasons,
     compile_times,
     big_models,
+    transforms,
     maxtext,
     environments,
     choice_tables.which_method,

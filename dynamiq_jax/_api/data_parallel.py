@@ -1,22 +1,27 @@
 """A loss whose gradients are averaged compressed, for trainers that take a loss function."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._api.pcast import cast_to_sum
-from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._buckets.fingerprint import word_of
-from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
-from dynamiq_jax._worker_loss.arguments import SPLIT, Roles, Signature, by_position, unwrap_single
-from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, jit_over, specs_like
+from dynamiq_jax._inputs.shards import automatic
+from dynamiq_jax._worker_loss.arguments import (
+    DIFFERENTIATED,
+    SPLIT,
+    Roles,
+    Signature,
+    by_position,
+    unwrap_single,
+)
+from dynamiq_jax._worker_loss.transforms import Transform
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, floating_leaves, jit_over
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
@@ -32,12 +37,16 @@ def data_parallel(
     method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     has_aux: bool = False,
+    aux: Any = None,
     num_targets: Callable[..., Array] | None = None,
     in_specs: Any = None,
+    split: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
     options: Options = Options(),
+    transform: Transform = "shard_map",
+    check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """Return a loss function whose gradients are averaged compressed over workers.
 
@@ -62,33 +71,60 @@ def data_parallel(
       axis_name: axis of the mesh to split over, or several with the slowest link first; see `psum`.
       method: compression method without state; see `psum`.
       topology: route of the chunks; see `psum`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`; see `value_and_grad`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      aux: what each part of aux is: `"mean"`, `"sum"`, `"rows"`, `"same"`, or a tree of these; see
+        `value_and_grad`.
       num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
         number of targets that its mean is over, a scalar. With it, the loss is the mean over the
         targets of all workers.
       in_specs: how arrays are split over the workers: a tuple with an entry for each positional
         argument, or a dict from names of arguments to entries; see `value_and_grad`. By default
         along the leading axis, which has to be as long in all arrays.
+      split: which rows go to which worker, where rows belong together: `"blocks:2"`,
+        `"groups:8"` or a function; see `value_and_grad`.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
       specs: how the parameters are split over other axes of the mesh; see `psum`. For several
         positions, a tuple of such. It may be a function of the parameters to their specs, such as
         `nnx.get_partition_spec`.
       options: gradients that stay exact, and the size of buckets.
+      transform: the transformation of JAX that runs the loss for every worker. "shard_map" makes
+        the workers' axis manual. The compiler can then send nothing else over it, which is why it
+        is the default, and the loss may call collectives over it. "vmap" leaves all axes to the
+        compiler. Then the loss may hold a `jax.shard_map` over other axes of the mesh, as kernels
+        of attention do, and sharding constraints. It must not name the workers' axis, and a
+        `jax.lax.cond` that depends on the batch computes both branches.
+      check_vma: that of `jax.shard_map`. By default True where JAX can differentiate `erf`, as in
+        exact GELU, with it: not in JAX 0.12. Gradients and bytes are the same.
 
     Returns:
       A function of the arguments of `loss_fn` to the mean of the workers' losses, or to
-      `(loss, aux)`, the same on all workers.
+      `(loss, aux)`, the same on all workers but for rows of aux, which are split over them.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; or when called, arrays
-        without a spec have leading axes of different sizes, an axis does not divide by the number
-        of workers, specs do not fit, or an argument is missing.
-      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
+      ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; another
+        `transform`, or `check_vma` beside "vmap"; or when called, arrays without a spec have
+        leading axes of different sizes, an axis does not divide by the number of workers or would
+        cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an argument is
+        missing, or the loss names axes that `transform` does not allow.
+      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec; or
+        `split` something that is no rule.
     """
     compression = resolve(method, topology, options, stateless="data_parallel")
-    roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
-    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, compression)
+    roles = Roles.of_arguments(loss_fn, argnums, in_specs, split, static_argnums, static_argnames)
+    work = WorkerLoss(
+        loss_fn,
+        roles,
+        has_aux,
+        aux,
+        num_targets,
+        mesh,
+        axis_name,
+        specs,
+        compression,
+        transform,
+        check_vma,
+    )
 
     @functools.wraps(loss_fn)  # its signature gives names to positions
     def mean_loss(*args: Any, **kwargs: Any) -> Any:
@@ -98,6 +134,7 @@ def data_parallel(
         work.give_back(signature, args, kwargs, rests)
         return value
 
+    mean_loss.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
     return mean_loss
 
 
@@ -106,21 +143,22 @@ def _run(
 ) -> tuple[Any, list[Any]]:
     """Compute the value, and the rest of modules."""
 
-    def local(arrays: dict[str, list[Any]], _: tuple[()]) -> tuple[Any, list[Any]]:
-        operation = AllReduce(find_axes(work.axis_name))
-        trees = signature.differentiated(arrays)
-        own = cast_to_sum(
-            operation,
-            unwrap_single(trees),
-            key=None,
-            salt=word_of(arrays[SPLIT], work.names),
-            compression=work.compression,
-            specs=specs_like(trees, specs),
-        )
-        floating = [
-            leaf for leaf in jax.tree.leaves(own) if jnp.issubdtype(leaf.dtype, jnp.floating)
-        ]
-        loss, (aux, rests) = work.loss(signature, arrays, floating)
-        return work.value(loss, aux), rests
+    def word(arrays: Mapping[str, list[Any]]) -> tuple[tuple[()], Array]:
+        return (), word_of(arrays[SPLIT], work.names)
 
-    return work.over_workers(local, signature, P())(arrays, ())
+    def local(arrays: Mapping[str, list[Any]]) -> tuple[list[Array], tuple[Any, list[Any]]]:
+        loss, (aux, rests) = work.loss(signature, arrays, arrays[DIFFERENTIATED])
+        rows, value = work.value(loss, aux)
+        return rows, (value, rests)
+
+    def run(arrays: dict[str, list[Any]]) -> tuple[Any, list[Any]]:
+        trees = signature.differentiated(arrays)
+        _, salt = work.over_workers(word, signature, {**arrays, DIFFERENTIATED: []})
+        stacked = work.replicas(trees, specs).broadcast(
+            unwrap_single(trees), key=None, salt=salt, mean=False
+        )
+        own = {**arrays, DIFFERENTIATED: floating_leaves(stacked)}
+        rows, (value, rests) = work.over_workers(local, signature, own)
+        return work.with_rows(value, rows, signature, arrays[SPLIT]), rests
+
+    return automatic(run, out_sharding=(work.value_spec, P()))(arrays)

@@ -1,22 +1,19 @@
 """Means in a global view, where workers are a leading axis of every array."""
 
-import math
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from dynamiq_jax._api.psum import pmean
-from dynamiq_jax._buckets.axes import AxisName, axis_names
-from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._buckets.axes import AxisName
+from dynamiq_jax._buckets.replicas import Replicas
+from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
-from dynamiq_jax._inputs.shards import context_or_automatic
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
-P = PartitionSpec
 Tree = TypeVar("Tree")
 
 
@@ -54,33 +51,14 @@ def mean_of_replicas(
     Raises:
       ValueError: a leading axis of another size than the axis; and as `psum`.
     """
-    names = axis_names(axis_name)
-    shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
-    if not names or not set(names) <= set(shape):
-        raise ValueError(
-            f"axis_name={axis_name!r} is not an axis of the mesh, whose axes are {tuple(shape)}. "
-            "Give one of them, and the mesh as mesh= or by jax.set_mesh."
-        )
-    num_workers = math.prod(shape[name] for name in names)
+    compression = resolve(method, topology, options, stateless="mean_of_replicas")
+    replicas = Replicas(mesh, axis_name, compression, specs)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if np.shape(leaf)[:1] != (num_workers,):
+        if np.shape(leaf)[:1] != (replicas.count,):
             raise ValueError(
                 f"tree{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose leading axis "
-                f"is not one replica for each of the {num_workers} workers of axis {axis_name!r}. "
-                "Stack replicas along the first axis."
+                f"is not one replica for each of the {replicas.count} workers of axis "
+                f"{axis_name!r}. Stack replicas along the first axis."
             )
-
-    def local(stacked: Tree, key: Array) -> Tree:
-        own = jax.tree.map(lambda leaf: leaf[0], stacked)
-        return pmean(
-            own, axis_name, key=key, method=method, topology=topology, specs=specs, options=options
-        )
-
-    mapped = jax.shard_map(
-        local,
-        mesh=context_or_automatic(mesh),
-        in_specs=(P(names), P()),
-        out_specs=P(),
-        axis_names=set(names),
-    )
-    return mapped(tree, key)
+    mean, _ = replicas.all_reduce(tree, key, mean=True)
+    return mean

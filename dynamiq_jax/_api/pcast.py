@@ -1,18 +1,16 @@
 """The compressed sum as the transpose of a cast: gradients are reduced where they are taken."""
 
-import dataclasses
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from jax import Array
-from jax.custom_derivatives import SymbolicZero
 
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
+from dynamiq_jax._buckets.casts import Cast
 from dynamiq_jax._buckets.fingerprint import key_of
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._inputs.options import Compression, Options, resolve
+from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -81,79 +79,13 @@ def pcast(
                 "parameters that are the same on all workers, which shard_map takes with "
                 "in_specs=P()."
             )
-    return cast_to_sum(operation, tree, key, None, compression, specs)
 
+    def summed(cotangents: Tree, key: Array) -> Tree:
+        return driver.run(operation, cotangents, key, compression, specs=specs).tree
 
-def cast_to_sum(
-    operation: AllReduce,
-    tree: Tree,
-    key: Array | None,
-    salt: Array | None,
-    compression: Compression,
-    specs: Any,
-) -> Tree:
-    """Return a tree of the same values, varying, whose transpose is an all-reduce.
-
-    Only leaves that are differentiated are sent.
-
-    Args:
-      operation: the all-reduce.
-      tree: pytree of arrays.
-      key: PRNG key; None for one from all bits of the leaves that are differentiated.
-      salt: number that such a key depends on as well, uint32 scalar, or None.
-      compression: method, topology and options.
-      specs: how the leaves are split over axes that are not manual here; see `find_shards`.
-    """
-
-    @jax.custom_vjp
-    def cast(tree: Tree, key: Array | None, salt: Array | None) -> Tree:
-        del key, salt
-        return compat.vary_over(tree, operation.axes.names)
-
-    def forward(tree: Any, key: Any, salt: Any) -> tuple[Tree, tuple[_Differentiated, Array]]:
-        primals, structure = jax.tree.flatten(tree)
-        differentiated = _Differentiated(tuple(primal.perturbed for primal in primals))
-        values = jax.tree.unflatten(structure, [primal.value for primal in primals])
-        if key is None:
-            step_key = key_of(differentiated.only(values), specs)
-            step_key = step_key if salt is None else jax.random.fold_in(step_key, salt.value)
-        else:
-            step_key = key.value
-        return compat.vary_over(values, operation.axes.names), (differentiated, step_key)
-
-    def backward(
-        residuals: tuple[_Differentiated, Array], cotangents: Any
-    ) -> tuple[Tree, None, None]:
-        differentiated, key = residuals
-        sent = driver.run(
-            operation, differentiated.only(cotangents), key, compression, specs=specs
-        ).tree
-        return jax.tree.map(_none_if_float0, sent), None, None
-
-    cast.defvjp(forward, backward, symbolic_zeros=True)
-    return cast(tree, key, salt)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Differentiated:
-    """Flags of the leaves of a tree that are differentiated."""
-
-    flags: tuple[bool, ...]
-
-    def only(self, tree: Any) -> Any:
-        """Return a tree in which other leaves, and symbolic zeros, have dtype float0."""
-        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_zero)
-        kept = [
-            leaf if flag and not _is_zero(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
-            for leaf, flag in zip(leaves, self.flags, strict=True)
-        ]
-        return jax.tree.unflatten(structure, kept)
-
-
-def _is_zero(leaf: Any) -> bool:
-    return isinstance(leaf, SymbolicZero)
-
-
-def _none_if_float0(leaf: Any) -> Any:
-    return None if leaf.dtype == jax.dtypes.float0 else leaf
+    cast = Cast(
+        spread=lambda tree: compat.vary_over(tree, names),
+        sum=summed,
+        key_of=lambda tree: key_of(tree, specs),
+    )
+    return cast(tree, key, None)

@@ -1,6 +1,7 @@
 """Data-parallel gradients without a `shard_map` of one's own."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,22 +10,22 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._buckets import driver
-from dynamiq_jax._buckets.axes import AxisName, find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.shards import automatic
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
+    SPLIT,
     Roles,
     Signature,
     by_position,
     unwrap_single,
 )
-from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, jit_over, specs_like
+from dynamiq_jax._worker_loss.transforms import Transform
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, floating_leaves, jit_over
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels import compat
 
 P = PartitionSpec
 
@@ -38,20 +39,25 @@ def value_and_grad(
     method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     has_aux: bool = False,
+    aux: Any = None,
     num_targets: Callable[..., Array] | None = None,
     in_specs: Any = None,
+    split: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     specs: Any = None,
     options: Options = Options(),
     with_metrics: bool = False,
+    transform: Transform = "shard_map",
+    check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """Return a data-parallel `jax.value_and_grad` that averages gradients compressed.
 
         grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
         loss, grads = grad_fn(params, batch, key=key)
 
-    Arguments in `argnums` (flax linen parameters, an nnx module or state, any pytree) are the same
+    Arguments in `argnums` (flax linen parameters, an nnx module or state, an equinox module, any
+    pytree) are the same
     on all workers, and their floating leaves are differentiated. They may be sharded over other
     axes of the mesh, which are left to the compiler: gradients are sharded alike, and every device
     sends its own shards. All other arrays are the batch, which is split along its leading axis.
@@ -71,7 +77,9 @@ def value_and_grad(
     are averaged. Each worker has dropout of its own.
 
     The result is the mean of the workers' means. If workers have different numbers of targets
-    (padding, masks), this is not the mean over all targets. Then give `num_targets`.
+    (padding, masks), this is not the mean over all targets. Then give `num_targets`. If rows are
+    compared with each other, give `split`. `check_data_parallel` finds whether the result is that
+    of the whole batch.
 
     Args:
       loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
@@ -80,16 +88,26 @@ def value_and_grad(
       axis_name: axis of the mesh to split over, or several with the slowest link first; see `psum`.
       method: compression method; see `psum`.
       topology: route of the chunks; see `psum`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`; aux is a pytree of arrays, averaged exactly
-        over the workers (metrics, not outputs per example).
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Each worker has its own aux, a pytree of
+        arrays.
+      aux: how one aux is made of those of the workers, exactly: a role for all of it, or a tree of
+        roles like it, or a prefix. `"mean"` is weighted by `num_targets`. `"sum"` is for sums and
+        counts, and is not weighted. `"rows"` is for arrays with a row for each example, which come
+        back as those of all workers. `"same"` is for values that do not differ. Arrays without a
+        role are an error: a scalar does not show whether it is a mean or a sum.
       num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
-        number of targets that its mean is over, a scalar. Losses, aux and gradients of workers are
+        number of targets that its mean is over, a scalar. Losses, gradients and means in aux are
         weighted by it.
       in_specs: how arrays are split over the workers. `P("data")` splits the leading axis,
         `P(None, "data")` the second one, and `P()` gives an array whole to every worker. None, and
         arguments without an entry, are split along their leading axis, which has to be as long in
         all of these arrays. Numbers and scalars are whole with any spec. Differentiated arguments
         have None or `P()`, and so have modules and static arguments.
+      split: which rows go to which worker, where rows belong together: `"blocks:2"` if the batch
+        stacks two blocks whose rows are compared, `"groups:8"` if eight neighbors are, or a
+        function of the numbers of rows and of workers to an int array [workers, rows // workers] of
+        rows. A dict from names or positions of arguments to such, or to trees of them, is for these
+        arguments alone. By default each worker gets neighbors.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
       specs: how the differentiated argument is split over other axes of the mesh; see `psum`. For
@@ -98,23 +116,42 @@ def value_and_grad(
         the mesh has further axes.
       options: gradients that stay exact, the size of buckets, and a limit of the error.
       with_metrics: return `(loss, grads, metrics)`, with the metrics of `psum`.
+      transform: "shard_map" or "vmap", which runs the loss for every worker; see `data_parallel`.
+      check_vma: that of `jax.shard_map`; see `data_parallel`.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
       or `((loss, aux), grads)`: the loss averaged exactly, the gradients averaged compressed, all
-      the same on all workers. Leaves that are not floating have gradients of dtype float0.
+      the same on all workers but for rows of aux, which are split over them. Leaves that are not
+      floating have gradients of dtype float0, and those that are no arrays, such as functions and
+      strings, None.
 
     Raises:
-      ValueError: the mesh has no such axis; the method carries state; or when called, arrays
-        without a spec have leading axes of different sizes, an axis does not divide by the number
-        of workers, specs do not fit, or an argument is missing.
-      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec.
+      ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; another
+        `transform`, or `check_vma` beside "vmap"; or when called, arrays without a spec have
+        leading axes of different sizes, an axis does not divide by the number of workers or would
+        cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an argument is
+        missing, or the loss names axes that `transform` does not allow.
+      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec; or
+        `split` something that is no rule.
     """
     compression = resolve(
         method, topology, options, stateless="value_and_grad", measures=with_metrics
     )
-    roles = Roles.of_arguments(loss_fn, argnums, in_specs, static_argnums, static_argnames)
-    work = WorkerLoss(loss_fn, roles, has_aux, num_targets, mesh, axis_name, specs, compression)
+    roles = Roles.of_arguments(loss_fn, argnums, in_specs, split, static_argnums, static_argnames)
+    work = WorkerLoss(
+        loss_fn,
+        roles,
+        has_aux,
+        aux,
+        num_targets,
+        mesh,
+        axis_name,
+        specs,
+        compression,
+        transform,
+        check_vma,
+    )
 
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
@@ -125,7 +162,21 @@ def value_and_grad(
         grads = roles.in_user_order(_like(trees, floating))
         return (value, grads, metrics) if with_metrics else (value, grads)
 
+    value_and_grad_fn.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
     return value_and_grad_fn
+
+
+def run_exactly(
+    work: WorkerLoss, signature: Signature, specs: Specs, arrays: dict[str, list[Any]]
+) -> tuple[Any, list[Array]]:
+    """Return the value, and gradients of differentiated leaves, averaged exactly.
+
+    Modules among the arguments are left as they are.
+    """
+    exact = dataclasses.replace(work, compression=resolve("exact", "ring", Options()))
+    static = exact, signature, specs
+    value, floating, _, _ = jit_over(_run, static)(arrays, jax.random.key(0))
+    return value, floating
 
 
 def _run(
@@ -138,36 +189,44 @@ def _run(
     """Compute the value, gradients of differentiated leaves, the rest of modules, and metrics."""
 
     def local(
-        arrays: dict[str, list[Any]], key: Array
-    ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+        arrays: Mapping[str, list[Any]],
+    ) -> tuple[tuple[list[Array], list[Array]], tuple[Any, list[Any]]]:
         def loss_of(differentiated: list[Array]) -> tuple[Array, tuple[Any, list[Any]]]:
             return work.loss(signature, arrays, differentiated)
 
-        # Otherwise jax.grad sums over the axis itself, exactly.
-        own = compat.vary_over(arrays[DIFFERENTIATED], work.names)
-        (loss, (aux, rests)), floating = jax.value_and_grad(loss_of, has_aux=True)(own)
-        trees = signature.differentiated(arrays)
-        outcome = driver.run(
-            AllReduce(find_axes(work.axis_name), mean=True),
-            unwrap_single(_like(trees, floating)),
-            key,
-            work.compression,
-            specs=specs_like(trees, specs),
+        (loss, (aux, rests)), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            arrays[DIFFERENTIATED]
         )
-        leaves = jax.tree.leaves(outcome.tree)
-        means = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
-        return work.value(loss, aux), means, rests, dict(outcome.metrics)
+        rows, value = work.value(loss, aux)
+        return (grads, rows), (value, rests)
+
+    def run(
+        arrays: dict[str, list[Any]], key: Array
+    ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+        trees = signature.differentiated(arrays)
+        replicas = work.replicas(trees, specs)
+        stacked = floating_leaves(replicas.stack(unwrap_single(trees)))
+        (own, rows), (value, rests) = work.over_workers(
+            local, signature, {**arrays, DIFFERENTIATED: stacked}
+        )
+        each = unwrap_single(_like(trees, own, leading=(replicas.count,)))
+        grads, metrics = replicas.all_reduce(each, key, mean=True)
+        means = [leaf for leaf in jax.tree.leaves(grads) if leaf.dtype != jax.dtypes.float0]
+        return work.with_rows(value, rows, signature, arrays[SPLIT]), means, rests, metrics
 
     placed = [jax.typeof(leaf).sharding.spec for leaf in arrays[DIFFERENTIATED]]
-    return work.over_workers(local, signature, (P(), placed, P(), P()))(arrays, key)
+    return automatic(run, out_sharding=(work.value_spec, placed, P(), P()))(arrays, key)
 
 
-def _like(trees: tuple[Any, ...], floating: Sequence[Array]) -> tuple[Any, ...]:
-    """Put gradients of floating leaves into trees; others are float0."""
+def _like(
+    trees: tuple[Any, ...], floating: Sequence[Array], leading: tuple[int, ...] = ()
+) -> tuple[Any, ...]:
+    """Put gradients of floating leaves into trees; others are float0, with leading axes."""
     left = iter(floating)
 
     def gradient(leaf: Any) -> Any:
         is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        return next(left) if is_floating else np.zeros(np.shape(leaf), jax.dtypes.float0)
+        shape = (*leading, *np.shape(leaf))
+        return next(left) if is_floating else np.zeros(shape, jax.dtypes.float0)
 
     return jax.tree.map(gradient, trees)

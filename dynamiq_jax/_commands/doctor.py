@@ -18,6 +18,7 @@ from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.checks import check_program
 from dynamiq_jax._inspection.collectives import MOST_DEVICES
+from dynamiq_jax._inspection.evidence import Traced
 from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._inspection.hlo import ProgramError
 from dynamiq_jax._inspection.inspection import HEADINGS, Inspection, texts
@@ -55,6 +56,9 @@ class Doctor:
     mesh: Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=SIZE")] = ()
     """Axes of the mesh, slowest first, where the program does not say them."""
 
+    workers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS")] = ()
+    """Axes of the mesh whose devices have different gradients, where nothing is compressed yet."""
+
     devices_per_host: int | None = None
     """Devices that share a host, in the order of their ids. By default, those of one process."""
 
@@ -81,6 +85,12 @@ class Doctor:
                 f"{self.target} is no file. Give a script, or the text of a program."
             )
         meshes = [parse_mesh(self.mesh)] if self.mesh else []
+        unknown = [axis for axis in self.workers if not meshes or axis not in meshes[0]]
+        if unknown:
+            raise CommandError(
+                f"--workers: {unknown[0]!r} is no axis of --mesh. Give all axes with their sizes, "
+                f"as in --mesh {unknown[0]}=4."
+            )
         inspection = (
             self._of_script(meshes) if self.target.suffix == ".py" else self._of_text(meshes)
         )
@@ -105,9 +115,10 @@ class Doctor:
             return Inspection((), (finding,), is_compiled=False)
         inspection = inspect_text(
             step.text or "",
+            Traced(records=tuple(step.records)),
             meshes=meshes,
-            records=step.records,
             devices_per_host=self.devices_per_host,
+            workers=self.workers,
         )
         if step.text is None and not inspection.findings:
             raise CommandError(
@@ -128,7 +139,12 @@ class Doctor:
             )
         try:
             check_program(text)
-            return inspect_text(text, meshes=meshes, devices_per_host=self.devices_per_host)
+            return inspect_text(
+                text,
+                meshes=meshes,
+                devices_per_host=self.devices_per_host,
+                workers=self.workers,
+            )
         except ProgramError as error:
             why = str(error)
         except Exception as error:  # a damaged text ends in any kind

@@ -38,6 +38,10 @@ class Axis:
         """Send row w of [workers, ...] to worker w; row w of the result comes from worker w."""
         return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0)
 
+    def exchange_parts(self, shares: Array) -> Array:
+        """Do what `exchange` does with the equal parts of a vector."""
+        return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0, tiled=True)
+
     def gather(self, value: Array) -> Array:
         """Gather an array of every worker, [workers, *shape], the same bits on all workers."""
         return compat.all_gather(value, self.name)

@@ -108,6 +108,13 @@ def is_explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def automatic(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
+    """Leave explicit axes to the compiler inside a function, whose results are placed."""
+    return (
+        jax.sharding.auto_axes(function, out_sharding=out_sharding) if is_explicit() else function
+    )
+
+
 def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
     """Return the mesh for a `shard_map`: None for that of the context.
 
@@ -169,9 +176,9 @@ def split_over(
     reduced = []
     for name, shape, spec in zip(names, shapes, specs, strict=True):
         _check_known(name, spec, mesh)
-        over = _over(spec, managed)
-        _check_splits(name, shape, over, managed)
-        reduced.append(over)
+        kept = over(spec, managed)
+        _check_splits(name, shape, kept, managed)
+        reduced.append(kept)
     return Shards(tuple(managed), tuple(managed.values()), tuple(reduced))
 
 
@@ -192,6 +199,11 @@ def spread(specs: Any, tree: Any) -> list[Any]:
     return jax.tree.leaves(of_each, is_leaf=is_none)
 
 
+def is_function(specs: Any) -> bool:
+    """Return whether specs are a function of a tree; a module of specs may be callable too."""
+    return callable(specs) and jax.tree_util.all_leaves([specs])
+
+
 def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
     """Return the spec of every leaf of a tree, in flattened order.
 
@@ -204,7 +216,7 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
       ValueError: specs do not fit the tree.
       TypeError: a spec is something else.
     """
-    specs = specs(tree) if callable(specs) else specs
+    specs = specs(tree) if is_function(specs) else specs
     try:
         given = spread(specs, tree)
     except ValueError as error:
@@ -224,7 +236,7 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
     return of_leaves
 
 
-def _over(spec: PartitionSpec, axes: Any) -> PartitionSpec:
+def over(spec: PartitionSpec, axes: Any) -> PartitionSpec:
     """Drop all axes but some from a spec."""
     kept = [tuple(name for name in names_of(dimension) if name in axes) for dimension in spec]
     return P(*(names if len(names) > 1 else (names[0] if names else None) for names in kept))

@@ -20,7 +20,16 @@ class Written(NamedTuple):
 
     opcode: str
     place: str  # where it is in the source
-    bits: int  # of the narrowest floating type that goes in
+    bits: int  # of the narrowest floating type that goes in, before a cast just in front of it
+    sent_bits: int  # of the narrowest floating type of the collective itself
+
+
+class Traced(NamedTuple):
+    """Facts that tracing a step adds to its compiled text."""
+
+    written: str = ""  # text of the program before optimization
+    records: tuple[Record, ...] = ()  # of collectives of this library
+    arguments: tuple[Argument, ...] = ()
 
 
 class Sharing(NamedTuple):
@@ -38,3 +47,4 @@ class Evidence:
     records: tuple[Record, ...] = ()  # of collectives of this library; none in a file of HLO
     arguments: tuple[Argument, ...] = ()
     written: tuple[Written, ...] = ()
+    workers: tuple[str, ...] = ()  # axes of workers, as a user says; empty if not said

@@ -71,8 +71,12 @@ def _summed_twice(known: Evidence) -> dict[Collective, tuple[Record, list[str]]]
             for index in bucket.leaves
         }
         for one in known.collectives:
-            over = record.axes if one.axes is None else one.axes
-            is_other_sum = one.is_floating_sum and not one.labels and set(over) & set(record.axes)
+            over_workers = (
+                _is_between_workers(one, known)
+                if one.axes is None
+                else set(one.axes) & set(record.axes)
+            )
+            is_other_sum = one.is_floating_sum and not one.labels and over_workers
             if is_other_sum and (alike := [names[size] for size in one.sizes if size in names]):
                 summed_twice[one] = record, alike
     return summed_twice
@@ -93,7 +97,8 @@ def _not_compressed(known: Evidence) -> Iterator[Finding]:
                     f"are gradients, give them to the same call{_by_autodiff(one)}.",
                 )
     elif not any(record.num_workers == 1 for record in known.records):
-        for one in sorted(others, key=lambda one: -one.bytes)[:3]:
+        over_workers = [one for one in others if _is_between_workers(one, known)]
+        for one in sorted(over_workers, key=lambda one: -one.bytes)[:3]:
             if one.bytes > _SMALL:
                 yield Finding(
                     "not compressed",
@@ -149,27 +154,36 @@ def _widened(known: Evidence) -> Iterator[Finding]:
         if one.labels or one.bytes <= _SMALL or not _is_between_workers(one, known):
             continue
         widest = max((array.bits for array in one.arrays if array.is_floating), default=0)
-        narrow = [
-            each.bits
+        alike = [
+            each
             for each in known.written
             if one.place is not None and (each.opcode, each.place) == (one.opcode, one.place.key)
         ]
-        was = min(narrow, default=16 if one.is_promoted else widest)
+        was = min((each.bits for each in alike), default=16 if one.is_promoted else widest)
         if was < widest:
+            if one.is_promoted:
+                why = "XLA for CPUs widens sums of 16 bits, and no other platform does so"
+            elif any(each.sent_bits < widest for each in alike):
+                why = "XLA widens them on this platform, and others may not"
+            else:
+                why = "they are converted first"
             yield Finding(
                 "widened",
-                f"{_what(one)} has values of {was} bits, but sends {widest} for each: the compiler "
-                "widens them on this platform, or they are converted first. Send integers, as all "
-                "collectives of dynamiq_jax do: dq.pmean(..., method='bf16') keeps 16 bits.",
+                f"{_what(one)} has values of {was} bits, but sends {widest} for each: {why}. Send "
+                "integers, as all collectives of dynamiq_jax do: dq.pmean(..., method='bf16') "
+                "keeps 16 bits.",
             )
 
 
 def _is_between_workers(one: Collective, known: Evidence) -> bool:
     """Return whether a collective may be over an axis of workers.
 
-    Axes of workers are those of recorded collectives. In a text without records, workers are the
-    devices that exchange compressed bytes. Without any, every axis may be one.
+    Axes of workers are those that a user says, or those of recorded collectives. In a text without
+    records, workers are the devices that exchange compressed bytes. Without any, every axis may be
+    one.
     """
+    if known.workers and one.axes is not None:
+        return bool(set(one.axes) & set(known.workers))
     if known.records and one.axes is not None:
         return any(set(one.axes) & set(record.axes) for record in known.records)
     compressed = {each.groups for each in known.collectives if each.labels}

@@ -11,13 +11,13 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 
-from dynamiq_jax._buckets.recording import Record, recording
+from dynamiq_jax._buckets.recording import recording
 from dynamiq_jax._core import check_integer
 from dynamiq_jax._inputs.mistakes import MistakeError
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Written
+from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Traced, Written
 from dynamiq_jax._inspection.findings import Finding, findings, wasted_bits
 from dynamiq_jax._inspection.hlo import Instruction, Program
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
@@ -44,7 +44,8 @@ def inspect(
     - *not compressed*: gradients are summed exactly only;
     - *whole gradient*: every device sends all of a gradient whose parameters are sharded;
     - *below the threshold*: leaves are so small that most bytes are exact;
-    - *widened*: values of 16 bits are sent as 32, over an axis of workers;
+    - *widened*: values of 16 bits are sent as 32, over an axis of workers; the text says whether
+      this platform alone does so, as the CPU with sums;
     - *one worker*: the axis has nothing to send;
     - *fast link*: the compressed axis is inside a host;
     - *wasted bits*: with `metrics`, some buckets have much less error than others.
@@ -85,11 +86,13 @@ def inspect(
     compiled = lowered.compile()
     inspection = inspect_text(
         compiled.as_text(),
-        written=lowered.as_text("hlo", debug_info=True),
+        Traced(
+            written=lowered.as_text("hlo", debug_info=True),
+            records=tuple(records),
+            arguments=tuple(_arguments((args, kwargs))),
+        ),
         meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
         devices_per_host=devices_per_host,
-        records=records,
-        arguments=_arguments((args, kwargs)),
     )
     if sharing is None:
         return inspection
@@ -100,30 +103,29 @@ def inspect(
 
 def inspect_text(
     text: str,
+    traced: Traced = Traced(),
     *,
-    written: str = "",
     meshes: Iterable[Mesh | Mapping[str, int]] = (),
     devices_per_host: int | None = None,
-    records: Iterable[Record] = (),
-    arguments: Iterable[Argument] = (),
+    workers: Iterable[str] = (),
 ) -> Inspection:
     """Inspect a compiled program.
 
     Args:
       text: text of the optimized HLO program.
-      written: text of the program before optimization; empty if not known.
+      traced: what tracing the step shows; nothing for a text alone.
       meshes: meshes that the program may be on, beside those of the records. The largest is taken.
       devices_per_host: see `inspect`.
-      records: of collectives of this library in the program.
-      arguments: of the program.
+      workers: axes of workers, where no record says them.
     """
-    records = tuple(records)
-    candidates = [*meshes, *(dict(record.mesh) for record in records), *_meshes_of_text(written)]
+    of_records = [dict(record.mesh) for record in traced.records]
+    candidates = [*meshes, *of_records, *_meshes_of_text(traced.written)]
     count = max(map(_size, candidates), default=0)
     whole = [mesh for mesh in candidates if _size(mesh) == count]
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
-    known = Evidence(collectives, records, tuple(arguments), tuple(_written(written)))
+    written = tuple(_written(traced.written))
+    known = Evidence(collectives, traced.records, traced.arguments, written, tuple(workers))
     return Inspection(rows_of(collectives), tuple(findings(known)))
 
 
@@ -181,8 +183,9 @@ def _written(text: str) -> Iterator[Written]:
             if line.opcode in ("all-reduce", "reduce-scatter", "collective-permute", "all-gather"):
                 place = places.of(line.attributes)
                 bits = [array.bits for array in _inputs(line, computation) if array.is_floating]
-                if place is not None and bits:
-                    yield Written(line.opcode, place.key, min(bits))
+                sent = [array.bits for array in line.arrays if array.is_floating]
+                if place is not None and sent:
+                    yield Written(line.opcode, place.key, min(bits), min(sent))
 
 
 def _inputs(line: Instruction, computation: Mapping[str, Instruction]) -> list[Any]:

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._worker_loss import modules
-from dynamiq_jax._worker_loss.in_specs import Entries, axes_of, entries_of, specs_of_leaves
+from dynamiq_jax._worker_loss.in_specs import Entries, axes_of, entries_of, of_leaves, rules_of
+from dynamiq_jax._worker_loss.rows import Split
 from dynamiq_jax._worker_loss.static import Static, static_value
 
 DIFFERENTIATED, SPLIT, WHOLE, STATIC = "differentiated", "split", "whole", "static"
@@ -25,6 +26,8 @@ class Roles:
 
     given: int | tuple[int, ...]  # position or positions that are differentiated
     in_specs: Entries  # how further arguments are split, by position or name
+    rule: Split | None  # of the rows of all arrays that are split
+    rules: Entries  # of those of some arguments, by position or name
     static: tuple[int | str, ...]  # positions and names that are not arrays
     parameters: tuple[str, ...]  # names of the positions, as far as known
 
@@ -33,13 +36,17 @@ class Roles:
         function: Callable[..., Any],
         argnums: int | Sequence[int],
         in_specs: Any,
+        split: Any,
         static_argnums: int | Sequence[int],
         static_argnames: str | Sequence[str],
     ) -> "Roles":
         """Make roles of the arguments of a function, as for `value_and_grad`."""
+        rule, rules = rules_of(split)
         return Roles(
             given=argnums if isinstance(argnums, int) else tuple(argnums),
             in_specs=entries_of(in_specs),
+            rule=rule,
+            rules=rules,
             static=(*_as_tuple(static_argnums), *_as_tuple(static_argnames)),
             parameters=_parameters(function),
         )
@@ -69,11 +76,19 @@ class Roles:
             return DIFFERENTIATED
         return STATIC if self._known_as(where) & set(self.static) else SPLIT
 
-    def entry(self, where: int | str) -> tuple[int | str, Any]:
-        """Return the key of `in_specs` for an argument, and its specs; None if there are none."""
-        for key in self._known_as(where) & set(self.in_specs):
-            return key, self.in_specs[key]
+    def entry(self, where: int | str, entries: Entries) -> tuple[int | str, Any]:
+        """Return the key of an argument among specs or rules, and its entry; None without one."""
+        for key in self._known_as(where) & set(entries):
+            return key, entries[key]
         return where, None
+
+    def specs_of(self, where: int | str, argument: Any) -> list[PartitionSpec | None]:
+        """Return the specs of the leaves of an argument, None for the default."""
+        return of_leaves("in_specs", *self.entry(where, self.in_specs), argument)
+
+    def rules_of(self, where: int | str, argument: Any) -> list[Split | None]:
+        """Return the rules of the leaves of an argument, None for that of all arguments."""
+        return of_leaves("split", *self.entry(where, self.rules), argument)
 
     def check(self, count: int, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError for roles of arguments that a call does not have, or of two kinds."""
@@ -81,6 +96,7 @@ class Roles:
             "argnums": self.argnums,
             "static_argnums or static_argnames": self.static,
             "in_specs": tuple(self.in_specs),
+            "split": tuple(self.rules),
         }
         for argument, places in given.items():
             for where in places:
@@ -101,9 +117,24 @@ class Roles:
             for number, (where, names) in enumerate(zip(places, known, strict=True)):
                 if any(names & other for other in known[:number] + others):
                     raise ValueError(
-                        f"Argument {where!r} is given twice in argnums and static_ arguments, or "
-                        "in in_specs. Give it once."
+                        f"Argument {where!r} is given twice in argnums and static_ arguments, in "
+                        "in_specs or in split. Give it once."
                     )
+
+    def check_whole(self, where: int | str, kind: str, spec: Any, rule: Any) -> None:
+        """Raise ValueError for a spec or a rule that splits an argument which is not split."""
+        remedy = ""
+        if spec is not None and axes_of(spec):
+            given, value = f"in_specs[{self.entry(where, self.in_specs)[0]!r}]", f"{spec}"
+            remedy = "Give None or P(). `specs` says how parameters are split over further axes."
+        elif rule is not None:
+            given, value = f"split[{self.entry(where, self.rules)[0]!r}]", f"{rule!r:.80}"
+            remedy = "Give rules for arguments of the batch."
+        if remedy:
+            raise ValueError(
+                f"{given} holds {value}, but the argument is {kind} and not split over the "
+                f"workers. {remedy}"
+            )
 
     def _known_as(self, where: int | str) -> set[int | str]:
         """Return the position and the name of an argument, as far as known."""
@@ -132,25 +163,31 @@ class Signature:
     roles: tuple[str, ...]  # of every leaf
     names: tuple[str, ...]  # of every leaf, for errors
     specs: tuple[PartitionSpec | None, ...]  # of every leaf; None for the default
+    rules: tuple[Split | None, ...]  # of the rows of every leaf; None for neighboring ones
     static: tuple[Static, ...]  # leaves that are no arrays
     graphs: tuple[tuple[int | str, Any], ...]  # arguments that are modules, and their structures
 
     @property
-    def splits(self) -> list[PartitionSpec | None]:
-        """Specs of the leaves of the batch."""
-        pairs = zip(self.specs, self.roles, strict=True)
-        return [spec for spec, role in pairs if role == SPLIT]
+    def splits(self) -> list[PartitionSpec]:
+        """Specs of the leaves of the batch, of which `resolve_batch` leaves none out."""
+        return self.of_batch(self.specs)
+
+    def of_batch(self, values: Sequence[Any]) -> list[Any]:
+        """Return those values of every leaf that are of leaves of the batch."""
+        return [value for value, role in zip(values, self.roles, strict=True) if role == SPLIT]
 
     def rebuild(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments of a call, with parts in place of modules, from leaves by role."""
-        left = {role: iter(leaves) for role, leaves in arrays.items()}
-        left[STATIC] = iter([static.value for static in self.static])
+        return self._filled({**arrays, STATIC: [static.value for static in self.static]})
+
+    def _filled(self, leaves: Arrays) -> tuple[list[Any], dict[str, Any]]:
+        left = {role: iter(of_role) for role, of_role in leaves.items()}
         args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
         return list(args), kwargs
 
     def differentiated(self, arrays: Arrays) -> tuple[Any, ...]:
-        """Return the trees that gradients are like, by position."""
-        args, _ = self.rebuild(arrays)
+        """Return the trees that gradients are like, by position: None for what is static."""
+        args, _ = self._filled({**arrays, STATIC: [None] * len(self.static)})
         return tuple(
             args[n].params if isinstance(args[n], ModuleParts) else args[n] for n in self.argnums
         )
@@ -162,7 +199,8 @@ def sort_by_role(
     """Sort the leaves of the arguments of a call by role.
 
     Floating leaves of a differentiated argument are differentiated, the others are whole. Numbers
-    and other scalars are whole, and what is neither an array nor a number is static.
+    and other scalars are whole, and what is neither an array nor a number is static. In equinox
+    modules, numbers are static too: Python branches on them.
 
     Raises:
       ValueError: a static value that cannot be hashed; specs that do not fit an argument, or that
@@ -184,31 +222,32 @@ def sort_by_role(
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(parted)
     values: dict[int | str, Any] = dict(enumerate(parted[0]))
     values.update(parted[1])
-    left = {
-        where: iter(specs_of_leaves(*roles.entry(where), value)) for where, value in values.items()
-    }
+    left = {where: iter(roles.specs_of(where, value)) for where, value in values.items()}
+    rules_left = {where: iter(roles.rules_of(where, value)) for where, value in values.items()}
+    numbers_static = {where for where, value in values.items() if modules.holds_equinox(value)}
     arrays: dict[str, list[Any]] = {DIFFERENTIATED: [], SPLIT: [], WHOLE: []}
     sorted_roles: list[str] = []
     specs: list[PartitionSpec | None] = []
+    rules: list[Split | None] = []
     static: list[Static] = []
     names: list[str] = []
     for path, leaf in paths_and_leaves:
         where = path[1].idx if path[0].idx == 0 else path[1].key
         is_rest = path[2:3] == (jax.tree_util.GetAttrKey("rest"),)
         is_module = any(where == other for other, _ in graphs)
-        spec = next(left[where])
-        if spec is not None and axes_of(spec) and (is_module or roles.of(where) != SPLIT):
+        spec, rule = next(left[where]), next(rules_left[where])
+        if is_module or roles.of(where) != SPLIT:
             kind = "a module" if is_module else roles.of(where)
-            raise ValueError(
-                f"in_specs[{roles.entry(where)[0]!r}] holds {spec}, but the argument is {kind} and "
-                "not split over the workers. Give None or P(). `specs` says how parameters are "
-                "split over further axes of the mesh."
-            )
-        role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
+            roles.check_whole(where, kind, spec, rule)
+        if where in numbers_static and isinstance(leaf, numbers.Number):
+            role = STATIC
+        else:
+            role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
         if role == SPLIT and (is_module or not (spec is None or axes_of(spec))):
             role = WHOLE
         sorted_roles.append(role)
         specs.append(spec)
+        rules.append(rule or roles.rule)
         names.append(f"argument {where!r}{jax.tree_util.keystr(path[2:])}")
         if role == STATIC:
             static.append(static_value(leaf))
@@ -220,6 +259,7 @@ def sort_by_role(
         tuple(sorted_roles),
         tuple(names),
         tuple(specs),
+        tuple(rules),
         tuple(static),
         tuple(graphs),
     )

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._worker_loss.arguments import SPLIT, Signature, unwrap_single
+from dynamiq_jax._worker_loss.rows import order_of, take
 
 P = PartitionSpec
 _NAMED = 4  # arrays of one leading size in an error
@@ -37,10 +38,8 @@ def resolve_batch(
     axis = unwrap_single(tuple(axes))
     default = P(axis)
     shapes = [np.shape(array) for array in arrays]
-    names = [
-        name for name, role in zip(signature.names, signature.roles, strict=True) if role == SPLIT
-    ]
-    given = signature.splits
+    names = signature.of_batch(signature.names)
+    given: list[PartitionSpec | None] = signature.of_batch(signature.specs)
     assumed = [shape[0] for shape, spec in zip(shapes, given, strict=True) if spec is None]
     known = [
         shape[0] for shape, spec in zip(shapes, given, strict=True) if spec and names_of(spec[0])
@@ -59,9 +58,41 @@ def resolve_batch(
             f"in_specs={_proposal(signature, parameters, proposed)}"
         )
     specs = [spec or default for spec in given]
-    for name, shape, spec in zip(names, shapes, specs, strict=True):
+    rules = signature.of_batch(signature.rules)
+    for name, shape, spec, rule in zip(names, shapes, specs, rules, strict=True):
         _check_shape(name, shape, spec, axes)
+        axis, workers = split_axis(spec, axes)
+        try:
+            order_of(rule, shape[axis], workers)
+        except ValueError as error:
+            raise ValueError(f"{name[0].upper()}{name[1:]} has shape {shape}: {error}.") from None
     return dataclasses.replace(signature, specs=_with_splits(signature, specs))
+
+
+def split_axis(spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the first axis of an array that a spec splits, and over how many workers."""
+    for number, dimension in enumerate(spec):
+        if workers := names_of(dimension):
+            return number, math.prod(axes[axis] for axis in workers)
+    raise AssertionError(f"{spec} splits nothing")
+
+
+def in_order_of_workers(
+    signature: Signature, arrays: Sequence[Any], axes: Mapping[str, int]
+) -> list[Any]:
+    """Return the arrays of the batch with the rows of each worker as neighbors.
+
+    Args:
+      signature: of `resolve_batch`.
+      arrays: those of the batch, in flattened order.
+      axes: axes of the workers, and their sizes.
+    """
+    moved = []
+    rules = signature.of_batch(signature.rules)
+    for array, spec, rule in zip(arrays, signature.splits, rules, strict=True):
+        axis, workers = split_axis(spec, axes)
+        moved.append(take(array, order_of(rule, np.shape(array)[axis], workers), axis))
+    return moved
 
 
 def _with_splits(

@@ -1,4 +1,7 @@
-"""Specs of the arguments of a loss function: how their arrays are split over the workers."""
+"""What a user says about arguments of a loss function: how their arrays are split over the workers.
+
+Specs name the axis that is split. Rules say which of its rows go to which worker.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +10,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of, spread
+from dynamiq_jax._worker_loss.rows import Split, rule_of
 
 P = PartitionSpec
-Entries = Mapping[int | str, Any]  # position or name of an argument to its tree of specs
+Entries = Mapping[int | str, Any]  # position or name of an argument to its tree of specs or rules
 
 
 def entries_of(in_specs: Any) -> Entries:
@@ -41,6 +45,18 @@ def entries_of(in_specs: Any) -> Entries:
     return entries
 
 
+def rules_of(split: Any) -> tuple[Split | None, Entries]:
+    """Return the rule for all arrays, and those of arguments by position or name.
+
+    Raises:
+      TypeError: `split` is neither a rule nor a dict of them.
+      ValueError: there is no such rule, or it cannot be hashed.
+    """
+    if isinstance(split, Mapping):
+        return None, {where: jax.tree.map(rule_of, entry) for where, entry in split.items()}
+    return (None if split is None else rule_of(split)), {}
+
+
 def check_axes(entries: Entries, names: tuple[str, ...]) -> None:
     """Raise ValueError for a spec that names other axes than those of the workers, or one twice."""
     for where, entry in entries.items():
@@ -60,12 +76,13 @@ def check_axes(entries: Entries, names: tuple[str, ...]) -> None:
                     )
 
 
-def specs_of_leaves(key: int | str, entry: Any, argument: Any) -> list[PartitionSpec | None]:
-    """Return the spec of every leaf of an argument, in flattened order; None for the default.
+def of_leaves(given: str, key: int | str, entry: Any, argument: Any) -> list[Any]:
+    """Return the spec or rule of every leaf of an argument, in flattened order.
 
     Args:
-      key: that of the entry in `in_specs`, for errors.
-      entry: a tree like the argument, or a prefix, of specs or None.
+      given: `in_specs` or `split`, for errors.
+      key: that of the entry, for errors.
+      entry: a tree like the argument, or a prefix, of specs or rules, or None for the default.
       argument: a pytree.
 
     Raises:
@@ -76,8 +93,8 @@ def specs_of_leaves(key: int | str, entry: Any, argument: Any) -> list[Partition
         return spread(entry, argument)
     except ValueError as error:
         raise ValueError(
-            f"in_specs[{key!r}]={entry!r:.200} does not fit the argument: {error}. Give a "
-            "PartitionSpec, or a tree of them with the structure of the argument."
+            f"{given}[{key!r}]={entry!r:.200} does not fit the argument: {error}. Give one value "
+            "for all of it, or a tree of them with the structure of the argument."
         ) from None
 
 

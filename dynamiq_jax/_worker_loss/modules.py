@@ -1,6 +1,7 @@
 """Flax nnx modules as arguments: parameters to differentiate, and the rest, which a call changes.
 
-Flax is optional: nothing here imports it unless a caller has.
+Modules of equinox are pytrees, of which only leaves that are no arrays need care. Both packages are
+optional: nothing here imports them unless a caller has.
 """
 
 import sys
@@ -16,6 +17,15 @@ def is_module(value: Any) -> bool:
     return "flax.nnx" in sys.modules and isinstance(value, _nnx().Module)
 
 
+def holds_equinox(value: Any) -> bool:
+    """Return whether a pytree holds an equinox module."""
+    if "equinox" not in sys.modules:
+        return False
+    kind = sys.modules["equinox"].Module
+    nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kind))
+    return any(isinstance(node, kind) for node in nodes)
+
+
 def split_module(module: Any) -> tuple[Any, Any, Any]:
     """Split a module into its structure, its parameters and the rest of its state."""
     nnx = _nnx()
@@ -23,26 +33,29 @@ def split_module(module: Any) -> tuple[Any, Any, Any]:
     return structure, params, rest
 
 
-def merge(structure: Any, params: Any, rest: Any, worker: Array) -> Any:
+def merge(structure: Any, params: Any, rest: Any, worker: Array | None = None) -> Any:
     """Make a module of parts, with random keys of one worker: dropout differs between workers.
 
     Args:
       structure: from `split_module`.
       params: parameters.
       rest: other state.
-      worker: index of the worker, int32 scalar.
+      worker: index of the worker, int32 scalar; None for the keys as they are.
     """
     nnx = _nnx()
 
-    def own(path: Any, variable: Any) -> Any:
-        del path
-        if not isinstance(variable, nnx.RngKey):
-            return variable
-        keys = variable.get_value()  # of every layer, where layers are stacked
-        folded = jax.vmap(lambda key: jax.random.fold_in(key, worker))(keys.reshape(-1))
-        return variable.replace(folded.reshape(keys.shape))
+    if worker is not None:
+        index = worker
 
-    rest = nnx.map_state(own, rest)
+        def own(path: Any, variable: Any) -> Any:
+            del path
+            if not isinstance(variable, nnx.RngKey):
+                return variable
+            keys = variable.get_value()  # of every layer, where layers are stacked
+            folded = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1))
+            return variable.replace(folded.reshape(keys.shape))
+
+        rest = nnx.map_state(own, rest)
     return nnx.merge(structure, params, rest, copy=True)
 
 
@@ -61,6 +74,15 @@ def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
         return lax.pmax(after, axis_names)
 
     return jax.tree.map(same, rest, before)
+
+
+def without_dropout(value: Any) -> Any:
+    """Return a copy of a module that drops nothing; other values as they are."""
+    if not is_module(value):
+        return value
+    copy = _nnx().clone(value)
+    copy.set_attributes(deterministic=True, raise_if_not_found=False)
+    return copy
 
 
 def update(module: Any, rest: Any) -> None:

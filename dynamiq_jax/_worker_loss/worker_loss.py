@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,10 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._buckets.axes import AxisName, axis_names
+from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._inputs.shards import context_or_automatic, is_explicit, leaf_specs
+from dynamiq_jax._inputs.shards import is_explicit, is_function, leaf_specs
+from dynamiq_jax._worker_loss import aux as auxiliary
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
@@ -25,8 +26,10 @@ from dynamiq_jax._worker_loss.arguments import (
     sort_by_role,
     unwrap_single,
 )
-from dynamiq_jax._worker_loss.batch import resolve_batch
+from dynamiq_jax._worker_loss.batch import in_order_of_workers, resolve_batch, split_axis
 from dynamiq_jax._worker_loss.in_specs import check_axes
+from dynamiq_jax._worker_loss.transforms import Transform, Workers
+from pallas_kernels import compat
 
 P = PartitionSpec
 Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees
@@ -36,30 +39,40 @@ Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated 
 class WorkerLoss:
     """A loss function, how workers share its arguments, and how gradients are sent.
 
-    `loss` and `value` are called inside the map that `over_workers` makes.
+    `loss` and `value` are called by the functions that `over_workers` runs.
     """
 
     loss_fn: Callable[..., Any]
     roles: Roles
     has_aux: bool
+    aux: Any  # roles of aux, as a user gives them
     num_targets: Callable[..., Array] | None
     mesh: Mesh
     axis_name: AxisName
     specs: Any  # as a user gives them
     compression: Compression
+    transform: Transform
+    check_vma: bool | None
 
     def __post_init__(self) -> None:
-        if not self.names or not set(self.names) <= set(self.mesh.axis_names):
+        if not self._axes or not set(self._axes) <= set(self.mesh.axis_names):
             raise ValueError(
                 f"axis_name={self.axis_name!r} is not an axis of the mesh. Give one of "
                 f"{self.mesh.axis_names}."
             )
-        check_axes(self.roles.in_specs, self.names)
+        check_axes(self.roles.in_specs, self._axes)
+        auxiliary.check_roles(self.aux, self.has_aux)
+        self.workers.check()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the axes of workers."""
-        return axis_names(self.axis_name)
+        """Names of the axes of workers, for collectives beside the loss function."""
+        return self.workers.names
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes of workers, and their sizes."""
+        return {name: self.mesh.shape[name] for name in self._axes}
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -76,39 +89,51 @@ class WorkerLoss:
         leaf_specs_of_args: Specs
         if self.specs is None:
             leaf_specs_of_args = _placed(trees, self.mesh)
-        elif callable(self.specs):
+        elif is_function(self.specs):
             leaf_specs_of_args = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
         else:
             leaf_specs_of_args = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
-        axes = {name: self.mesh.shape[name] for name in self.names}
-        signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, axes)
+        signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, self.axes)
         return signature, leaf_specs_of_args, arrays
 
-    def over_workers(
-        self, function: Callable[..., Any], signature: Signature, out_sharding: Any
-    ) -> Callable[..., Any]:
-        """Map a function of leaves by role, and of an argument that is whole, over the workers.
+    @functools.cached_property
+    def workers(self) -> Workers:
+        """The workers, and the transformation that runs a loss for each."""
+        return Workers(self.mesh, self._axes, self.transform, self.check_vma)
 
-        Results are the same on all of them. Under explicit axes, `out_sharding` places them.
+    def replicas(self, trees: tuple[Any, ...], specs: Specs) -> Replicas:
+        """Return the replicas of the differentiated trees."""
+        return Replicas(self.mesh, self.axis_name, self.compression, specs_like(trees, specs))
+
+    def over_workers(
+        self,
+        function: Callable[[Mapping[str, list[Any]]], tuple[Any, Any]],
+        signature: Signature,
+        arrays: Mapping[str, list[Any]],
+    ) -> tuple[Any, Any]:
+        """Call a function of leaves by role for every worker; see `Workers.map`.
+
+        Differentiated leaves are replicas: [workers, *shape], of which each worker gets its own.
         """
-        split = {DIFFERENTIATED: P(), SPLIT: signature.splits, WHOLE: P()}
-        mapped = jax.shard_map(
-            function,
-            mesh=context_or_automatic(self.mesh),
-            in_specs=(split, P()),
-            out_specs=P(),
-            axis_names=set(self.names),
-        )
-        return (
-            jax.sharding.auto_axes(mapped, out_sharding=out_sharding) if is_explicit() else mapped
-        )
+
+        def of_own(arrays: Mapping[str, list[Any]]) -> tuple[Any, Any]:
+            own = [leaf.reshape(leaf.shape[1:]) for leaf in arrays[DIFFERENTIATED]]
+            return function({**arrays, DIFFERENTIATED: own})
+
+        batch = in_order_of_workers(signature, arrays[SPLIT], self.axes)
+        specs: dict[str, list[Any]] = {
+            DIFFERENTIATED: [P(self._axes)] * len(arrays[DIFFERENTIATED]),
+            SPLIT: signature.splits,
+            WHOLE: [P()] * len(arrays[WHOLE]),
+        }
+        return self.workers.map(of_own, specs, {**arrays, SPLIT: batch})
 
     def loss(
         self, signature: Signature, arrays: Mapping[str, list[Any]], differentiated: list[Array]
     ) -> tuple[Array, tuple[Any, list[Any]]]:
         """Return the loss of one worker, and `(aux, rest of every module)`.
 
-        Losses and aux are weighted by targets. Their mean over workers is that of all targets.
+        The loss is weighted by targets. Its mean over workers is that of all targets.
         """
         before, before_named = signature.rebuild(arrays)
         args, kwargs = signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
@@ -119,21 +144,61 @@ class WorkerLoss:
             container[where] = modules.merge(graph, parts.params, parts.rest, worker)
         result = self.loss_fn(*args, **kwargs)
         loss, aux = result if self.has_aux else (result, None)
+        # Of a loss that is the same everywhere, such as a pmean, JAX would differentiate one share.
+        loss = compat.match_varying(loss, worker)
+        weight = None
         if self.num_targets is not None:
-            share = self._share(jnp.asarray(self.num_targets(*args, **kwargs)))
-            loss, aux = jax.tree.map(share, (loss, aux))
+            weight = self._weight(jnp.asarray(self.num_targets(*args, **kwargs)))
+            loss = jnp.asarray(loss)
+            loss = loss * weight.astype(loss.dtype)
         rests = [
             modules.rest_of(
                 _at(where, args, kwargs), _at(where, before, before_named).rest, self.names
             )
             for where, _ in signature.graphs
         ]
-        return loss, (aux, rests)
+        return loss, (auxiliary.OfWorker(aux, weight), rests)
 
-    def value(self, loss: Array, aux: Any) -> Any:
-        """Return what a user gets besides gradients: means over the workers."""
-        loss, aux = jax.tree.map(lambda leaf: lax.pmean(leaf, self.names), (loss, aux))
-        return (loss, aux) if self.has_aux else loss
+    def value(self, loss: Array, aux: auxiliary.OfWorker) -> tuple[list[Array], Any]:
+        """Return rows of aux of this worker, and what a user gets besides them and gradients."""
+        loss = lax.pmean(loss, self.names)
+        if not self.has_aux:
+            return [], loss
+
+        def of_workers(role: str, leaf: Any) -> Array:
+            return auxiliary.of_workers(leaf, role, aux.weight, self.names)
+
+        tree = auxiliary.map_roles(of_workers, self.aux, aux.tree)
+        rows, others = auxiliary.take_rows(self.aux, tree)
+        return rows, (loss, others)
+
+    def with_rows(
+        self, value: Any, rows: Sequence[Array], signature: Signature, batch: Sequence[Any]
+    ) -> Any:
+        """Return the value with rows of aux of all workers, in the order of the batch.
+
+        Args:
+          value: what is the same on all workers; see `value`.
+          rows: rows of each worker: [workers, rows, ...].
+          signature: of the call.
+          batch: arrays that are split over the workers.
+        """
+        if not self.has_aux:
+            return value
+        splits: dict[int, set[Any]] = {}
+        rules = signature.of_batch(signature.rules)
+        for array, spec, rule in zip(batch, signature.splits, rules, strict=True):
+            axis, _ = split_axis(spec, self.axes)
+            splits.setdefault(np.shape(array)[axis], set()).add(rule)
+        loss, others = value
+        joined = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in rows]
+        aux = auxiliary.put_rows(joined, self.aux, others)
+        return loss, auxiliary.in_order_of_batch(self.aux, aux, splits, self.workers.count)
+
+    @property
+    def value_spec(self) -> Any:
+        """Specs of a value over the workers: all of it is the same on them, but for rows."""
+        return (P(), auxiliary.out_specs(self.aux, self._axes)) if self.aux is not None else P()
 
     def give_back(
         self,
@@ -147,21 +212,14 @@ class WorkerLoss:
             modules.update(_at(where, args, kwargs), rest)
 
     @property
-    def _num_workers(self) -> int:
-        return math.prod(self.mesh.shape[name] for name in self.names)
+    def _axes(self) -> tuple[str, ...]:
+        """Axes of the mesh that are split over the workers."""
+        return axis_names(self.axis_name)
 
-    def _share(self, targets: Array) -> Callable[[Array], Array]:
-        """Return a function that weights what a mean over workers is taken of."""
+    def _weight(self, targets: Array) -> Array:
+        """Return the weight of a worker in a mean over workers, whose mean is 1."""
         targets = lax.stop_gradient(targets.astype(jnp.float32))
-        weight = targets * np.float32(self._num_workers) / lax.psum(targets, self.names)
-
-        def weighted(value: Any) -> Array:
-            value = jnp.asarray(value)
-            if not jnp.issubdtype(value.dtype, jnp.inexact):  # counts have means of their own
-                value = value.astype(jnp.float32)
-            return value * weight.astype(value.dtype)
-
-        return weighted
+        return targets * np.float32(self.workers.count) / lax.psum(targets, self.names)
 
 
 def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
@@ -169,6 +227,11 @@ def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
     if specs is None:
         return None
     return unwrap_single(jax.tree.unflatten(jax.tree.structure(trees), specs))
+
+
+def floating_leaves(tree: Any) -> list[Array]:
+    """Return the leaves of a tree that are differentiated, in flattened order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """DynamiQ: variable-width quantization made for multi-hop all-reduce (arXiv 2602.08923)."""
 
 import dataclasses
+import functools
 import numbers
 from typing import Any
 
@@ -207,7 +208,10 @@ class DynamiQ(ChunkedMethod):
 
     def _codec(self, rows: Array, row_norms: Array, call: Call, key: Array) -> DynamiQChunks:
         layout = self._layout_of(call)
-        places = place_rows(row_norms, layout, consecutive=call.is_consecutive)
+        solve = functools.partial(
+            operations.solve, layout=layout, implementation=self.implementation
+        )
+        places = place_rows(row_norms, layout, consecutive=call.is_consecutive, solve=solve)
         seed = jax.random.bits(key, (2,), jnp.uint32)
         return DynamiQChunks(
             local=LocalRows(rows, places, seed),

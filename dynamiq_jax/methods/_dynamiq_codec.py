@@ -17,7 +17,6 @@ from pallas_kernels.codec import (
     make_places,
     rank,
     restore_rows,
-    scales,
 )
 from pallas_kernels.compat import override
 
@@ -109,37 +108,30 @@ class ReorderedSums(SumCodec):
     @override
     def hop(self, payloads: Array, chunk: Array, turn: Index) -> Array:
         codec, layout = self.chunks, self.chunks.layout
-        sums = codec.sums(payloads, chunk)
-        of_sums = scales.quantize_scales(scales.group_maxima(sums, layout.group_size))
+        sums, of_sums = operations.scaled_sums(payloads, codec.local, chunk, **codec._arguments)
         # The operations look up the places of a chunk by its index.
         every_chunk = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (layout.num_chunks, leaf.size)),
-            self._places(*of_sums),
+            self._places(of_sums[None]),
         )
         local = codec.local._replace(rows=sums, places=every_chunk)
         message = dataclasses.replace(codec, local=local).compress(chunk, turn)
         # The scales that the places are made from, even if a GPU's reciprocal rounds differently.
-        return layout.with_scales(message, *of_sums)
+        return layout.with_scales_of(message, of_sums)
 
     @override
     def decompress(self, payloads: Array) -> Array:
-        codec, layout = self.chunks, self.chunks.layout
-        group_bytes, super_bits = layout.scales(payloads)
-        of_sums = self._places(group_bytes, super_bits)
-        order = of_sums.order
-        ordered = (
-            of_sums._replace(order=jnp.take_along_axis(codec.local.places.order, order, axis=1)),
-            jnp.take_along_axis(group_bytes, order[..., None], axis=1),
-            jnp.take_along_axis(super_bits, order, axis=1),
+        codec, of_sums = self.chunks, self._places(payloads)
+        order = jnp.take_along_axis(codec.local.places.order, of_sums.order, axis=1)
+        rows = operations.decompress_sums(
+            payloads, of_sums._replace(order=order), of_sums.order, **codec._arguments
         )
-        # Fused into the decoding of every block, the gathers take twice its time on XLA:CPU.
-        places, *of_rows = lax.optimization_barrier(ordered)
-        codec = dataclasses.replace(codec, local=codec.local._replace(places=places))
-        return codec.decompress(layout.with_scales(payloads, *of_rows))
+        return codec.layout.as_flat(rows)
 
-    def _places(self, group_bytes: Array, super_bits: Array) -> Places:
-        """Return the places of the rows of a sum, by its scales."""
-        order, energies = rank(scales.row_energies(group_bytes, super_bits))
-        layout = self.chunks.layout
-        plane_rows = layout.allocation.solve(energies.astype(jnp.int32), layout.units)
+    def _places(self, payloads: Array) -> Places:
+        """Return the places of the rows of sums in their messages, by the scales of these."""
+        arguments = self.chunks._arguments
+        energies = operations.energies(payloads, **arguments)
+        order, ranked = rank(energies.astype(jnp.uint16))
+        plane_rows = operations.solve(ranked.astype(jnp.int32), **arguments)
         return make_places(order, plane_rows)

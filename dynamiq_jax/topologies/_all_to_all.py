@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax._core import Axis, ChunkCodec
+from dynamiq_jax._core import Axis, ChunkCodec, Payload
 from dynamiq_jax.topologies._base import Arrival, FixedTopology, Gathered, gather
 from pallas_kernels import compat
 from pallas_kernels.compat import override
@@ -31,16 +31,32 @@ class AllToAll(FixedTopology):
     @override
     def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
         worker = axis.index
-        turns = jnp.arange(axis.size - 1, dtype=worker.dtype)
-        others = (worker + 1 + turns) % axis.size
-        payloads = lax.map(lambda args: codec.compress(*args), (others, turns))
 
-        def exchange(leaf: Array) -> Array:
-            by_owner = jnp.zeros((axis.size, *leaf.shape[1:]), leaf.dtype)
-            by_owner = compat.match_varying(by_owner, leaf).at[others].set(leaf)
-            return axis.exchange(by_owner)[others]
+        def send(turn: Array, by_owner: Payload) -> Payload:
+            owner = (worker + 1 + turn) % axis.size
 
-        received = jax.tree.map(exchange, payloads)
+            def put(all_payloads: Array, one: Array) -> Array:
+                return lax.dynamic_update_slice(all_payloads, one.reshape(-1), (owner * one.size,))
+
+            return jax.tree.map(put, by_owner, codec.compress(owner, turn))
+
+        # Payloads one after the other in a vector: a TPU rearranges an array of several.
+        of_one = jax.eval_shape(codec.compress, worker, worker)
+        empty = jax.tree.map(
+            lambda leaf: compat.match_varying(jnp.zeros(axis.size * leaf.size, leaf.dtype), leaf),
+            of_one,
+        )
+        by_owner = lax.fori_loop(0, axis.size - 1, send, empty)
+
+        def exchange(leaf: Array, one: jax.ShapeDtypeStruct) -> Array:
+            received = axis.exchange_parts(leaf)
+            # In the order of the senders behind this worker.
+            twice = jnp.concatenate([received, received])
+            first, count = (worker + 1) * one.size, axis.size - 1
+            others = lax.dynamic_slice(twice, (first,), (count * one.size,))
+            return others.reshape(count, *one.shape)
+
+        received = jax.tree.map(exchange, by_owner, of_one)
         return (Arrival(received, worker, axis.size - 1),)
 
     @override

@@ -1,4 +1,4 @@
-"""Mosaic TPU kernels of all operations; see `pallas_kernels.operations`.
+"""Mosaic TPU kernels of the operations on rows; see `pallas_kernels.operations`.
 
 A step of a kernel is a block of 128 places. While one is computed, the rows of the next one travel
 to vector memory, or those of the last one from it.
@@ -24,13 +24,12 @@ from pallas_kernels._mosaic_tpu.vectors import (
     U32,
     VECTOR,
     lane_of_places,
+    places_of_lanes,
+    take_lanes,
 )
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.rows import l2_norm
 from pallas_kernels.compat import shape_like
-
-_BLOCKS_OF_STEP = 8  # of the statistics
 
 
 class Memory(NamedTuple):
@@ -52,40 +51,13 @@ class Gathered(NamedTuple):
     lines: Any  # all rows
 
 
-def statistics(values: Array) -> Array:
-    """Compute the norm of every row."""
-    num_rows = values.shape[0]
-    lines = transfers.as_lines(values)
-    count = -(-num_rows // PLACES)  # vectors of 128 norms
-    of_step = min(_BLOCKS_OF_STEP, count)
-    block = (of_step * PLACES * lines.shape[0] // num_rows, *lines.shape[1:])
-
-    def kernel(step, lines_ref, norms_ref, values_ref):
-        of_block = lines_ref.shape[0] // of_step
-        for index in range(of_step):
-            transfers.load_values(lines_ref.at[pl.ds(index * of_block, of_block)], values_ref)
-            norms_ref[index : index + 1, :] = l2_norm(values_ref[...], axis=0)[None]
-
-    norms = launch.launch(
-        kernel,
-        -(-count // of_step),
-        [(lines, pl.BlockSpec(block, lambda step: (step, *(0 for _ in block[1:]))))],
-        (
-            shape_like((count, LANES), F32, values),
-            pl.BlockSpec((of_step, LANES), lambda step: (step, 0)),
-        ),
-        [pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32)],
-        name="statistics",
-    )
-    return norms.reshape(-1)[:num_rows]
-
-
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode the sum of received and local rows."""
     shape, received = Shape(layout), payloads.shape[0]
+    gathered = _gathered(local, shape)
 
     def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
-        gathered, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
+        rows_refs, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
         memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
 
         @pl.when(step == 0)
@@ -98,7 +70,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
 
         def of_bits(bits: int) -> None:
             planes = memory.planes.at[:bits]
-            _sum(block, step, gathered, received, memory._replace(planes=planes))
+            _sum(block, step, rows_refs, received, memory._replace(planes=planes))
             rows.encode(block, memory.values, turn_ref[0], seed, planes, sent_ref)
             message.merge_planes(block, planes, sent_ref)
 
@@ -107,16 +79,17 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
 
         @pl.when(step == shape.blocks - 1)
         def _() -> None:
-            _run(words.copy_out(sent_ref, result_ref, memory.others))
+            transfers.run(words.copy_out(sent_ref, result_ref, memory.others))
 
     sent = launch.launch(
         kernel,
         shape.blocks,
         [
             *launch.scalars(chunk, turn, local.seed, local.places),
-            *_gathered(local, shape),
+            *gathered,
             _table(layout),
-            _messages(payloads, layout),
+            # An operand has to have elements.
+            _messages(payloads, layout) if received else gathered.lines,
         ],
         (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY),
         [*_memory(layout, local.rows.dtype, received), words.memory(layout)],
@@ -129,12 +102,33 @@ def decompress_accumulate(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
     """Sum received and local rows."""
-    shape, received = Shape(layout), payloads.shape[0]
+    return _sums(payloads, local, chunk, layout, with_scales=False)[0]
+
+
+def scaled_sums(
+    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
+) -> tuple[Array, Array]:
+    """Sum received and local rows, and compute the scales of the sums."""
+    sums, scales = _sums(payloads, local, chunk, layout, with_scales=True)
+    return sums, words.as_message(scales, layout)
+
+
+def _sums(
+    payloads: Array, local: LocalRows, chunk: Index, layout: Layout, *, with_scales: bool
+) -> list[Array]:
+    """Return sums, and a message of their scales if it is asked for."""
+    shape, received, results = Shape(layout), payloads.shape[0], 1 + with_scales
 
     def kernel(step, chunk_ref, _turn, _seed, starts_ref, *refs):
         gathered, (table_ref, received_ref, sums_ref) = Gathered(*refs[:3]), refs[3:6]
-        memory, result_ref = Memory(*refs[6:-1]), refs[-1]
-        pl.when(step == 0)(lambda: _receive(received_ref, received, memory, layout))
+        memory, (result_ref, *scales_ref) = Memory(*refs[5 + results : -results]), refs[-results:]
+
+        @pl.when(step == 0)
+        def _() -> None:
+            _receive(received_ref, received, memory, layout)
+            for ref in scales_ref:
+                words.clear(ref)
+
         block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
 
         def of_bits(bits: int) -> None:
@@ -142,13 +136,21 @@ def decompress_accumulate(
             _sum(block, step, gathered, received, memory._replace(planes=planes))
 
         _for_width(block, of_bits)
+        for ref in scales_ref:
+            message.merge_scales(block, rows.quantize_scales(layout, memory.values), ref)
         transfers.store_values_in_order(memory.values, result_ref)
         used = HALVES * min(shape.rows, PLACES)
         lines_ref = sums_ref.at[pl.ds(HALVES * block.first, used)]
-        _run(pltpu.make_async_copy(result_ref.at[pl.ds(0, used)], lines_ref, memory.others))
+        transfers.run(pltpu.make_async_copy(result_ref.at[pl.ds(0, used)], lines_ref, memory.others))
         _finish(shape, step, memory)
 
-    sums = launch.launch(
+        @pl.when(step == shape.blocks - 1)
+        def _() -> None:
+            for ref, scales_result_ref in zip(scales_ref, refs[6 : 5 + results], strict=True):
+                transfers.run(words.copy_out(ref, scales_result_ref, memory.others))
+
+    of_scales = (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY)
+    sums, *scales = launch.launch_several(
         kernel,
         shape.blocks,
         [
@@ -157,24 +159,38 @@ def decompress_accumulate(
             _table(layout),
             _messages(payloads, layout),
         ],
-        (shape_like((HALVES * shape.rows, LANES), F32, local.rows), IN_MEMORY),
+        [
+            (shape_like((HALVES * shape.rows, LANES), F32, local.rows), IN_MEMORY),
+            *[of_scales] * with_scales,
+        ],
         [
             *_memory(layout, local.rows.dtype, received),
             pltpu.VMEM((HALVES * PLACES, LANES), F32),
+            *[words.memory(layout)] * with_scales,
         ],
-        name="decompress_accumulate",
+        name="scaled_sums" if with_scales else "decompress_accumulate",
     )
-    return transfers.as_rows(sums)
+    return [transfers.as_rows(sums), *scales]
 
 
 def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
     """Decode the messages of all chunks to rows in their original order."""
+    return _decompress(payloads, places, None, layout)
+
+
+def decompress_sums(payloads: Array, places: Places, table: Array, *, layout: Layout) -> Array:
+    """Decode messages whose scales are in the order of another table."""
+    return _decompress(payloads, places, table, layout)
+
+
+def _decompress(payloads: Array, places: Places, table: Array | None, layout: Layout) -> Array:
+    """Decode messages; `table` has the place of the scales of every row, which may be its own."""
     shape = Shape(layout)
     steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
 
     def kernel(step, starts_ref, *refs):
-        own_order, last_order, table_ref, received_ref, lines_ref = refs[:5]
-        memory = Memory(*refs[5:])
+        own_order, last_order, table_ref, received_ref, *scale_places, lines_ref = refs[:-6]
+        memory = Memory(*refs[-6:])
         message_ref = memory.messages.at[0]
         chunk = step // shape.blocks
         index = step - chunk * shape.blocks
@@ -188,7 +204,13 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
 
         @pl.when(index == 0)
         def _() -> None:
-            _run(words.copy_in(received_ref, chunk, message_ref, layout, memory.others))
+            transfers.run(words.copy_in(received_ref, chunk, message_ref, layout, memory.others))
+
+        def scales_of(block: Block) -> message.Scales:
+            if table is None:
+                return message.load_scales(layout, block.first, message_ref)
+            in_order = jnp.broadcast_to(scale_places[0][0], VECTOR)
+            return message.find_scales(layout, take_lanes(in_order, places_of_lanes()), message_ref)
 
         def of_bits(bits: int) -> None:
             planes = memory.planes.at[:bits]
@@ -196,7 +218,7 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
             # The rows of the block before travel while this one is computed. In the first step,
             # what the memory holds goes where the next step writes.
             scatter(last_order, lanes)
-            rows.add_decoded(block, message_ref, planes, memory.values)
+            rows.add_decoded(block, scales_of(block), planes, memory.values)
             wait()
             transfers.store_values(memory.values, memory.staged)
 
@@ -208,6 +230,7 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
             wait()
 
     order = shape.order_of_blocks(places.order, transfers.lines_of_row(F32))
+    in_vectors = pl.BlockSpec((1, 1, PLACES), lambda step, *_: (step, 0, 0))
     lines = launch.launch(
         kernel,
         steps,
@@ -217,10 +240,11 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
             (order, _order_spec(lambda step, *_: jnp.maximum(step - 1, 0))),
             _table(layout),
             _messages(payloads, layout),
+            *([] if table is None else [(shape.order_of_blocks(table, 1), in_vectors)]),
         ],
         (shape_like((HALVES * layout.num_rows, LANES), F32, payloads), IN_MEMORY),
         _memory(layout, F32, 1),
-        name="decompress",
+        name="decompress" if table is None else "decompress_sums",
     )
     return transfers.as_rows(lines)
 
@@ -229,7 +253,7 @@ def _receive(received_ref, received: int, memory: Memory, layout: Layout) -> Non
     """Copy the messages that arrived to vector memory."""
     for index in range(received):
         lines_ref = memory.messages.at[index]
-        _run(words.copy_in(received_ref, index, lines_ref, layout, memory.others))
+        transfers.run(words.copy_in(received_ref, index, lines_ref, layout, memory.others))
 
 
 def _sum(block: Block, step: Array, gathered: Gathered, received: int, memory: Memory) -> None:
@@ -246,7 +270,8 @@ def _sum(block: Block, step: Array, gathered: Gathered, received: int, memory: M
     def add(index: Index, _: None) -> None:
         message_ref = memory.messages.at[index]
         message.load_planes(block, message_ref, memory.planes)
-        rows.add_decoded(block, message_ref, memory.planes, memory.values, memory.values)
+        scales = message.load_scales(block.layout, block.first, message_ref)
+        rows.add_decoded(block, scales, memory.planes, memory.values, memory.values)
 
     if received == 1:
         add(0, None)
@@ -261,11 +286,6 @@ def _finish(shape: Shape, step: Array, memory: Memory) -> None:
     @pl.when(step == shape.blocks - 1)
     def _() -> None:
         transfers.wait(memory.staged, memory.semaphore, shape.lanes)
-
-
-def _run(copy: Any) -> None:
-    copy.start()
-    copy.wait()
 
 
 def _for_each_lane(shape: Shape, start: Callable[[list[Array]], None]) -> None:
@@ -310,8 +330,6 @@ def _table(layout: Layout) -> Operand:
 
 
 def _messages(payloads: Array, layout: Layout) -> Operand:
-    if len(payloads) == 0:
-        return jnp.zeros(LANES, U32), IN_MEMORY  # an operand has to have elements
     return words.as_operand(payloads, layout), IN_MEMORY
 
 

@@ -19,6 +19,7 @@ IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
 IN_VECTOR_MEMORY = pl.BlockSpec(memory_space=pltpu.VMEM)
 AS_SCALARS = None  # int32, read one by one
 Operand = tuple[Array, pl.BlockSpec | None]
+Result = tuple[jax.ShapeDtypeStruct, pl.BlockSpec]
 _ROOM = 8 * 2**20  # bytes of vector memory for spills and what is not listed
 
 
@@ -37,25 +38,39 @@ def launch(
     kernel: Callable,
     steps: int,
     operands: Sequence[Operand],
-    result: tuple[jax.ShapeDtypeStruct, pl.BlockSpec],
+    result: Result,
     scratch: Sequence[Any],
     name: str,
 ) -> Array:
+    """Run a kernel with one result; see `launch_several`."""
+    return launch_several(kernel, steps, operands, [result], scratch, name)[0]
+
+
+def launch_several(
+    kernel: Callable,
+    steps: int,
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+    scratch: Sequence[Any],
+    name: str,
+) -> list[Array]:
     """Run `kernel(step, *refs)` for all steps, one after the other.
 
     Args:
       kernel: function of the step and the refs of all that follows, in this order.
       steps: number of steps.
       operands: arrays and their specs; scalars come first, as other specs may depend on them.
-      result: shape of the result, and its spec.
+      results: shapes of the results, and their specs.
       scratch: memory of the kernel.
       name: name of the kernel in profiles.
     """
     arrays, specs = zip(*operands, strict=True)
-    used = sum(
-        math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
-        for memory in scratch
-        if hasattr(memory, "shape")
+    used = sum(_bytes(memory.shape, memory) for memory in scratch if hasattr(memory, "shape"))
+    # A block of an operand is there twice: while one is used, the next one arrives.
+    used += sum(
+        2 * _bytes(spec.block_shape, array)
+        for array, spec in operands
+        if spec is not None and spec.block_shape is not None
     )
     return pl.pallas_call(
         lambda *refs: kernel(pl.program_id(0), *refs),
@@ -63,10 +78,10 @@ def launch(
             num_scalar_prefetch=specs.count(AS_SCALARS),
             grid=(steps,),
             in_specs=[spec for spec in specs if spec is not AS_SCALARS],
-            out_specs=result[1],
+            out_specs=[spec for _, spec in results],
             scratch_shapes=list(scratch),
         ),
-        out_shape=result[0],
+        out_shape=[shape for shape, _ in results],
         name=name,
         interpret=pltpu.InterpretParams() if implementation.interpreting() else False,
         compiler_params=pltpu.CompilerParams(
@@ -75,3 +90,7 @@ def launch(
             vmem_limit_bytes=_ROOM + used,
         ),
     )(*arrays)
+
+
+def _bytes(shape: Sequence[Any], array: Any) -> int:
+    return math.prod(shape) * jnp.dtype(array.dtype).itemsize

@@ -5,7 +5,9 @@ written like planes, 1,024 words at a time, of which they are the first; a gathe
 brings them to the lanes of their places.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from pallas_kernels._mosaic_tpu import words
 from pallas_kernels._mosaic_tpu.blocks import Block
 from pallas_kernels._mosaic_tpu.vectors import (
     EIGHTHS,
+    I32,
     LANES,
     PLACES,
     QUARTERS,
@@ -24,6 +27,7 @@ from pallas_kernels._mosaic_tpu.vectors import (
     VECTOR,
     iota,
     lane_of_places,
+    over_segments,
     places_of_lanes,
     sublane,
     swap,
@@ -31,11 +35,19 @@ from pallas_kernels._mosaic_tpu.vectors import (
 )
 from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.scales import energies_of
 
 _UNIT = UNIT // 4  # words
 _PLANES_OF_BRANCH = 4
 _BYTE = np.uint32(0xFF)
 _HALF = np.uint32(0xFFFF)
+
+
+class Scales(NamedTuple):
+    """Scales of the rows of a block."""
+
+    groups: list[Array]  # of every eighth, repeated in the sublanes of a group, uint32 [8, 128]
+    super_bits: Array  # bits of bfloat16, uint32 [8, 128]
 
 
 def load_planes(block: Block, message_ref, planes_ref) -> None:
@@ -74,26 +86,48 @@ def _first_word(block: Block, bit: int) -> Array:
     return _UNIT * (block.starts[bit] + block.first)
 
 
-def load_scales(block: Block, message_ref) -> tuple[list[Array], Array]:
-    """Load the group scales of every eighth of the rows, and the super-scales.
-
-    Returns:
-      Whole numbers, uint32 [8, 128] each, repeated in the sublanes of a group, and bits of
-      bfloat16, uint32 [8, 128].
-    """
-    groups = _load_groups(block, message_ref)
-    return groups, _load_supers(block, message_ref)
+def load_scales(layout: Layout, first: Array, message_ref) -> Scales:
+    """Load the scales of the places from `first` on."""
+    groups = _load_groups(layout, first, message_ref)
+    return Scales(groups, _load_supers(layout, first, message_ref))
 
 
-def merge_scales(block: Block, groups: Sequence[Array], super_bits: Array, message_ref) -> None:
+def find_scales(layout: Layout, places: Array, message_ref) -> Scales:
+    """Load the scales of any places, int32 [8, 128]: those of the lanes, in all sublanes."""
+    count = _words_of_groups(layout)
+    first = layout.group_scales_start // 4 + places * count
+    words_of_lanes = words.find(
+        message_ref,
+        [first + word for word in range(count)],
+        layout.group_scales_start // 4,
+        layout.super_scales_start // 4,
+    )
+    groups = _groups(layout, [words_of_lanes[eighth * count // EIGHTHS] for eighth in range(EIGHTHS)])
+    word = layout.super_scales_start // 4 + (places >> 1)
+    (found,) = words.find(
+        message_ref, [word], layout.super_scales_start // 4, -(-layout.padding_start // 4)
+    )
+    return Scales(groups, _half(found, places))
+
+
+def row_energies(layout: Layout, of_rows: Scales) -> Array:
+    """Compute logarithms of the energies of rows, int32 [8, 128]; see `codec.scales`."""
+    squares = functools.reduce(jnp.add, (jnp.square(group.astype(I32)) for group in of_rows.groups))
+    # Each group counts in all of its sublanes.
+    repeated = over_segments(squares, SUBLANES, jnp.add)
+    squares = repeated >> ((layout.group_size // QUARTERS).bit_length() - 1)
+    return energies_of(squares, of_rows.super_bits).astype(I32)
+
+
+def merge_scales(block: Block, of_rows: Scales, message_ref) -> None:
     """Store what `load_scales` loads."""
-    _merge_groups(block, groups, message_ref)
-    _merge_supers(block, super_bits, message_ref)
+    _merge_groups(block, of_rows.groups, message_ref)
+    _merge_supers(block, of_rows.super_bits, message_ref)
 
 
-def _load_groups(block: Block, message_ref) -> list[Array]:
-    count = _words_of_groups(block.layout)
-    loaded = words.load(message_ref, _first_group_word(block))
+def _load_groups(layout: Layout, first: Array, message_ref) -> list[Array]:
+    count = _words_of_groups(layout)
+    loaded = words.load(message_ref, _first_group_word(layout, first))
     # Word w of a place is at sublane w of its lane.
     at = places_of_lanes() * count + (iota(0) & (count - 1))
     row, lane = at >> 7, at & (LANES - 1)
@@ -102,7 +136,12 @@ def _load_groups(block: Block, message_ref) -> list[Array]:
         found = take_lanes(sublane(loaded, index), lane)
         of_lanes = jnp.where(row == index, found, of_lanes)
     eighths = [sublane(of_lanes, eighth * count // EIGHTHS) for eighth in range(EIGHTHS)]
-    shifts = _shifts_of_groups(block.layout)
+    return _groups(layout, eighths)
+
+
+def _groups(layout: Layout, eighths: Sequence[Array]) -> list[Array]:
+    """Return the group scales from the words that hold those of every eighth."""
+    shifts = _shifts_of_groups(layout)
     return [(word >> shift) & _BYTE for word, shift in zip(eighths, shifts, strict=True)]
 
 
@@ -120,7 +159,7 @@ def _merge_groups(block: Block, groups: Sequence[Array], message_ref) -> None:
         joined = _or_over_groups(of_word, block.layout)
         result = jnp.where(word == index, take_lanes(joined, lane), result)
     result = jnp.where(place < _used_places(block.layout), result, np.uint32(0))
-    words.merge(message_ref, _first_group_word(block), result)
+    words.merge(message_ref, _first_group_word(block.layout, block.first), result)
 
 
 def _or_over_groups(parts: Sequence[Array], layout: Layout) -> Array:
@@ -138,16 +177,20 @@ def _or_over_groups(parts: Sequence[Array], layout: Layout) -> Array:
     return result
 
 
-def _load_supers(block: Block, message_ref) -> Array:
-    first, odd = _first_super_word(block)
-    loaded = sublane(words.load(message_ref, first), 0)
+def _load_supers(layout: Layout, first: Array, message_ref) -> Array:
+    word, odd = _first_super_word(layout, first)
+    loaded = sublane(words.load(message_ref, word), 0)
     half = places_of_lanes() + odd
-    word = take_lanes(loaded, half >> 1)
-    return (word >> ((half & 1) << 4).astype(U32)) & _HALF
+    return _half(take_lanes(loaded, half >> 1), half)
+
+
+def _half(word: Array, index: Array) -> Array:
+    """Return the lower half of a word for an even index, and the upper one for an odd one."""
+    return (word >> ((index & 1) << 4).astype(U32)) & _HALF
 
 
 def _merge_supers(block: Block, super_bits: Array, message_ref) -> None:
-    first, odd = _first_super_word(block)
+    first, odd = _first_super_word(block.layout, block.first)
     result = jnp.zeros(VECTOR, U32)
     for half in range(2):
         place = 2 * iota(1) + half - odd
@@ -162,14 +205,13 @@ def _words_of_groups(layout: Layout) -> int:
     return layout.groups // 4
 
 
-def _first_group_word(block: Block) -> Array:
-    start = block.layout.group_scales_start // 4
-    return start + block.first * _words_of_groups(block.layout)
+def _first_group_word(layout: Layout, first: Array) -> Array:
+    return layout.group_scales_start // 4 + first * _words_of_groups(layout)
 
 
-def _first_super_word(block: Block) -> tuple[Array, Array]:
-    """Return the word that holds the first super-scale, and 1 if that is its upper half."""
-    return block.layout.super_scales_start // 4 + (block.first >> 1), block.first & 1
+def _first_super_word(layout: Layout, first: Array) -> tuple[Array, Array]:
+    """Return the word that holds a super-scale, and 1 if that is its upper half."""
+    return layout.super_scales_start // 4 + (first >> 1), first & 1
 
 
 def _shifts_of_groups(layout: Layout) -> list[Array]:

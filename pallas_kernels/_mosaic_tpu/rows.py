@@ -32,6 +32,7 @@ from pallas_kernels._mosaic_tpu.vectors import (
 from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float
 from pallas_kernels.codec.bit_planes import UNIT, transpose
+from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import level_bits
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
 
@@ -44,8 +45,10 @@ def vector_of(index: int) -> Any:
     return pl.ds(UNIT * eighth + quarter, SUBLANES, QUARTERS)
 
 
-def add_decoded(block: Block, message_ref, planes_ref, values_ref, sums_ref=None) -> None:
-    """Decode the block in a message to `values_ref`, added to `sums_ref` if there is one.
+def add_decoded(
+    block: Block, of_rows: message.Scales, planes_ref, values_ref, sums_ref=None
+) -> None:
+    """Decode a block to `values_ref`, added to `sums_ref` if there is one.
 
     `message.load_planes` has loaded its planes.
     """
@@ -54,10 +57,9 @@ def add_decoded(block: Block, message_ref, planes_ref, values_ref, sums_ref=None
         for bit in range(planes_ref.shape[0])
     ]
     of_bytes = [transpose(planes[low : low + 8]) for low in range(0, len(planes), 8)]
-    group_scales, super_bits = message.load_scales(block, message_ref)
-    step = scales.scale_step(super_bits)
+    step = scales.scale_step(of_rows.super_bits)
     for eighth in range(EIGHTHS):
-        scale = code_to_float(group_scales[eighth]) * step
+        scale = code_to_float(of_rows.groups[eighth]) * step
         for quarter in range(QUARTERS):
             code = _byte(of_bytes[0][eighth], quarter)
             if len(of_bytes) > 1:
@@ -73,16 +75,10 @@ def encode(
 ) -> None:
     """Write the scales of a block to a message, and its planes to `planes_ref`."""
     layout, ops = block.layout, _arithmetic()
-    maxima = [_group_maxima(values_ref, eighth, layout.group_size) for eighth in range(EIGHTHS)]
-    row_maxima = over_segments(functools.reduce(jnp.maximum, maxima), SUBLANES)
-    super_bits = scales.quantize_super_scales(row_maxima.astype(U32))
-    step = scales.scale_step(super_bits)
-    groups, inverses = [], []
-    for maximum in maxima:
-        scale, _ = scales.quantize_group_scales(maximum.astype(U32), super_bits, ops)
-        groups.append(scale.astype(I32).astype(U32))
-        inverses.append(scales.reciprocal(scale * step, ops))
-    message.merge_scales(block, groups, super_bits, message_ref)
+    of_rows = quantize_scales(layout, values_ref)
+    step = scales.scale_step(of_rows.super_bits)
+    inverses = [scales.reciprocal(code_to_float(group) * step, ops) for group in of_rows.groups]
+    message.merge_scales(block, of_rows, message_ref)
     ids = (block.chunk * layout.rows_per_chunk + block.places).astype(U32)
     hashes = row_words(ids, turn, seed, layout.quantizer.rounding)
     bits = planes_ref.shape[0]
@@ -103,6 +99,18 @@ def encode(
             planes_ref[8 * byte + bit] = plane
     # The sign of a row without bits.
     planes_ref[0] = jnp.where(block.widths > 0, planes_ref[0], np.uint32(0))
+
+
+def quantize_scales(layout: Layout, values_ref) -> message.Scales:
+    """Compute the scales of a block."""
+    maxima = [_group_maxima(values_ref, eighth, layout.group_size) for eighth in range(EIGHTHS)]
+    row_maxima = over_segments(functools.reduce(jnp.maximum, maxima), SUBLANES)
+    super_bits = scales.quantize_super_scales(row_maxima.astype(U32))
+    groups = []
+    for maximum in maxima:
+        scale, _ = scales.quantize_group_scales(maximum.astype(U32), super_bits, _arithmetic())
+        groups.append(scale.astype(I32).astype(U32))
+    return message.Scales(groups, super_bits)
 
 
 def _codes(

@@ -80,10 +80,16 @@ def wait(staged_ref, semaphore, lanes: list[int]) -> None:
     pltpu.make_async_copy(part, part, semaphore).wait()
 
 
+def run(copy: Any) -> None:
+    """Start a copy and wait for it."""
+    copy.start()
+    copy.wait()
+
+
 def load_values(staged_ref, values_ref) -> None:
     """Bring the rows of a block from lines to vectors, in the order of coordinates."""
     if staged_ref.dtype != F32:
-        words = staged_ref[...].reshape(-1, LANES)
+        words = staged_ref[...]
         words = (words if words.dtype == U32 else pltpu.bitcast(words, U32)).T
         values_ref[:LANES, :] = as_float(words << np.uint32(16))
         values_ref[LANES:, :] = as_float(words & np.uint32(0xFFFF0000))

@@ -8,6 +8,7 @@ The lanes are not in the order of the places: `place_of_lane` is the one in whic
 wire format lands after the cheapest transposition (`swap`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,15 +70,17 @@ def swap(vector: Array) -> Array:
     return vector
 
 
-def over_segments(vector: Array, size: int) -> Array:
-    """Take the maximum over every `size` neighboring sublanes, and repeat it in all of them."""
+def over_segments(
+    vector: Array, size: int, combine: Callable[[Array, Array], Array] = jnp.maximum
+) -> Array:
+    """Combine every `size` neighboring sublanes, and repeat the result in all of them."""
     distance = 1
     while distance < size:
         above = pltpu.roll(vector, distance, 0)
         if 2 * distance < SUBLANES:
             below = pltpu.roll(vector, SUBLANES - distance, 0)
             above = jnp.where(iota(0) & distance != 0, above, below)
-        vector = jnp.maximum(vector, above)
+        vector = combine(vector, above)
         distance *= 2
     return vector
 

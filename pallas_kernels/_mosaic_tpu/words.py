@@ -4,6 +4,7 @@ A register of 8 x 128 words is 1,024 consecutive words of a message. They start 
 planes and scales do: two unaligned loads and one rotation of the lanes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,11 +14,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import compat, implementation
-from pallas_kernels._mosaic_tpu.vectors import LANES, SUBLANES, U32, iota
+from pallas_kernels._mosaic_tpu.vectors import (
+    LANES,
+    SUBLANES,
+    U32,
+    iota,
+    over_segments,
+    take_lanes,
+)
 from pallas_kernels.codec.layout import Layout
 
 _WORD = 4  # bytes
 _LIMIT = 48 * 2**20  # bytes of messages in vector memory, of which a v5p has 64 MiB
+_VECTORS_OF_TURN = 16
 _LOG_LANES = LANES.bit_length() - 1
 
 
@@ -105,6 +114,32 @@ def load(ref, first: Array) -> Array:
     row, shift = _line_and_lane(first)
     here, next_ = ref[pl.ds(row, SUBLANES), :], ref[pl.ds(row + 1, SUBLANES), :]
     return pltpu.roll(jnp.where(iota(1) >= shift, here, next_), LANES - shift, 1)
+
+
+def find(ref, wanted: Sequence[Array], start: int, end: int) -> list[Array]:
+    """Load any words from `start` to `end`, int32 [8, 128], the same in all sublanes."""
+    first_line = start >> _LOG_LANES
+    lines = -(-end // LANES) - first_line
+    turns = -(-lines // (SUBLANES * _VECTORS_OF_TURN))
+    of_turn = -(-lines // (SUBLANES * turns))
+    at = [_line_and_lane(word) for word in wanted]
+
+    def look(turn: Array | int, found: list[Array]) -> list[Array]:
+        for vector in range(of_turn):
+            line = first_line + SUBLANES * (turn * of_turn + vector)
+            # What lies behind the end is looked at a second time.
+            line = jnp.minimum(line, ref.shape[0] - SUBLANES)
+            here = ref[pl.ds(line, SUBLANES), :]
+            lines = iota(0) + line
+            found = [
+                jnp.where(lines == row, take_lanes(here, lane), before)
+                for before, (row, lane) in zip(found, at, strict=True)
+            ]
+        return found
+
+    found = [jnp.zeros((SUBLANES, LANES), U32) for _ in wanted]
+    found = look(0, found) if turns == 1 else lax.fori_loop(0, turns, look, found)
+    return [over_segments(each, SUBLANES, jnp.bitwise_or) for each in found]
 
 
 def merge(ref, first: Array, words: Array) -> None:

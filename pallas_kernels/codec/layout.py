@@ -120,6 +120,10 @@ class Layout:
         """Bytes of one message, padded so that consecutive messages are all aligned."""
         return -(-self.padding_start // ALIGNMENT) * ALIGNMENT
 
+    def solve(self, energies: Array) -> Array:
+        """Solve for the widths of the rows of chunks; see `Allocation.solve`."""
+        return self.allocation.solve(energies, self.units)
+
     def as_rows(self, flat: Array) -> Array:
         """Pad a bucket [size] with zeros to a matrix [num_rows, 256]."""
         padding = self.num_rows * SUPER_GROUP_SIZE - self.size
@@ -174,6 +178,11 @@ class Layout:
             scales = [part.reshape(*batch, -1) for part in (group_bytes, super_bytes)]
             section = slice(self.group_scales_start, self.padding_start)
         return payload.at[..., section].set(jnp.concatenate(scales, axis=-1))
+
+    def with_scales_of(self, payload: Array, other: Array) -> Array:
+        """Replace the scales of a message by those of another."""
+        start = self.group_scales_start // other.dtype.itemsize
+        return jnp.concatenate([payload[:start], other[start:]])
 
 
 def _split_words(words: Array, parts: int) -> Array:

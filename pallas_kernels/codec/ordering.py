@@ -5,6 +5,7 @@ takes no communication: all workers hold the same integers, and a stable sort of
 same order everywhere.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -44,13 +45,20 @@ class LocalRows(NamedTuple):
     seed: Array  # uint32 [2], the same on all workers
 
 
-def place_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -> Places:
+def place_rows(
+    norm_bits: Array,
+    layout: Layout,
+    *,
+    consecutive: bool = False,
+    solve: Callable[[Array], Array] | None = None,
+) -> Places:
     """Assign rows to places by their norms, largest first, and solve for their widths.
 
     Args:
       norm_bits: norms as bits of bfloat16, uint16 [num_rows]; NaN where a norm is not finite.
       layout: static layout of the bucket.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
+      solve: solver of widths by energies; that of the layout if None.
     """
     norm_bits = jnp.where(norm_bits > _LARGEST_NORM, _LEAST_NORM, norm_bits)
     if consecutive:
@@ -62,7 +70,7 @@ def place_rows(norm_bits: Array, layout: Layout, *, consecutive: bool = False) -
     # The bits of a float are a logarithm, if linear within each octave: here 128 steps for one of
     # the norm, which is two of the energy.
     energies = (norm_bits >> np.uint16(1)).astype(jnp.int32)
-    return make_places(order, layout.allocation.solve(energies, layout.units))
+    return make_places(order, (solve or layout.solve)(energies))
 
 
 def make_places(order: Array, plane_rows: Array) -> Places:

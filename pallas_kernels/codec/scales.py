@@ -83,12 +83,19 @@ def row_energies(group_bytes: Array, super_bits: Array) -> Array:
       uint16 [...] below 2^15, 32 steps an octave; 0 for a row that decodes to NaN anyway.
     """
     squared = jnp.square(group_bytes.astype(jnp.int32))
-    squares = jnp.sum(squared, axis=-1, dtype=jnp.int32)  # below 2^24: exact
-    # The upper half of the bits of a float is a logarithm, if linear within each octave.
+    squares = jnp.sum(squared, axis=-1, dtype=jnp.int32)
+    return energies_of(squares, super_bits.astype(jnp.uint32)).astype(jnp.uint16)
+
+
+def energies_of(squares: Array, super_bits: Array) -> Array:
+    """Compute `row_energies`, uint32, of the sums of squared group scales, int32, and the bits of
+    super-scales, uint32.
+    """
+    # The sums are below 2^24: exact. The upper half of the bits of a float is a logarithm, if
+    # linear within each octave.
     log_squares = lax.bitcast_convert_type(squares.astype(jnp.float32), jnp.uint32) >> np.uint32(16)
-    words = super_bits.astype(jnp.uint32)
-    energies = (np.uint32(2) * words + log_squares) >> np.uint32(2)
-    return jnp.where(words == NAN_BITS, np.uint32(0), energies).astype(jnp.uint16)
+    energies = (np.uint32(2) * super_bits + log_squares) >> np.uint32(2)
+    return jnp.where(super_bits == NAN_BITS, np.uint32(0), energies)
 
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:

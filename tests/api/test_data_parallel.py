@@ -115,7 +115,7 @@ def test_workers_are_weighted_by_their_targets(data_mesh, by_name):
         return loss, {"errors": loss * 2, "rows": jnp.int32(8), "zero": 0.0}
 
     arguments = {"num_targets": lambda params, x, y, scale, mask: mask.sum(), "has_aux": True}
-    mean_loss = wrapped(data_mesh, loss, **arguments)
+    mean_loss = wrapped(data_mesh, loss, aux="mean", **arguments)
     kwargs = {"x": x, "y": y, "mask": mask.astype(np.float32)}
     arguments = ((), kwargs) if by_name else ((x, y, 1.0, kwargs["mask"]), {})
     value, aux = mean_loss(params(), *arguments[0], **arguments[1])

@@ -421,7 +421,7 @@ def test_counts_in_aux_are_averaged_in_float32(data_mesh):
     def loss_fn(w, x):
         return jnp.mean(x @ w), {"count": jnp.int32(100_001)}
 
-    arguments = {"has_aux": True, "num_targets": lambda w, x: x.shape[0]}
+    arguments = {"has_aux": True, "aux": "mean", "num_targets": lambda w, x: x.shape[0]}
     run = value_and_grads("value_and_grad", loss_fn, data_mesh(2), **arguments)
     (_, aux), _ = run(weights(), batch()["x"])
     assert aux["count"].dtype == jnp.float32 and float(aux["count"]) == 100_001

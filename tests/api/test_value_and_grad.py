@@ -153,9 +153,7 @@ def test_aux_is_averaged_exactly(data_mesh):
         loss = plain_loss(params, x, y)
         return loss, {"copy": loss, "inputs": jnp.mean(x, axis=0), "constant": jnp.float32(7)}
 
-    grad_fn = dq.value_and_grad(
-        loss_fn, mesh=data_mesh(NUM_WORKERS), axis_name="data", method="exact", has_aux=True
-    )
+    grad_fn = exact_grad_fn(data_mesh, loss_fn, has_aux=True, aux="mean")
     x, y = batch()
     (loss, aux), grads = jax.jit(grad_fn)(plain_params(), x, y, key=KEY)
     np.testing.assert_allclose(loss, plain_loss(plain_params(), x, y), rtol=1e-5)
@@ -275,7 +273,8 @@ def test_under_set_mesh_with_the_default_axis_types(split):
     def loss(params, x):
         return jnp.mean((x @ params["w"]) ** 2), {"mean": jnp.mean(x)}
 
-    grad_fn = dq.value_and_grad(loss, mesh=mesh, axis_name="data", has_aux=True, method="bf16")
+    how = {"has_aux": True, "aux": "mean", "method": "bf16"}
+    grad_fn = dq.value_and_grad(loss, mesh=mesh, axis_name="data", **how)
     params = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
     x = jax.random.normal(jax.random.key(1), (32, 64))
     expected = grad_fn(params, x, key=jax.random.key(2))
@@ -363,12 +362,13 @@ def test_workers_are_weighted_by_their_targets(data_mesh):
         return mean, {"loss": mean}
 
     args = plain_params(), x, y, mask
-    options = {"has_aux": True, "num_targets": lambda params, x, y, mask: mask.sum()}
+    returns_aux = {"has_aux": True, "aux": "mean"}
+    options = returns_aux | {"num_targets": lambda params, x, y, mask: mask.sum()}
     (loss, aux), grads = exact_grad_fn(data_mesh, loss_fn, **options)(*args, key=KEY)
     (expected_loss, _), expected = jax.value_and_grad(loss_fn, has_aux=True)(*args)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5) == float(aux["loss"])
     close(grads, expected)
-    (unweighted, _), _ = exact_grad_fn(data_mesh, loss_fn, has_aux=True)(*args, key=KEY)
+    (unweighted, _), _ = exact_grad_fn(data_mesh, loss_fn, **returns_aux)(*args, key=KEY)
     assert abs(float(unweighted) / float(loss) - 1) > 0.05
 
 
@@ -417,7 +417,7 @@ def test_an_nnx_module_is_differentiated_and_gets_its_state_back(data_mesh):
         out = model(x)
         return jnp.mean(out**2), jax.lax.all_gather(out[0, 0], "data")
 
-    grad_fn = exact_grad_fn(data_mesh, loss_fn, has_aux=True)
+    grad_fn = exact_grad_fn(data_mesh, loss_fn, has_aux=True, aux="mean")
     with jax.numpy_dtype_promotion("standard"):
         (first, outputs), grads = grad_fn(model, x, key=KEY)
         (second, _), _ = grad_fn(model, x, key=KEY)

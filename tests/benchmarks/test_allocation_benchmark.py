@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -41,6 +42,42 @@ def test_95_percent_of_the_rows_of_the_sparse_embedding_are_zero_for_all(tmp_pat
     folder = make(SMALL, tmp_path, ["sparse embedding"])
     rows = load(folder, "sparse embedding", 4).reshape(4, -1, ROW)
     assert np.mean(np.any(rows != 0, axis=(0, 2))) == pytest.approx(0.05)
+
+
+NAMES = ("model.embed_tokens", "layers.0.self_attn.q", "layers.0.mlp.up", "layers.1.mlp.up")
+
+
+def real_gradients(folder, text, *, workers, **_):
+    """Gradients that are constant in each tensor, with rows of 300."""
+    for worker in range(workers):
+        yield {
+            name: np.full((rows, 300), 100 * place + 0.5 * worker, np.float32)
+            for place, (name, rows) in enumerate(zip(NAMES, (64, 32, 16, 16), strict=True))
+        }
+
+
+def test_tensors_of_a_real_model_have_a_share_of_each_tensor_of_their_kind(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr(tensors, "worker_gradients", real_gradients)
+    recipe = Recipe(workers=3, size=16 * ROW, model=tmp_path / "model")
+    names = names_of(recipe)
+    assert names == [f"model {kind}" for kind in ("gradient", "embedding", "attention", "mlp")]
+    folder = make(recipe, tmp_path, names)
+    for name, places in zip(names, ([0, 1, 2, 3], [0], [1], [2, 3]), strict=True):
+        values, counts = np.unique(load(folder, name, 2)[0], return_counts=True)
+        assert values.tolist() == [100.0 * place for place in places]
+        in_model = np.array([(64, 32, 16, 16)[place] for place in places])
+        np.testing.assert_allclose(counts / counts.sum(), in_model / in_model.sum(), atol=1 / 16)
+        np.testing.assert_array_equal(load(folder, name, 3)[2] - load(folder, name, 3)[0], 1.0)
+    # Other weights in the same folder are another model.
+    (tmp_path / "model" / "model.safetensors").write_text("")
+    assert make(recipe, tmp_path, names) != folder
+
+
+def test_a_real_model_is_not_trained():
+    with pytest.raises(ValueError, match="model='m' is not trained"):
+        Recipe(model=Path("m"), local_steps=3)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import types
 
 import jax
 import numpy as np
@@ -10,8 +11,17 @@ import pytest
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.error import dump_gradients
-from benchmarks.real_lm import errors, gradients, losses, texts, time_to_accuracy, training
+from benchmarks.error import allocation, dump_gradients, tensors
+from benchmarks.error.tensors import ROW, Recipe, names_of
+from benchmarks.real_lm import (
+    errors,
+    estimates,
+    gradients,
+    losses,
+    texts,
+    time_to_accuracy,
+    training,
+)
 from benchmarks.real_lm.policies import POLICIES
 from docs.scripts import real_lm_tables
 from dynamiq_jax._measurement import gradient_files
@@ -94,6 +104,21 @@ def test_errors_of_other_rows_or_weights_are_measured_again(model, tmp_path, mon
     rows = json.loads(path.read_text())["results"]
     found = [(row["model"], row["batch"], row["context"], row["step"]) for row in rows]
     assert found[0] == ("start", 2, 32, 0) and len(set(found)) == len(changes)
+
+
+@pytest.mark.slow
+def test_estimated_errors_are_close_to_those_of_real_gradients(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(tensors, "worker_gradients", shorter_rows)
+    config = estimates.Config(
+        model=model, bits=(4,), workers=(2,), keys=4, size=8 * ROW, folder=tmp_path / "tensors"
+    )
+    estimates.main(config)
+    rows = json.loads((tmp_path / "real_lm_estimates.json").read_text())["results"]
+    assert [row["kind"] for row in rows] == names_of(Recipe(model=model))
+    for row in rows:
+        assert 0.5 < np.mean(row["ratios"]) < 2
+        assert len(set(row["ratios"])) == config.keys
 
 
 @pytest.mark.slow
@@ -190,12 +215,17 @@ def test_methods_and_policies_have_folders_of_their_own():
 def test_without_the_model_each_benchmark_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     none, words = tmp_path / "none", r"none, which has no model\. Run `make demo-llm`\."
-    for benchmark in (errors, training, time_to_accuracy):
+    for benchmark in (errors, estimates, training, time_to_accuracy):
         with pytest.raises(SystemExit, match=f"--model is .*{words}"):
             benchmark.main(benchmark.Config(model=none))
     options = dump_gradients.Options(model="smollm2", checkpoint=none, output=tmp_path / "g.npz")
     with pytest.raises(SystemExit, match=f"--checkpoint is .*{words}"):
         dump_gradients.main(options)
+    config = allocation.Config(
+        recipe=Recipe(model=none), folder=tmp_path / "tensors", output=tmp_path / "a.json"
+    )
+    with pytest.raises(SystemExit, match=f"--recipe.model is .*{words}"):
+        allocation.main(config)
     assert not list(tmp_path.iterdir())
 
 
@@ -216,6 +246,35 @@ def test_gradients_of_a_checkpoint_are_written(model, tmp_path):
         np.testing.assert_array_equal(found[name], [each[name] for each in expected])
 
 
+def test_a_part_of_the_rows_of_the_embedding_is_written(tmp_path, monkeypatch):
+    """And all rows of other tensors."""
+    monkeypatch.setattr(dump_gradients, "check_folder", lambda *_: None)
+    monkeypatch.setattr(
+        dump_gradients.checkpoint,
+        "read_config",
+        lambda _: types.SimpleNamespace(num_hidden_layers=1),
+    )
+    whole = [
+        {
+            name: np.full((7, 300), worker) + np.arange(7)[:, None]
+            for name in ("embed_tokens", "mlp")
+        }
+        for worker in (0.0, 10.0)
+    ]
+    monkeypatch.setattr(dump_gradients, "worker_gradients", lambda *_, **__: iter(whole))
+    options = dump_gradients.Options(
+        model="smollm2",
+        kinds=("embedding", "mlp"),
+        layers=(0,),
+        embedding_every=3,
+        output=tmp_path / "g.npz",
+    )
+    dump_gradients.main(options)
+    found = np.load(options.output)
+    assert found["embed_tokens"][:, :, 0].tolist() == [[0, 3, 6], [10, 13, 16]]
+    assert found["mlp"].shape == (2, 7, 300)
+
+
 def shorter_rows(folder, text, *, workers, batch=1, context=32):
     return gradients.worker_gradients(folder, text, workers=workers, batch=1, context=32)
 
@@ -228,6 +287,7 @@ def shorter_rows(folder, text, *, workers, batch=1, context=32):
         ({"seed": 3}, "--seed has no effect"),
         ({"model": "decoder"}, "--checkpoint has no effect with --model decoder"),
         ({"layers": (0, 7)}, r"--layers has \[7\]: the model has layers 0 to 0"),
+        ({"embedding_every": 0}, "--embedding-every is 0. Give at least 1"),
         ({"kinds": ()}, "--kinds and --layers leave no tensor"),
         ({"workers": 999}, "dump_gradients: count=1998 rows of 256 tokens"),
     ],

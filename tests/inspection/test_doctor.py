@@ -111,6 +111,14 @@ def test_a_program_is_read_from_its_text(tmp_path, data_mesh, capsys):
     assert "DynamiQ(bits=4)" in shown and "hosts" in shown and "between hosts" in shown
 
 
+def test_axes_of_workers_are_those_of_the_mesh(tmp_path, script):
+    with pytest.raises(CommandError, match="--workers: 'data' is no axis of --mesh"):
+        Doctor(target=script, arguments=("4",), workers=("data",), mesh=("hosts=4",)).run()
+    path = tmp_path / "step.hlo"
+    path.write_text(compiled_text())
+    assert Doctor(target=path, mesh=("data=4",), workers=("data",)).run() == 0
+
+
 @functools.cache
 def compiled_text() -> str:
     """Return the text of a sound program, with a loop, fused operations and tables of lines."""

@@ -209,6 +209,7 @@ def test_bf16_that_the_compiler_widens_is_found():
     found = dq.inspect(step, params, BATCH.astype(jnp.bfloat16), KEY)
     assert kinds(found) == ["not compressed", "widened"]
     assert "16 bits" in found.findings[1].text
+    assert "XLA for CPUs widens sums of 16 bits" in found.findings[1].text
     exact = manual_step(mesh_of(data=4), lambda grads, key: jax.lax.pmean(grads, "data"))
     assert kinds(dq.inspect(exact, EXACT_PARAMS, BATCH, KEY)) == ["not compressed"]
 
@@ -221,7 +222,51 @@ def test_a_permutation_of_bf16_that_is_widened_is_found():
         return jax.lax.ppermute(grads, "data", [(i, (i + 1) % 4) for i in range(4)])
 
     found = dq.inspect(manual_step(mesh_of(data=4), ring), EXACT_PARAMS, BATCH, KEY)
-    assert "widened" in kinds(found)
+    (widened,) = [finding for finding in found.findings if finding.kind == "widened"]
+    assert "XLA widens them on this platform" in widened.text
+
+
+def test_values_that_a_program_converts_are_not_widened_by_the_platform():
+    def reduce(grads, key):
+        grads = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), grads)
+        return jax.lax.pmean(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads), "data")
+
+    found = dq.inspect(manual_step(mesh_of(data=4), reduce), EXACT_PARAMS, BATCH, KEY)
+    texts = [finding.text for finding in found.findings if finding.kind == "widened"]
+    assert all("converted first" in text for text in texts) and texts
+
+
+def sharded_and_compressed(grads, key):
+    """Sums of a layer that is sharded over fsdp, as large as a parameter, in bfloat16 and exact."""
+    partial = jax.lax.psum(grads["w"].astype(jnp.bfloat16), "fsdp")
+    exact = jax.lax.psum(grads["w"] + 1, "fsdp")
+    mean = compressed(grads, key)
+    return mean | {"w": mean["w"] + partial.astype(jnp.float32) + exact}
+
+
+@pytest.mark.parametrize("known", ("step", "text and mesh", "text"))
+def test_exact_sums_over_another_axis_than_that_of_workers_are_sound(known):
+    """Whether the axes are known or not."""
+    mesh = mesh_of(data=2, fsdp=4)
+    step = manual_step(mesh, sharded_and_compressed)
+    if known == "step":
+        found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY)
+    else:
+        text = step.lower(EXACT_PARAMS, BATCH, KEY).compile().as_text()
+        found = inspect_text(text, meshes=[mesh] if "mesh" in known else [])
+    assert found.findings == ()
+    assert found.bytes_exact > found.bytes_compressed
+
+
+@pytest.mark.parametrize(("workers", "expected"), ((("data",), 0), (("fsdp",), 2), ((), 2)))
+def test_axes_of_workers_may_be_said_where_nothing_is_compressed(workers, expected):
+    def reduce(grads, key):
+        return jax.lax.psum(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), grads), "fsdp")
+
+    mesh = mesh_of(data=2, fsdp=4)
+    text = manual_step(mesh, reduce).lower(EXACT_PARAMS, BATCH, KEY).compile().as_text()
+    found = inspect_text(text, meshes=[mesh], workers=workers)
+    assert len(kinds(found)) == expected == len(set(kinds(found)))
 
 
 @pytest.mark.parametrize(("axis", "expected"), (("fsdp", []), ("data", ["widened"])))

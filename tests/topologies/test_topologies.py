@@ -441,3 +441,23 @@ def test_shorter_paths_have_smaller_errors():
     ring, all_to_all = (error_of(name, "correlated", 0.5) for name in ("ring", "all_to_all"))
     assert 0.4 < all_to_all / ring < 0.65
     assert 0.55 < ring / error_of("ring", "independent", 0.5) < 0.8
+
+
+def test_bf16_on_an_all_to_all_is_one_float32_sum():
+    """Bit for bit: of values that BF16 holds, whose float32 sums are exact in any order."""
+    values = np.random.default_rng(0).integers(-128, 129, (8, 4096)).astype(np.float32) / 128
+    exact = jnp.asarray(values.sum(axis=0))
+
+    def both(values, topology):
+        how = {"key": KEY, "method": "bf16", "topology": topology}
+        parts = dq.psum_scatter(values, "data", tiled=True, **how)
+        return dq.psum(values, "data", **how), parts
+
+    total, parts = jax.vmap(functools.partial(both, topology="all_to_all"), axis_name="data")(
+        values
+    )
+    rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(total, np.broadcast_to(rounded, total.shape))
+    np.testing.assert_array_equal(parts.ravel(), exact)  # not even the sum is rounded
+    in_a_ring, _ = jax.vmap(functools.partial(both, topology="ring"), axis_name="data")(values)
+    assert 0.05 < np.mean(in_a_ring[0] != rounded) < 0.5

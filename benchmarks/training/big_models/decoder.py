@@ -17,6 +17,8 @@ HEADS, GROUPS, HEAD_SIZE = 32, 8, 128
 TOKENS = 2048  # of a row; every device has one row
 
 FORMS = ("exact", "exact in a map", "pcast in the scan", "pmean")
+# Of `dq.data_parallel`. With rows, scores of the vocabulary are split along rows alone.
+TRANSFORMS = ("shard_map", "vmap", "vmap with rows")
 
 SPECS = {
     "embed": P("fsdp"),
@@ -34,7 +36,7 @@ SPECS = {
 class Case:
     """A training step: how gradients are summed, layers, and devices of data x fsdp."""
 
-    form: str  # of FORMS
+    form: str  # of FORMS or TRANSFORMS
     layers: int
     devices: tuple[int, int]
 
@@ -80,7 +82,16 @@ def shapes(layers: int) -> Any:
     )
 
 
-def loss_fn(params: Any, tokens: Array, cast: Callable[[Any, Any], Any]) -> Array:
+def _same(tree: Any, specs: Any = None) -> Any:
+    return tree
+
+
+def loss_fn(
+    params: Any,
+    tokens: Array,
+    cast: Callable[[Any, Any], Any] = _same,
+    by_rows: Callable[[Array], Array] = _same,
+) -> Array:
     """Return the mean cross entropy of the next tokens.
 
     Args:
@@ -88,6 +99,7 @@ def loss_fn(params: Any, tokens: Array, cast: Callable[[Any, Any], Any]) -> Arra
       tokens: int32 [rows, tokens + 1].
       cast: applied to the parameters of each layer in the body of the scan, and to all others, with
         their specs.
+      by_rows: applied to the scores of the vocabulary.
     """
     others = {name: params[name] for name in ("embed", "head", "norm")}
     others = cast(others, {name: SPECS[name] for name in others})
@@ -99,7 +111,7 @@ def loss_fn(params: Any, tokens: Array, cast: Callable[[Any, Any], Any]) -> Arra
     x = jnp.take(others["embed"], tokens[:, :-1], axis=0).astype(jnp.bfloat16)
     x, _ = lax.scan(jax.checkpoint(body), x, params["layers"])
     logits = _norm(x, others["norm"]) @ others["head"].astype(x.dtype)
-    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    scores = by_rows(jax.nn.log_softmax(logits.astype(jnp.float32)))
     return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
 
 
@@ -131,7 +143,7 @@ def _gradients(form: str, mesh: Any) -> Callable[..., tuple[Array, Any]]:
 
     def alone(params: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
         del key
-        return jax.value_and_grad(loss_fn)(params, tokens, lambda tree, specs: tree)
+        return jax.value_and_grad(loss_fn)(params, tokens)
 
     def local(params: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
         def exact(tree: Any, specs: Any) -> Any:
@@ -142,15 +154,31 @@ def _gradients(form: str, mesh: Any) -> Callable[..., tuple[Array, Any]]:
 
         if form == "pmean":
             own = lax.pcast(params, "data", to="varying")
-            loss, grads = jax.value_and_grad(loss_fn)(own, tokens, lambda tree, specs: tree)
+            loss, grads = jax.value_and_grad(loss_fn)(own, tokens)
             return lax.pmean(loss, "data"), dq.pmean(grads, "data", key=key, specs=SPECS)
         cast = exact if form == "exact in a map" else compressed
         return jax.value_and_grad(lambda params: lax.pmean(loss_fn(params, tokens, cast), "data"))(
             params
         )
 
+    def wrapped(params: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
+        def split(scores: Array) -> Array:
+            return lax.with_sharding_constraint(scores, NamedSharding(mesh, P("fsdp", None, None)))
+
+        by_rows = split if form.endswith("with rows") else _same
+        mean_loss = dq.data_parallel(
+            lambda params, tokens: loss_fn(params, tokens, by_rows=by_rows),
+            mesh=mesh,
+            axis_name="data",
+            specs=SPECS,
+            transform="shard_map" if form == "shard_map" else "vmap",
+        )
+        return jax.value_and_grad(mean_loss)(params, tokens)
+
     if form == "exact":
         return alone
+    if form in TRANSFORMS:
+        return wrapped
     return jax.shard_map(
         local,
         mesh=mesh,

@@ -1,0 +1,64 @@
+"""Parameters of replicas in a global view, whose gradients are reduced where they are taken."""
+
+from typing import Any, TypeVar
+
+from jax import Array
+from jax.sharding import Mesh
+
+from dynamiq_jax._buckets.axes import AxisName
+from dynamiq_jax._buckets.replicas import Replicas
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+
+Tree = TypeVar("Tree")
+
+
+def broadcast_to_replicas(
+    tree: Tree,
+    axis_name: AxisName,
+    *,
+    key: Array | None = None,
+    mean: bool = False,
+    mesh: Mesh | None = None,
+    method: Method | str | Rules = DynamiQ(),
+    topology: Topology | str = "ring",
+    specs: Any = None,
+    options: Options = Options(),
+) -> Tree:
+    """Broadcast parameters to a replica for each worker, whose gradients are summed compressed.
+
+    Its transpose is `mean_of_replicas` times the number of workers. So whoever differentiates a
+    function of the parameters gets gradients that are reduced already. It is `dq.pcast` for
+    programs that are one `jax.jit` without `shard_map`, where workers are an axis of `jax.vmap`:
+
+        def mean_loss(params, x):  # x: [workers, rows, ...]
+            params = dq.broadcast_to_replicas(params, "data", mesh=mesh)
+            return jax.vmap(loss_fn, spmd_axis_name="data")(params, x).mean()
+
+    Nothing is sent for leaves that are not differentiated, such as frozen ones.
+
+    Args:
+      tree: pytree of parameters. Only floating leaves have gradients.
+      axis_name: axis of the mesh of which each worker gets a replica, or several with the slowest
+        link first; see `psum`.
+      key: PRNG key, another one at every step. By default it is computed from all bits of the
+        leaves that are differentiated; see `pcast`.
+      mean: divide the sum by the number of workers.
+      mesh: the mesh; by default that of `jax.set_mesh`.
+      method: compression method without state; see `psum`.
+      topology: route of the chunks; see `psum`.
+      specs: how the parameters are split over other axes; see `psum`.
+      options: leaves whose gradients stay exact, and the size of buckets.
+
+    Returns:
+      A tree of the same structure and dtypes, arrays [workers, *shape], whose leading axis is split
+      over the axis of the mesh.
+
+    Raises:
+      ValueError: the mesh has no such axis; and as `psum`.
+    """
+    compression = resolve(method, topology, options, stateless="broadcast_to_replicas")
+    replicas = Replicas(mesh, axis_name, compression, specs)
+    return replicas.broadcast(tree, key, None, mean=mean)

@@ -1,0 +1,171 @@
+"""A first check: the loss of the workers is that of the whole batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dynamiq_jax._api.value_and_grad import run_exactly
+from dynamiq_jax._core import check_number
+from dynamiq_jax._worker_loss import modules
+from dynamiq_jax._worker_loss.arguments import by_position
+from dynamiq_jax._worker_loss.aux import ROLES, ROWS, roles_of
+from dynamiq_jax._worker_loss.causes import Difference, cause_of, cause_of_error
+from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen
+from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
+
+
+def check_data_parallel(
+    wrapped: Callable[..., Any], *args: Any, tolerance: float = 1e-3, **kwargs: Any
+) -> None:
+    """Check on one batch that the loss of the workers is that of the whole batch.
+
+        mean_loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data")
+        dq.check_data_parallel(mean_loss, params, batch)
+
+    The wrapped loss without compression is compared with the loss function on the whole batch: the
+    value, the gradients, and aux by its roles. A loss that compares rows, depends on their order,
+    or is no mean has another value on the parts of the workers, without an error. If there is a
+    difference, experiments with the loss on chosen rows find a likely cause:
+
+    - *rows in blocks*, *groups that are cut*, *the order of rows*: rows that belong together are on
+      different workers;
+    - *a count of the whole batch*, *numbers of the whole batch*: as in `x[:4]`;
+    - *an array that is not of the batch* is split, such as weights of classes;
+    - *a sum over rows*, *a function of a mean*: the loss is no mean;
+    - *uneven targets* without `num_targets`, or *a worker without targets*;
+    - *statistics of the batch*, as of batch normalization, or *rows that are compared with all
+      others*, as in-batch negatives;
+    - *random numbers*: the check is not possible.
+
+    The batch may be small: a few rows for each worker are enough, of different values, with padding
+    as in training. Without a difference, the check costs two gradients. Modules of nnx are copied,
+    and nothing is dropped in the copies.
+
+    Args:
+      wrapped: result of `data_parallel` or `value_and_grad`.
+      *args: arguments of the loss function.
+      tolerance: relative difference that rounding may cause, in the loss, the norm of all gradients
+        and each array of aux. Give 0.03 for models that compute in 16 bits.
+      **kwargs: keyword arguments of the loss function.
+
+    Raises:
+      TypeError: `wrapped` is another function.
+      ValueError: there is a difference; the text names its likely cause and a remedy. Or the loss
+        of the whole batch is not finite, or arguments are not possible.
+    """
+    work = getattr(wrapped, "worker_loss", None)
+    if not isinstance(work, WorkerLoss):
+        raise TypeError(
+            f"wrapped={wrapped!r:.80} is not a result of dq.data_parallel or dq.value_and_grad. "
+            "Give one, without another function around it."
+        )
+    check_number("tolerance", tolerance, 0, 1)
+    copies = jax.tree.map(modules.without_dropout, (args, kwargs), is_leaf=modules.is_module)
+    arguments = by_position(work.loss_fn, *copies)
+    signature, specs, arrays = work.bind(*arguments)
+    on_rows = OnRows(work, signature, arrays)
+    whole = on_rows.whole
+    if not all(bool(jnp.isfinite(leaf).all()) for leaf in (whole.loss, *whole.gradient)):
+        raise ValueError(
+            f"The loss of the whole batch is {float(whole.loss)}, and it or its gradient is not "
+            "finite. Give a batch and parameters for which it is."
+        )
+    try:
+        value, gradient = run_exactly(work, signature, specs, arrays)
+    except Exception as error:
+        if not (on_rows.count and (text := on_rows.fails(on_rows.parts[0]))):
+            raise
+        cause = cause_of_error(on_rows)
+        raise ValueError(
+            f"The loss raises an error for the {on_rows.parts.shape[1]} rows of one worker, and "
+            f"none for the whole batch. {text}. Likely cause: {cause.name}. {cause.remedy}"
+        ) from error
+    loss, aux = value if work.has_aux else (value, None)
+    _compare(on_rows, float(loss), gradient, tolerance)
+    if work.has_aux:
+        _compare_aux(on_rows, aux, tolerance)
+
+
+def _compare(on_rows: OnRows, loss: float, gradient: list[Any], tolerance: float) -> None:
+    """Raise ValueError if the loss or the gradient is not that of the whole batch."""
+    whole = on_rows.whole
+    expected = float(whole.loss)
+    of_loss = abs(loss - expected) / (abs(expected) or 1.0)
+    of_gradient = _distance(gradient, whole)
+    if of_loss <= tolerance and of_gradient <= tolerance:
+        return
+    text = (
+        f"The loss of {on_rows.workers} workers is {loss:.7g}, and {expected:.7g} for the whole "
+        f"batch. Their gradients differ by {of_gradient:.2%}."
+    )
+    if not on_rows.count:
+        raise ValueError(
+            f"{text} Arrays of the batch have different numbers of rows, so that no cause was "
+            "looked for."
+        )
+    coordinates = np.asarray(on_rows.coordinates(gradient), np.float64)
+    workers = Seen(np.array([loss]), coordinates[None], np.ones(1))
+    cause = cause_of(Difference(on_rows, workers))
+    raise ValueError(f"{text} Likely cause: {cause.name}. {cause.remedy}")
+
+
+def _distance(gradient: list[Any], whole: Result) -> float:
+    """Return the relative distance of a gradient from that of the whole batch."""
+    pairs = list(zip(gradient, whole.gradient, strict=True))
+    squares = [float(jnp.sum((a - b).astype(jnp.float32) ** 2)) for a, b in pairs]
+    norms = [float(jnp.sum(b.astype(jnp.float32) ** 2)) for _, b in pairs]
+    return float(np.sqrt(sum(squares) / (sum(norms) or 1.0)))
+
+
+def _compare_aux(on_rows: OnRows, aux: Any, tolerance: float) -> None:
+    """Raise ValueError for an array of aux that is not that of the whole batch."""
+    roles = roles_of(on_rows.work.aux, aux)
+    expected = jax.tree.leaves(on_rows.whole.aux)
+    for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(aux)):
+        if _is_close(leaf, expected[number], tolerance):
+            continue
+        name, role = f"aux{jax.tree_util.keystr(path)}", roles[number]
+        fitting = [
+            other
+            for other, value in (_by_role(on_rows, number) if on_rows.count else {}).items()
+            if _is_close(value, expected[number], tolerance)
+        ]
+        remedy = (
+            f"Likely cause: the role. It is {ROLES[fitting[0]]}: give the role {fitting[0]!r}."
+            if fitting
+            else "No role has the value of the whole batch. Return sums and counts, and make "
+            "other functions of the results."
+        )
+        shown = _shown(leaf), _shown(expected[number])
+        raise ValueError(
+            f"{name} with the role {role!r} is {shown[0]}, and {shown[1]} for the whole batch. "
+            f"{remedy}"
+        )
+
+
+def _by_role(on_rows: OnRows, number: int) -> Mapping[str, Any]:
+    """Return what an array of aux would be with each role."""
+    parts, targets = on_rows.aux_of(on_rows.parts)
+    each = np.asarray(jax.tree.leaves(parts)[number], np.float64)
+    rows = np.concatenate(each) if each.ndim > 1 else each
+    if len(rows) == on_rows.count:
+        rows = rows[np.argsort(on_rows.parts.ravel())]
+    mean = np.tensordot(targets / targets.sum(), each, 1)
+    return {"mean": mean, "sum": each.sum(0), "same": each[0], ROWS: rows}
+
+
+def _is_close(found: Any, expected: Any, tolerance: float) -> bool:
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if found.shape != expected.shape:
+        return False
+    scale = np.abs(expected).max(initial=0) or 1.0
+    return bool(
+        np.allclose(found / scale, expected / scale, rtol=0, atol=tolerance, equal_nan=True)
+    )
+
+
+def _shown(leaf: Any) -> str:
+    return f"{float(leaf):.7g}" if np.ndim(leaf) == 0 else f"an array of shape {np.shape(leaf)}"

@@ -1,0 +1,82 @@
+"""Casts whose transpose is a collective: gradients are reduced where they are taken."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """A cast of a tree of parameters to those of the workers, and its transpose.
+
+    In the trees that `sum` and `key_of` get, leaves that are not differentiated have dtype float0.
+    """
+
+    spread: Callable[[Any], Any]  # parameters to those of the workers, of the same values
+    sum: Callable[[Any, Array], Any]  # cotangents of these, and a key, to sums over the workers
+    key_of: Callable[[Any], Array]  # parameters to a PRNG key
+
+    def __call__(self, tree: Any, key: Array | None, salt: Array | None) -> Any:
+        """Cast a tree. Only leaves that are differentiated are sent.
+
+        Args:
+          tree: pytree of arrays.
+          key: PRNG key; None for one from the leaves that are differentiated.
+          salt: number that such a key depends on as well, uint32 scalar, or None.
+        """
+
+        @jax.custom_vjp
+        def cast(tree: Any, key: Array | None, salt: Array | None) -> Any:
+            del key, salt
+            return self.spread(tree)
+
+        def forward(tree: Any, key: Any, salt: Any) -> tuple[Any, tuple[_Differentiated, Array]]:
+            primals, structure = jax.tree.flatten(tree)
+            differentiated = _Differentiated(tuple(primal.perturbed for primal in primals))
+            values = jax.tree.unflatten(structure, [primal.value for primal in primals])
+            if key is None:
+                step_key = self.key_of(differentiated.only(values))
+                step_key = step_key if salt is None else jax.random.fold_in(step_key, salt.value)
+            else:
+                step_key = key.value
+            return self.spread(values), (differentiated, step_key)
+
+        def backward(
+            residuals: tuple[_Differentiated, Array], cotangents: Any
+        ) -> tuple[Any, None, None]:
+            differentiated, key = residuals
+            summed = self.sum(differentiated.only(cotangents), key)
+            return jax.tree.map(_none_if_float0, summed), None, None
+
+        cast.defvjp(forward, backward, symbolic_zeros=True)
+        return cast(tree, key, salt)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Differentiated:
+    """Flags of the leaves of a tree that are differentiated."""
+
+    flags: tuple[bool, ...]
+
+    def only(self, tree: Any) -> Any:
+        """Return a tree in which other leaves, and symbolic zeros, have dtype float0."""
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_zero)
+        kept = [
+            leaf if flag and not _is_zero(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
+            for leaf, flag in zip(leaves, self.flags, strict=True)
+        ]
+        return jax.tree.unflatten(structure, kept)
+
+
+def _is_zero(leaf: Any) -> bool:
+    return isinstance(leaf, SymbolicZero)
+
+
+def _none_if_float0(leaf: Any) -> Any:
+    return None if leaf.dtype == jax.dtypes.float0 else leaf

@@ -1,0 +1,228 @@
+"""Likely causes of a loss of workers that is not the loss of the batch, found by experiments on it.
+
+Each cause is a law that losses without it do not have. An experiment explains a difference if its
+loss and its gradient are much closer to those of the whole batch than the workers' are.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamiq_jax._worker_loss.on_rows import OnRows, Seen
+
+_CLOSER = 0.02  # share of a difference that an explanation may leave
+_MOST = 16  # blocks, or rows of a group, that are tried
+
+
+class Cause(NamedTuple):
+    """Likely cause of a difference."""
+
+    name: str
+    remedy: str
+
+
+class Difference:
+    """A difference between the workers' loss and that of the whole batch, and experiments on it."""
+
+    def __init__(self, on_rows: OnRows, workers: Seen):
+        self.on_rows = on_rows
+        self.everything = np.arange(on_rows.count)[None]
+        self.whole = on_rows.see(self.everything)
+        self.size = self.distance(workers)
+
+    def distance(self, seen: Seen) -> float:
+        """Return the relative distance of the first set from the whole batch."""
+        scale = np.abs(self.whole.losses[0]) or 1.0
+        norm = np.linalg.norm(self.whole.gradients[0]) or 1.0
+        of_loss = np.abs(seen.losses[0] - self.whole.losses[0]) / scale
+        return float(of_loss + np.linalg.norm(seen.gradients[0] - self.whole.gradients[0]) / norm)
+
+    def explains(self, seen: Seen) -> bool:
+        """Return whether an experiment has the loss and the gradient of the whole batch."""
+        return self.distance(seen) < _CLOSER * self.size
+
+    def of_units(self, units: np.ndarray) -> bool:
+        """Return whether the loss of the batch is the mean over units of rows: [units, rows]."""
+        return not self.on_rows.fails(units[0]) and self.explains(self.on_rows.see(units).mean())
+
+
+def cause_of(difference: Difference) -> Cause:
+    """Return the likely cause of a difference."""
+    rules: tuple[Callable[[Difference], Iterator[Cause]], ...] = (
+        _empty,
+        _random,
+        _no_rows,
+        _ordered,
+        _function_of_means,
+        _compared,
+    )
+    return next(cause for rule in rules for cause in rule(difference))
+
+
+def cause_of_error(on_rows: OnRows) -> Cause:
+    """Return the likely cause of an error that the loss raises for the rows of one worker."""
+    for size in _units(on_rows.count):
+        groups = np.arange(on_rows.count).reshape(-1, size)
+        if on_rows.parts.shape[1] % size and not on_rows.fails(groups[0]):
+            return _groups(on_rows, size)
+    return Cause(
+        "numbers of the whole batch",
+        "The loss takes a number of rows for granted, such as that of the whole batch. Compute it "
+        "from the shapes of its arguments.",
+    )
+
+
+def _random(difference: Difference) -> Iterator[Cause]:
+    on_rows = difference.on_rows
+    if not difference.explains(on_rows.see(difference.everything, keys=1)):
+        yield Cause(
+            "random numbers",
+            "The loss is another one with another PRNG key, as with dropout, so that workers and "
+            "the whole batch cannot be compared. Check it without dropout.",
+        )
+
+
+def _empty(difference: Difference) -> Iterator[Cause]:
+    seen = difference.on_rows.see(difference.on_rows.parts)
+    finite = np.isfinite(seen.losses) & np.isfinite(seen.gradients).all(axis=1)
+    if not finite.all():
+        yield Cause(
+            "a worker without targets",
+            f"On the rows of worker {int(np.argmin(finite))} alone, the loss or its gradient is "
+            "not finite. Divide by jnp.maximum(targets, 1).",
+        )
+
+
+def _no_rows(difference: Difference) -> Iterator[Cause]:
+    on_rows = difference.on_rows
+    names = on_rows.batch_names
+    for number, name in enumerate(names if len(names) > 1 else ()):
+        try:
+            seen = on_rows.see(on_rows.parts, kept=number)
+        except Exception:  # shapes that do not fit without this split
+            continue
+        if difference.explains(seen.mean()):
+            yield Cause(
+                "an array that is not of the batch",
+                f"With all of {name} on every worker, the loss is that of the batch: it has no row "
+                "for each example. Give P() for it in in_specs.",
+            )
+
+
+def _ordered(difference: Difference) -> Iterator[Cause]:
+    """Yield causes of a loss that depends on the order of rows."""
+    on_rows, rows = difference.on_rows, difference.everything[0]
+    mixed = np.random.default_rng(0).permutation(rows)
+    if all(difference.explains(on_rows.see(each[None])) for each in (np.roll(rows, 1), mixed)):
+        return
+    last, first = rows.copy(), rows.copy()
+    last[-1], first[0] = rows[0], rows[-1]
+    if any(difference.explains(on_rows.see(each[None])) for each in (last, first)):
+        yield Cause(
+            "a count of the whole batch",
+            "Rows at the start or the end of the batch do not matter, as in x[:4]: the loss takes "
+            "a fixed number of rows, and each worker would take as many of its own. Cut the batch "
+            "before the loss, or compute the number from the shapes of its arguments.",
+        )
+    for count in _units(len(rows)):
+        if difference.of_units(rows.reshape(count, -1).T):
+            yield Cause(
+                "rows in blocks",
+                f"The batch stacks {count} blocks, and the loss compares rows of one with rows of "
+                f'another. Give split="blocks:{count}"{_multiple(on_rows, count)}.',
+            )
+    for size in _units(len(rows)):
+        if difference.of_units(rows.reshape(-1, size)):
+            yield _groups(on_rows, size)
+    yield Cause(
+        "the order of rows",
+        "The loss depends on the order of the rows in the batch, and workers have other neighbors. "
+        "Give split=, a function that says which rows each worker needs together.",
+    )
+
+
+def _function_of_means(difference: Difference) -> Iterator[Cause]:
+    """Yield causes of a loss whose gradient is a weighted sum of those of the workers' parts."""
+    on_rows, whole = difference.on_rows, difference.whole
+    seen = on_rows.see(on_rows.parts)
+    other_parts = on_rows.parts.T.reshape(on_rows.parts.shape)
+    if _gap(difference, seen, on_rows.see(other_parts)) < 0.01 * difference.size:
+        yield Cause(
+            "a sum over rows",
+            "The loss is a sum over rows, or divides by a number of the whole batch, and not a "
+            "mean. Divide by the number of rows, or of targets, that its arguments have.",
+        )
+    if seen.gradients.shape[1] < 2 * len(seen.losses):
+        return  # any gradient is such a sum
+    weights, *_ = np.linalg.lstsq(seen.gradients.T, whole.gradients[0], rcond=1e-6)
+    left = weights @ seen.gradients - whole.gradients[0]
+    if np.linalg.norm(left) > 0.01 * np.linalg.norm(whole.gradients[0]):
+        return
+    error = abs(weights @ seen.losses - whole.losses[0])
+    # Weights of a logarithm of a mean have the sum 1, too, but leave a difference of the losses.
+    of_workers = abs(seen.mean().losses[0] - whole.losses[0])
+    is_mean = error < _CLOSER * of_workers + 1e-4 * abs(whole.losses[0])
+    if abs(weights.sum() - 1) < 0.002 and is_mean:
+        shares = ", ".join(f"{weight:.3f}" for weight in weights[:8])
+        given = "num_targets gives others" if on_rows.work.num_targets else "Give num_targets"
+        yield Cause(
+            "uneven targets",
+            "The loss is the mean over targets, of which workers have different numbers. Their "
+            f"shares are {shares}{', ...' if len(weights) > 8 else ''}. {given}: a function of the "
+            "arguments to the number of targets that the mean is over.",
+        )
+    yield Cause(
+        "a function of a mean",
+        "The loss is not a mean over rows, but a function of one, such as its logarithm, root or "
+        "square. The mean over workers of such a loss is another one. Return the mean, and take "
+        "the function of the result.",
+    )
+
+
+def _gap(difference: Difference, one: Seen, other: Seen) -> float:
+    """Return how much the sum over sets of rows differs from that over other sets of them."""
+    scale = abs(difference.whole.losses[0]) or 1.0
+    norm = np.linalg.norm(difference.whole.gradients[0]) or 1.0
+    of_loss = abs(one.losses.sum() - other.losses.sum()) / scale
+    return float(of_loss + np.linalg.norm(one.gradients.sum(0) - other.gradients.sum(0)) / norm)
+
+
+def _compared(difference: Difference) -> Iterator[Cause]:
+    """Yield causes of a loss for which each row depends on all others."""
+    on_rows = difference.on_rows
+    half = np.arange(on_rows.count // 2)
+    once = on_rows.see(half[None])
+    twice = on_rows.see(np.concatenate([half, half])[None])
+    gap = abs(once.losses - twice.losses)[0] / (abs(difference.whole.losses[0]) or 1.0)
+    if gap < _CLOSER * difference.size or gap < 1e-3:
+        yield Cause(
+            "statistics of the batch",
+            "The loss depends on statistics of all rows, as batch normalization in training does, "
+            "and each worker has those of its own rows. Normalize over features, or average the "
+            "statistics over the workers inside of the loss.",
+        )
+    yield Cause(
+        "rows that are compared with all others",
+        "The loss of a row depends on which others are in the batch, as with in-batch negatives, "
+        "and each worker has its own rows alone. Gather the rows of all workers in the loss, or "
+        "take the loss of each worker's rows as another objective.",
+    )
+
+
+def _groups(on_rows: OnRows, size: int) -> Cause:
+    return Cause(
+        "groups that are cut",
+        f"The loss compares the rows in groups of {size} neighbors, and workers have "
+        f'{on_rows.parts.shape[1]} rows each. Give split="groups:{size}"'
+        f"{_multiple(on_rows, size)}.",
+    )
+
+
+def _multiple(on_rows: OnRows, unit: int) -> str:
+    step = unit * on_rows.workers
+    return f", and a multiple of {step} rows" if on_rows.count % step else ""
+
+
+def _units(rows: int) -> list[int]:
+    return [size for size in range(2, min(_MOST, rows // 2) + 1) if rows % size == 0]

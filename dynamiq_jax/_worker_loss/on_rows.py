@@ -1,0 +1,176 @@
+"""A loss on chosen rows of one batch, without workers: what experiments on a loss are made of."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dynamiq_jax._worker_loss import modules
+from dynamiq_jax._worker_loss.arguments import DIFFERENTIATED, SPLIT, WHOLE, Signature
+from dynamiq_jax._worker_loss.batch import split_axis
+from dynamiq_jax._worker_loss.rows import order_of
+from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
+
+_COORDINATES = 256  # of the gradient that experiments compare, at least
+
+
+class Result(NamedTuple):
+    """Loss of some rows, and what belongs to it."""
+
+    loss: Array
+    gradient: list[Array]  # of the leaves that are differentiated
+    aux: Any
+    targets: Array  # float32 scalar
+
+
+class Seen(NamedTuple):
+    """Losses of several sets of rows, as experiments compare them."""
+
+    losses: np.ndarray  # [sets]
+    gradients: np.ndarray  # coordinates that are large in the whole batch: [sets, coordinates]
+    targets: np.ndarray  # [sets]
+
+    def mean(self) -> "Seen":
+        """Return the mean over the sets, weighted by their targets."""
+        weights = self.targets / self.targets.sum()
+        return Seen(
+            (weights @ self.losses)[None],
+            (weights @ self.gradients)[None],
+            self.targets.mean(keepdims=True),
+        )
+
+
+class OnRows:
+    """A loss of one call, on chosen rows of its batch."""
+
+    def __init__(self, work: WorkerLoss, signature: Signature, arrays: Mapping[str, list[Any]]):
+        self.work, self.signature, self.arrays = work, signature, dict(arrays)
+        self.workers = math.prod(work.axes.values())
+        self.axes = [split_axis(spec, work.axes)[0] for spec in signature.splits]
+        sizes = {
+            np.shape(leaf)[axis] for leaf, axis in zip(self.arrays[SPLIT], self.axes, strict=True)
+        }
+        self.count = sizes.pop() if len(sizes) == 1 else 0  # 0: arrays differ
+        self.batch_names = signature.of_batch(signature.names)
+        self._largest: list[Array] = []
+        self._see = jax.jit(self._seen, static_argnums=2)  # one program for sets of one size
+        self._aux = jax.jit(self._aux_of_sets)
+
+    @functools.cached_property
+    def whole(self) -> Result:
+        """The loss of the whole batch, with its gradient."""
+        result = jax.jit(self._result)(self.arrays)
+        each = math.ceil(max(_COORDINATES, 8 * self.workers) / max(1, len(result.gradient)))
+        self._largest = [
+            jax.lax.top_k(jnp.abs(leaf.astype(jnp.float32)).ravel(), min(each, leaf.size))[1]
+            for leaf in result.gradient
+        ]
+        return result
+
+    @property
+    def parts(self) -> np.ndarray:
+        """Rows of every worker: [workers, rows]."""
+        rules = set(self.signature.of_batch(self.signature.rules))
+        rule = rules.pop() if len(rules) == 1 else None
+        return order_of(rule, self.count, self.workers)
+
+    def fails(self, rows: np.ndarray) -> str:
+        """Return the error that the loss raises for as many rows; empty if it raises none."""
+        try:
+            jax.eval_shape(
+                lambda arrays: self._result(self._taken(arrays, rows, None)), self.arrays
+            )
+        except Exception as error:  # of any kind: it is the user's
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return ""
+
+    def see(self, sets: np.ndarray, kept: int | None = None, keys: int | None = None) -> Seen:
+        """Return the losses of sets of rows.
+
+        Args:
+          sets: numbers of rows, [sets, rows].
+          kept: index of an array of the batch that every set has whole.
+          keys: number by which PRNG keys are changed.
+        """
+        assert self.whole is not None
+        arrays = dict(self.arrays)
+        if keys is not None:
+            arrays[WHOLE] = [_other(leaf, keys) for leaf in arrays[WHOLE]]
+
+        seen = self._see(arrays, jnp.asarray(sets), kept)
+        return Seen(*(np.asarray(part, np.float64) for part in seen))
+
+    def aux_of(self, sets: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Return aux of sets of rows along a leading axis, and their targets: [sets]."""
+
+        aux, targets = self._aux(self.arrays, jnp.asarray(sets))
+        return aux, np.asarray(targets, np.float64)
+
+    def coordinates(self, gradient: Sequence[Array]) -> Array:
+        """Return those of a gradient that are large in the whole batch, float32."""
+        pairs = zip(gradient, self._largest, strict=True)
+        chosen = [leaf.astype(jnp.float32).ravel()[places] for leaf, places in pairs]
+        return jnp.concatenate(chosen) if chosen else jnp.zeros(0)
+
+    def _seen(
+        self, arrays: Mapping[str, list[Any]], sets: Array, kept: int | None
+    ) -> tuple[Array, Array, Array]:
+        def one(rows: Array) -> tuple[Array, Array, Array]:
+            result = self._result(self._taken(arrays, rows, kept))
+            coordinates = self.coordinates(result.gradient)
+            return result.loss.astype(jnp.float32), coordinates, result.targets
+
+        return jax.lax.map(one, sets)
+
+    def _aux_of_sets(self, arrays: Mapping[str, list[Any]], sets: Array) -> tuple[Any, Array]:
+        def one(rows: Array) -> tuple[Any, Array]:
+            result = self._result(self._taken(arrays, rows, None))
+            return result.aux, result.targets
+
+        return jax.lax.map(one, sets)
+
+    def _taken(self, arrays: Mapping[str, list[Any]], rows: Any, kept: int | None) -> Any:
+        taken = [
+            leaf if number == kept else jnp.take(jnp.asarray(leaf), rows, axis=axis)
+            for number, (leaf, axis) in enumerate(zip(arrays[SPLIT], self.axes, strict=True))
+        ]
+        return {**arrays, SPLIT: taken}
+
+    def _result(self, arrays: Mapping[str, list[Any]]) -> Result:
+        def loss_of(differentiated: list[Array]) -> tuple[Array, tuple[Any, Array]]:
+            args, kwargs = self.signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
+            for where, graph in self.signature.graphs:
+                container: Any = args if isinstance(where, int) else kwargs
+                parts = container[where]
+                container[where] = modules.merge(graph, parts.params, parts.rest)
+            result = self.work.loss_fn(*args, **kwargs)
+            loss, aux = result if self.work.has_aux else (result, None)
+            count = self.work.num_targets
+            targets = 1 if count is None else count(*args, **kwargs)
+            return loss, (aux, jnp.asarray(targets).astype(jnp.float32))
+
+        floating = [jnp.asarray(leaf) for leaf in arrays[DIFFERENTIATED]]
+        run = functools.partial(jax.value_and_grad(loss_of, has_aux=True), floating)
+        for name in self.work.names:
+            run = functools.partial(_as_only_worker, run, name)
+        (loss, (aux, targets)), gradient = run()
+        return Result(loss, gradient, aux, targets)
+
+
+def _as_only_worker(function: Callable[[], Any], axis_name: str) -> Any:
+    """Return the result of a function that may use the axis of workers by its name."""
+    stacked = jax.vmap(lambda _: function(), axis_name=axis_name)(jnp.zeros(1))
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
+def _other(leaf: Any, number: int) -> Any:
+    """Return a PRNG key that is another one; other values as they are."""
+    if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        return leaf
+    folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(leaf.reshape(-1))
+    return folded.reshape(leaf.shape)

@@ -1,0 +1,176 @@
+"""Widths of the rows of chunks, by the search of `codec.allocation`, as one kernel.
+
+XLA makes some dozens of small programs of that search, each of which takes longer than its work. A
+step of the kernel solves for 8 chunks: a sublane is a chunk, or a part of one if there are fewer.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._mosaic_tpu import launch
+from pallas_kernels._mosaic_tpu.vectors import (
+    F32,
+    I32,
+    LANES,
+    SUBLANES,
+    VECTOR,
+    iota,
+    over_segments,
+)
+from pallas_kernels.codec.allocation import ENERGY_LIMIT, Allocation
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.packing import MAX_WIDTH
+from pallas_kernels.compat import shape_like
+
+_NO_ROW = -(2**30)  # below all thresholds
+_VECTORS_OF_TURN = 8
+
+
+class _Problem(NamedTuple):
+    """Steps of widths, and the bits that they share."""
+
+    sizes: tuple[int, ...]  # bits of every step
+    needed: tuple[int, ...]  # energy of a row that takes a step, relative to the price
+    least: int  # threshold above which the first step is not raised
+    units: int
+
+    @classmethod
+    def of(cls, allocation: Allocation, units: int) -> "_Problem":
+        sizes = tuple(step.after - step.before for step in allocation.steps)
+        needed = tuple(step.energy for step in allocation.steps)
+        return cls(sizes, needed, 2 * ENERGY_LIMIT if 0 in allocation.widths else 1, units)
+
+    @property
+    def lowest(self) -> int:
+        """A price that is too low."""
+        return -2 * self.needed[-1] - 1
+
+    def thresholds(self, price: Array) -> list[Array]:
+        """Return the energies from which rows take every step."""
+        first, *others = (price + np.int32(needed) for needed in self.needed)
+        return [jnp.minimum(first, np.int32(self.least)), *others]
+
+
+class _Found(NamedTuple):
+    """State of the search, of every chunk: float32 but for the price, int32 [8, 128]."""
+
+    price: Array  # the highest one that is known to be too low
+    wider: list[Array]  # rows that take every step at it
+    rows: list[Array]  # rows that take every step at the lowest price that is not too low
+
+
+def solve(energies: Array, *, layout: Layout) -> Array:
+    """Solve for the rows of every plane."""
+    problem = _Problem.of(layout.allocation, layout.units)
+    chunks, rows = energies.shape
+    parts = max(part for part in (1, 2, 4, 8) if part * chunks <= SUBLANES or part == 1)
+    columns = -(-rows // (parts * _VECTORS_OF_TURN * LANES)) * _VECTORS_OF_TURN * LANES
+    groups = -(-chunks * parts // SUBLANES)
+    # Nobody else can use what rows of zeros get.
+    energies = jnp.where(energies > 0, energies, np.int32(-problem.needed[-1]))
+    energies = jnp.pad(
+        energies, ((0, 0), (0, parts * columns - rows)), constant_values=np.int32(_NO_ROW)
+    ).reshape(chunks * parts, columns)
+    missing = groups * SUBLANES - chunks * parts
+    sizes = [np.float32(size) for size in problem.sizes]
+    digits = (ENERGY_LIMIT - problem.lowest).bit_length()
+    energies = jnp.pad(energies, ((0, missing), (0, 0)), constant_values=np.int32(_NO_ROW))
+
+    def kernel(step, energies_ref, result_ref):
+        def narrow(index: Array, found: _Found) -> _Found:
+            price = found.price + (np.int32(1 << (digits - 1)) >> index)
+            tried = _count(energies_ref, problem.thresholds(price), parts)
+            bits = functools.reduce(jnp.add, map(jnp.multiply, tried, sizes))
+            is_low = bits > problem.units
+            return _Found(
+                jnp.where(is_low, price, found.price),
+                [jnp.where(is_low, *both) for both in zip(tried, found.wider, strict=True)],
+                [jnp.where(is_low, *both) for both in zip(found.rows, tried, strict=True)],
+            )
+
+        # At the lowest price, all rows take every step.
+        everything = [jnp.full(VECTOR, rows, F32) for _ in sizes]
+        found = _Found(jnp.full(VECTOR, problem.lowest, I32), everything, everything)
+        found = lax.fori_loop(0, digits, narrow, found)
+        of_steps = _share(found, problem)
+        result = jnp.zeros(VECTOR, F32)
+        for bit, index in _bits_of_steps(layout.allocation):
+            result = jnp.where(iota(1) == bit, of_steps[index], result)
+        result_ref[...] = result.astype(I32)
+
+    result = launch.launch(
+        kernel,
+        groups,
+        [(energies, pl.BlockSpec((SUBLANES, columns), lambda step: (step, 0)))],
+        (
+            shape_like((groups * SUBLANES, LANES), I32, energies),
+            pl.BlockSpec(VECTOR, lambda step: (step, 0)),
+        ),
+        [],
+        name="solve",
+    )
+    return result[: chunks * parts : parts, :MAX_WIDTH]
+
+
+def _count(energies_ref, thresholds: list[Array], parts: int) -> list[Array]:
+    """Count the rows above each threshold: whole numbers, float32 [8, 128]."""
+
+    def add(turn: Array, counts: list[Array]) -> list[Array]:
+        first = turn * (_VECTORS_OF_TURN * LANES)
+        for vector in range(_VECTORS_OF_TURN):
+            lanes = pl.ds(pl.multiple_of(first + vector * LANES, LANES), LANES)
+            energies = energies_ref[:, lanes]
+            counts = [
+                counted + jnp.where(energies >= threshold, np.float32(1), np.float32(0))
+                for counted, threshold in zip(counts, thresholds, strict=True)
+            ]
+        return counts
+
+    turns = energies_ref.shape[1] // (_VECTORS_OF_TURN * LANES)
+    counts = [jnp.zeros(VECTOR, F32) for _ in thresholds]
+    counts = lax.fori_loop(0, turns, add, counts)
+    return [_of_chunk(counted, parts) for counted in counts]
+
+
+def _of_chunk(counted: Array, parts: int) -> Array:
+    """Sum over the lanes and the sublanes of a chunk, and repeat it in all of them."""
+    total = jnp.broadcast_to(jnp.sum(counted, axis=1, keepdims=True), VECTOR)
+    return over_segments(total, parts, jnp.add)
+
+
+def _share(found: _Found, problem: _Problem) -> list[Array]:
+    """Return the rows that take each step, some more than at the price that all of them can pay.
+
+    What is left then goes to rows that would be wider at the price below.
+    """
+    left = jnp.full(VECTOR, problem.units, F32)
+    for rows, size in zip(found.rows, problem.sizes, strict=True):
+        left = left - rows * np.float32(size)
+    result = []
+    for rows, wider, size in zip(found.rows, found.wider, problem.sizes, strict=True):
+        more = wider - rows
+        result.append(rows + jnp.clip(_whole_share(left, size), 0, more))
+        left = left - more * np.float32(size)
+    return result
+
+
+def _whole_share(left: Array, size: int) -> Array:
+    """Divide whole numbers and round down."""
+    share = jnp.floor(left * np.float32(1 / size))
+    rest = left - share * np.float32(size)
+    share = jnp.where(rest < 0, share - 1, share)
+    return jnp.where(rest >= size, share + 1, share)
+
+
+def _bits_of_steps(allocation: Allocation) -> list[tuple[int, int]]:
+    """Return every bit of a code, and the step that brings it."""
+    return [
+        (bit, index)
+        for index, step in enumerate(allocation.steps)
+        for bit in range(step.before, step.after)
+    ]
