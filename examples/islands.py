@@ -48,13 +48,12 @@ if "ISLAND" in os.environ:
     train(os.environ["ISLAND"], os.environ["FOLDER"])
 else:
     folder = tempfile.mkdtemp()
-    jobs = {name: start(name, folder) for name in "abc"}
+    jobs = [start(name, folder) for name in "abc"]
     while not os.path.exists(f"{folder}/decision/00000004"):
         time.sleep(0.01)
-    jobs["c"].kill()
-    jobs["c"].wait()
-    jobs["c"] = start("c", folder)
-    print([job.wait() for job in jobs.values()])  # [0, 0, 0]
+    jobs[2].kill()
+    jobs.append(start("c", folder))
+    print([job.wait() for job in jobs])  # [0, 0, -9, 0]
     state = train("d", folder)  # a fourth one joins after the last round
     test = jax.random.normal(jax.random.key(2), (1024, 32))
     print(bool(loss_fn(state.reference, test) < 0.2 * loss_fn(params, test)))  # True

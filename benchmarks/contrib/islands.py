@@ -125,8 +125,11 @@ class Task:
         sent = report.bytes_per_worker * (config.steps // every)
         return {"loss": self.evaluate(carry[1].reference), "bytes": sent}
 
-    def islands(self, method: str, kills: int) -> dict[str, Any]:
-        """Train islands, one of which is killed in the middle of some rounds."""
+    def islands(self, method: str, kills: int, *, keeps_optimizer: bool = False) -> dict[str, Any]:
+        """Train islands, one of which is killed in the middle of some rounds.
+
+        When it starts again, its optimizer starts anew too, unless it keeps its state in a file.
+        """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "config.json")
             np.savez(f"{folder}/params.npz", *jax.device_get(jax.tree.leaves(self.params)))
@@ -134,6 +137,7 @@ class Task:
                 "folder": f"{folder}/run",
                 "params": f"{folder}/params.npz",
                 "method": method,
+                "keeps_optimizer": keeps_optimizer,
             }
             os.mkdir(config["folder"])
             path.write_text(json.dumps(config))
@@ -243,11 +247,17 @@ def main(config: Config) -> None:
 
     task = Task(config, corpora, structure, params, evaluate)
     earlier = common.earlier_results("islands", dataclasses.asdict(config), but=("save",))
-    results: dict[str, Any] = earlier or {}  # runs that are there are not run again
+    # Runs that are there are not run again.
+    results: dict[str, Any] = earlier or {
+        "parameters": sum(x.size for x in jax.tree.leaves(params))
+    }
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "one job": lambda: task.local_sgd("dynamiq:4", config.every),
         "islands": lambda: task.islands("dynamiq:4", 0),
         "islands, killed": lambda: task.islands("dynamiq:4", config.kills),
+        "islands, killed, inner optimizer kept": lambda: task.islands(
+            "dynamiq:4", config.kills, keeps_optimizer=True
+        ),
     }
     for every in (config.every, config.long):
         for name, method in METHODS.items():

@@ -1,9 +1,11 @@
 """One island of `benchmarks.contrib.islands`: a process that trains until it is killed or done."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +31,19 @@ def islands_of(config: dict, name: str) -> Islands:
     )
 
 
+def _loaded(path: Path, like: Any) -> Any:
+    """Return a tree whose leaves were saved with `np.savez`."""
+    with np.load(path) as known:
+        leaves = [jnp.asarray(known[f"arr_{i}"]) for i in range(len(jax.tree.leaves(like)))]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
 def main(path: str, index: int) -> None:
     """Train, and write down how long each exchange took."""
     config = json.loads(Path(path).read_text())
     corpora = load_corpora()
     structure, params = new_model(ModelConfig(corpora.vocabulary, width=config["width"]))
-    with np.load(config["params"]) as known:
-        leaves = [jnp.asarray(known[f"arr_{i}"]) for i in range(len(jax.tree.leaves(params)))]
-    params = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    params = _loaded(Path(config["params"]), params)
     optimizer, loss_fn = adamw(config["learning_rate"]), loss_of(structure)
 
     @jax.jit
@@ -46,6 +53,9 @@ def main(path: str, index: int) -> None:
 
     islands = islands_of(config, "abcdefgh"[index])
     state, opt_state = islands.join(params), optimizer.init(params)
+    own_file = Path(f"{path}.{islands.name}.npz")
+    if config["keeps_optimizer"] and own_file.exists():
+        opt_state = _loaded(own_file, opt_state)
     shape = (config["workers"], config["batch"], config["context"] + 1)
     while state.round < config["steps"] // config["every"]:
         own, number = state.reference, state.round
@@ -61,6 +71,9 @@ def main(path: str, index: int) -> None:
         jax.block_until_ready(own)
         start = time.monotonic()
         state = islands.exchange(own, state)
+        if config["keeps_optimizer"]:
+            np.savez(f"{own_file}.new.npz", *jax.device_get(jax.tree.leaves(opt_state)))
+            os.replace(f"{own_file}.new.npz", own_file)
         with open(f"{path}.times", "a") as file:
             row = {"island": islands.name, "round": number, "seconds": time.monotonic() - start}
             file.write(json.dumps({**row, "after": state.round}) + "\n")

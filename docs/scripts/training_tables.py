@@ -246,10 +246,13 @@ def islands() -> str:
     """Write final losses of islands, beside local SGD in one job: islands.json."""
     results = results_of("islands")
     known, rows = results["one job"]["loss"], []
-    for name in ("one job", "islands", "islands, killed"):
+    for name in results:
+        if "@" in name or name == "parameters":
+            continue
         row = results[name]
         came = row.get("came", [])
-        label = f"{name} {row['kills']} times" if row.get("kills") else name
+        times = f"killed {row.get('kills')} times"
+        label = name.replace("killed", f"one of them {times}")
         waited = row.get("longest_exchange_of_others")
         rows.append(
             [

@@ -20,9 +20,9 @@ from dynamiq_jax.methods import METHODS, ChunkedMethod
 def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any = None) -> Any:
     """Decode a message, or the sum of several.
 
-    The result has the same bits on all hardware, and in `dynamiq_jax.messages.decode`, which needs
-    no JAX. Only rows of 256 whose largest magnitude is below 2^-118 may differ, where hardware
-    keeps subnormal numbers.
+    The result has the bits of `dynamiq_jax.messages.decode`, which needs no JAX, on all hardware
+    that rounds float32 products as IEEE 754 says; this is tested on CPUs. Only rows of 256 whose
+    largest magnitude is below 2^-118 may differ, where hardware keeps subnormal numbers.
 
     Floating leaves are added in float32 (float64 in its own), in the order of the messages, and
     cast to their dtypes once. Other numbers are added in their dtypes. A boolean is True where any

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,11 +68,9 @@ def encode(
     4.1
     """
     compression = resolve(method, "ring", options, stateless="encode")
-    if options.bucketing == "striped":
-        raise ValueError(
-            "bucketing='striped' is not possible in a message, whose buckets hold whole leaves. "
-            "Leave it out."
-        )
+    _check_options(options)
+    for each in compression.policy.used(tree):
+        _format_of(each)  # raises if it is not possible
     key, names = checks.check_key(key, ()), paths_of(tree)
     leaves = [jnp.asarray(leaf) for _, leaf in named_leaves(tree)[0]]
     _check_leaves(names, leaves)
@@ -115,8 +114,29 @@ def _format_of(method: Method) -> Format:
     for name, form in FORMATS.items():
         if type(method) is METHODS[name]:
             fields = {field.name for field in dataclasses.fields(form)} - {"method"}
-            return form(method=name, **{field: getattr(method, field) for field in fields})
+            return form(method=name, **{field: _plain(getattr(method, field)) for field in fields})
     raise ValueError(f"method={method!r} cannot be in a message. Give one of {sorted(FORMATS)}.")
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, which may be one of NumPy, as one of Python."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _check_options(options: Options) -> None:
+    """Raise ValueError for options that have no meaning in a message."""
+    if options.bucketing == "striped":
+        raise ValueError(
+            "bucketing='striped' is not possible in a message, whose buckets hold whole leaves. "
+            "Leave it out."
+        )
+    if options.max_error is not None:
+        raise ValueError(
+            f"max_error={options.max_error!r} limits the error of an all-reduce, and a message is "
+            "none. Leave it out."
+        )
 
 
 def _check_leaves(names: Sequence[str], leaves: Sequence[Any]) -> None:

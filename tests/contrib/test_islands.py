@@ -236,6 +236,10 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"{field}={value!r}"):
             Islands(**{"transport": transport, "name": "a", field: value})
+    with pytest.raises(ValueError, match="cannot be in a message"):
+        Islands(transport=transport, name="a", method="topk_chunked")
+    with pytest.raises(TypeError, match=r"outer=0\.7 is not an optax"):
+        Islands(transport=transport, name="a", outer=0.7)
     (island,), (state,) = joined(transport, "a")
     assert isinstance(state, IslandState)
     for weight in (0, -1.0, float("nan"), "1"):

@@ -142,7 +142,9 @@ def test_the_body_is_what_a_worker_gathers(method):
         assert message.body == before + np.asarray(payloads[worker]).tobytes()
 
 
-@pytest.mark.parametrize("method", ("dynamiq:4", "bf16", "mxfp4"))
+@pytest.mark.parametrize(
+    "method", (pytest.param("dynamiq:4", marks=pytest.mark.slow), "bf16", "mxfp4")
+)
 def test_decoding_is_an_all_gather(method, data_mesh):
     """The levels of DynamiQ are rounded once in a message, and as a compiler likes elsewhere."""
     tree = {"w": heavy_tailed(1, (2, 600, 3)), "b": heavy_tailed(2, (2, 5))}

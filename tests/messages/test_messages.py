@@ -51,7 +51,9 @@ def test_a_tree_comes_back():
     assert {"layers/0/kernel", "pair/1"} <= by_path.keys()
 
 
-@pytest.mark.parametrize("method", ("dynamiq:4", "exact", "mxfp4"))
+@pytest.mark.parametrize(
+    "method", (pytest.param("dynamiq:4", marks=pytest.mark.slow), "exact", "mxfp4")
+)
 def test_the_body_has_the_bytes_of_a_compiled_all_gather(method, data_mesh):
     tree = {name: TREE[name] for name in ("layers", "wide", "mask", "pair")}
     gather = functools.partial(dq.all_gather, axis_name="data", key=KEY, method=method)
@@ -178,6 +180,8 @@ def test_errors_of_encode():
     )
     refused(ValueError, r"ErrorFeedback.* carries state", method="ef+dynamiq:3")
     refused(ValueError, "bucketing='striped'", options=dq.Options(bucketing="striped"))
+    refused(ValueError, "max_error=0.1 limits", options=dq.Options(max_error=0.1))
+    refused(ValueError, "cannot be in a message", [np.float32(1)], method="topk_chunked")
     refused(TypeError, "key=3 is not a PRNG key", key=3)
     refused(TypeError, "dtype float8_e4m3fn, which no message", [jnp.ones(3, jnp.float8_e4m3fn)])
     refused(TypeError, "str", ["text"])
@@ -216,3 +220,19 @@ def test_a_double_needs_64_bits_in_jax_alone(request):
     np.testing.assert_array_equal(messages.decode(message)["w"], [1.0, 1e300])
     with pytest.raises(ValueError, match=r"dtype float64\. Set"):
         dq.decode(message)
+
+
+def test_leaves_that_are_sharded_are_encoded_as_wholes(data_mesh):
+    tree = {"w": heavy_tailed(0, (64, 33))}
+    sharding = jax.sharding.NamedSharding(data_mesh(8), P("data"))
+    sharded = jax.device_put(tree, {"w": sharding})
+    one, other = (dq.encode(each, key=KEY, method="mxfp8") for each in (tree, sharded))
+    assert one == other
+
+
+def test_numbers_of_numpy_are_those_of_python_in_a_header():
+    method = dq.methods.BlockInt(code_bits=np.int64(4), block=np.int32(64))
+    message = dq.encode(TREE, key=KEY, method=method)
+    assert message == dq.encode(TREE, key=KEY, method="blockint:4:block=64")
+    assert messages.Message.from_bytes(message.to_bytes()) == message
+    dq.encode([np.float32(1)], key=KEY, method=dq.DynamiQ(bits=np.float32(4.5)))

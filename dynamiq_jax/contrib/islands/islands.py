@@ -83,6 +83,13 @@ class Islands:
         check_flag("feedback", self.feedback)
         check_integer("store_every", self.store_every, 1)
         check_number("poll", self.poll, 0, float("inf"))
+        if not isinstance(self.outer, optax.GradientTransformation):
+            raise TypeError(
+                f"outer={self.outer!r:.80} is not an optax transformation. Give one, such as "
+                "optax.sgd(0.7, momentum=0.9, nesterov=True)."
+            )
+        # Raises for a method that no message can hold: not after a round of local steps.
+        dq.encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
 
     def join(self, params: Any) -> IslandState:
         """Return the state of the run so far, and announce this island for its current round.
