@@ -443,6 +443,12 @@ def test_the_text_on_training_a_real_model_is_that_of_its_runs():
         f"its loss is {off['mxfp8']:.3%} higher, and that of DynamiQ {above[0]} at 5 bits" in text
     )
     assert f"at 5 bits and {above[1]} at 4" in text
+    errors = {method: run["error"] for method, run in runs.items()}
+    assert round(errors["mxfp4"] / errors["dynamiq:4"]) == 9
+    assert f"and ends {off['mxfp4']:.2%} above the exact run" in text
+    ratio = errors["dynamiq:3"] / errors["mxfp4"]
+    loss = f"{off['dynamiq:3']:.2%}"
+    assert f"has {ratio:.1f} times the vNMSE of MXFP4 and loses {loss}" in text
     assert f"ended {above[0]} above the loss" in plain(PAGES["docs/methods/dynamiq.md"])
     one_seed = {row["seed"] for row in results_of("real_lm_training")} == {0}
     assert one_seed == ("each method has one seed" in text)
