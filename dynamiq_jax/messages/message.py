@@ -21,7 +21,7 @@ MESSAGE_FORMAT = 1  # version of the bytes: another one for any change of their 
 _MAGIC = b"DQMS"
 _PREFIX = struct.Struct("<4sI32sI")  # magic, version, SHA-256 of what follows it, header bytes
 _HASHED_FROM = struct.calcsize("<4sI32s")
-_MOST_HEADER = 1 << 24  # bytes of JSON: a header cannot inflate to more
+_MOST_HEADER = 1 << 21  # bytes of JSON, enough for 20,000 leaves: a header inflates to no more
 _MOST_SIZE, _MOST_RANK = 1 << 48, 32  # of a dimension, and of an array in NumPy and JAX
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -147,6 +147,11 @@ class Message:
             formats=[vars(form) for form in self.formats],
         )
         text = json.dumps(columns._asdict(), separators=(",", ":"))
+        if len(text) > _MOST_HEADER:
+            raise ValueError(
+                f"the header of {len(self.leaves)} leaves has {len(text)} bytes, and that of a "
+                f"message has at most {_MOST_HEADER}. Encode parts of the tree."
+            )
         header = zlib.compress(text.encode(), 9)
         length = struct.pack("<I", len(header))
         digest = hashlib.sha256(length + header)

@@ -43,7 +43,7 @@ def test_what_is_no_message_is_refused():
     refused(signed(header, body + b"\0"), "has a body of")
     refused(signed(b"text", body), "the header of the message is damaged")
     refused(signed(header[:-1], body), "no whole header")
-    refused(signed(zlib.compress(bytes(1 << 25)), body), "no whole header of at most 16777216")
+    refused(signed(zlib.compress(bytes(1 << 25)), body), "no whole header of at most 2097152")
     for wrong in (3, None, "x"):
         with pytest.raises(TypeError, match="Give the bytes of a message"):
             messages.Message.from_bytes(wrong)
@@ -94,9 +94,23 @@ def test_a_header_that_is_not_possible_is_refused(change, match):
     refused(with_header(MESSAGES[0], in_place), match)
 
 
-def test_a_header_of_many_nested_lists_is_refused():
+def test_a_header_of_many_lists_is_refused_before_it_takes_much_memory():
     _, body = taken_apart(MESSAGES[0])
     refused(signed(zlib.compress(b"[" * 100_000), body), "header of the message is not possible")
+    many = b"[" + b"[]," * 690_000 + b"[]]"  # 2 kB that would be 40 MB of objects
+    tracemalloc.start()
+    try:
+        refused(signed(zlib.compress(many), body), "header of the message is not possible")
+        assert 1_000_000 < tracemalloc.get_traced_memory()[1] < 100_000_000
+        refused(signed(zlib.compress(many * 2), body), "no whole header")
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_that_no_reader_takes_is_not_written():
+    leaves = tuple(messages.Leaf(f"{number:0200}", (), "bool", None) for number in range(10_000))
+    with pytest.raises(ValueError, match=r"header of 10000 leaves has .* at most 2097152"):
+        messages.Message(leaves, (), bytes(10_000)).to_bytes()
 
 
 def damaged(count: int):
