@@ -191,20 +191,11 @@ class Islands:
             messages.append(dq.Message.from_bytes(data[_WEIGHT.size :]))
         shares = [weight / sum(weights) for weight in weights]
         mean = dq.decode(*messages, weights=shares, like=state.reference)
-        reference, outer = self._stepped(mean, state.outer, state.reference)
+        reference, outer = take_outer_step(self.outer, mean, state.outer, state.reference)
         state = state._replace(round=state.round + 1, reference=reference, outer=outer)
         if state.round % self.store_every == 0 and self.name == members[0]:
             self._store(state)
         return state
-
-    @functools.cached_property
-    def _stepped(self) -> Any:
-        @jax.jit
-        def step(mean: Any, outer: optax.OptState, before: Any) -> tuple[Any, optax.OptState]:
-            updates, outer = self.outer.update(mean, outer, before)
-            return optax.apply_updates(before, updates), outer
-
-        return step
 
     def _caught_up(self, state: IslandState) -> IslandState:
         """Take the outer steps of all rounds that are decided."""
@@ -240,6 +231,23 @@ class Islands:
         return lacks and time.monotonic() - start < self.deadline
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def take_outer_step(
+    outer: optax.GradientTransformation, mean: Any, state: optax.OptState, before: Any
+) -> tuple[Any, optax.OptState]:
+    """Return the reference and the state of the outer optimizer after a mean change."""
+    updates, state = outer.update(mean, state, before)
+    return optax.apply_updates(before, updates), state
+
+
+def hash_of(tree: Any) -> str:
+    """Return a hash of the values of a tree."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _change(before: Any, now: Any, residual: Any) -> Any:
     return before - now + residual
 
@@ -256,7 +264,4 @@ def _left(wanted: Any, applied: Any) -> Any:
 
 def _hash_of(state: IslandState) -> str:
     """Return a hash of everything that is the same on all islands."""
-    digest = hashlib.sha256(str(state.round).encode())
-    for leaf in jax.tree.leaves((state.reference, state.outer)):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()[:16]
+    return hash_of((np.int64(state.round), state.reference, state.outer))
