@@ -12,6 +12,7 @@ import dynamiq_jax as dq
 from dynamiq_jax import messages
 from dynamiq_jax.contrib import flower_arrays, flower_reference, flower_reply, flower_strategy
 from tests.support.gradients import heavy_tailed
+from tests.trainers.recipe import run_lines
 
 pytest.importorskip("flwr", reason="make test-trainers installs Flower")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, RecordDict
@@ -171,6 +172,23 @@ def test_clients_leave_and_come_back():
     known = as_arrays(flower_arrays(reference))
     error = dq.vnmse(as_arrays(found), known)
     assert 0 < error < 1e-4  # changes in BF16
+
+
+def test_the_lines_of_the_page_run():
+    """Its clients stay where they are: all rounds send changes of zero."""
+    names = {"params": PARAMS, "batches": lambda context: [], "key": jax.random.key(0)}
+    run_lines("../contrib/islands.md", "Flower", names)
+    answers = []
+
+    def answer(message):
+        answers.append(names["app"](message, None))
+        return answers[-1]
+
+    nodes = Nodes([[1, 2]] * 40, answer)
+    names["main"](nodes, None)
+    assert len(answers) == 2 * 20
+    decoded = [messages.decode(sent(reply)) for reply in answers]
+    assert not any(np.any(leaf) for tree in decoded for leaf in tree.values())
 
 
 def test_parameters_that_are_not_possible_are_refused():

@@ -136,11 +136,12 @@ class Islands:
         message = dq.encode(wanted, key=key, method=self.method)
         folder = f"change/{number:08}/{_hash_of(state)}"
         data = _WEIGHT.pack(weight) + message.to_bytes()
-        if self.transport.get(f"decision/{number:08}") is None:
-            self.transport.put(f"{folder}/{self.name}", data)
+        is_late = self.transport.get(f"decision/{number:08}") is not None
+        stored = not is_late and self.transport.put(f"{folder}/{self.name}", data)
         members = self._decision(number, _hash_of(state))
         # A name may be that of an island before a crash, whose change was another one.
-        has_come = self.name in members and self.transport.get(f"{folder}/{self.name}") == data
+        stored = stored or self.transport.get(f"{folder}/{self.name}") == data
+        has_come = stored and self.name in members
         if has_come:
             left = _left(wanted, dq.decode(message, like=wanted)) if self.feedback else None
         else:
