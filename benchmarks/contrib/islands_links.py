@@ -2,10 +2,10 @@
 
     python -m benchmarks.contrib.islands_links
 
-Losses are those of a small language model on three workers, trained in one process. Times are of one
-worker's local step alone, and of an exchange or all-reduce between hosts that are emulated on this
-machine (root and iproute2), each with a link of its own. Islands exchange over a store on a fourth
-host, a small HTTP server with the same link.
+Losses are those of a small language model on three workers, trained in one process. Times are of
+one worker's local step alone, and of an exchange or all-reduce between hosts that are emulated on
+this machine (root and iproute2), each with a link of its own. Islands exchange over a store on a
+fourth host, a small HTTP server with the same link.
 
 The target is the loss at which the run with exact gradients has made 95 % of its way. Between
 evaluations a loss is taken to fall on a straight line.
@@ -13,6 +13,7 @@ evaluations a loss is taken to fall on a straight line.
 
 import dataclasses
 import json
+import operator
 import os
 from collections.abc import Callable
 from statistics import median
@@ -134,9 +135,10 @@ class Training:
         changes = jax.tree.map(lambda before, now: before - now, reference, params)
         if setting == "islands":
             keys = jax.random.split(key, self.config.workers)
+            own = [jax.tree.map(operator.itemgetter(i), changes) for i in range(len(keys))]
             messages = [
-                dq.encode(jax.tree.map(lambda leaf: leaf[i], changes), key=keys[i], method=METHOD)
-                for i in range(self.config.workers)
+                dq.encode(change, key=each, method=METHOD)
+                for change, each in zip(own, keys, strict=True)
             ]
             shares = [1 / self.config.workers] * self.config.workers
             mean = dq.decode(*messages, weights=shares, like=reference)
@@ -166,15 +168,11 @@ def exchanges(size: int, config: Config, done: Callable[[str], None]) -> dict[st
     """Return the times of exchanges of islands, for each rate: the slowest island counts."""
     count, seconds = config.workers + 1, {}
     with namespaces.emulated(count) as network:
-        common_fields = {
-            **{"size": size, "method": METHOD, "store": network.address(0)},
-            **{"parent": os.getpid(), "num_hosts": count},
-        }
+        fields = {"size": size, "method": METHOD, "store": network.address(0)}
+        fields |= {"parent": os.getpid(), "num_hosts": count}
         module = "benchmarks.contrib.islands_links_host"
         commands = [
-            network.command(
-                host, python_command(module, json.dumps(common_fields | {"host": host}))
-            )
+            network.command(host, python_command(module, json.dumps(fields | {"host": host})))
             for host in range(count)
         ]
         with Processes(commands, python_environment(count)) as processes:
@@ -220,7 +218,9 @@ def times(results: dict[str, Any], config: Config) -> list[dict[str, Any]]:
         at = [number * config.every for number in range(len(losses))]
         steps = reached(at, losses, target)
         for rate in config.rates:
-            each = median(results["transfers"][setting][rate]) / (1 if in_every_step else config.every)
+            each = median(results["transfers"][setting][rate]) / (
+                1 if in_every_step else config.every
+            )
             step = results["computing"] + each
             seconds = None if steps is None else steps * step
             rows.append({"run": name, "rate": rate, "steps": steps, "seconds": seconds})

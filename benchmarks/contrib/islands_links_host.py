@@ -6,7 +6,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -21,7 +21,7 @@ class Store(http.server.BaseHTTPRequestHandler):
     """Named bytes in memory, over HTTP. There is no protection of any kind: for measuring alone."""
 
     protocol_version = "HTTP/1.1"
-    known: dict[str, bytes] = {}
+    known: ClassVar[dict[str, bytes]] = {}
     lock = threading.Lock()
 
     def do_PUT(self) -> None:

@@ -79,6 +79,7 @@ _COMMANDS = {
     "final_loss_muon": "python -m benchmarks.training.final_loss --optimizer muon",
     "halves": "python -m benchmarks.training.halves",
     "islands": "python -m benchmarks.contrib.islands",
+    "islands_links": "python -m benchmarks.contrib.islands_links",
     "local_sgd": "python -m benchmarks.training.local_sgd",
     "locality": "python -m benchmarks.error.locality",
     "maxtext": "python -m benchmarks.trainers.maxtext",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from docs.scripts.result_files import exponent, markdown, mean, results_of
-from dynamiq_jax._console.units import format_rate, format_seconds
+from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
 
 
 def local_sgd() -> str:
@@ -284,6 +284,23 @@ def islands_sparse() -> str:
     return markdown(header, rows)
 
 
+def islands_links() -> str:
+    """Write times to a loss of islands over slow links, beside all-reduces: islands_links.json."""
+    found, rows = results_of("islands_links"), []
+    times = {(row["run"], row["rate"]): row for row in found["rows"]}
+    rates = list(dict.fromkeys(row["rate"] for row in found["rows"]))
+    for name, losses in found["losses"].items():
+        reached = times[name, rates[0]]["steps"]
+        rows.append([name, "not reached" if reached is None else f"{reached:.0f}"])
+        for rate in rates:
+            first, own = times[next(iter(found["losses"])), rate], times[name, rate]["seconds"]
+            shown = "" if own is None else f"{own:.1f} s ({first['seconds'] / own:.1f}x)"
+            rows[-1].append(shown)
+        rows[-1].append(f"{min(losses):.4f}")
+    header = ["run", "steps to the target", *(format_rate(parse_rate(r, "rate")) for r in rates)]
+    return markdown([*header, "lowest loss"], rows)
+
+
 ALL: tuple[Callable[[], str], ...] = (
     local_sgd,
     local_sgd_times,
@@ -302,4 +319,5 @@ ALL: tuple[Callable[[], str], ...] = (
     packet_loss,
     islands,
     islands_sparse,
+    islands_links,
 )

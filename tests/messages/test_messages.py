@@ -126,7 +126,7 @@ def header_bytes(names, shapes):
 def test_headers_of_unlike_leaves_are_small(count):
     """Nested paths of words, and unlike shapes; random characters come on top."""
     rng = np.random.default_rng(count)
-    words = "attention mlp norm query key value output gate up down kernel bias scale".split()
+    words = sorted({word for path in LAYER for word in path.split("/")})
     paths = ["/".join(rng.choice(words, 5)) + f"/{number}" for number in range(count)]
     shapes = [tuple(map(int, rng.integers(1, 5000, rng.integers(0, 4)))) for _ in range(count)]
     assert count < header_bytes(paths, shapes) < 1000 + 16 * count
