@@ -110,7 +110,7 @@ def test_a_reply_has_the_bytes_of_its_message():
 
 
 @pytest.mark.parametrize("damage", ("altered", "cut", "error", "weight", "reference", "leaves"))
-def test_a_reply_that_is_damaged_is_left_out(damage):
+def test_a_reply_that_is_damaged_is_left_out(damage, caplog):
     arrays = flower_arrays(PARAMS)
     good, bad = reply(arrays, 1), reply(arrays, 2)
     known, _ = server(arrays).aggregate_train(1, [good])
@@ -135,8 +135,8 @@ def test_a_reply_that_is_damaged_is_left_out(damage):
     for name, values in as_arrays(found).items():
         np.testing.assert_array_equal(values, as_arrays(known)[name])
         assert np.any(values != as_arrays(both)[name])
-    strategy = server(arrays)
-    assert strategy.aggregate_train(1, [bad]) == (None, None)
+    assert server(arrays).aggregate_train(1, [bad]) == (None, None)
+    assert "The change of node 2 is left out: " in caplog.text
 
 
 def _put(content, data):

@@ -1,7 +1,6 @@
 """Local SGD through Flower: a server calls its clients, which answer with encoded changes."""
 
 import functools
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from dynamiq_jax.parts import check_number
 
 _ARRAYS, _CONFIG, _CHANGE, _METRICS = "arrays", "config", "change", "metrics"  # records
 _HASH = "reference-hash"
+_WARNING = 30  # level of a line in the log of a Flower server
 _DTYPES = ("float16", "float32")  # floating ones that NumPy and JAX have by default
 
 
@@ -133,6 +133,11 @@ def _names(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
 
 
+def _node_of(reply: Any) -> int:
+    node: int = reply.metadata.src_node_id
+    return node
+
+
 def _arrays_of(record: Any) -> dict[str, np.ndarray]:
     return {name: array.numpy() for name, array in sorted(record.items())}
 
@@ -151,6 +156,7 @@ def _flwr_app() -> Any:
 def _strategy_class() -> Any:
     """Return the class of strategies; its base is that of Flower, which is imported when used."""
     _flwr_app()
+    from flwr.common import log
     from flwr.serverapp.strategy import FedAvg
 
     class OuterStep(FedAvg):
@@ -173,7 +179,7 @@ def _strategy_class() -> Any:
         def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
             """Take the outer step of the changes that came; (None, None) if none did."""
             # In the order of nodes: a sum of floats depends on its order.
-            known = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
+            known = sorted(replies, key=_node_of)
             changes = [change for reply in known if (change := self._change_of(reply))]
             if not changes:
                 return None, None
@@ -193,9 +199,7 @@ def _strategy_class() -> Any:
                     raise ValueError(reply.error.reason)
                 return self._checked(reply.content)
             except (KeyError, ValueError) as error:
-                logging.getLogger("flwr").warning(
-                    "The change of node %d is left out: %s", reply.metadata.src_node_id, error
-                )
+                log(_WARNING, "The change of node %d is left out: %s", _node_of(reply), error)
                 return None
 
         def _checked(self, content: Any) -> tuple[float, dq.Message, Any]:
