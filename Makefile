@@ -37,7 +37,7 @@ test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)
 
 test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed  ## train with all third-party trainers (Python 3.12, 5 GB)
-	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py $(ARGS)
+	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py tests/trainers/test_flower.py $(ARGS)
 	.venv-maxtext/bin/python -m pytest tests/trainers/test_maxtext.py $(ARGS)
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)

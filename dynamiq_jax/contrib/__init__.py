@@ -27,6 +27,10 @@ from dynamiq_jax.contrib.islands import (
     ObjectStore,
     SharedFolder,
     Transport,
+    flower_arrays,
+    flower_reference,
+    flower_reply,
+    flower_strategy,
 )
 from dynamiq_jax.contrib.marsit import Marsit
 from dynamiq_jax.contrib.moshpit import moshpit_mean, moshpit_variance
@@ -41,6 +45,7 @@ from dynamiq_jax.contrib.thc import THC
 __all__ = ["EF21M", "THC", "ARCTopK", "EntropyCoded", "FlashCommunication", "GlobalCompensation"]
 __all__ += ["Marsit", "OmniReduce", "RandK", "SplitSketch", "TopK"]
 __all__ += ["IslandState", "Islands", "ObjectStore", "SharedFolder", "Transport"]
+__all__ += ["flower_arrays", "flower_reference", "flower_reply", "flower_strategy"]
 __all__ += ["LossyChannel", "LossyCollectives", "drift", "expected_drift"]
 __all__ += ["SimulatedClock", "StragglerLaw"]
 __all__ += ["moshpit_mean", "moshpit_variance"]

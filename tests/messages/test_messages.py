@@ -111,6 +111,30 @@ def test_headers_are_small():
         assert count < message.nbytes - len(message.body) < 1000 + 16 * count
 
 
+def header_bytes(names, shapes):
+    """Length of a header of many buckets, whose body does not matter."""
+    (form,) = dq.encode([np.zeros((512, 64), np.float32)], key=KEY).formats
+    rows = zip(names, shapes, strict=True)
+    leaves = tuple(
+        messages.Leaf(name, shape, "float32", number // 20)
+        for number, (name, shape) in enumerate(rows)
+    )
+    return dq.Message(leaves, (form,) * (leaves[-1].bucket + 1), b"").nbytes
+
+
+@pytest.mark.parametrize("count", (600, 3000))
+def test_headers_of_unlike_leaves_are_small(count):
+    """Nested paths of words, and unlike shapes; random characters come on top."""
+    rng = np.random.default_rng(count)
+    words = "attention mlp norm query key value output gate up down kernel bias scale".split()
+    paths = ["/".join(rng.choice(words, 5)) + f"/{number}" for number in range(count)]
+    shapes = [tuple(map(int, rng.integers(1, 5000, rng.integers(0, 4)))) for _ in range(count)]
+    assert count < header_bytes(paths, shapes) < 1000 + 16 * count
+    hashes = [rng.bytes(16).hex() for _ in range(count)]
+    promised = 1000 + 16 * count
+    assert promised < header_bytes(hashes, shapes) < promised + 32 * count
+
+
 def test_the_header_is_json():
     message = dq.encode(TREE, key=KEY, method={"half": "bf16", "": "mxfp4"})
     header, body = taken_apart(message.to_bytes())

@@ -136,11 +136,12 @@ class Islands:
         message = dq.encode(wanted, key=key, method=self.method)
         folder = f"change/{number:08}/{_hash_of(state)}"
         data = _WEIGHT.pack(weight) + message.to_bytes()
-        if self.transport.get(f"decision/{number:08}") is None:
-            self.transport.put(f"{folder}/{self.name}", data)
+        is_late = self.transport.get(f"decision/{number:08}") is not None
+        stored = not is_late and self.transport.put(f"{folder}/{self.name}", data)
         members = self._decision(number, _hash_of(state))
         # A name may be that of an island before a crash, whose change was another one.
-        has_come = self.name in members and self.transport.get(f"{folder}/{self.name}") == data
+        stored = stored or self.transport.get(f"{folder}/{self.name}") == data
+        has_come = stored and self.name in members
         if has_come:
             left = _left(wanted, dq.decode(message, like=wanted)) if self.feedback else None
         else:
@@ -191,20 +192,11 @@ class Islands:
             messages.append(dq.Message.from_bytes(data[_WEIGHT.size :]))
         shares = [weight / sum(weights) for weight in weights]
         mean = dq.decode(*messages, weights=shares, like=state.reference)
-        reference, outer = self._stepped(mean, state.outer, state.reference)
+        reference, outer = take_outer_step(self.outer, mean, state.outer, state.reference)
         state = state._replace(round=state.round + 1, reference=reference, outer=outer)
         if state.round % self.store_every == 0 and self.name == members[0]:
             self._store(state)
         return state
-
-    @functools.cached_property
-    def _stepped(self) -> Any:
-        @jax.jit
-        def step(mean: Any, outer: optax.OptState, before: Any) -> tuple[Any, optax.OptState]:
-            updates, outer = self.outer.update(mean, outer, before)
-            return optax.apply_updates(before, updates), outer
-
-        return step
 
     def _caught_up(self, state: IslandState) -> IslandState:
         """Take the outer steps of all rounds that are decided."""
@@ -240,6 +232,23 @@ class Islands:
         return lacks and time.monotonic() - start < self.deadline
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def take_outer_step(
+    outer: optax.GradientTransformation, mean: Any, state: optax.OptState, before: Any
+) -> tuple[Any, optax.OptState]:
+    """Return the reference and the state of the outer optimizer after a mean change."""
+    updates, state = outer.update(mean, state, before)
+    return optax.apply_updates(before, updates), state
+
+
+def hash_of(tree: Any) -> str:
+    """Return a hash of the values of a tree."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _change(before: Any, now: Any, residual: Any) -> Any:
     return before - now + residual
 
@@ -256,7 +265,4 @@ def _left(wanted: Any, applied: Any) -> Any:
 
 def _hash_of(state: IslandState) -> str:
     """Return a hash of everything that is the same on all islands."""
-    digest = hashlib.sha256(str(state.round).encode())
-    for leaf in jax.tree.leaves((state.reference, state.outer)):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()[:16]
+    return hash_of((np.int64(state.round), state.reference, state.outer))

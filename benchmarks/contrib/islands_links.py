@@ -1,0 +1,250 @@
+"""Time to a loss of islands over slow links, beside all-reduces, from measured parts.
+
+    python -m benchmarks.contrib.islands_links
+
+Losses are those of a small language model on three workers, trained in one process. Times are of one
+worker's local step alone, and of an exchange or all-reduce between hosts that are emulated on this
+machine (root and iproute2), each with a link of its own. Islands exchange over a store on a fourth
+host, a small HTTP server with the same link.
+
+The target is the loss at which the run with exact gradients has made 95 % of its way. Between
+evaluations a loss is taken to fall on a straight line.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from rich.console import Console
+
+import dynamiq_jax as dq
+from benchmarks import common
+from benchmarks.training.emulated_training.target import reached, target_loss
+from benchmarks.training.small_lm.corpora import all_windows, load_corpora, random_windows
+from benchmarks.training.small_lm.model import ModelConfig
+from benchmarks.training.small_lm.pretraining import adamw, loss_of, pretrain
+from benchmarks.training.small_lm.training import new_model
+from dynamiq_jax._console.units import parse_rate
+from dynamiq_jax._emulation import namespaces
+from dynamiq_jax._emulation.network import NetworkRun
+from dynamiq_jax._emulation.processes import Processes
+from dynamiq_jax._emulation.python_processes import python_command, python_environment
+from dynamiq_jax._measurement.settings import PSUM, parse_settings
+
+Batch = Any
+NAME, METHOD, RING = "islands_links", "dynamiq:4", "dynamiq:4:ring"
+FRACTION = 0.95
+# What each run waits for: a setting of an all-reduce or "islands", and whether in every step.
+RUNS = {
+    "float32 in every step": (PSUM, True),
+    "4 bits in every step": (RING, True),
+    "local SGD in one job, 4 bits": (RING, False),
+    "islands, 4 bits": ("islands", False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    rates: tuple[str, ...] = ("10mbit", "100mbit")
+    workers: int = 3
+    every: int = 20  # local steps of a round
+    steps: int = 300
+    batch: int = 2  # windows of each worker and step
+    context: int = 64
+    width: int = 128
+    learning_rate: float = 1e-3
+    pretrain_steps: int = 120
+    repeats: int = 3  # timed exchanges
+    seed: int = 0
+
+
+class Training:
+    """The runs, all from the same weights and with the same batches."""
+
+    def __init__(self, config: Config):
+        self.config, self.corpora = config, load_corpora()
+        structure, params = new_model(ModelConfig(self.corpora.vocabulary, width=config.width))
+        self.params = pretrain(
+            structure, params, self.corpora.source_code, steps=config.pretrain_steps
+        )
+        self.loss = jax.jit(loss_of(structure))
+        held_out = all_windows(self.corpora.held_out, context=config.context, multiple_of=1)
+        self.held_out = jnp.asarray(held_out[:256])
+        self.optimizer = adamw(config.learning_rate)
+        self.size = sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    def losses(self, name: str) -> list[float]:
+        """Return the loss of a run after every round."""
+        setting, in_every_step = RUNS[name]
+        compiled = jax.jit(
+            jax.vmap(
+                lambda own, batch, key: self._step(
+                    own, batch, key, setting if in_every_step else None
+                ),
+                axis_name="data",
+                in_axes=(0, 0, None),
+            )
+        )
+        replicate = jax.vmap(lambda _, tree: tree, in_axes=(0, None))
+        workers = jnp.arange(self.config.workers)
+        reference = self.params
+        own = replicate(workers, (reference, self.optimizer.init(reference)))
+        found = [float(self.loss(reference, self.held_out))]
+        for number in range(self.config.steps):
+            key = jax.random.key(number)
+            own = compiled(own, self._batches(number), key)
+            if (number + 1) % self.config.every:
+                continue
+            if in_every_step:
+                reference = jax.tree.map(lambda leaf: leaf[0], own[0])
+            else:
+                reference = self._round(reference, own[0], key, setting)
+                own = replicate(workers, reference), own[1]
+            found.append(float(self.loss(reference, self.held_out)))
+        return found
+
+    def seconds(self) -> float:
+        """Return the median time of a local step of one worker alone."""
+        step = jax.jit(lambda own, batch: self._step(own, batch, None, None))
+        own = self.params, self.optimizer.init(self.params)
+        own = jax.block_until_ready(step(own, self._batches(0)[0]))
+        return common.median_seconds(step, own, self._batches(1)[0])
+
+    def _step(self, own: Any, batch: Batch, key: Any, setting: str | None) -> Any:
+        params, state = own
+        grads = jax.grad(self.loss)(params, batch)
+        if setting == PSUM:
+            grads = jax.lax.pmean(grads, "data")
+        elif setting:
+            grads = dq.pmean(grads, "data", key=key, method=METHOD, topology="ring")
+        updates, state = self.optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def _round(self, reference: Any, params: Any, key: Any, setting: str) -> Any:
+        """Take the outer step of a round: the plain mean of the changes."""
+        changes = jax.tree.map(lambda before, now: before - now, reference, params)
+        if setting == "islands":
+            keys = jax.random.split(key, self.config.workers)
+            messages = [
+                dq.encode(jax.tree.map(lambda leaf: leaf[i], changes), key=keys[i], method=METHOD)
+                for i in range(self.config.workers)
+            ]
+            shares = [1 / self.config.workers] * self.config.workers
+            mean = dq.decode(*messages, weights=shares, like=reference)
+        else:
+            mean = jax.tree.map(lambda leaf: leaf[0], self._all_reduced(changes, key))
+        return jax.tree.map(jnp.subtract, reference, mean)
+
+    def _all_reduced(self, changes: Any, key: Any) -> Any:
+        def mean(own: Any) -> Any:
+            return dq.pmean(own, "data", key=key, method=METHOD, topology="ring")
+
+        return jax.jit(jax.vmap(mean, axis_name="data"))(changes)
+
+    def _batches(self, number: int) -> Any:
+        config = self.config
+        windows = random_windows(
+            self.corpora.reference,
+            count=config.workers * config.batch,
+            context=config.context,
+            seed=config.seed,
+            step=number,
+        )
+        return jnp.asarray(windows.reshape(config.workers, config.batch, config.context + 1))
+
+
+def exchanges(size: int, config: Config, done: Callable[[str], None]) -> dict[str, list[float]]:
+    """Return the times of exchanges of islands, for each rate: the slowest island counts."""
+    count, seconds = config.workers + 1, {}
+    with namespaces.emulated(count) as network:
+        common_fields = {
+            **{"size": size, "method": METHOD, "store": network.address(0)},
+            **{"parent": os.getpid(), "num_hosts": count},
+        }
+        module = "benchmarks.contrib.islands_links_host"
+        commands = [
+            network.command(
+                host, python_command(module, json.dumps(common_fields | {"host": host}))
+            )
+            for host in range(count)
+        ]
+        with Processes(commands, python_environment(count)) as processes:
+            for request in ("join", "begin", "exchange"):  # the last one compiles
+                processes.ask({"do": request}, timeout=300, doing=request)
+            for rate in config.rates:
+                network.set_rate(parse_rate(rate, "--rates"))
+                seconds[rate] = []
+                for _ in range(config.repeats):
+                    answers = processes.ask({"do": "exchange"}, timeout=300, doing="an exchange")
+                    seconds[rate].append(max(answer["seconds"] for answer in answers))
+                done(f"islands at {rate}")
+    return seconds
+
+
+def all_reduces(size: int, config: Config, done: Callable[[str], None]) -> dict[str, Any]:
+    """Return the times of all-reduces, for each setting and rate."""
+    run = NetworkRun(
+        parse_settings((PSUM, RING)),
+        config.workers,
+        size=size,
+        repeats=config.repeats,
+        seed=config.seed,
+        timeout=300,
+    )
+    _, rows = run.measure([parse_rate(rate, "--rates") for rate in config.rates], done)
+    return {
+        setting: {
+            rate: row["repeats"]
+            for rate in config.rates
+            for row in rows
+            if row["setting"] == setting and row["rate"] == parse_rate(rate, "--rates")
+        }
+        for setting in (PSUM, RING)
+    }
+
+
+def times(results: dict[str, Any], config: Config) -> list[dict[str, Any]]:
+    """Combine losses and times: steps and seconds to the target of each run."""
+    target, rows = target_loss(results["losses"]["float32 in every step"], FRACTION), []
+    for name, losses in results["losses"].items():
+        setting, in_every_step = RUNS[name]
+        at = [number * config.every for number in range(len(losses))]
+        steps = reached(at, losses, target)
+        for rate in config.rates:
+            each = median(results["transfers"][setting][rate]) / (1 if in_every_step else config.every)
+            step = results["computing"] + each
+            seconds = None if steps is None else steps * step
+            rows.append({"run": name, "rate": rate, "steps": steps, "seconds": seconds})
+    return rows
+
+
+def main(config: Config) -> None:
+    """Measure all parts, combine them, and write the results."""
+    namespaces.check_possible()
+    console, training = Console(), Training(config)
+    results: dict[str, Any] = {"parameters": training.size, "losses": {}}
+    results["transfers"] = {
+        "islands": exchanges(training.size, config, console.print),
+        **all_reduces(training.size, config, console.print),
+    }
+    results["computing"] = training.seconds()
+    console.print(results)
+    for name in RUNS:
+        results["losses"][name] = training.losses(name)
+        console.print(name, results["losses"][name])
+    results["rows"] = times(results, config)
+    common.save(NAME, dataclasses.asdict(config), results)
+    console.print(results["rows"])
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
