@@ -70,6 +70,7 @@ def test_the_page_shows_the_hook():
     [
         ({"shard_mode": "explicit"}, "shard_mode=explicit"),
         ({"per_device_batch_size": 0.5}, "per_device_batch_size=0.5"),
+        ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, "no axis for pipelines"),
     ],
 )
 def test_settings_that_train_something_else_are_refused(tmp_path, options, words):
