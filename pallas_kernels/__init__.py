@@ -1,13 +1,17 @@
 """The DynamiQ wire format: its specification and the backends that implement it.
 
     codec           the specification, pure functions of rows; see docs/wire_format.md
-    operations      the five operations on whole messages, each with a choice of backends
+    operations      the operations on whole messages, each with a choice of backends
         statistics             norm of every super-group
         compress               local rows to a message: the first hop
         hop                    messages decoded, local rows added, the sum encoded: with one message
                                the step of a ring, with n - 1 that of an all-to-all
         decompress_accumulate  messages decoded, local rows added
         decompress             messages of all chunks to rows in their original places
+        solve                  energies of rows to their widths
+        energies, scaled_sums, decompress_sums
+                               sums whose rows have an order of their own
+    sums            operations that a backend lacks, by the others that it has
     _xla            backend in pure JAX: available everywhere, and the reference for the others
     _triton         fused kernels for NVIDIA GPUs from Ampere on
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`

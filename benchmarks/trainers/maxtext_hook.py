@@ -24,8 +24,9 @@ MEANS += ("moe_bias_updates", "mtp_moe_bias_updates")
 def compress_gradients(config, **options):
     """Average gradients over the axis `data` compressed, in place of an exact mean."""
     mode, rows = config.shard_mode.value, config.per_device_batch_size
-    if mode != "auto" or rows < 1:
-        raise ValueError(f"shard_mode={mode}, per_device_batch_size={rows}: give auto, at least 1.")
+    if mode != "auto" or rows < 1 or config.using_pipeline_parallelism:
+        given = f"shard_mode={mode}, per_device_batch_size={rows}"
+        raise ValueError(f"{given}: give auto, at least 1, and no axis for pipelines.")
     settings, (batch, length) = config.get_keys(), config.input_data_sharding_logical_axes
     for name in ("logical_axis_rules", "logical_axis_rules_for_eval"):
         # Arrays of a worker are not split over `data`. The batch of a step is.

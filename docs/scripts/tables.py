@@ -350,9 +350,11 @@ def maxtext() -> str:
                 *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
                 *(f"{sum(kind['bytes_between_workers'].values()):,.0f}" for kind in kinds),
                 f"{row['ratio_bf16']:.2f}",
+                f"{row['ratio_of_others']:.3f}",
             ]
         )
     headings = "run", "loss, exact", "compressed", "bytes, exact", "compressed", "fewer than BF16"
+    headings += ("other axes",)
     return markdown(list(headings), rows)
 
 

@@ -67,7 +67,15 @@ def tpu_sums() -> str:
                     f"{program['compile_cpu_seconds']:.1f} s",
                 ]
             )
-    header = ["TPU", "sum", "slices", "coordinates", "cycles of kernels", "of all else", "at the clock"]
+    header = [
+        "TPU",
+        "sum",
+        "slices",
+        "coordinates",
+        "cycles of kernels",
+        "of all else",
+        "at the clock",
+    ]
     header += ["over wire, 3.1 and 6.25 GB/s"]
     return markdown([*header, "bytes a coordinate", "compile, one core"], rows)
 

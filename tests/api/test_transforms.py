@@ -163,6 +163,7 @@ def test_targets_aux_and_leaves_that_are_not_floating(form, transform, data_mesh
         loss,
         mesh=data_mesh(4),
         has_aux=True,
+        aux={"double": "mean", "seven": "same"},
         num_targets=lambda params, x, mask: mask.sum(),
         **SETTINGS[transform],
     )

@@ -376,9 +376,17 @@ class CountingAxis(Axis):
         self._count(shares, (self.size - 1) / self.size)
         return super().exchange(shares)
 
+    def exchange_parts(self, shares):
+        self._count(shares, (self.size - 1) / self.size)
+        return super().exchange_parts(shares)
+
     def gather(self, value):
         self._count(value, self.size - 1)
         return super().gather(value)
+
+    def gather_parts(self, part):
+        self._count(part, self.size - 1)
+        return super().gather_parts(part)
 
     def _count(self, tree, times):
         self.sent.append(times * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))

@@ -13,6 +13,7 @@ from flax.core.spmd import logical_axis_rules
 
 import dynamiq_jax as dq
 from benchmarks.trainers import maxtext as benchmark
+from tests.trainers.recipe import PAGES
 
 os.environ["DECOUPLE_GCLOUD"] = "TRUE"
 from maxtext.trainers.pre_train import train
@@ -58,11 +59,18 @@ def test_the_logged_loss_is_that_of_all_targets(tmp_path):
     np.testing.assert_allclose(aux["xent_sum"] / aux["total_weights"], loss, rtol=1e-5)
 
 
+def test_the_page_shows_the_hook():
+    source = Path(maxtext_hook.__file__).read_text()
+    page = (PAGES / "maxtext.md").read_text()
+    assert source.split('"""', 2)[2].strip() in page
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"shard_mode": "explicit"}, "shard_mode=explicit"),
         ({"per_device_batch_size": 0.5}, "per_device_batch_size=0.5"),
+        ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, "no axis for pipelines"),
     ],
 )
 def test_settings_that_train_something_else_are_refused(tmp_path, options, words):
