@@ -147,7 +147,7 @@ def _flwr_app() -> Any:
         import flwr.app
     except ImportError as error:
         raise ImportError(
-            f"Flower is not installed ({error}): pip install 'dynamiq-jax[flower]'."
+            f"Flower is not installed ({error}): pip install 'flwr>=1.42'."
         ) from error
     return flwr.app
 
