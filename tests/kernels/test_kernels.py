@@ -236,6 +236,7 @@ def test_messages_are_added_to_the_local_rows(kernel):
     assert np.all(np.abs(ours[finite] - total[finite]) <= allowed[finite])
 
 
+@pytest.mark.slow
 @kernels
 def test_sums_in_an_order_of_their_own_are_those_of_the_base(kernel):
     """Sums, messages in a new order, and values decoded from them, as in an all-to-all."""
