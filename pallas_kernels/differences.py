@@ -43,7 +43,7 @@ def compare(ours: Any, base: Any, layout: Layout, widths: NDArray[np.int32]) -> 
     """Compare an output of an operation with that of the base.
 
     Args:
-      ours: message uint8 [bytes], norms float32 [rows] or values float32 [rows, 256].
+      ours: message uint8 [bytes], norms float32 [rows], values float32 [rows, 256], or integers.
       base: the same, of the base.
       layout: layout of a message.
       widths: widths of the places of the chunk, int32 [rows_per_chunk].

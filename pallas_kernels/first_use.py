@@ -114,7 +114,6 @@ def difference(backend: Any, base: Any) -> str | None:
             of_narrow = local._replace(rows=narrow)
             calls["hop"] = dataclasses.replace(trial, local=of_narrow).calls(messages)["hop"]
             del calls["hop of several"]
-            calls |= trial.calls_of_sums(messages)
             return {n: c.by(module) for n, c in calls.items() if hasattr(backend, c.operation)}
 
         return jax.tree.map(np.asarray, jax.jit(run)(local, narrow, messages))

@@ -33,6 +33,10 @@ CALLS = {
     "hop of several": "hop",
     "decompress_accumulate": "decompress_accumulate",
     "decompress": "decompress",
+    "widths": "solve",
+    "energies": "energies",
+    "scales of sums": "scaled_sums",
+    "decompress of sums": "decompress_sums",
 }
 # With this one, no other rounding of single operations changes the message of `first_use`.
 _STREAM = 4
@@ -54,7 +58,9 @@ class Call(NamedTuple):
         if self.operation not in ("statistics", "solve"):
             taken = message_types.of_backend(backend)
             function = message_types.adapt(function, np.uint8, taken)
-        return function(*self.arrays, **self.static)
+        result = function(*self.arrays, **self.static)
+        # The sums themselves are those of `decompress_accumulate`.
+        return result[1] if self.operation == "scaled_sums" else result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +89,9 @@ class Trial:
             the chunk: its widths are theirs.
         """
         local, chunk, first, second = self.local, np.int32(CHUNK), np.int32(0), np.int32(1)
+        chunks, rows = local.places.order.shape
+        energies = np.arange(rows * chunks, dtype=np.int32)[::-1].reshape(chunks, rows) % 999
+        table = np.tile(np.arange(rows, dtype=np.int32)[::-1], (chunks, 1))
         arrays = {
             "statistics": (local.rows,),
             "compress": (messages[:0], local, chunk, first),
@@ -90,6 +99,10 @@ class Trial:
             "hop of several": (messages[:2], local, chunk, second),
             "decompress_accumulate": (messages[:2], local, chunk),
             "decompress": (messages, local.places),
+            "widths": (-np.sort(-energies, axis=1),),
+            "energies": (messages,),
+            "scales of sums": (messages[:1], local, chunk),
+            "decompress of sums": (messages, local.places, table),
         }
         return {
             name: Call(
@@ -98,23 +111,6 @@ class Trial:
                 {} if operation == "statistics" else {"layout": self.layout},
             )
             for name, operation in CALLS.items()
-        }
-
-    def calls_of_sums(self, messages: Any) -> dict[str, Call]:
-        """Return a call of every operation of `sums` whose result is one array, by name.
-
-        Args:
-          messages: messages of all chunks.
-        """
-        static, (chunks, rows) = {"layout": self.layout}, self.local.places.order.shape
-        energies = np.arange(rows * chunks, dtype=np.int32)[::-1].reshape(chunks, rows) % 999
-        table = np.tile(np.arange(rows, dtype=np.int32)[::-1], (chunks, 1))
-        return {
-            "widths": Call("solve", (-np.sort(-energies, axis=1),), static),
-            "energies": Call("energies", (messages,), static),
-            "decompress of sums": Call(
-                "decompress_sums", (messages, self.local.places, table), static
-            ),
         }
 
 
