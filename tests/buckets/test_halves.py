@@ -116,7 +116,11 @@ def test_no_byte_is_added():
     assert report.scattered_bytes + report.gathered_bytes == whole + norms
 
 
-@pytest.mark.parametrize("method", ("exact", CORRELATED, THC()), ids=("exact", "dynamiq", "thc"))
+@pytest.mark.parametrize(
+    "method",
+    ("exact", pytest.param(CORRELATED, marks=pytest.mark.slow), THC()),
+    ids=("exact", "dynamiq", "thc"),
+)
 def test_three_axes(method):
     """Parts of two fast axes of different sizes, and padding, which is in no norm."""
     sizes, size = (2, 3, 2), 5000

@@ -107,6 +107,7 @@ def test_without_dead_peers_all_have_the_mean_after_a_round_for_each_axis():
 FAST = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
 
 
+@pytest.mark.slow
 def test_an_axis_may_have_a_second_turn_with_a_lossy_method():
     """Its peers have the same values then, which jax.vmap knows."""
 

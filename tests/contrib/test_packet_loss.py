@@ -595,6 +595,7 @@ def test_gradients_and_parameters_lose_other_packets():
 # Both ways to run it
 
 
+@pytest.mark.slow
 def test_devices_and_simulated_workers_get_the_same(data_mesh):
     channel = LossyChannel(rate=0.3, burst=3.0, packet_bytes=64)
     of = LossyCollectives(axis_name="data", channel=channel, method=TWO_WIDTHS)

@@ -276,7 +276,9 @@ def summed(method: dq.DynamiQ):
 
 
 @pytest.mark.parametrize(
-    ("workers", "rows_per_chunk"), ((16, 1), (64, 1), (4, 3)), ids=("one", "many_workers", "few")
+    ("workers", "rows_per_chunk"),
+    (pytest.param(16, 1, marks=pytest.mark.slow), (64, 1), (4, 3)),
+    ids=("one", "many_workers", "few"),
 )
 @pytest.mark.parametrize("alike", (True, False), ids=("white", "spread"))
 def test_a_tiny_bucket_has_no_more_error_than_one_width_for_all(workers, rows_per_chunk, alike):
