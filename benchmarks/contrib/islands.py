@@ -34,7 +34,7 @@ from benchmarks.training.small_lm.corpora import (
     Corpora,
     all_windows,
     load_corpora,
-    random_windows,
+    worker_windows,
 )
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import Params, adamw, loss_of, pretrain
@@ -111,16 +111,16 @@ class Task:
         mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
         train_step = jax.jit(mapped)
         carry = jax.jit(jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs))(self.params)
-        shape = (config.workers, config.batch, config.context + 1)
         for number in range(config.steps):
-            windows = random_windows(
+            windows = worker_windows(
                 self.corpora.reference,
-                count=config.workers * config.batch,
+                workers=config.workers,
+                batch=config.batch,
                 context=config.context,
                 seed=config.seed,
                 step=number,
             )
-            carry = train_step(carry, jnp.asarray(windows.reshape(shape)))
+            carry = train_step(carry, jnp.asarray(windows))
         (report,) = outer.wire_report(self.params, config.workers)
         sent = report.bytes_per_worker * (config.steps // every)
         return {"loss": self.evaluate(carry[1].reference), "bytes": sent}

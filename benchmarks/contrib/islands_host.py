@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.training.small_lm.corpora import load_corpora, random_windows
+from benchmarks.training.small_lm.corpora import load_corpora, worker_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import adamw, loss_of
 from benchmarks.training.small_lm.training import new_model
@@ -56,18 +56,18 @@ def main(path: str, index: int) -> None:
     own_file = Path(f"{path}.{islands.name}.npz")
     if config["keeps_optimizer"] and own_file.exists():
         opt_state = _loaded(own_file, opt_state)
-    shape = (config["workers"], config["batch"], config["context"] + 1)
     while state.round < config["steps"] // config["every"]:
         own, number = state.reference, state.round
         for local in range(config["every"]):
-            windows = random_windows(
+            windows = worker_windows(
                 corpora.reference,
-                count=config["workers"] * config["batch"],
+                workers=config["workers"],
+                batch=config["batch"],
                 context=config["context"],
                 seed=config["seed"],
                 step=number * config["every"] + local,
             )
-            own, opt_state = step(own, opt_state, jnp.asarray(windows.reshape(shape)[index]))
+            own, opt_state = step(own, opt_state, jnp.asarray(windows[index]))
         jax.block_until_ready(own)
         start = time.monotonic()
         state = islands.exchange(own, state)

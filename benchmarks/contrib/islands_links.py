@@ -29,7 +29,7 @@ from rich.console import Console
 import dynamiq_jax as dq
 from benchmarks import common
 from benchmarks.training.emulated_training.target import reached, target_loss
-from benchmarks.training.small_lm.corpora import all_windows, load_corpora, random_windows
+from benchmarks.training.small_lm.corpora import all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import adamw, loss_of, pretrain
 from benchmarks.training.small_lm.training import new_model
@@ -155,14 +155,15 @@ class Training:
 
     def _batches(self, number: int) -> Any:
         config = self.config
-        windows = random_windows(
+        windows = worker_windows(
             self.corpora.reference,
-            count=config.workers * config.batch,
+            workers=config.workers,
+            batch=config.batch,
             context=config.context,
             seed=config.seed,
             step=number,
         )
-        return jnp.asarray(windows.reshape(config.workers, config.batch, config.context + 1))
+        return jnp.asarray(windows)
 
 
 def exchanges(size: int, config: Config, done: Callable[[str], None]) -> dict[str, list[float]]:

@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from benchmarks import common
 from benchmarks.contrib.averaging_schemes import MOSHPIT, SCHEMES, rounds_until, variances
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
 from benchmarks.training.small_lm.training import new_model
@@ -216,15 +216,15 @@ class Bench:
     def batches(self, seed: int, step: int) -> jax.Array:
         """Return windows of all peers: int32 [peers, batch, context + 1]."""
         config = self.config
-        peers = int(np.prod(config.grid))
-        windows = random_windows(
+        windows = worker_windows(
             self.corpora.reference,
-            count=peers * config.batch,
+            workers=int(np.prod(config.grid)),
+            batch=config.batch,
             context=config.context,
             seed=seed,
             step=step,
         )
-        return jnp.asarray(windows.reshape(peers, config.batch, config.context + 1))
+        return jnp.asarray(windows)
 
     def losses(self, run: Run, seed: int) -> list[float]:
         """Train; return evaluation losses of the mean of all peers' parameters."""

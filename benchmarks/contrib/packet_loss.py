@@ -26,7 +26,7 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
 from benchmarks.training.small_lm.training import new_model
@@ -172,14 +172,14 @@ def measure(
     for seed in config.seeds:
         state, drifts = first(params), []
         for number in range(config.steps):
-            windows = random_windows(
+            tokens = worker_windows(
                 corpora.reference,
-                count=config.workers * config.batch,
+                workers=config.workers,
+                batch=config.batch,
                 context=config.context,
                 seed=seed,
                 step=number,
             )
-            tokens = windows.reshape(config.workers, config.batch, config.context + 1)
             key = jax.random.fold_in(jax.random.key(seed), number)
             state, metrics = step(state, jnp.asarray(tokens), key)
             drifts.append(float(metrics[0]))

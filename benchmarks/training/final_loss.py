@@ -26,7 +26,7 @@ from rich.table import Table
 import dynamiq_jax as dq
 from benchmarks import common
 from benchmarks.training.muon import muon
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import (
     Params,
@@ -124,15 +124,15 @@ def final_loss(
     init, step = train_step(structure, setting, config, seed)
     state = init(params)
     for number in range(config.steps):
-        windows = random_windows(
+        windows = worker_windows(
             corpora.reference,
-            count=config.workers * config.batch,
+            workers=config.workers,
+            batch=config.batch,
             context=config.context,
             seed=seed,
             step=number,
         )
-        shape = (config.workers, config.batch, config.context + 1)
-        params, state = step(params, state, jnp.asarray(windows.reshape(shape)))
+        params, state = step(params, state, jnp.asarray(windows))
     held_out = all_windows(corpora.held_out, context=config.context, multiple_of=1)
     return float(jax.jit(loss_of(structure))(params, jnp.asarray(held_out)))
 

@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 import dynamiq_jax as dq
 from benchmarks import common
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, random_windows
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
 from benchmarks.training.small_lm.training import new_model
@@ -148,12 +148,15 @@ def losses_of(
     carry = training.init(params)
     losses = [evaluate(params)]
     for number in range(config.steps):
-        count = config.workers * config.batch
-        windows = random_windows(
-            corpora.reference, count=count, context=config.context, seed=seed, step=number
+        windows = worker_windows(
+            corpora.reference,
+            workers=config.workers,
+            batch=config.batch,
+            context=config.context,
+            seed=seed,
+            step=number,
         )
-        shape = (config.workers, config.batch, config.context + 1)
-        carry = training.step(carry, jnp.asarray(windows.reshape(shape)))
+        carry = training.step(carry, jnp.asarray(windows))
         if (number + 1) % config.every == 0:
             losses.append(evaluate(training.params_of(carry)))
     return losses

@@ -68,6 +68,19 @@ def random_windows(
     return tokens[starts[:, None] + np.arange(context + 1)]
 
 
+def worker_windows(
+    tokens: np.ndarray, *, workers: int, batch: int, context: int, seed: int, step: int
+) -> np.ndarray:
+    """Draw the batches of all workers in a training step; see `random_windows`.
+
+    Returns:
+      int32 `[workers, batch, context + 1]`.
+    """
+    count = workers * batch
+    windows = random_windows(tokens, count=count, context=context, seed=seed, step=step)
+    return windows.reshape(workers, batch, context + 1)
+
+
 def all_windows(tokens: np.ndarray, *, context: int, multiple_of: int) -> np.ndarray:
     """Cut a corpus into windows, for evaluation.
 

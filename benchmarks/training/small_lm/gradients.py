@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.training.small_lm.corpora import random_windows
+from benchmarks.training.small_lm.corpora import worker_windows
 from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
 
 
@@ -80,11 +80,10 @@ def gradient_snapshots(
         return optax.apply_updates(params, updates), opt_state
 
     def gradients_at(params, step, workers):
-        windows = random_windows(
-            corpus, count=workers * batch, context=context, seed=seed, step=step
+        windows = worker_windows(
+            corpus, workers=workers, batch=batch, context=context, seed=seed, step=step
         )
-        batches = jnp.asarray(windows.reshape(workers, batch, context + 1))
-        return worker_gradients(structure, params, batches)
+        return worker_gradients(structure, params, jnp.asarray(windows))
 
     for step in range(last + 1):
         if step in steps:
