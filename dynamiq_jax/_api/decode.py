@@ -11,7 +11,7 @@ from jax import Array
 
 from dynamiq_jax._buckets import gathered
 from dynamiq_jax._inputs.policy import paths_of
-from dynamiq_jax.messages.decoding import split, weighted_sum
+from dynamiq_jax.messages.decoding import leaves_of, weighted_sum
 from dynamiq_jax.messages.formats import Format
 from dynamiq_jax.messages.message import Leaf, Message
 from dynamiq_jax.methods import METHODS, ChunkedMethod
@@ -50,7 +50,6 @@ def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any
     """
     leaves = weighted_sum(messages, weights, _leaves_of, _Sum())
     first = messages[0].leaves
-    _check_dtypes(first)
     arrays = [
         values.astype(jnp.dtype(leaf.dtype)) for leaf, values in zip(first, leaves, strict=True)
     ]
@@ -74,14 +73,7 @@ class _Sum:
 
 def _leaves_of(message: Message) -> list[Array]:
     _check_dtypes(message.leaves)
-    found: dict[Leaf, Array] = {}
-    for part in message.parts():
-        arrays = [jnp.asarray(array) for array in message.arrays(part)]
-        if part.format is None:
-            found[part.leaves[0]] = arrays[0]
-        else:
-            found |= split(part, _decoded(arrays, part.format, part.size))
-    return [found[leaf] for leaf in message.leaves]
+    return [jnp.asarray(leaf) for leaf in leaves_of(message, _decoded)]
 
 
 @functools.partial(jax.jit, static_argnames=("form", "size"))

@@ -51,12 +51,17 @@ def merge(structure: Any, params: Any, rest: Any, worker: Array | None = None) -
             del path
             if not isinstance(variable, nnx.RngKey):
                 return variable
-            keys = variable.get_value()  # of every layer, where layers are stacked
-            folded = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1))
-            return variable.replace(folded.reshape(keys.shape))
+            # Of every layer, where layers are stacked.
+            return variable.replace(fold_in_all(variable.get_value(), index))
 
         rest = nnx.map_state(own, rest)
     return nnx.merge(structure, params, rest, copy=True)
+
+
+def fold_in_all(keys: Array, number: int | Array) -> Array:
+    """Fold a number into every key of an array of typed keys, of any shape."""
+    folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
+    return folded.reshape(keys.shape)
 
 
 def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:

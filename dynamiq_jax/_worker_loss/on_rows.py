@@ -172,5 +172,4 @@ def _other(leaf: Any, number: int) -> Any:
     """Return a PRNG key that is another one; other values as they are."""
     if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
         return leaf
-    folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(leaf.reshape(-1))
-    return folded.reshape(leaf.shape)
+    return modules.fold_in_all(leaf, number)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax.messages.formats import flushed
+from dynamiq_jax.messages.formats import Format, flushed
 from dynamiq_jax.messages.message import Leaf, Message, Part, dtype_of
 
 Weights = Sequence[float] | None
@@ -84,7 +84,26 @@ def weighted_sum(
     return total
 
 
-def split(part: Part, flat: Any) -> dict[Leaf, Any]:
+def leaves_of(
+    message: Message, decoded: Callable[[Sequence[NDArray[Any]], Format, int], Any]
+) -> list[Any]:
+    """Return the leaves of a message, in order.
+
+    Args:
+      message: a message.
+      decoded: function of what was sent of a bucket, its format and its size to its values.
+    """
+    found: dict[Leaf, Any] = {}
+    for part in message.parts():
+        arrays = message.arrays(part)
+        if part.format is None:
+            found[part.leaves[0]] = arrays[0]
+        else:
+            found |= _split(part, decoded(arrays, part.format, part.size))
+    return [found[leaf] for leaf in message.leaves]
+
+
+def _split(part: Part, flat: Any) -> dict[Leaf, Any]:
     """Cut the values of a bucket into its leaves."""
     ends = np.cumsum([leaf.size for leaf in part.leaves]).tolist()
     return {
@@ -94,14 +113,7 @@ def split(part: Part, flat: Any) -> dict[Leaf, Any]:
 
 
 def _leaves_of(message: Message) -> list[NDArray[Any]]:
-    found: dict[Leaf, NDArray[Any]] = {}
-    for part in message.parts():
-        arrays = message.arrays(part)
-        if part.format is None:
-            found[part.leaves[0]] = arrays[0]
-        else:
-            found |= split(part, part.format.decode(arrays, part.size))
-    return [found[leaf] for leaf in message.leaves]
+    return leaves_of(message, lambda arrays, form, size: form.decode(arrays, size))
 
 
 def _wide_dtype(name: str) -> np.dtype[Any]:

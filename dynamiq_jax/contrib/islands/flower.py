@@ -166,12 +166,14 @@ def _strategy_class() -> Any:
             super().__init__(**fields, arrayrecord_key=_ARRAYS, configrecord_key=_CONFIG)
             self.outer, self.outer_state = outer, None
             self.reference: dict[str, np.ndarray] = {}
+            self.hash = hash_of(self.reference)
 
         def configure_train(
             self, server_round: int, arrays: Any, config: Any, grid: Any
         ) -> Iterable[Any]:
             """Send the reference to the clients of a round."""
             self.reference = _arrays_of(arrays)
+            self.hash = hash_of(self.reference)
             if self.outer_state is None:
                 self.outer_state = self.outer.init(self.reference)
             return super().configure_train(server_round, arrays, config, grid)
@@ -214,9 +216,11 @@ def _strategy_class() -> Any:
             check_number(
                 self.weighted_by_key, weight, np.finfo(np.float64).tiny, 1e300, "a positive number"
             )
-            mine, its = hash_of(self.reference), content[_CONFIG][_HASH]
-            if its != mine:
-                raise ValueError(f"it began at the reference {its}, and the server has {mine}.")
+            its = content[_CONFIG][_HASH]
+            if its != self.hash:
+                raise ValueError(
+                    f"it began at the reference {its}, and the server has {self.hash}."
+                )
             message = dq.Message.from_bytes(content[_CHANGE][_CHANGE].data)
             leaves = {leaf.name: (leaf.shape, leaf.dtype) for leaf in message.leaves}
             wanted = {name: (a.shape, str(a.dtype)) for name, a in self.reference.items()}

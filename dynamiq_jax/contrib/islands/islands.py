@@ -134,11 +134,12 @@ class Islands:
         key = jax.random.fold_in(jax.random.key(self.seed), number)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
         message = dq.encode(wanted, key=key, method=self.method)
-        folder = f"change/{number:08}/{_hash_of(state)}"
+        reference = _hash_of(state)
+        folder = _folder_of(number, reference)
         data = _WEIGHT.pack(weight) + message.to_bytes()
         is_late = self.transport.get(f"decision/{number:08}") is not None
         stored = not is_late and self.transport.put(f"{folder}/{self.name}", data)
-        members = self._decision(number, _hash_of(state))
+        members = self._decision(number, reference)
         # A name may be that of an island before a crash, whose change was another one.
         stored = stored or self.transport.get(f"{folder}/{self.name}") == data
         has_come = stored and self.name in members
@@ -146,7 +147,7 @@ class Islands:
             left = _left(wanted, dq.decode(message, like=wanted)) if self.feedback else None
         else:
             left = wanted if self.late == "keep" else state.residual
-        state = self._outer_step(state, members)
+        state = self._outer_step(state, reference, members)
         zeros = jax.tree.map(jnp.zeros_like, wanted)
         state = self._caught_up(state._replace(residual=zeros if left is None else left))
         self._announce(state.round)
@@ -158,7 +159,7 @@ class Islands:
         Raises:
           RuntimeError: the decision is about another reference.
         """
-        name, folder = f"decision/{number:08}", f"change/{number:08}/{reference}"
+        name, folder = f"decision/{number:08}", _folder_of(number, reference)
         start, decision = time.monotonic(), self.transport.get(name)
         while decision is None:
             came = self.transport.names(folder)
@@ -177,9 +178,11 @@ class Islands:
         members: Sequence[str] = fields["members"]
         return members
 
-    def _outer_step(self, state: IslandState, members: Sequence[str]) -> IslandState:
-        """Take the outer step of a round with the changes of some islands."""
-        folder = f"change/{state.round:08}/{_hash_of(state)}"
+    def _outer_step(
+        self, state: IslandState, reference: str, members: Sequence[str]
+    ) -> IslandState:
+        """Take the outer step of a round with the changes of some islands from its reference."""
+        folder = _folder_of(state.round, reference)
         weights, messages = [], []
         for member in members:
             data = self.transport.get(f"{folder}/{member}")
@@ -192,8 +195,8 @@ class Islands:
             messages.append(dq.Message.from_bytes(data[_WEIGHT.size :]))
         shares = [weight / sum(weights) for weight in weights]
         mean = dq.decode(*messages, weights=shares, like=state.reference)
-        reference, outer = take_outer_step(self.outer, mean, state.outer, state.reference)
-        state = state._replace(round=state.round + 1, reference=reference, outer=outer)
+        after, outer = take_outer_step(self.outer, mean, state.outer, state.reference)
+        state = state._replace(round=state.round + 1, reference=after, outer=outer)
         if state.round % self.store_every == 0 and self.name == members[0]:
             self._store(state)
         return state
@@ -201,7 +204,9 @@ class Islands:
     def _caught_up(self, state: IslandState) -> IslandState:
         """Take the outer steps of all rounds that are decided."""
         while self.transport.get(f"decision/{state.round:08}") is not None:
-            state = self._outer_step(state, self._decision(state.round, _hash_of(state)))
+            reference = _hash_of(state)
+            members = self._decision(state.round, reference)
+            state = self._outer_step(state, reference, members)
         return state
 
     def _store(self, state: IslandState) -> None:
@@ -247,6 +252,11 @@ def hash_of(tree: Any) -> str:
     for leaf in jax.tree.leaves(tree):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _folder_of(number: int, reference: str) -> str:
+    """Return where the changes of a round are that began at a reference, by its hash."""
+    return f"change/{number:08}/{reference}"
 
 
 def _change(before: Any, now: Any, residual: Any) -> Any:
