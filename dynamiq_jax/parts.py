@@ -11,6 +11,7 @@ from dynamiq_jax._core import (
     check_flag,
     check_integer,
     check_number,
+    check_optimizer,
     take_chunk,
 )
 from dynamiq_jax._inputs.checks import check_axis, check_key
@@ -24,7 +25,7 @@ from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, Chosen
 # What every method needs.
 __all__ = ["Payload", "as_chunks", "take_chunk"]
 __all__ += ["check_axis", "check_choice", "check_flag", "check_integer", "check_key"]
-__all__ += ["check_number"]
+__all__ += ["check_number", "check_optimizer"]
 # What a kind of method needs: blocks with scales, norms of all workers, some blocks or coordinates
 # within a number of bits, and what a method leaves out.
 __all__ += ["BLOCKS", "covering_step", "in_blocks", "rows_per_chunk"]

@@ -57,12 +57,12 @@ def value_and_grad(
         loss, grads = grad_fn(params, batch, key=key)
 
     Arguments in `argnums` (flax linen parameters, an nnx module or state, an equinox module, any
-    pytree) are the same
-    on all workers, and their floating leaves are differentiated. They may be sharded over other
-    axes of the mesh, which are left to the compiler: gradients are sharded alike, and every device
-    sends its own shards. All other arrays are the batch, which is split along its leading axis.
-    `loss_fn` gets the part of its worker and should return a mean over it. Numbers, scalars and
-    PRNG keys are the same on all workers, and so are strings and other values that are not arrays.
+    pytree) are the same on all workers, and their floating leaves are differentiated. They may be
+    sharded over other axes of the mesh, which are left to the compiler: gradients are sharded
+    alike, and every device sends its own shards. All other arrays are the batch, which is split
+    along its leading axis. `loss_fn` gets the part of its worker and should return a mean over it.
+    Numbers, scalars and PRNG keys are the same on all workers, and so are strings and other values
+    that are not arrays.
 
     Arrays that are not part of the batch, such as weights of classes, need a spec. `in_specs` is a
     tuple with an entry for each positional argument, as for `jax.shard_map`, or a dict from names

@@ -12,4 +12,10 @@ from dynamiq_jax._core.codec import (
     as_chunks,
     take_chunk,
 )
-from dynamiq_jax._core.validation import check_choice, check_flag, check_integer, check_number
+from dynamiq_jax._core.validation import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_optimizer,
+)

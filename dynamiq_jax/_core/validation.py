@@ -4,6 +4,8 @@ import numbers
 from collections.abc import Collection
 from typing import Any
 
+import optax
+
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise ValueError unless a value is one of several: strings or integers."""
@@ -35,3 +37,11 @@ def check_number(name: str, value: Any, low: float, high: float, remedy: str = "
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_optimizer(name: str, value: Any, example: str) -> None:
+    """Raise TypeError unless a value is an optax transformation, such as the example."""
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"{name}={value!r:.80} is not an optax transformation. Give one, such as {example}."
+        )

@@ -16,7 +16,7 @@ from dynamiq_jax._api.wire_report import WireReport, report_of
 from dynamiq_jax._buckets import agreement, driver
 from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._core.validation import check_integer, check_number
+from dynamiq_jax._core.validation import check_integer, check_number, check_optimizer
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import is_explicit, leaf_specs
@@ -96,11 +96,7 @@ class LocalSGD:
 
     def __post_init__(self):
         _ = self._compression  # raises if it is not possible
-        if not isinstance(self.outer, optax.GradientTransformation):
-            raise TypeError(
-                f"outer={self.outer!r:.80} is not an optax transformation. Give one, such as "
-                "optax.sgd(0.7, momentum=0.9, nesterov=True)."
-            )
+        check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
         check_integer("every", self.every, 1)
         check_integer("fragments", self.fragments, 1, self.every)
         check_integer("delay", self.delay, 0, self.every - 1)

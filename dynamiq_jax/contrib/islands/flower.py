@@ -13,7 +13,7 @@ from jax import Array
 import dynamiq_jax as dq
 from dynamiq_jax.contrib.islands.islands import hash_of, take_outer_step
 from dynamiq_jax.methods import Method
-from dynamiq_jax.parts import check_number
+from dynamiq_jax.parts import check_number, check_optimizer
 
 _ARRAYS, _CONFIG, _CHANGE, _METRICS = "arrays", "config", "change", "metrics"  # records
 _HASH = "reference-hash"
@@ -42,11 +42,7 @@ def flower_strategy(
       ImportError: Flower is not installed.
       TypeError: an outer optimizer that is none of optax.
     """
-    if not isinstance(outer, optax.GradientTransformation):
-        raise TypeError(
-            f"outer={outer!r:.80} is not an optax transformation. Give one, such as "
-            "optax.sgd(0.7, momentum=0.9, nesterov=True)."
-        )
+    check_optimizer("outer", outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
     return _strategy_class()(outer, fields)
 
 

@@ -18,7 +18,13 @@ import optax
 import dynamiq_jax as dq
 from dynamiq_jax.contrib.islands.transports import Transport
 from dynamiq_jax.methods import Method
-from dynamiq_jax.parts import check_choice, check_flag, check_integer, check_number
+from dynamiq_jax.parts import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_optimizer,
+)
 
 _WEIGHT = struct.Struct("<d")  # before the message of a change
 
@@ -83,11 +89,7 @@ class Islands:
         check_flag("feedback", self.feedback)
         check_integer("store_every", self.store_every, 1)
         check_number("poll", self.poll, 0, float("inf"))
-        if not isinstance(self.outer, optax.GradientTransformation):
-            raise TypeError(
-                f"outer={self.outer!r:.80} is not an optax transformation. Give one, such as "
-                "optax.sgd(0.7, momentum=0.9, nesterov=True)."
-            )
+        check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
         # Raises for a method that no message can hold: not after a round of local steps.
         dq.encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
 
