@@ -238,7 +238,7 @@ def test_errors_of_decode():
 
 def test_a_double_needs_64_bits_in_jax_alone(request):
     if request.config.getoption("--x64"):
-        pytest.skip("they are enabled")
+        pytest.skip("64 bits are enabled: nothing is refused")
     leaf = messages.Leaf("w", (2,), "float64", None)
     message = messages.Message((leaf,), (), np.array([1.0, 1e300]).tobytes())
     np.testing.assert_array_equal(messages.decode(message)["w"], [1.0, 1e300])
