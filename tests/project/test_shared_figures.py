@@ -450,6 +450,9 @@ def test_the_text_on_training_a_real_model_is_that_of_its_runs():
     loss = f"{off['dynamiq:3']:.2%}"
     assert f"has {ratio:.1f} times the vNMSE of MXFP4 and loses {loss}" in text
     assert f"ended {above[0]} above the loss" in plain(PAGES["docs/methods/dynamiq.md"])
+    of_blocks = "ef+topk_chunked:5"
+    assert f"inside error feedback loses {off[of_blocks]:.2%} with the bytes" in text
+    assert 0.99 < runs[of_blocks]["bytes"] / runs["dynamiq:5"]["bytes"] < 1.01
     one_seed = {row["seed"] for row in results_of("real_lm_training")} == {0}
     assert one_seed == ("each method has one seed" in text)
 
