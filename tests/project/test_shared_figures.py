@@ -16,6 +16,7 @@ from dynamiq_jax.topologies import TOPOLOGIES, Ring
 from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 from tests.project.test_docs import PAGES
 
+LINKS = (1e8, 1e9, 1e10)  # bit/s
 _ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
 _ONES += ["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"]
 _ONES += ["nineteen"]
@@ -455,6 +456,19 @@ def test_the_text_on_training_a_real_model_is_that_of_its_runs():
     assert 0.99 < runs[of_blocks]["bytes"] / runs["dynamiq:5"]["bytes"] < 1.01
     one_seed = {row["seed"] for row in results_of("real_lm_training")} == {0}
     assert one_seed == ("each method has one seed" in text)
+
+
+def test_the_text_on_time_to_accuracy_of_a_real_model_is_that_of_its_runs():
+    """Of 5 bits against BF16, on three links."""
+    rows = results_of("real_lm_time_to_accuracy")["rows"]
+    seconds = {(row["method"], row["rate"]): row["seconds_to_target"] for row in rows}
+    slow, medium, fast = (seconds["bf16", rate] / seconds["dynamiq:5", rate] for rate in LINKS)
+    text = PAGES["docs/results.md"]
+    assert f"{slow:.1f} times sooner than with BF16 at 100 Mbit/s" in text
+    assert f"100 Mbit/s and {medium:.1f} times at 1 Gbit/s" in text
+    assert fast < 1
+    missed = {method for (method, _), time in seconds.items() if time is None}
+    assert missed == {"dynamiq:3", "ef+topk_chunked:5"}
 
 
 def test_losses_with_muon_are_in_the_order_of_the_errors():
