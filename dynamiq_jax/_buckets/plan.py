@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.stripes import Stripe, Stripes, number_of_stripes
+from dynamiq_jax._buckets.stripes import Stripe, Stripes, number_of_stripes, take_little_time
 from dynamiq_jax._core import WireCost
 from dynamiq_jax._inputs.options import Bucketing, Compression
 from dynamiq_jax.methods import Call, Method
@@ -111,7 +111,8 @@ def make_plan(
         shapes = {index: leaves[index].shape for index, _ in members}
         limit = max(compression.options.bucket_bytes // kind.dtype.itemsize, 1)
         striped = () if cuts.into == "in_order" else kind.striped(members, shapes, limit)
-        if striped and (cuts.into == "striped" or striped[0].call.topology.is_loop):
+        free = striped and striped[0].call.topology.is_loop and take_little_time()
+        if striped and (cuts.into == "striped" or free):
             buckets += striped
             continue
         for group in _group(members, limit):

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,6 +17,9 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 
 # Stripes beyond the fewest that are tried for a number that no leaf has a structure of.
 _TRIED = 32
+# A row on a TPU is two lines of 128 lanes, one after the other. As one line of 256, rows of several
+# stripes are interleaved in a register: XLA then needs another copy of all leaves to take them.
+_LINES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Stripes:
         return -(-self._rest // self._turn)
 
     def deal(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
-        """Return leaves [rows, columns], and what is left of them, as [rows, turns, count, 256]."""
+        """Return leaves [rows, columns] and their rest, each as [rows, turns, count, 2, 128]."""
         ends = [turns * self._turn for turns in self._turns]
         parts = [leaf[:, :end] for leaf, end in zip(leaves, ends, strict=True) if end]
         if self._rest:
@@ -65,7 +69,9 @@ class Stripes:
             )
             padding = self._turns_of_rest * self._turn - self._rest
             parts.append(jnp.pad(rest, ((0, 0), (0, padding))))
-        return tuple(part.reshape(len(part), -1, self.count, ROW) for part in parts)
+        return tuple(
+            part.reshape(len(part), -1, self.count, _LINES, ROW // _LINES) for part in parts
+        )
 
     def zeros(self, rows: int, dealt: Sequence[Array]) -> tuple[Array, ...]:
         """Return zeros like dealt leaves, with another number of rows."""
@@ -85,7 +91,7 @@ class Stripes:
         updated, start = [], 0
         for part in dealt:
             stop = start + part.shape[1] * ROW
-            rows = stripe[:, start:stop].reshape(len(part), -1, ROW)
+            rows = stripe[:, start:stop].reshape(len(part), -1, _LINES, ROW // _LINES)
             updated.append(lax.dynamic_update_index_in_dim(part, rows, number, 2))
             start = stop
         return tuple(updated)
@@ -103,6 +109,15 @@ class Stripes:
                 start += left
             joined.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
         return joined
+
+
+def take_little_time() -> bool:
+    """Return whether stripes take little time beside the codec on the default devices.
+
+    XLA for TPUs moves row by row what it deals, and takes longer than kernels take for the codec
+    (benchmarks/aot/tpu.py).
+    """
+    return jax.default_backend() != "tpu"
 
 
 def number_of_stripes(fewest: int, shapes: Sequence[tuple[int, ...]]) -> int:

@@ -48,8 +48,8 @@ class Options:
     # computes another. Each has as many bits for a coordinate, whether it needs them or not. A leaf
     # that is larger is cut along its first dimension.
     # "auto": striped where the hops of the topology are a loop, as in the default ring: nothing
-    # else runs under it. In order on other topologies, in an all-gather, and where methods use
-    # shapes.
+    # else runs under it. In order on TPUs, where stripes take more time than the codec, on other
+    # topologies, in an all-gather, and where methods use shapes.
     bucketing: Bucketing = "auto"
     # Buckets in order, from the first that is sent on, that have a codec of their own in the
     # compiled program. The compiler can send them while a backward pass still computes. Further

@@ -157,6 +157,21 @@ def test_buckets_are_striped_where_nothing_runs_under_a_loop(topology, is_stripe
     assert stripes("in_order") == {False}
 
 
+def test_buckets_are_in_order_on_tpus(monkeypatch):
+    """Where XLA takes longer to deal rows than kernels take for the codec."""
+
+    def plan(bucketing, size=2 * LEAF):
+        options = {"bucket_bytes": 4 * LEAF, "bucketing": bucketing}
+        return plan_of((size, size), topology=Ring(), **options)
+
+    elsewhere = plan("in_order"), plan("striped"), plan("auto", LEAF // 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert plan("auto") == plan("in_order") == elsewhere[0]
+    assert plan("striped") == elsewhere[1] != elsewhere[0]
+    one = plan("auto", LEAF // 2)  # all leaves fit into one bucket
+    assert one == elsewhere[2] and [bucket.leaves for bucket in one.buckets] == [(0, 1)]
+
+
 def test_changes_of_local_sgd_are_striped_on_every_topology():
     """All of a change is there when it is sent. Gradients in an all-to-all leave in order."""
     params = {name: jax.ShapeDtypeStruct((2 * LEAF,), jnp.float32) for name in "ab"}

@@ -514,3 +514,16 @@ def test_codec_times_on_tpus_are_about_those_of_the_schedules(kind, topology):
         assert 0.75 < predicted / expected < 1.25
     more = seconds("kernels, all-to-all", 1) - seconds("kernels, ring", 1)
     assert 0.9 < 2**23 * 1e-9 * CODEC_SPEEDS[kind].ns_of_order / more < 1.1
+
+
+def test_the_text_on_buckets_between_slices_is_that_of_the_schedules():
+    """By default, 256 Mi coordinates take less time than the wire; in stripes, more."""
+    programs = results_of("aot_tpu")["v5e:2x4"]["programs"]
+    usual, striped = (program for program in programs if program["size"] == 2**28)
+    assert striped["sum"] == "kernels between slices, striped"
+    millions = [f"{program['other_cycles'] / 1e6:.2g} M" for program in (striped, usual)]
+    text = plain(PAGES["docs/recipes/tpus.md"])
+    assert f"it takes {millions[0]} cycles beside the kernels" in text
+    assert f"With buckets in order it takes {millions[1]}" in text
+    assert 3.5 < striped["share_of_transfer"]["3.1"] < 4
+    assert f"the codec as a whole {usual['share_of_transfer']['3.1']:.0%} of that time" in text
