@@ -295,3 +295,22 @@ def test_the_tolerance_is_that_of_the_loss_and_of_gradients(data_mesh):
     dq.check_data_parallel(wrapped, weights(), inputs(), mask(), tolerance=0.9)
     with pytest.raises(ValueError, match="uneven targets"):
         dq.check_data_parallel(wrapped, weights(), inputs(), mask(), tolerance=0.01)
+
+
+@pytest.mark.parametrize(("scale", "passes"), [(1e-7, True), (1e-4, False)])
+def test_a_loss_whose_terms_cancel_may_be_all_rounding(data_mesh, scale, passes):
+    """As the first loss of GRPO, whose advantages sum to zero. Its gradient is that of the batch.
+
+    The value of the loss is scaled apart from its gradient: it is another one for each worker.
+    """
+
+    def loss_fn(w, x):
+        mean = jnp.mean(per_row(w, x))
+        return mean - jax.lax.stop_gradient(mean) + scale * jax.lax.stop_gradient(jnp.max(x))
+
+    wrapped = wrap(data_mesh, loss_fn)
+    if passes:
+        dq.check_data_parallel(wrapped, weights(), inputs())
+    else:
+        with pytest.raises(ValueError, match="for the whole batch"):
+            dq.check_data_parallel(wrapped, weights(), inputs())

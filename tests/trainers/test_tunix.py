@@ -3,7 +3,10 @@
 Its own environment: `make test-tunix`.
 """
 
+import types
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,14 +14,20 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tunix.models.llama3 import model as llama3
+from tunix.rl import algo_core
+from tunix.rl import common as rl
+from tunix.rl import trainer as rl_trainer
+from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.sft import peft_trainer, sharding_utils, utils
 from tunix.sft.dpo import dpo_trainer as dpo
 
 import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
+from tests.trainers.recipe import run_lines
 
 STEPS, ROWS, LENGTH, VOCABULARY = 20, 16, 32, 512
 ANSWER = 16
+GROUP = 4
 CONFIG = llama3.ModelConfig(
     num_layers=2,
     vocab_size=VOCABULARY,
@@ -185,3 +194,55 @@ def test_pairs_stay_together():
     assert last["exact"] < 0.1 * first["exact"]
     np.testing.assert_allclose(last["compressed"], last["exact"], rtol=0.01)
     print(f"DPO: first loss {first}, last {last}")
+
+
+def answers(model):
+    """Groups of answers to the same prompts, with made-up rewards, of the model itself."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(1, VOCABULARY, (ROWS // GROUP, 8)).astype(np.int32).repeat(GROUP, axis=0)
+    completions = rng.integers(1, VOCABULARY, (ROWS, ANSWER)).astype(np.int32)
+    mask = (np.arange(ANSWER) < rng.integers(4, ANSWER + 1, (ROWS, 1))).astype(np.int32)
+    advantages = algo_core.compute_advantages(rng.normal(size=ROWS), GROUP).astype(np.float32)
+    tokens = jnp.asarray(prompts), jnp.asarray(completions)
+    own = rl.compute_per_token_logps(*nnx.split(model), *tokens, pad_id=0, eos_id=1)
+    return rl.TrainExample(prompts, np.ones_like(prompts), completions, mask, advantages, own, own)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grpo_learns_the_same_from_groups_of_answers():
+    """Its loss and its trainer; the lines are those of the recipe."""
+    mesh, last = tunix_mesh(), {}
+    config = GRPOConfig(num_generations=GROUP)
+    config.temperature = 1.0
+
+    def loss_fn(model, train_example, algo_config):
+        return algo_core.grpo_loss_fn(model, train_example, config, pad_id=0, eos_id=1)
+
+    for name in ("exact", "compressed"):
+        with mesh, jax.numpy_dtype_promotion("standard"):
+            training = peft_trainer.TrainingConfig(
+                eval_every_n_steps=1000,
+                max_steps=STEPS,
+                data_sharding_axis=(("data", "fsdp"),),
+                metrics_logging_options=None,
+            )
+            model = placed_model(mesh)
+            trainer = rl_trainer.Trainer(model, optax.adamw(1e-3), training, dict)
+            trainer.with_loss_fn(loss_fn, has_aux=True)
+            trainer.with_gen_model_input_fn(
+                lambda example: {"train_example": example, "algo_config": config}
+            )
+            example = sharding_utils.shard_input(answers(model), training.data_sharding_axis)
+            if name == "compressed":
+                cluster = types.SimpleNamespace(actor_trainer=trainer)
+                learner = types.SimpleNamespace(rl_cluster=cluster, algo_config=config)
+                names = {"dq": dq, "nnx": nnx, "mesh": mesh, "learner": learner}
+                run_lines("tunix.md", "GRPO", names)
+                dq.check_data_parallel(names["compressed_loss_fn"], model, example, tolerance=0.03)
+            first = float(trainer.loss_fn(model, example, algo_config=config)[0])
+            assert abs(first) < 1e-6  # the advantages of a group sum to zero
+            trainer.train([example] * STEPS)
+            last[name] = float(trainer.loss_fn(model, example, algo_config=config)[0])
+    assert last["exact"] < -0.1
+    np.testing.assert_allclose(last["compressed"], last["exact"], rtol=0.01)
+    print(f"GRPO: last loss {last}")
