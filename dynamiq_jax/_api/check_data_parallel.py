@@ -164,7 +164,8 @@ def _is_close(found: Any, expected: Any, tolerance: float) -> bool:
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     if found.shape != expected.shape:
         return False
-    allowed = tolerance * np.abs(expected).max(initial=0) + _ROUNDING
+    scale = np.abs(expected[np.isfinite(expected)]).max(initial=0) or 1.0
+    allowed = tolerance * scale + _ROUNDING
     return bool(np.allclose(found, expected, rtol=0, atol=allowed, equal_nan=True))
 
 

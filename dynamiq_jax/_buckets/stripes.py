@@ -19,7 +19,7 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 _TRIED = 32
 # A row on a TPU is two lines of 128 lanes, one after the other. As one line of 256, rows of several
 # stripes are interleaved in a register: XLA then needs another copy of all leaves to take them.
-_LINES = 2
+_LINES = (2, ROW // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,7 @@ class Stripes:
             )
             padding = self._turns_of_rest * self._turn - self._rest
             parts.append(jnp.pad(rest, ((0, 0), (0, padding))))
-        return tuple(
-            part.reshape(len(part), -1, self.count, _LINES, ROW // _LINES) for part in parts
-        )
+        return tuple(part.reshape(len(part), -1, self.count, *_LINES) for part in parts)
 
     def zeros(self, rows: int, dealt: Sequence[Array]) -> tuple[Array, ...]:
         """Return zeros like dealt leaves, with another number of rows."""
@@ -91,7 +89,7 @@ class Stripes:
         updated, start = [], 0
         for part in dealt:
             stop = start + part.shape[1] * ROW
-            rows = stripe[:, start:stop].reshape(len(part), -1, _LINES, ROW // _LINES)
+            rows = stripe[:, start:stop].reshape(len(part), -1, *_LINES)
             updated.append(lax.dynamic_update_index_in_dim(part, rows, number, 2))
             start = stop
         return tuple(updated)

@@ -297,6 +297,20 @@ def test_the_tolerance_is_that_of_the_loss_and_of_gradients(data_mesh):
         dq.check_data_parallel(wrapped, weights(), inputs(), mask(), tolerance=0.01)
 
 
+@pytest.mark.parametrize("special", [np.nan, np.inf])
+def test_aux_may_hold_nan_and_infinity_and_its_other_values_are_compared(data_mesh, special):
+    def of_workers(wrong):
+        def loss_fn(w, x):
+            aux = jnp.array([special, 2.0, 2.0 + wrong * jnp.max(x)])
+            return jnp.mean(per_row(w, x)), jax.lax.stop_gradient(aux)
+
+        return wrap(data_mesh, loss_fn, has_aux=True, aux="mean")
+
+    dq.check_data_parallel(of_workers(0.0), weights(), inputs())
+    with pytest.raises(ValueError, match="with the role 'mean'"):
+        dq.check_data_parallel(of_workers(1.0), weights(), inputs())
+
+
 @pytest.mark.parametrize(("scale", "passes"), [(1e-7, True), (1e-4, False)])
 def test_a_loss_whose_terms_cancel_may_be_all_rounding(data_mesh, scale, passes):
     """As the first loss of GRPO, whose advantages sum to zero. Its gradient is that of the batch.

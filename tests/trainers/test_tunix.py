@@ -73,14 +73,18 @@ def model_input(inputs):
     }
 
 
-def trainer_of(mesh):
-    config = peft_trainer.TrainingConfig(
+def training_config(kind=peft_trainer.TrainingConfig):
+    return kind(
         eval_every_n_steps=1000,
         max_steps=STEPS,
         data_sharding_axis=(("data", "fsdp"),),
         metrics_logging_options=None,
     )
-    trainer = peft_trainer.PeftTrainer(placed_model(mesh), optax.adamw(1e-3), config)
+
+
+def trainer_of(mesh):
+    model = placed_model(mesh)
+    trainer = peft_trainer.PeftTrainer(model, optax.adamw(1e-3), training_config())
     return trainer.with_gen_model_input_fn(model_input)
 
 
@@ -173,12 +177,7 @@ def test_pairs_stay_together():
     options = {"algorithm": "dpo", "beta": 0.1, "label_smoothing": 0.0}
     for name in ("exact", "compressed"):
         with mesh, jax.numpy_dtype_promotion("standard"):
-            config = dpo.DPOTrainingConfig(
-                eval_every_n_steps=1000,
-                max_steps=STEPS,
-                data_sharding_axis=(("data", "fsdp"),),
-                metrics_logging_options=None,
-            )
+            config = training_config(dpo.DPOTrainingConfig)
             models = placed_model(mesh), placed_model(mesh)
             trainer = dpo.DPOTrainer(*models, optax.adamw(1e-3), config)
             inputs = sharding_utils.shard_input(pairs(), config.data_sharding_axis)
@@ -220,12 +219,7 @@ def test_grpo_learns_the_same_from_groups_of_answers():
 
     for name in ("exact", "compressed"):
         with mesh, jax.numpy_dtype_promotion("standard"):
-            training = peft_trainer.TrainingConfig(
-                eval_every_n_steps=1000,
-                max_steps=STEPS,
-                data_sharding_axis=(("data", "fsdp"),),
-                metrics_logging_options=None,
-            )
+            training = training_config()
             model = placed_model(mesh)
             trainer = rl_trainer.Trainer(model, optax.adamw(1e-3), training, dict)
             trainer.with_loss_fn(loss_fn, has_aux=True)
