@@ -161,7 +161,7 @@ def run(config: Config, data: Path, method: str, seed: int) -> None:
 
 
 def train(config: Config, data: Path, method: str, seed: int) -> None:
-    """Train with a method; of the first exact run the model is kept."""
+    """Train with a method; of an exact run the model is kept."""
     options = finetune_llm.Options(
         checkpoint=config.model,
         data=data,
@@ -182,7 +182,7 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
     console = tables.console()
     console.print(check_runs(task, {folder: recipe}, SAVE_EVERY), soft_wrap=True)
     params, _ = finetune_llm.shown(console, name, task, recipe, folder, save_every=SAVE_EVERY)
-    if method == "exact" and seed == 0:  # for gradients of later steps
+    if method == "exact":  # for gradients of later steps
         checkpoint.save(folder / "model", model, params, config.model)
 
 

@@ -13,7 +13,7 @@ from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import by_position
 from dynamiq_jax._worker_loss.aux import ROLES, ROWS, roles_of
 from dynamiq_jax._worker_loss.causes import Difference, cause_of, cause_of_error
-from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen
+from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen, on_host
 from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
 
 # A loss of terms that cancel, as the first one of GRPO, is all rounding.
@@ -109,7 +109,7 @@ def _compare(on_rows: OnRows, loss: float, gradient: list[Any], tolerance: float
             f"{text} Arrays of the batch have different numbers of rows, so that no cause was "
             "looked for."
         )
-    coordinates = np.asarray(on_rows.coordinates(gradient), np.float64)
+    coordinates = on_host(on_rows.coordinates(gradient))
     workers = Seen(np.array([loss]), coordinates[None], np.ones(1))
     cause = cause_of(Difference(on_rows, workers))
     raise ValueError(f"{text} Likely cause: {cause.name}. {cause.remedy}")
@@ -152,7 +152,7 @@ def _compare_aux(on_rows: OnRows, aux: Any, tolerance: float) -> None:
 def _by_role(on_rows: OnRows, number: int) -> Mapping[str, Any]:
     """Return what an array of aux would be with each role."""
     parts, targets = on_rows.aux_of(on_rows.parts)
-    each = np.asarray(jax.tree.leaves(parts)[number], np.float64)
+    each = on_host(jax.tree.leaves(parts)[number])
     rows = np.concatenate(each) if each.ndim > 1 else each
     if len(rows) == on_rows.count:
         rows = rows[np.argsort(on_rows.parts.ravel())]
@@ -161,7 +161,7 @@ def _by_role(on_rows: OnRows, number: int) -> Mapping[str, Any]:
 
 
 def _is_close(found: Any, expected: Any, tolerance: float) -> bool:
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    found, expected = on_host(found), on_host(expected)
     if found.shape != expected.shape:
         return False
     scale = np.abs(expected[np.isfinite(expected)]).max(initial=0) or 1.0

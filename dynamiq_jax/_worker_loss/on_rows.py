@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import DIFFERENTIATED, SPLIT, WHOLE, Signature
@@ -103,13 +104,12 @@ class OnRows:
             arrays[WHOLE] = [_other(leaf, keys) for leaf in arrays[WHOLE]]
 
         seen = self._see(arrays, jnp.asarray(sets), kept)
-        return Seen(*(np.asarray(part, np.float64) for part in seen))
+        return Seen(*map(on_host, seen))
 
     def aux_of(self, sets: np.ndarray) -> tuple[Any, np.ndarray]:
         """Return aux of sets of rows along a leading axis, and their targets: [sets]."""
-
         aux, targets = self._aux(self.arrays, jnp.asarray(sets))
-        return aux, np.asarray(targets, np.float64)
+        return aux, on_host(targets)
 
     def coordinates(self, gradient: Sequence[Array]) -> Array:
         """Return those of a gradient that are large in the whole batch, float32."""
@@ -160,6 +160,13 @@ class OnRows:
             run = functools.partial(_as_only_worker, run, name)
         (loss, (aux, targets)), gradient = run()
         return Result(loss, gradient, aux, targets)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return all values of an array in float64, also of one that is split over processes."""
+    if isinstance(array, Array) and not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array, np.float64)
 
 
 def _as_only_worker(function: Callable[[], Any], axis_name: str) -> Any:

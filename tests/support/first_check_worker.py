@@ -1,0 +1,88 @@
+"""One process of test_check_in_processes.py: `python first_check_worker.py PORT RANK OUTPUT`.
+
+Runs the first check on the cases below, and writes the error of each to OUTPUT (.json), "" if
+there is none.
+"""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+NUM_PROCESSES = 2
+ROWS, IN, OUT = 16, 12, 24
+# Over the processes go the workers, or the shards of the parameters.
+AXES = {"workers": ("data", "fsdp"), "shards": ("fsdp", "data")}
+
+
+def squares(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w) ** 2, axis=1)
+
+
+def mean(w: jax.Array, x: jax.Array) -> jax.Array:
+    return squares(w, x).mean()
+
+
+def total(w: jax.Array, x: jax.Array) -> jax.Array:
+    return squares(w, x).sum()
+
+
+def with_rows(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    own = squares(w, x)
+    return own.mean(), own
+
+
+LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mean": (mean, {}),
+    "sum": (total, {}),
+    "rows": (with_rows, {"has_aux": True, "aux": "rows"}),
+    "wrong role": (with_rows, {"has_aux": True, "aux": "mean"}),
+}
+
+
+def error_of(loss: str, over: str, transform: str) -> str:
+    mesh = jax.make_mesh((2, 2), AXES[over], axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+
+    def placed(shape: tuple[int, int], spec: P) -> jax.Array:
+        values = rng.normal(size=shape).astype(np.float32)
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(shape, sharding, lambda index: values[index])
+
+    loss_fn, options = LOSSES[loss]
+    wrapped = dq.data_parallel(
+        loss_fn, mesh=mesh, axis_name="data", transform=transform, specs=P(None, "fsdp"), **options
+    )
+    try:
+        dq.check_data_parallel(
+            wrapped, placed((IN, OUT), P(None, "fsdp")), placed((ROWS, IN), P("data"))
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(port: str, rank: int, target: str) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"127.0.0.1:{port}", NUM_PROCESSES, rank, initialization_timeout=60)
+    errors = {
+        f"{loss}, {over}, {transform}": error_of(loss, over, transform)
+        for loss in LOSSES
+        for over in AXES
+        for transform in ("vmap", "shard_map")
+    }
+    pathlib.Path(target).write_text(json.dumps(errors))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
