@@ -45,7 +45,7 @@ def check_data_parallel(
 
     The batch may be small: a few rows for each worker are enough, of different values, with padding
     as in training. Without a difference, the check costs two gradients. Modules of nnx are copied,
-    and nothing is dropped in the copies.
+    and nothing is dropped in the copies. Every process of a job has to call the check.
 
     Args:
       wrapped: result of `data_parallel` or `value_and_grad`.

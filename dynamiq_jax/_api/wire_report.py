@@ -84,7 +84,8 @@ def wire_report(
 ) -> WireReport:
     """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
 
-    The counts equal the collectives of the compiled program.
+    The counts equal the collectives of the compiled program. `data_parallel` and `value_and_grad`
+    send a few bytes more: the mean of the loss, aux, and what their key is computed from.
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.

@@ -85,15 +85,16 @@ def test_numpyro():
     noise = rng.normal(size=(rows, outputs))
     y = (x @ rng.normal(size=(features, outputs)) + noise).astype(np.float32)
 
-    def model(x, y):
+    def model(x, y, scaled=True):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([features, outputs]).to_event(2))
-        with numpyro.plate("rows", rows, subsample_size=x.shape[0]):
+        with numpyro.plate("rows", rows if scaled else x.shape[0], subsample_size=x.shape[0]):
             numpyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
 
     losses, size = {}, {}
+    given = {"model": model, "key": jax.random.PRNGKey(0), "x": x, "y": y}
     for method in ("alone", *METHODS):
         guide = AutoNormal(model)
-        lines = names_of("numpyro", method.replace("alone", "exact"), model=model, guide=guide)
+        lines = names_of("numpyro", method.replace("alone", "exact"), guide=guide, **given)
         svi = lines["svi"]
         if method == "alone":
             svi.loss = numpyro.infer.Trace_ELBO()
@@ -103,6 +104,9 @@ def test_numpyro():
             state, loss = step(state, x, y)
         losses[method] = float(loss)
     check(losses, size)
+    unscaled = functools.partial(model, scaled=False)
+    with pytest.raises(ValueError, match="Likely cause: a sum over rows"):
+        names_of("numpyro", "dynamiq", guide=AutoNormal(unscaled), **(given | {"model": unscaled}))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -112,7 +116,7 @@ def test_keras():
     x = rng.normal(size=(256, 32)).astype(np.float32)
     y = x[:, :10].argmax(1)
 
-    def fitted(model_class, normalizes):
+    def built(model_class, normalizes):
         keras.utils.set_random_seed(0)
         inputs = keras.Input((32,))
         hidden = keras.layers.Dense(256)(inputs)
@@ -121,12 +125,21 @@ def test_keras():
         model = model_class(inputs, keras.layers.Dense(10)(hidden))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(3e-3), loss=loss, metrics=["accuracy"])
+        return model
+
+    def fitted(model_class, normalizes):
+        model = built(model_class, normalizes)
         history = model.fit(x, y, batch_size=64, epochs=5, shuffle=False, verbose=0).history
         return {name: values[-1] for name, values in history.items()}
 
     results = {("alone", normalizes): fitted(keras.Model, normalizes) for normalizes in (0, 1)}
     for method in METHODS:
-        model_class = names_of("keras", method)["CompressedModel"]
+        lines = names_of("keras", method)
+        model_class = lines["CompressedModel"]
+        run_check = functools.partial(run_lines, "other_trainers.md", "First check in keras")
+        run_check(lines | {"model": built(model_class, 0), "x": x[:64], "y": y[:64]})
+        with pytest.raises(ValueError, match="Likely cause: statistics of the batch"):
+            run_check(lines | {"model": built(model_class, 1), "x": x[:64], "y": y[:64]})
         for normalizes in (0, 1):
             results[method, normalizes] = fitted(model_class, normalizes)
     for name in ("loss", "accuracy"):
