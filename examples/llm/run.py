@@ -78,7 +78,7 @@ def check_runs(task: Task, recipes: dict[Path, Recipe], save_every: int) -> str:
     if mesh.devices.flat[0].platform == "cpu":
         tokens = steps * mesh.shape["data"] * task.batch * task.rows.tokens.shape[1]
         tokens += evaluations * task.held_out.tokens.size / 3  # without a backward pass
-        minutes = budget.seconds_of_training(task.shapes, tokens) / 60
+        minutes = budget.seconds_of_training(task.shapes, tokens, steps * mesh.shape["data"]) / 60
         text += f", and about {minutes:,.1f} minutes of computing on a free machine"
     return text
 

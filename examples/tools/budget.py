@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from jax.sharding import Mesh
 GIB = 2**30
 # Of a CPU process: the libraries, what the compiler keeps, and a weight file that is being read.
 REST_OF_PROCESS = 2 * GIB
-# Matrix products take about two thirds of a step on CPUs.
+# Matrix products take about two thirds of the gradients on CPUs.
 SHARE_OF_PRODUCTS = 2 / 3
+# The sum of gradients and the optimizer take as long as so many copies of the parameters.
+COPIES_OF_UPDATE = 4
 
 
 def check_disk(folder: Path, needed: int) -> str:
@@ -99,21 +102,27 @@ def free_memory() -> int | None:
     return min(limits, default=None)
 
 
-def seconds_of_training(params: Any, tokens: float) -> float:
-    """Estimate the time that steps compute on CPUs, from that of a matrix product.
+def seconds_of_training(params: Any, tokens: float, updates: int) -> float:
+    """Estimate the time that steps compute on CPUs, from those of a product and of a copy.
 
     Args:
       params: the parameters, or their shapes.
       tokens: those of all workers and steps.
+      updates: steps times workers, each of which updates all parameters.
     """
-    size = 1024
-    square = jnp.ones((size, size))
-    product = jax.jit(jnp.matmul).lower(square, square).compile()
-    rates = []
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    square, row = jnp.ones((1024, 1024)), jnp.ones(2**24)
+    # Each parameter is multiplied once in the forward pass, and twice in the backward pass.
+    products = 3 * count * tokens / 1024**3 * _seconds_of(jnp.matmul, square, square)
+    copies = COPIES_OF_UPDATE * count * updates / row.size * _seconds_of(jnp.negative, row)
+    return products / SHARE_OF_PRODUCTS + copies
+
+
+def _seconds_of(function: Callable[..., Any], *args: Any) -> float:
+    compiled = jax.jit(function).lower(*args).compile()
+    seconds = []
     for _ in range(5):
         begin = time.perf_counter()
-        jax.block_until_ready(product(square, square))
-        rates.append(2 * size**3 / (time.perf_counter() - begin))
-    # Each parameter is multiplied once in the forward pass, and twice in the backward pass.
-    operations = 6 * tokens * sum(leaf.size for leaf in jax.tree.leaves(params))
-    return operations / sorted(rates)[2] / SHARE_OF_PRODUCTS
+        jax.block_until_ready(compiled(*args))
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[2]

@@ -190,7 +190,7 @@ def test_a_run_says_what_it_needs_before_it_starts(command, output, files, monke
     _, task = finetune_llm.read_task(options, llm_files.mesh_of(2))
     count, sizes = sum(leaf.size for leaf in jax.tree.leaves(task.shapes)), []
     monkeypatch.setattr(budget, "check_disk", lambda folder, size: sizes.append(size) or "")
-    monkeypatch.setattr(budget, "seconds_of_training", lambda params, tokens: 60 * tokens)
+    monkeypatch.setattr(budget, "seconds_of_training", lambda params, *work: 60 * work[0] + work[1])
     text = run.check_runs(task, {output / "new": recipe}, save_every=3)
     run.check_runs(task, {output: recipe}, save_every=3)
     assert text.startswith(f"{count:,} parameters, {len(task.rows.tokens)} rows, 2 worker(s) of 1")
@@ -199,7 +199,8 @@ def test_a_run_says_what_it_needs_before_it_starts(command, output, files, monke
     assert 4 * count <= sizes[1] < sizes[0]
     # Before the first step, and after every fourth one.
     tokens = STEPS * 2 * 2 * 64 + 3 * task.held_out.tokens.size / 3
-    assert f"1 run(s), 8 steps in all, need , and about {tokens:,.1f} minutes" in text
+    minutes = tokens + STEPS * 2 / 60
+    assert f"1 run(s), 8 steps in all, need , and about {minutes:,.1f} minutes" in text
 
 
 def test_a_model_is_not_written_over_the_one_it_came_from(files, command):
