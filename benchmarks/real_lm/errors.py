@@ -40,6 +40,7 @@ from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from dynamiq_jax._measurement.simulate import make_devices
 
 NAME = "real_lm_errors"
+ALLOCATED = "allocated "  # before a method: its bits by bucket, from the gradient of one worker
 # The first ones are those of the gradient.
 OF_GRADIENT = ("model", "step", "text", "workers", "batch", "context")
 KEY = (*OF_GRADIENT, "topology", "bucketing", "method", "seed")
@@ -79,7 +80,7 @@ class Config:
     """Kinds of text."""
 
     methods: tuple[str, ...] = METHODS
-    """METHOD[:BITS][:FIELD=VALUE], or the name of one of POLICIES."""
+    """METHOD[:BITS][:FIELD=VALUE], 'allocated METHOD:BITS', or the name of one of POLICIES."""
 
     topologies: tuple[str, ...] = ("ring",)
     """ring, butterfly, all_to_all."""
@@ -178,8 +179,14 @@ def measured(
 ) -> dict[str, Any]:
     """Return the errors of one all-reduce, and its bits for each coordinate."""
     workers, options = row["workers"], dq.Options(bucketing=row["bucketing"])
-    method = POLICIES.get(row["method"], row["method"])
-    setting = {"method": method, "topology": row["topology"], "options": options}
+    setting: dict[str, Any] = {"topology": row["topology"], "options": options}
+    if row["method"].startswith(ALLOCATED):
+        own = {name: leaf.addressable_data(0)[0] for name, leaf in stacked.items()}  # of worker 0
+        base = row["method"].removeprefix(ALLOCATED)
+        method = dq.allocate_bits(own, axis_size=workers, method=base, **setting).policy
+    else:
+        method = POLICIES.get(row["method"], row["method"])
+    setting["method"] = method
     found = reduced(stacked, make_mesh(jax.devices()[:workers]), row["seed"], setting)
     squares = {name: float(np.sum((found[name] - mean[name]) ** 2)) for name in mean}
     norms = {name: float(np.sum(exact**2)) for name, exact in mean.items()}

@@ -13,9 +13,9 @@ def by_method(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Average the runs of each method over its seeds.
 
     Returns:
-      For each method its name, its number of "seeds", the final "loss", how far "off" the loss of
-      the exact run of the same seed it is (None without one), the "error", and the "bytes" of a
-      step.
+      For each method its name, its number of "seeds", the final "loss" of the first one, how far
+      "off" the loss of the exact run of the same seed it is in the mean (None without one) and for
+      "each" seed, the "error", and the "bytes" of a step.
     """
     exact = {row["seed"]: final(row) for row in rows if row["method"] == "exact"}
     means = []
@@ -26,8 +26,9 @@ def by_method(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "method": method,
                 "seeds": len(own),
-                "loss": fmean(map(final, own)),
+                "loss": final(min(own, key=lambda row: row["seed"])),
                 "off": fmean(off) if off else None,
+                "each": off,
                 "error": fmean(row["error"] for row in own),
                 "bytes": own[0]["bytes"],
             }

@@ -7,6 +7,7 @@ from docs.scripts.result_files import exponent, markdown, results_of
 
 # Settings of the tables. Rows of older files name no model: they are of this one.
 _SETTINGS = {"model": "smollm2", "batch": 2, "context": 256}
+_LATER = "smollm2-seed-1"  # trained for 150 steps with other batches
 _KINDS = ("embedding", "attention", "mlp")
 
 
@@ -28,20 +29,19 @@ def real_lm_errors() -> str:
 
 def real_lm_topologies() -> str:
     """Write errors of 5 bits beside those of other methods, by workers and topology."""
-    keys = ("text", "workers", "topology", "bucketing")
-    groups = dict.fromkeys(tuple(row[key] for key in keys) for row in _rows() if row["step"] == 0)
+    ours = {"method": "dynamiq:5", "seed": 0}
     rows = []
-    for text, workers, topology, bucketing in groups:
-        chosen = {"workers": workers, "topology": topology}
-        ours = _errors(method="dynamiq:5", bucketing=bucketing, **chosen).get((text, 0))
-        if ours is None:
-            continue
-        # Errors of methods without variable widths do not depend on the buckets.
-        others = [_errors(method=m, **chosen).get((text, 0)) for m in ("mxfp8", "blockint:5")]
-        ratios = ["" if o is None else f"{ours['vnmse'] / o['vnmse']:.2f}" for o in others]
-        default = "striped" if topology == "ring" else "in order"
-        buckets = default if bucketing == "auto" else bucketing.replace("_", " ")
-        rows.append([text, str(workers), topology, buckets, exponent(ours["vnmse"]), *ratios])
+    for row in (*_rows(step=0, **ours), *_rows(model=_LATER, **ours)):
+        gradient = {key: row[key] for key in ("model", "step", "text", "workers")}
+        ratios = []
+        for method in ("mxfp8", "blockint:5"):
+            # Errors of methods without variable widths do not depend on the buckets.
+            found = _rows(method=method, seed=0, topology=row["topology"], **gradient)
+            ratios.append(f"{row['vnmse'] / found[0]['vnmse']:.2f}" if found else "")
+        default = "striped" if row["topology"] == "ring" else "in order"
+        buckets = default if row["bucketing"] == "auto" else row["bucketing"].replace("_", " ")
+        name, workers = _name((row["text"], row["step"])), str(row["workers"])
+        rows.append([name, workers, row["topology"], buckets, exponent(row["vnmse"]), *ratios])
     header = ["text", "workers", "topology", "buckets", "`dynamiq:5`"]
     return markdown([*header, "over `mxfp8`", "over `blockint:5`"], rows)
 

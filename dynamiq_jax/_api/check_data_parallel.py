@@ -16,12 +16,13 @@ from dynamiq_jax._worker_loss.causes import Difference, cause_of, cause_of_error
 from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen, on_host
 from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
 
+_OF_32_BITS, _OF_16_BITS = 1e-3, 0.03  # relative differences that rounding causes
 # A loss of terms that cancel, as the first one of GRPO, is all rounding.
 _ROUNDING = 1e-6
 
 
 def check_data_parallel(
-    wrapped: Callable[..., Any], *args: Any, tolerance: float = 1e-3, **kwargs: Any
+    wrapped: Callable[..., Any], *args: Any, tolerance: float | None = None, **kwargs: Any
 ) -> None:
     """Check on one batch that the loss of the workers is that of the whole batch.
 
@@ -51,8 +52,8 @@ def check_data_parallel(
       wrapped: result of `data_parallel` or `value_and_grad`.
       *args: arguments of the loss function.
       tolerance: relative difference that rounding may cause, in the loss, the norm of all gradients
-        and each array of aux. Give 0.03 for models that compute in 16 bits. Values of the loss
-        and of aux may also differ by 1e-6, for those whose terms cancel.
+        and each array of aux. None for 0.001, or 0.03 if the loss computes in 16 bits. Values of
+        the loss and of aux may also differ by 1e-6, for those whose terms cancel.
       **kwargs: keyword arguments of the loss function.
 
     Raises:
@@ -66,12 +67,15 @@ def check_data_parallel(
             f"wrapped={wrapped!r:.80} is not a result of dq.data_parallel or dq.value_and_grad. "
             "Give one, without another function around it."
         )
-    check_number("tolerance", tolerance, 0, 1)
+    if tolerance is not None:
+        check_number("tolerance", tolerance, 0, 1)
     copies = jax.tree.map(modules.without_dropout, (args, kwargs), is_leaf=modules.is_module)
     arguments = by_position(work.loss_fn, *copies)
     signature, specs, arrays = work.bind(*arguments)
     on_rows = OnRows(work, signature, arrays)
     whole = on_rows.whole
+    if tolerance is None:
+        tolerance = _OF_16_BITS if on_rows.has_16_bits else _OF_32_BITS
     if not all(bool(jnp.isfinite(leaf).all()) for leaf in (whole.loss, *whole.gradient)):
         raise ValueError(
             f"The loss of the whole batch is {float(whole.loss)}, and it or its gradient is not "
@@ -85,7 +89,8 @@ def check_data_parallel(
         cause = cause_of_error(on_rows)
         raise ValueError(
             f"The loss raises an error for the {on_rows.parts.shape[1]} rows of one worker, and "
-            f"none for the whole batch. {text}. Likely cause: {cause.name}. {cause.remedy}"
+            f"none for the whole batch. {text.rstrip('.')}. Likely cause: {cause.name}. "
+            f"{cause.remedy}"
         ) from error
     loss, aux = value if work.has_aux else (value, None)
     _compare(on_rows, float(loss), gradient, tolerance)

@@ -21,7 +21,7 @@ from dynamiq_jax._worker_loss.arguments import (
     unwrap_single,
 )
 from dynamiq_jax._worker_loss.transforms import Transform
-from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, floating_leaves, jit_over
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, inexact_leaves
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
@@ -59,6 +59,9 @@ def data_parallel(
     Each worker computes `loss_fn` on its part of the batch, as in `value_and_grad`. Other axes of
     the mesh are left to the compiler. Nothing is sent for parameters that are not differentiated,
     such as those that adapters leave frozen, nor where the loss is computed alone.
+
+    The result is compiled, as by `jax.jit`. So what `loss_fn` reads besides its arguments is a
+    constant of the first call with their shapes: pass what changes, such as a flag for evaluation.
 
     No key is needed. The noise of a step follows from all bits of the parameters that are
     differentiated and of the batch, which are read once more for it. So every step has its own,
@@ -113,24 +116,24 @@ def data_parallel(
     compression = resolve(method, topology, options, stateless="data_parallel")
     roles = Roles.of_arguments(loss_fn, argnums, in_specs, split, static_argnums, static_argnames)
     work = WorkerLoss(
-        loss_fn,
-        roles,
-        has_aux,
-        aux,
-        num_targets,
-        mesh,
-        axis_name,
-        specs,
-        compression,
-        transform,
-        check_vma,
+        loss_fn=loss_fn,
+        roles=roles,
+        has_aux=has_aux,
+        aux=aux,
+        num_targets=num_targets,
+        mesh=mesh,
+        axis_name=axis_name,
+        specs=specs,
+        compression=compression,
+        transform=transform,
+        check_vma=check_vma,
     )
 
     @functools.wraps(loss_fn)  # its signature gives names to positions
     def mean_loss(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
-        value, rests = jit_over(_run, (work, signature, placed))(arrays)
+        value, rests = work.run(_run, signature, placed, arrays)
         work.give_back(signature, args, kwargs, rests)
         return value
 
@@ -157,7 +160,7 @@ def _run(
         stacked = work.replicas(trees, specs).broadcast(
             unwrap_single(trees), key=None, salt=salt, mean=False
         )
-        own = {**arrays, DIFFERENTIATED: floating_leaves(stacked)}
+        own = {**arrays, DIFFERENTIATED: inexact_leaves(stacked)}
         rows, (value, rests) = work.over_workers(local, signature, own)
         return work.with_rows(value, rows, signature, arrays[SPLIT]), rests
 

@@ -23,7 +23,7 @@ from dynamiq_jax._worker_loss.arguments import (
     unwrap_single,
 )
 from dynamiq_jax._worker_loss.transforms import Transform
-from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, floating_leaves, jit_over
+from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, inexact_leaves
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
@@ -140,23 +140,23 @@ def value_and_grad(
     )
     roles = Roles.of_arguments(loss_fn, argnums, in_specs, split, static_argnums, static_argnames)
     work = WorkerLoss(
-        loss_fn,
-        roles,
-        has_aux,
-        aux,
-        num_targets,
-        mesh,
-        axis_name,
-        specs,
-        compression,
-        transform,
-        check_vma,
+        loss_fn=loss_fn,
+        roles=roles,
+        has_aux=has_aux,
+        aux=aux,
+        num_targets=num_targets,
+        mesh=mesh,
+        axis_name=axis_name,
+        specs=specs,
+        compression=compression,
+        transform=transform,
+        check_vma=check_vma,
     )
 
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
-        value, floating, rests, metrics = jit_over(_run, (work, signature, placed))(arrays, key)
+        value, floating, rests, metrics = work.run(_run, signature, placed, arrays, key)
         work.give_back(signature, args, kwargs, rests)
         trees = signature.differentiated(arrays)
         grads = roles.in_user_order(_like(trees, floating))
@@ -174,8 +174,7 @@ def run_exactly(
     Modules among the arguments are left as they are.
     """
     exact = dataclasses.replace(work, compression=resolve("exact", "ring", Options()))
-    static = exact, signature, specs
-    value, floating, _, _ = jit_over(_run, static)(arrays, jax.random.key(0))
+    value, floating, _, _ = exact.run(_run, signature, specs, arrays, jax.random.key(0))
     return value, floating
 
 
@@ -205,7 +204,7 @@ def _run(
     ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
         trees = signature.differentiated(arrays)
         replicas = work.replicas(trees, specs)
-        stacked = floating_leaves(replicas.stack(unwrap_single(trees)))
+        stacked = inexact_leaves(replicas.stack(unwrap_single(trees)))
         (own, rows), (value, rests) = work.over_workers(
             local, signature, {**arrays, DIFFERENTIATED: stacked}
         )
@@ -225,7 +224,7 @@ def _like(
     left = iter(floating)
 
     def gradient(leaf: Any) -> Any:
-        is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         shape = (*leading, *np.shape(leaf))
         return next(left) if is_floating else np.zeros(shape, jax.dtypes.float0)
 

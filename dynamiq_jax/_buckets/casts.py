@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Cast:
 
         def forward(tree: Any, key: Any, salt: Any) -> tuple[Any, tuple[_Differentiated, Array]]:
             primals, structure = jax.tree.flatten(tree)
-            differentiated = _Differentiated(tuple(primal.perturbed for primal in primals))
+            flags = tuple(primal.perturbed for primal in primals)
+            placed = tuple(jax.typeof(primal.value).sharding for primal in primals)
+            differentiated = _Differentiated(flags, placed)
             values = jax.tree.unflatten(structure, [primal.value for primal in primals])
             if key is None:
                 step_key = self.key_of(differentiated.only(values))
@@ -51,7 +54,7 @@ class Cast:
         ) -> tuple[Any, None, None]:
             differentiated, key = residuals
             summed = self.sum(differentiated.only(cotangents), key)
-            return jax.tree.map(_none_if_float0, summed), None, None
+            return differentiated.placed(summed), None, None
 
         cast.defvjp(forward, backward, symbolic_zeros=True)
         return cast(tree, key, salt)
@@ -60,9 +63,10 @@ class Cast:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Differentiated:
-    """Flags of the leaves of a tree that are differentiated."""
+    """Flags of the leaves of a tree that are differentiated, and shardings in their types."""
 
     flags: tuple[bool, ...]
+    shardings: tuple[NamedSharding, ...]
 
     def only(self, tree: Any) -> Any:
         """Return a tree in which other leaves, and symbolic zeros, have dtype float0."""
@@ -73,10 +77,22 @@ class _Differentiated:
         ]
         return jax.tree.unflatten(structure, kept)
 
+    def placed(self, tree: Any) -> Any:
+        """Return sums that are placed as the types of explicit leaves say; None for float0."""
+        leaves, structure = jax.tree.flatten(tree)
+        placed = [
+            _placed(leaf, sharding) for leaf, sharding in zip(leaves, self.shardings, strict=True)
+        ]
+        return jax.tree.unflatten(structure, placed)
+
 
 def _is_zero(leaf: Any) -> bool:
     return isinstance(leaf, SymbolicZero)
 
 
-def _none_if_float0(leaf: Any) -> Any:
-    return None if leaf.dtype == jax.dtypes.float0 else leaf
+def _placed(leaf: Any, sharding: NamedSharding) -> Any:
+    if leaf.dtype == jax.dtypes.float0:
+        return None
+    # Arrays of an explicit mesh have its shardings in their types, also outside of jax.set_mesh.
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(leaf, sharding) if explicit else leaf

@@ -24,7 +24,7 @@ def gain_of_sharing(
 
     Args:
       buckets: buckets of a plan.
-      found: estimated errors of all of them.
+      estimates: estimated errors of all of them.
 
     Returns:
       Two float32 scalars. The gain is the sum of the squared errors of the buckets of DynamiQ over

@@ -96,7 +96,9 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
                 "uncompressed; summing again would make them n times too "
                 "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
                 f"{axis_name!r}, to='varying'). An nnx module is split into parameters first; "
-                "dq.value_and_grad takes it as it is.",
+                "dq.value_and_grad takes it as it is. If they are marked, the leaf may be of a "
+                "wrapper around the all-reduce: put optax.MultiSteps behind "
+                "dq.all_reduce_gradients, in one optax.chain.",
             )
 
 

@@ -120,7 +120,7 @@ def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
 
     Otherwise the given one with axes that the compiler manages.
     """
-    if mesh is None or is_explicit():
+    if mesh is None or is_explicit() or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)

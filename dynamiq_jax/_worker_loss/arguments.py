@@ -250,7 +250,7 @@ def sort_by_role(
         rules.append(rule or roles.rule)
         names.append(f"argument {where!r}{jax.tree_util.keystr(path[2:])}")
         if role == STATIC:
-            static.append(static_value(leaf))
+            static.append(static_value(names[-1], leaf))
         else:
             arrays[role].append(leaf)
     signature = Signature(
@@ -269,12 +269,14 @@ def sort_by_role(
 def by_position(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, by position where the function has one for them."""
+    """Return the arguments of a call, by position as far as no argument is left out before them.
+
+    Defaults stay with the function: they are constants of it, not arguments of the call.
+    """
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no signature, or one that the call does not fit
         return tuple(args), dict(kwargs)
-    bound.apply_defaults()  # behind a gap, arguments would stay named
     return bound.args, bound.kwargs
 
 
@@ -303,5 +305,5 @@ def _role_of_leaf(leaf: Any, role: str, *, is_whole: bool) -> str:
         return STATIC
     if role == DIFFERENTIATED:
         dtype = jnp.result_type(leaf)
-        return WHOLE if is_whole or not jnp.issubdtype(dtype, jnp.floating) else DIFFERENTIATED
+        return WHOLE if is_whole or not jnp.issubdtype(dtype, jnp.inexact) else DIFFERENTIATED
     return WHOLE if is_whole or np.ndim(leaf) == 0 else role

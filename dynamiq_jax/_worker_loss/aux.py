@@ -44,6 +44,31 @@ def check_roles(roles: Any, has_aux: bool) -> None:
         )
 
 
+def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Split what a loss returns into its value and aux, which is None without `has_aux`.
+
+    Raises:
+      ValueError: it is not `(loss, aux)` with `has_aux`, or the loss is not a scalar.
+    """
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+        raise ValueError(
+            f"has_aux=True, but the loss returns {result!r:.80}. Give a loss that returns "
+            "(loss, aux), or leave out has_aux."
+        )
+    loss, aux = result if has_aux else (result, None)
+    if not jax.tree_util.all_leaves([loss]):
+        raise ValueError(
+            f"The loss returns {loss!r:.80}, and a scalar is needed. For a loss that returns "
+            "(loss, aux), give has_aux=True, and aux= with the roles of its arrays."
+        )
+    if np.shape(loss) != ():
+        raise ValueError(
+            f"The loss returns an array of shape {np.shape(loss)}, and a scalar is needed. Return "
+            "its mean."
+        )
+    return loss, aux
+
+
 def roles_of(roles: Any, tree: Any) -> list[str]:
     """Return the role of every leaf of aux, in flattened order.
 
@@ -99,7 +124,13 @@ def of_workers(value: Any, role: str, weight: Array | None, names: Sequence[str]
         return lax.psum(first, names).astype(value.dtype)
     if not jnp.issubdtype(value.dtype, jnp.inexact):  # counts have means of their own
         value = value.astype(jnp.float32)
-    return lax.pmean(value if weight is None else value * weight.astype(value.dtype), names)
+    return mean_of_workers(value if weight is None else value * weight.astype(value.dtype), names)
+
+
+def mean_of_workers(value: Array, names: Sequence[str]) -> Array:
+    """Average over workers: in float32 for 16 bits, in which their sum may be infinite."""
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    return lax.pmean(value.astype(wide), names).astype(value.dtype)
 
 
 def out_specs(roles: Any, axes: Any) -> Any:

@@ -66,6 +66,9 @@ def cause_of_error(on_rows: OnRows) -> Cause:
         groups = np.arange(on_rows.count).reshape(-1, size)
         if on_rows.parts.shape[1] % size and not on_rows.fails(groups[0]):
             return _groups(on_rows, size)
+    for number, name in _beside_others(on_rows):
+        if not on_rows.fails(on_rows.parts[0], kept=number):
+            return _no_row_each(name)
     return Cause(
         "numbers of the whole batch",
         "The loss takes a number of rows for granted, such as that of the whole batch. Compute it "
@@ -96,18 +99,13 @@ def _empty(difference: Difference) -> Iterator[Cause]:
 
 def _no_rows(difference: Difference) -> Iterator[Cause]:
     on_rows = difference.on_rows
-    names = on_rows.batch_names
-    for number, name in enumerate(names if len(names) > 1 else ()):
+    for number, name in _beside_others(on_rows):
         try:
             seen = on_rows.see(on_rows.parts, kept=number)
         except Exception:  # shapes that do not fit without this split
             continue
         if difference.explains(seen.mean()):
-            yield Cause(
-                "an array that is not of the batch",
-                f"With all of {name} on every worker, the loss is that of the batch: it has no row "
-                "for each example. Give P() for it in in_specs.",
-            )
+            yield _no_row_each(name)
 
 
 def _ordered(difference: Difference) -> Iterator[Cause]:
@@ -156,14 +154,21 @@ def _function_of_means(difference: Difference) -> Iterator[Cause]:
     if seen.gradients.shape[1] < 2 * len(seen.losses):
         return  # any gradient is such a sum
     weights, *_ = np.linalg.lstsq(seen.gradients.T, whole.gradients[0], rcond=1e-6)
-    left = weights @ seen.gradients - whole.gradients[0]
-    if np.linalg.norm(left) > 0.01 * np.linalg.norm(whole.gradients[0]):
+    mean = seen.mean()
+    left, of_workers = (
+        np.linalg.norm(gradient - whole.gradients[0])
+        for gradient in (weights @ seen.gradients, mean.gradients[0])
+    )
+    rounding = 1e-2 if on_rows.has_16_bits else 1e-4
+    if left > _CLOSER * of_workers + rounding * np.linalg.norm(whole.gradients[0]):
         return
-    error = abs(weights @ seen.losses - whole.losses[0])
-    # Weights of a logarithm of a mean have the sum 1, too, but leave a difference of the losses.
-    of_workers = abs(seen.mean().losses[0] - whole.losses[0])
-    is_mean = error < _CLOSER * of_workers + 1e-4 * abs(whole.losses[0])
-    if abs(weights.sum() - 1) < 0.002 and is_mean:
+    # Weights of a root of a mean have the loss of the whole batch, too, but not the sum 1. Those of
+    # a logarithm have this sum, but leave a difference of the losses.
+    size = abs(whole.losses[0]) or 1.0
+    of_loss = abs(mean.losses[0] - whole.losses[0]) / size
+    error = abs(weights @ seen.losses - whole.losses[0]) / size
+    allowed = 0.1 * (of_loss + rounding)
+    if abs(weights.sum() - 1) < allowed and error < allowed:
         shares = ", ".join(f"{weight:.3f}" for weight in weights[:8])
         given = "num_targets gives others" if on_rows.work.num_targets else "Give num_targets"
         yield Cause(
@@ -207,6 +212,20 @@ def _compared(difference: Difference) -> Iterator[Cause]:
         "The loss of a row depends on which others are in the batch, as with in-batch negatives, "
         "and each worker has its own rows alone. Gather the rows of all workers in the loss, or "
         "take the loss of each worker's rows as another objective.",
+    )
+
+
+def _beside_others(on_rows: OnRows) -> list[tuple[int, str]]:
+    """List the arrays of a batch that has several. Of one array, some part has to be split."""
+    names = on_rows.batch_names
+    return list(enumerate(names)) if len(names) > 1 else []
+
+
+def _no_row_each(name: str) -> Cause:
+    return Cause(
+        "an array that is not of the batch",
+        f"With all of {name} on every worker, there is no difference: it has no row for each "
+        "example. Give P() for it in in_specs.",
     )
 
 

@@ -67,9 +67,20 @@ def fold_in_all(keys: Array, number: int | Array) -> Array:
 def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
     """Return the state of a module besides its parameters, the same on all workers.
 
-    Floating numbers, such as statistics of a batch, are averaged. Keys are those from before.
+    Floating numbers, such as statistics of a batch, are averaged. Of integers, such as counters of
+    steps, the largest is taken. Keys are those from before.
+
+    Raises:
+      ValueError: the module has other state than before.
     """
     _, _, rest = split_module(module)
+    paths = [{path for path, _ in jax.tree.leaves_with_path(state)} for state in (rest, before)]
+    if differ := sorted(map(jax.tree_util.keystr, paths[0] ^ paths[1])):
+        raise ValueError(
+            f"The loss adds state to a module or removes it: {', '.join(differ)[:200]}. Each "
+            "worker has its own, of its rows. Return it as aux instead, with a role, such as the "
+            "result of nnx.pop(model, nnx.Intermediate) for what modules sow."
+        )
 
     def same(after: Any, before: Any) -> Any:
         if jnp.issubdtype(after.dtype, jax.dtypes.prng_key):

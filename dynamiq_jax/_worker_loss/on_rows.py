@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import DIFFERENTIATED, SPLIT, WHOLE, Signature
+from dynamiq_jax._worker_loss.aux import split_result
 from dynamiq_jax._worker_loss.batch import split_axis
 from dynamiq_jax._worker_loss.rows import order_of
 from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
@@ -80,11 +81,22 @@ class OnRows:
         rule = rules.pop() if len(rules) == 1 else None
         return order_of(rule, self.count, self.workers)
 
-    def fails(self, rows: np.ndarray) -> str:
-        """Return the error that the loss raises for as many rows; empty if it raises none."""
+    @functools.cached_property
+    def has_16_bits(self) -> bool:
+        """Whether the loss computes in 16 bits."""
+        closed = jax.make_jaxpr(self._result)(self.arrays)
+        return any(dtype in (jnp.bfloat16, jnp.float16) for dtype in _dtypes_in(closed.jaxpr))
+
+    def fails(self, rows: np.ndarray, kept: int | None = None) -> str:
+        """Return the error that the loss raises for as many rows; empty if it raises none.
+
+        Args:
+          rows: numbers of rows.
+          kept: index of an array of the batch that stays whole.
+        """
         try:
             jax.eval_shape(
-                lambda arrays: self._result(self._taken(arrays, rows, None)), self.arrays
+                lambda arrays: self._result(self._taken(arrays, rows, kept)), self.arrays
             )
         except Exception as error:  # of any kind: it is the user's
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -148,8 +160,7 @@ class OnRows:
                 container: Any = args if isinstance(where, int) else kwargs
                 parts = container[where]
                 container[where] = modules.merge(graph, parts.params, parts.rest)
-            result = self.work.loss_fn(*args, **kwargs)
-            loss, aux = result if self.work.has_aux else (result, None)
+            loss, aux = split_result(self.work.loss_fn(*args, **kwargs), self.work.has_aux)
             count = self.work.num_targets
             targets = 1 if count is None else count(*args, **kwargs)
             return loss, (aux, jnp.asarray(targets).astype(jnp.float32))
@@ -167,6 +178,19 @@ def on_host(array: Any) -> np.ndarray:
     if isinstance(array, Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array, np.float64)
+
+
+def _dtypes_in(jaxpr: Any) -> Iterator[Any]:
+    """Yield the dtypes of all results in a jaxpr, and in those that its equations hold."""
+    for equation in jaxpr.eqns:
+        yield from (getattr(result.aval, "dtype", None) for result in equation.outvars)
+        for held in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(held):
+                yield from _dtypes_in(getattr(held, "jaxpr", held))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")  # a closed one has them too
 
 
 def _as_only_worker(function: Callable[[], Any], axis_name: str) -> Any:

@@ -16,8 +16,12 @@ class Static:
     typed: Hashable  # the value with all types in it
 
 
-def static_value(value: Any) -> Static:
+def static_value(name: str, value: Any) -> Static:
     """Make a static value.
+
+    Args:
+      name: what it is, for errors.
+      value: the value.
 
     Raises:
       ValueError: it cannot be hashed.
@@ -26,8 +30,9 @@ def static_value(value: Any) -> Static:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"{value!r:.80} is neither an array nor a number, and cannot be hashed. Give an "
-            "array, or a value that can be."
+            f"{name} is {value!r:.80}, which is neither an array nor a number, and cannot be "
+            "hashed. Give an array, or a value that can be, such as a frozen dataclass; or leave "
+            "it out of the arguments, as in functools.partial(loss_fn, ...)."
         ) from None
     return Static(value, _typed(value))
 

@@ -83,6 +83,23 @@ class Workers:
         mapped = self._shard_map if self.transform == "shard_map" else self._vmap
         return mapped(function, specs, arrays)
 
+    def check_context(self) -> None:
+        """Raise ValueError inside a map over the workers, or where another mesh is set."""
+        context = jax.sharding.get_abstract_mesh()
+        for axis in self.axes:
+            if axis in context.manual_axes:
+                raise ValueError(
+                    f"dq.data_parallel and dq.value_and_grad split rows over axis {axis!r}, but "
+                    "are called inside a jax.shard_map over it, where each worker has its own rows "
+                    "already. Call them outside of it, or average gradients here: dq.pmean after "
+                    "jax.grad, or dq.pcast before it."
+                )
+        if not context.empty and dict(context.shape) != dict(self.mesh.shape):
+            raise ValueError(
+                f"mesh has the axes {dict(self.mesh.shape)}, but the mesh of the context has "
+                f"{dict(context.shape)}. Give the one that was given to jax.set_mesh."
+            )
+
     def _shard_map(
         self, function: Callable[[Trees], tuple[Any, Any]], specs: Trees, arrays: Trees
     ) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ P = PartitionSpec
 Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # specs cannot be hashed
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)  # specs cannot be hashed
 class WorkerLoss:
     """A loss function, how workers share its arguments, and how gradients are sent.
 
@@ -83,6 +83,7 @@ class WorkerLoss:
           What is static, specs of differentiated leaves (None if nothing shows them), and the
           leaves by role.
         """
+        self.workers.check_context()
         self.roles.check(len(args), kwargs)
         signature, arrays = sort_by_role(args, kwargs, self.roles)
         trees = signature.differentiated(arrays)
@@ -95,6 +96,36 @@ class WorkerLoss:
             leaf_specs_of_args = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
         signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, self.axes)
         return signature, leaf_specs_of_args, arrays
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        signature: Signature,
+        specs: Specs,
+        arrays: dict[str, list[Any]],
+        *others: Any,
+    ) -> Any:
+        """Call a function of what `bind` returns and other arrays, compiled.
+
+        It is traced once for signatures and specs that are equal. The structure of a module may
+        hold metadata that cannot be hashed. Then it is traced at every call outside of a `jax.jit`.
+        """
+        static = function, signature, specs
+        try:
+            hash(static)
+        except TypeError:
+            return self._jitted(*static)(arrays, *others)
+        return self._programs(*static)(arrays, *others)
+
+    @functools.cached_property
+    def _programs(self) -> Callable[..., Any]:
+        """The compiled functions of this loss, which are forgotten with it."""
+        return functools.lru_cache(maxsize=256)(self._jitted)
+
+    def _jitted(
+        self, function: Callable[..., Any], signature: Signature, specs: Specs
+    ) -> Callable[..., Any]:
+        return jax.jit(functools.partial(function, self, signature, specs))
 
     @functools.cached_property
     def workers(self) -> Workers:
@@ -142,8 +173,7 @@ class WorkerLoss:
             container: Any = args if isinstance(where, int) else kwargs
             parts = container[where]
             container[where] = modules.merge(graph, parts.params, parts.rest, worker)
-        result = self.loss_fn(*args, **kwargs)
-        loss, aux = result if self.has_aux else (result, None)
+        loss, aux = auxiliary.split_result(self.loss_fn(*args, **kwargs), self.has_aux)
         # Of a loss that is the same everywhere, such as a pmean, JAX would differentiate one share.
         loss = compat.match_varying(loss, worker)
         weight = None
@@ -161,7 +191,7 @@ class WorkerLoss:
 
     def value(self, loss: Array, aux: auxiliary.OfWorker) -> tuple[list[Array], Any]:
         """Return rows of aux of this worker, and what a user gets besides them and gradients."""
-        loss = lax.pmean(loss, self.names)
+        loss = auxiliary.mean_of_workers(loss, self.names)
         if not self.has_aux:
             return [], loss
 
@@ -217,9 +247,18 @@ class WorkerLoss:
         return axis_names(self.axis_name)
 
     def _weight(self, targets: Array) -> Array:
-        """Return the weight of a worker in a mean over workers, whose mean is 1."""
+        """Return the weight of a worker in a mean over workers, whose mean is 1.
+
+        Without any targets it is zero: the loss is then what it is without targets, zero or NaN.
+        """
+        if targets.shape != ():
+            raise ValueError(
+                f"num_targets returns an array of shape {targets.shape}. Return the number of all "
+                "targets, such as its sum."
+            )
         targets = lax.stop_gradient(targets.astype(jnp.float32))
-        return targets * np.float32(self.workers.count) / lax.psum(targets, self.names)
+        total = lax.psum(targets, self.names)
+        return targets * np.float32(self.workers.count) / jnp.where(total == 0, 1, total)
 
 
 def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
@@ -229,27 +268,9 @@ def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:
     return unwrap_single(jax.tree.unflatten(jax.tree.structure(trees), specs))
 
 
-def floating_leaves(tree: Any) -> list[Array]:
+def inexact_leaves(tree: Any) -> list[Array]:
     """Return the leaves of a tree that are differentiated, in flattened order."""
-    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-
-
-def jit_over(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a jitted function of the arguments of `function` behind static ones.
-
-    It is traced once for static arguments that are equal. The structure of a module may hold
-    metadata that cannot be hashed. Then it is traced at every call outside of a `jax.jit`.
-    """
-    try:
-        hash(static)
-    except TypeError:
-        return jax.jit(functools.partial(function, *static))
-    return _jitted(function, static)
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(function: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
-    return jax.jit(functools.partial(function, *static))
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
 def _at(where: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

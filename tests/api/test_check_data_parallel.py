@@ -154,6 +154,56 @@ def test_further_forms_of_wrong_losses(data_mesh, cause, loss_fn):
         dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), inputs())
 
 
+@pytest.mark.parametrize("function", [jnp.sqrt, jnp.log])
+def test_a_function_of_a_mean_of_like_rows_is_named(data_mesh, function):
+    """Losses of the workers are within some thousandths of each other."""
+
+    def loss_fn(w, x):
+        return function(jnp.mean((x @ w) ** 2))
+
+    for seed in range(3):
+        x = jax.random.normal(jax.random.key(seed), (64, IN))
+        with pytest.raises(ValueError, match="Likely cause: a function of a mean"):
+            dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), x)
+
+
+def test_in_batch_negatives_of_other_rows_are_named(data_mesh):
+    def loss_fn(w, x, others):
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(x @ w @ others.T)))
+
+    others = jax.random.normal(jax.random.key(3), (ROWS, OUT))
+    with pytest.raises(ValueError, match="Likely cause: rows that are compared with all others"):
+        dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), inputs(), others)
+
+
+def test_an_array_that_has_to_be_whole_is_named_where_its_part_raises_an_error(data_mesh):
+    def loss_fn(w, x, labels, class_weights):
+        picked = jax.nn.one_hot(labels, ROWS) * class_weights
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(x @ w[:, :ROWS]) * picked, axis=1))
+
+    batch = inputs(), jnp.arange(ROWS), jnp.linspace(0.5, 2, ROWS)
+    with pytest.raises(ValueError, match=r"error for the 4 rows.*With all of argument 3 on every"):
+        dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), *batch)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_of_16_bits_is_no_difference(data_mesh, dtype):
+    """Also in a part of the loss that is compiled apart. A difference of some percent is one."""
+
+    def of_targets_in_16_bits(w, x, mask):
+        rows = jax.jit(lambda w, x: per_row(w.astype(dtype), x.astype(dtype)))(w, x)
+        return jnp.sum(rows.astype(jnp.float32) * mask) / jnp.sum(mask)
+
+    batch = weights(), inputs(), mask()
+    given = {"num_targets": lambda w, x, mask: mask.sum()}
+    dq.check_data_parallel(wrap(data_mesh, of_targets_in_16_bits, **given), *batch)
+    with pytest.raises(ValueError, match="Their gradients differ"):
+        wrapped = wrap(data_mesh, of_targets_in_16_bits, **given)
+        dq.check_data_parallel(wrapped, *batch, tolerance=1e-5)
+    with pytest.raises(ValueError, match="uneven targets"):
+        dq.check_data_parallel(wrap(data_mesh, of_targets_in_16_bits), *batch)
+
+
 def test_a_worker_without_targets_is_named(data_mesh):
     none = mask() * (jnp.arange(ROWS) > 3)
     wrapped = wrap(data_mesh, divided_by_targets, num_targets=lambda w, x, mask: mask.sum())

@@ -1,0 +1,257 @@
+"""Losses as users write them: what they return, their defaults, where they are called."""
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+
+NUM_WORKERS, ROWS, IN, OUT = 4, 16, 32, 64
+EXACT = 1e-5  # relative, of float32
+KEY = jax.random.key(0)
+FORMS = ("data_parallel", "value_and_grad")
+
+
+@pytest.fixture(autouse=True)
+def defaults():
+    """Losses are written as users write them."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def weights():
+    return jax.random.normal(jax.random.key(1), (IN, OUT))
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(2), (ROWS, IN))
+
+
+def mean(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def differentiated(form, loss_fn, mesh, **options):
+    """`jax.value_and_grad` of the loss on all rows, by one of the two functions."""
+    how = {"mesh": mesh, "axis_name": "data", "method": "exact"} | options
+    if form == "data_parallel":
+        has_aux = options.get("has_aux", False)
+        return jax.jit(jax.value_and_grad(dq.data_parallel(loss_fn, **how), has_aux=has_aux))
+    return functools.partial(dq.value_and_grad(loss_fn, **how), key=KEY)
+
+
+# ------------------------------------------------------------------------------------- results
+
+WRONG = {
+    "a tuple": (lambda w, x: (mean(w, x), x), {}, r"a scalar is needed.*has_aux=True, and aux="),
+    "rows": (lambda w, x: jnp.mean(x @ w, axis=1), {}, r"of shape \(4,\), and a scalar is needed"),
+    "no aux": (mean, {"has_aux": True}, r"has_aux=True, but the loss returns .*leave out has_aux"),
+    "targets by row": (
+        mean,
+        {"num_targets": lambda w, x: x[:, 0]},
+        r"num_targets returns an array of shape \(4,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_result_that_is_no_scalar_is_refused(data_mesh, form, case):
+    loss_fn, options, words = WRONG[case]
+    step = differentiated(form, loss_fn, data_mesh(NUM_WORKERS), **options)
+    with pytest.raises(ValueError, match=words):
+        step(weights(), inputs())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_means_of_16_bits_do_not_overflow(data_mesh, form, dtype):
+    """The sum of the workers would be infinite in float16."""
+    large = jnp.asarray(30_000, dtype)
+
+    def loss_fn(w, x):
+        return large + 0 * mean(w, x).astype(dtype), large
+
+    step = differentiated(form, loss_fn, data_mesh(NUM_WORKERS), has_aux=True, aux="mean")
+    (loss, aux), _ = step(weights(), inputs())
+    assert loss == aux == large
+    assert loss.dtype == aux.dtype == dtype
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_without_targets_has_no_loss_and_no_gradient(data_mesh, form):
+    def loss_fn(w, x, mask):
+        return jnp.sum(jnp.mean((x @ w) ** 2, axis=1) * mask) / jnp.maximum(mask.sum(), 1)
+
+    options = {"num_targets": lambda w, x, mask: mask.sum()}
+    step = differentiated(form, loss_fn, data_mesh(NUM_WORKERS), **options)
+    loss, gradient = step(weights(), inputs(), jnp.zeros(ROWS))
+    assert loss == 0
+    assert not np.any(gradient)
+    assert step(weights(), inputs(), jnp.ones(ROWS))[0] > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_complex_parameters_are_trained(data_mesh, form):
+    params = {"c": weights() * (1 + 2j), "w": weights()}
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.abs(x @ params["c"]) ** 2) + mean(params["w"], x)
+
+    _, gradient = differentiated(form, loss_fn, data_mesh(NUM_WORKERS))(params, inputs())
+    expected = jax.grad(loss_fn)(params, inputs())
+    for name, leaf in expected.items():
+        assert gradient[name].dtype == leaf.dtype
+        np.testing.assert_allclose(gradient[name], leaf, rtol=EXACT, atol=EXACT)
+
+
+# ------------------------------------------------------------------------------------ defaults
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_defaults_of_a_loss_are_constants(data_mesh, form):
+    """They are not traced and not split, and `num_targets` does not get them."""
+    classes = jnp.arange(ROWS, dtype=jnp.float32)  # as long as the batch
+
+    def loss_fn(w, x, train=True, layers=2, classes=classes):
+        loss = mean(w, x) if train else jnp.mean(x @ w)
+        return sum(loss for _ in range(layers)) + classes.sum()
+
+    options = {"num_targets": lambda w, x: len(x)}
+    step = differentiated(form, loss_fn, data_mesh(NUM_WORKERS), **options)
+    expected, gradient = jax.value_and_grad(loss_fn)(weights(), inputs())
+    found = step(weights(), inputs())
+    np.testing.assert_allclose(found[0], expected, rtol=EXACT)
+    np.testing.assert_allclose(found[1], gradient, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_named_argument_behind_one_that_is_left_out(data_mesh, form):
+    def loss_fn(w, x, mask=None, y=None):
+        assert mask is None
+        return jnp.mean((x @ w) ** 2) + jnp.mean(y)
+
+    step = differentiated(form, loss_fn, data_mesh(NUM_WORKERS))
+    found, _ = step(weights(), inputs(), y=inputs())
+    np.testing.assert_allclose(found, loss_fn(weights(), inputs(), y=inputs()), rtol=EXACT)
+
+
+def test_an_argument_that_cannot_be_hashed_is_named(data_mesh):
+    wrapped = dq.data_parallel(
+        lambda w, x, setting: mean(w, x), mesh=data_mesh(NUM_WORKERS), axis_name="data"
+    )
+    wrapped(weights(), inputs(), type("Hashable", (), {})())
+    with pytest.raises(ValueError, match=r"argument 2 is <.*neither an array.*frozen dataclass"):
+        wrapped(weights(), inputs(), type("Other", (), {"__hash__": None})())
+
+
+# --------------------------------------------------------------------------------------- state
+
+
+class Sowing(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(weights())
+
+    def __call__(self, x):
+        y = x @ self.w
+        self.sow(nnx.Intermediate, "y", y)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_state_that_a_loss_adds_to_a_module_is_refused(data_mesh):
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    wrapped = dq.data_parallel(loss_fn, mesh=data_mesh(NUM_WORKERS), axis_name="data")
+    with pytest.raises(ValueError, match=r"adds state to a module .*'y'.*Return it as aux"):
+        wrapped(Sowing(), inputs())
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_what_modules_sow_may_be_returned_as_aux(data_mesh):
+    def loss_fn(model, x):
+        loss = jnp.mean(model(x) ** 2)
+        return loss, nnx.pop(model, nnx.Intermediate)
+
+    how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "has_aux": True, "aux": "rows"}
+    _, sown = dq.data_parallel(loss_fn, **how)(Sowing(), inputs())
+    (rows,) = jax.tree.leaves(sown)
+    np.testing.assert_allclose(rows, inputs() @ weights(), rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_is_forgotten_with_its_wrapper(data_mesh, form):
+    def run():
+        def loss_fn(w, x):
+            return mean(w, x)
+
+        jax.block_until_ready(
+            differentiated(form, loss_fn, data_mesh(NUM_WORKERS))(weights(), inputs())
+        )
+        return weakref.ref(loss_fn)
+
+    known = run()
+    gc.collect()
+    assert known() is None
+
+
+# --------------------------------------------------------------------------------------- meshes
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "vmap"])
+@pytest.mark.parametrize("form", FORMS)
+def test_arrays_placed_on_a_mesh_of_explicit_axes(form, transform):
+    """The default of `jax.make_mesh`, without `jax.set_mesh`."""
+    mesh = jax.make_mesh((NUM_WORKERS,), ("data",), axis_types=(AxisType.Explicit,))
+    w = jax.device_put(weights(), NamedSharding(mesh, P()))
+    x = jax.device_put(inputs(), NamedSharding(mesh, P("data")))
+    step = differentiated(form, mean, mesh, transform=transform)
+    found = jax.jit(lambda w, x: step(w, x))(w, x)
+    expected = jax.value_and_grad(mean)(weights(), inputs())
+    np.testing.assert_allclose(found[0], expected[0], rtol=EXACT)
+    np.testing.assert_allclose(found[1], expected[1], rtol=EXACT, atol=EXACT)
+
+
+def on_two_axes():
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def in_a_map(form, axis):
+    mesh = on_two_axes()
+    step = differentiated(form, mean, mesh)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P()), out_specs=P(), axis_names={axis}, check_vma=False
+    )
+    return jax.jit(mapped)(weights(), inputs())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_inside_a_map_over_another_axis(form):
+    found, expected = in_a_map(form, "model"), jax.value_and_grad(mean)(weights(), inputs())
+    np.testing.assert_allclose(found[0], expected[0], rtol=EXACT)
+    np.testing.assert_allclose(found[1], expected[1], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_inside_a_map_over_the_workers_is_refused(form):
+    with pytest.raises(ValueError, match=r"inside a jax.shard_map over it.*dq.pmean after"):
+        in_a_map(form, "data")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_mesh_than_that_of_the_context_is_refused(data_mesh, form):
+    step = differentiated(form, mean, data_mesh(NUM_WORKERS))
+    with (
+        jax.set_mesh(on_two_axes()),
+        pytest.raises(ValueError, match=r"mesh has the axes \{'data': 4\}, .*'model': 2"),
+    ):
+        step(weights(), inputs())
