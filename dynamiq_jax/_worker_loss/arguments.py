@@ -280,6 +280,26 @@ def by_position(
     return bound.args, bound.kwargs
 
 
+def with_gaps_filled(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, all by position where the function has one for them.
+
+    Arguments that are left out before others have their defaults.
+    """
+    named = set(kwargs) & set(_parameters(function))
+    if not named:
+        return tuple(args), dict(kwargs)
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    names = list(bound.signature.parameters)
+    last = max(map(names.index, named))
+    for name in names[:last]:
+        bound.arguments.setdefault(name, bound.signature.parameters[name].default)
+    # In the order of the parameters, as `BoundArguments.args` needs them.
+    bound.arguments = {name: bound.arguments[name] for name in names if name in bound.arguments}
+    return bound.args, bound.kwargs
+
+
 def unwrap_single(trees: Sequence[Any]) -> Any:
     """Return a single value as it is, else all: errors and policies name what a user gave."""
     return trees[0] if len(trees) == 1 else tuple(trees)

@@ -129,8 +129,9 @@ def of_workers(value: Any, role: str, weight: Array | None, names: Sequence[str]
 
 def mean_of_workers(value: Array, names: Sequence[str]) -> Array:
     """Average over workers: in float32 for 16 bits, in which their sum may be infinite."""
-    wide = jnp.promote_types(value.dtype, jnp.float32)
-    return lax.pmean(value.astype(wide), names).astype(value.dtype)
+    if value.dtype.itemsize >= 4:
+        return lax.pmean(value, names)
+    return lax.pmean(value.astype(jnp.float32), names).astype(value.dtype)
 
 
 def out_specs(roles: Any, axes: Any) -> Any:

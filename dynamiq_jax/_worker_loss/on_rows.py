@@ -83,7 +83,7 @@ class OnRows:
 
     @functools.cached_property
     def has_16_bits(self) -> bool:
-        """Whether the loss computes in 16 bits."""
+        """True for a loss that computes in 16 bits."""
         closed = jax.make_jaxpr(self._result)(self.arrays)
         return any(dtype in (jnp.bfloat16, jnp.float16) for dtype in _dtypes_in(closed.jaxpr))
 
@@ -161,9 +161,7 @@ class OnRows:
                 parts = container[where]
                 container[where] = modules.merge(graph, parts.params, parts.rest)
             loss, aux = split_result(self.work.loss_fn(*args, **kwargs), self.work.has_aux)
-            count = self.work.num_targets
-            targets = 1 if count is None else count(*args, **kwargs)
-            return loss, (aux, jnp.asarray(targets).astype(jnp.float32))
+            return loss, (aux, self.work.targets(args, kwargs))
 
         floating = [jnp.asarray(leaf) for leaf in arrays[DIFFERENTIATED]]
         run = functools.partial(jax.value_and_grad(loss_of, has_aux=True), floating)

@@ -25,6 +25,7 @@ from dynamiq_jax._worker_loss.arguments import (
     Signature,
     sort_by_role,
     unwrap_single,
+    with_gaps_filled,
 )
 from dynamiq_jax._worker_loss.batch import in_order_of_workers, resolve_batch, split_axis
 from dynamiq_jax._worker_loss.in_specs import check_axes
@@ -178,7 +179,7 @@ class WorkerLoss:
         loss = compat.match_varying(loss, worker)
         weight = None
         if self.num_targets is not None:
-            weight = self._weight(jnp.asarray(self.num_targets(*args, **kwargs)))
+            weight = self._weight(self.targets(args, kwargs))
             loss = jnp.asarray(loss)
             loss = loss * weight.astype(loss.dtype)
         rests = [
@@ -188,6 +189,19 @@ class WorkerLoss:
             for where, _ in signature.graphs
         ]
         return loss, (auxiliary.OfWorker(aux, weight), rests)
+
+    def targets(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Array:
+        """Return the number of targets of a call of the loss, 1 without `num_targets`."""
+        if self.num_targets is None:
+            return jnp.float32(1)
+        args, kwargs = with_gaps_filled(self.loss_fn, args, kwargs)
+        count = jnp.asarray(self.num_targets(*args, **kwargs))
+        if count.shape != ():
+            raise ValueError(
+                f"num_targets returns an array of shape {count.shape}. Return the number of all "
+                "targets, such as its sum."
+            )
+        return count.astype(jnp.float32)
 
     def value(self, loss: Array, aux: auxiliary.OfWorker) -> tuple[list[Array], Any]:
         """Return rows of aux of this worker, and what a user gets besides them and gradients."""
@@ -251,12 +265,7 @@ class WorkerLoss:
 
         Without any targets it is zero: the loss is then what it is without targets, zero or NaN.
         """
-        if targets.shape != ():
-            raise ValueError(
-                f"num_targets returns an array of shape {targets.shape}. Return the number of all "
-                "targets, such as its sum."
-            )
-        targets = lax.stop_gradient(targets.astype(jnp.float32))
+        targets = lax.stop_gradient(targets)
         total = lax.psum(targets, self.names)
         return targets * np.float32(self.workers.count) / jnp.where(total == 0, 1, total)
 
