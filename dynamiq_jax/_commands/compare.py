@@ -87,8 +87,7 @@ class Compare:
 
     codec_ns: float | None = None
     """Nanoseconds of codec of a worker for each coordinate, as in `advise`, of all methods alike,
-    for that time: 0.02 is what a kernel at the memory speed of a large GPU takes. By default what
-    was measured here, on one core of a CPU."""
+    for that time. By default what was measured here, on one core of a CPU."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write everything that was measured, with versions and hardware, to this file."""

@@ -20,6 +20,7 @@ from dynamiq_jax.topologies._cost_model import Prediction, predict, predict_exac
 from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
 
 _WORTH_IT = 1.05  # a step that gains less is not worth another moving part
+_TIE = 1.02  # steps whose times differ by less are as fast: the first topology is the default
 _ITEM_BYTES = {"f32": 4, "bf16": 2}
 _TOPOLOGIES: dict[str, FixedTopology] = {
     "ring": Ring(),
@@ -85,20 +86,30 @@ def advice(question: Question, options: list[Option]) -> str:
     # Budgets under 5 bits are the user's choice, not ours, where others are considered.
     trusted = [option for option in compressed if option.bits >= 5] or compressed
     fewest = min(option.bits for option in trusted)
-    best = min(
-        (option for option in trusted if option.bits == fewest),
-        key=lambda option: (option.step, option.error_growth),
-    )
+    considered = [option for option in trusted if option.bits == fewest]
+    shortest = min(option.step for option in considered)
+    best = next(option for option in considered if option.step < _TIE * shortest)
     gain = plain.step / best.step
     if gain < _WORTH_IT:
+        waits = plain.step > _WORTH_IT * question.step_seconds
+        why = (
+            "the codec takes as long as the shorter transfer saves, or longer"
+            if waits
+            else "the all-reduce is not what you wait for"
+        )
         return (
-            f"[bold]Do not compress.[/bold] At {format_rate(1e9 * question.network.gbit_per_s)} "
-            f"{best.name} would make a step of {format_seconds(plain.step)} take "
-            f"{format_seconds(best.step)} ({gain:.2f}x): the all-reduce is not what you wait for."
+            f"[bold]Do not compress.[/bold] At {format_rate(1e9 * question.network.gbit_per_s)}, "
+            f"{best.name}, would make a step of {format_seconds(plain.step)} take "
+            f"{format_seconds(best.step)} ({gain:.2f}x): {why}."
             f"{_rule_of_thumb(question)}"
         )
+    needs = (
+        " It needs a network that carries all-to-all traffic at full speed."
+        if best.name.endswith("all_to_all")
+        else ""
+    )
     return (
-        f"[bold]Compress[/bold]: {best.call}. A step takes {format_seconds(best.step)} instead of "
+        f"[bold]Compress[/bold]: {best.call}.{needs} A step takes {format_seconds(best.step)} instead of "
         f"{format_seconds(plain.step)} ([bold]{gain:.2f}x[/bold]), the all-reduce "
         f"{format_seconds(best.all_reduce.total)} instead of "
         f"{format_seconds(plain.all_reduce.total)}.{_rule_of_thumb(question)}"

@@ -92,8 +92,25 @@ def test_few_bits_are_the_choice_of_the_user():
 
 def test_a_crowded_network_prefers_neighbours_and_odd_sizes_have_no_butterfly():
     assert 'topology="ring"' in answer(oversubscription=4.0)[0]
-    assert 'topology="all_to_all"' in answer()[0]
+    assert 'topology="ring"' in answer()[0]  # as fast as the others, and the default
+    far = answer(latency_us=20_000.0, workers=6)[0]
+    assert 'topology="all_to_all"' in far and "all-to-all traffic at full speed" in far
     assert not any("butterfly" in option.name for option in answer(workers=6)[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"link": "400gbit", "overlap": 0.5}, "the all-reduce is not what you wait for"),
+        (
+            {"device": "cpu", "link": "10gbit", "step_time": 0.01},
+            "the codec takes as long as the shorter transfer saves, or longer",
+        ),
+    ],
+)
+def test_the_reason_not_to_compress_is_that_of_the_case(changes, why):
+    text = answer(**changes)[0]
+    assert "Do not compress" in text and why in text
 
 
 def test_topologies_differ_in_error_not_in_bytes():
