@@ -21,8 +21,8 @@ def which_method() -> str:
         [
             "between sites, 10 Mbit/s",
             '[local SGD](workers/local_sgd.md) with `"dynamiq:4"`',
-            f"measured: {far:.0f} times sooner at the same loss than BF16 in every step, with twice "
-            "the computation and data",
+            f"measured: {far:.0f} times sooner at the same loss than BF16 in every step, with "
+            "twice the computation and data",
         ],
         [
             "100 Mbit/s",

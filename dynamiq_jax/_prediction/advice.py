@@ -109,8 +109,8 @@ def advice(question: Question, options: list[Option]) -> str:
         else ""
     )
     return (
-        f"[bold]Compress[/bold]: {best.call}.{needs} A step takes {format_seconds(best.step)} instead of "
-        f"{format_seconds(plain.step)} ([bold]{gain:.2f}x[/bold]), the all-reduce "
+        f"[bold]Compress[/bold]: {best.call}.{needs} A step takes {format_seconds(best.step)} "
+        f"instead of {format_seconds(plain.step)} ([bold]{gain:.2f}x[/bold]), the all-reduce "
         f"{format_seconds(best.all_reduce.total)} instead of "
         f"{format_seconds(plain.all_reduce.total)}.{_rule_of_thumb(question)}"
     )

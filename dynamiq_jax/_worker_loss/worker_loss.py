@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._inputs.shards import is_explicit, is_function, leaf_specs
+from dynamiq_jax._inputs.shards import axes_in, is_explicit, is_function, leaf_specs
 from dynamiq_jax._worker_loss import aux as auxiliary
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import (
@@ -95,6 +95,8 @@ class WorkerLoss:
             leaf_specs_of_args = tuple(leaf_specs(trees, tuple(map(self.specs, trees))))
         else:
             leaf_specs_of_args = tuple(leaf_specs(trees, self.roles.in_argnums_order(self.specs)))
+        if self.specs is not None:
+            self._check_specs(trees, leaf_specs_of_args or ())
         signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, self.axes)
         return signature, leaf_specs_of_args, arrays
 
@@ -259,6 +261,17 @@ class WorkerLoss:
     def _axes(self) -> tuple[str, ...]:
         """Axes of the mesh that are split over the workers."""
         return axis_names(self.axis_name)
+
+    def _check_specs(self, trees: tuple[Any, ...], specs: Sequence[PartitionSpec]) -> None:
+        """Raise ValueError for specs that split replicas over the workers."""
+        for (path, _), spec in zip(jax.tree.leaves_with_path(trees), specs, strict=True):
+            if named := axes_in(spec, self._axes):
+                raise ValueError(
+                    f"specs gives {spec} for tree{jax.tree_util.keystr(path[1:])}, but "
+                    f"{named[0]!r} is an axis of the workers, each of which has whole parameters. "
+                    "Give the other axes that split them, or P(). For gradients that are split "
+                    "over the workers, see dq.psum_scatter."
+                )
 
     def _weight(self, targets: Array) -> Array:
         """Return the weight of a worker in a mean over workers, whose mean is 1.

@@ -221,6 +221,16 @@ def test_arrays_placed_on_a_mesh_of_explicit_axes(form, transform):
     np.testing.assert_allclose(found[1], expected[1], rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.parametrize("given", [{"w": P("data")}, lambda tree: {"w": P(None, "data")}])
+@pytest.mark.parametrize("form", FORMS)
+def test_specs_that_split_parameters_over_the_workers_are_refused(data_mesh, form, given):
+    step = differentiated(
+        form, lambda params, x: mean(params["w"], x), data_mesh(NUM_WORKERS), specs=given
+    )
+    with pytest.raises(ValueError, match=r"specs gives .* for tree\['w'\], but 'data' is an axis"):
+        step({"w": weights()}, inputs())
+
+
 def on_two_axes():
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
