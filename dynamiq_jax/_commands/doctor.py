@@ -31,9 +31,10 @@ _REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
 class Doctor:
     """Bytes that a train step sends, and the mistakes in it that make compression useless.
 
-    TARGET is a training script, or the text of a compiled program.
+    SCRIPT_OR_HLO is a training script, or the text of a compiled program.
 
-    A script runs as it is, until it has compiled its train step, which is then not run:
+    A script runs as it is, until it has compiled its train step, which is then not run. A script in
+    which no device sends anything, as on a single device, runs to its end: give --cpu-devices.
 
       dynamiq-jax doctor train.py -- --batch 32
 

@@ -6,14 +6,15 @@ from decimal import Decimal
 from dynamiq_jax._console.errors import CommandError
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_SIZES |= {"k": 10**3, "B": 10**9}  # as models are called: 7B
 _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as tc spells them
 _LARGEST = 10**18  # above all gradients and links, and times can still be computed from it
 _NUMBER = re.compile(r"([0-9.]+) ?([A-Za-z]*)")
 
 
 def parse_size(text: str, option: str = "--sizes") -> int:
-    """Parse a number of coordinates: "8Mi", "1.5M" or "4096"."""
-    example = "8Mi (8 * 2**20), 1M (10**6) or 4096"
+    """Parse a number of coordinates: "8Mi", "1.5M", "7B" or "4096"."""
+    example = "8Mi (8 * 2**20), 350M (350 * 10**6), 7G or 7B (7 * 10**9), or 4096"
     size = _parse(text, _SIZES, option, "a number of coordinates", example)
     if size != int(size):
         raise CommandError(
@@ -42,12 +43,13 @@ def format_size(size: int) -> str:
 def format_rate(bits_per_second: float) -> str:
     """Format a rate in its natural unit.
 
-    >>> format_rate(200e6), format_rate(1.25e9)
-    ('200 Mbit/s', '1.25 Gbit/s')
+    >>> format_rate(200e6), format_rate(1.25e9), format_rate(3.6e12)
+    ('200 Mbit/s', '1.25 Gbit/s', '3600 Gbit/s')
     """
     for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if bits_per_second >= factor:
-            return f"{bits_per_second / factor:.3g} {unit}"
+            digits = max(3, len(f"{bits_per_second / factor:.0f}"))
+            return f"{bits_per_second / factor:.{digits}g} {unit}"
     return f"{bits_per_second:.3g} bit/s"
 
 

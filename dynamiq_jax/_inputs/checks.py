@@ -32,7 +32,7 @@ def check_axis(name: Any, axis_name: Any) -> int:
             f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
             "jax.shard_map over a mesh with that axis, or inside "
             f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
-            "methods that carry no state."
+            "methods that carry no state. For others, call optimizer.init inside as well."
         ) from None
     if name in managed_axes(jax.sharding.get_abstract_mesh()):
         raise ValueError(
@@ -119,7 +119,7 @@ def check_leaf(path: str, leaf: Any) -> None:
     ):
         raise TypeError(
             f"tree{path} is a {type(leaf).__name__}, which cannot be sent. Give a pytree of "
-            "arrays of numbers."
+            "arrays of numbers; of an nnx module, nnx.state(model, nnx.Param)."
         )
 
 

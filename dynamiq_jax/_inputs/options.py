@@ -140,7 +140,9 @@ def resolve(
       TypeError: options that are not `dq.Options`.
     """
     if not isinstance(options, Options):
-        raise TypeError(f"options={options!r} are not options. Give dq.Options(exact_below=0).")
+        fields = options if isinstance(options, dict) else {"exact_below": 0}
+        given = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        raise TypeError(f"options={options!r:.80} are not options. Give dq.Options({given:.200}).")
     given = tuple((settings or {}).items())
     compression = Compression(
         Policy.of(method), resolve_topology(topology), options, stateless, measures, given

@@ -124,7 +124,8 @@ def test_bytes_are_those_of_the_method():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("8Mi", 2**23), ("1.5M", 1_500_000), ("4096", 4096), ("2Ki", 2048)]
+    ("text", "size"),
+    [("8Mi", 2**23), ("1.5M", 1_500_000), ("4096", 4096), ("2Ki", 2048), ("7B", 7 * 10**9)],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
