@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.real_lm.errors import ALLOCATED
 from benchmarks.real_lm.policies import POLICIES
 from docs.scripts.result_files import exponent, markdown, results_of
 
@@ -29,9 +30,12 @@ def real_lm_errors() -> str:
 
 def real_lm_topologies() -> str:
     """Write errors of 5 bits beside those of other methods, by workers and topology."""
-    ours = {"method": "dynamiq:5", "seed": 0}
-    rows = []
-    for row in (*_rows(step=0, **ours), *_rows(model=_LATER, **ours)):
+    rows, order = [], ["ring", "butterfly", "all_to_all"]
+    measured = [*_rows(step=0, seed=0), *_rows(model=_LATER, seed=0)]
+    measured.sort(key=lambda row: (row["step"], -row["workers"], order.index(row["topology"])))
+    for row in measured:
+        if row["method"].removeprefix(ALLOCATED) != "dynamiq:5":
+            continue
         gradient = {key: row[key] for key in ("model", "step", "text", "workers")}
         ratios = []
         for method in ("mxfp8", "blockint:5"):
@@ -40,6 +44,8 @@ def real_lm_topologies() -> str:
             ratios.append(f"{row['vnmse'] / found[0]['vnmse']:.2f}" if found else "")
         default = "striped" if row["topology"] == "ring" else "in order"
         buckets = default if row["bucketing"] == "auto" else row["bucketing"].replace("_", " ")
+        if row["method"].startswith(ALLOCATED):
+            buckets += ", `allocate_bits`"
         name, workers = _name((row["text"], row["step"])), str(row["workers"])
         rows.append([name, workers, row["topology"], buckets, exponent(row["vnmse"]), *ratios])
     header = ["text", "workers", "topology", "buckets", "`dynamiq:5`"]
