@@ -470,6 +470,20 @@ def test_the_text_on_training_a_real_model_is_that_of_its_runs():
     of_blocks = "ef+topk_chunked:5"
     assert f"inside error feedback loses {off[of_blocks]:.2%} with the bytes" in text
     assert 0.99 < runs[of_blocks]["bytes"] / runs["dynamiq:5"]["bytes"] < 1.01
+    even = "dynamiq:4:exponent=0.5"
+    more = errors[even] / errors["dynamiq:4"]
+    assert (
+        f"4 bits have {more:.1f} times the estimated vNMSE and end {off[even]:.2%} above the exact "
+        f"run instead of {above[1]}"
+    ) in text
+    second = {
+        row["method"]: [*row["held_out"].values()][-1]
+        for row in results_of("real_lm_training")
+        if row["seed"] == 1
+    }
+    higher = f"{second['exact'] / last['exact'] - 1:.2%}"
+    ours = f"{second['dynamiq:5'] / second['exact'] - 1:.3%}"
+    assert f"exact run ends {higher} higher, 5 bits end {ours} above it" in text
     one_seed = {row["seed"] for row in results_of("real_lm_training")} == {0}
     assert one_seed == ("each method has one seed" in text)
 
