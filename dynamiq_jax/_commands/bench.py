@@ -170,7 +170,8 @@ def bench_table(rows: list[dict[str, Any]]) -> Table:
         "GB/s: float32 bytes reduced in a second. codec ns: nanoseconds of a worker for each "
         "coordinate, everything but the known link; where workers share the cores of a machine, "
         "as if one had them alone. beats ... below: speed of a link under which the setting takes "
-        "less time, with the codec as fast as here."
+        "less time, with the codec as fast as here. Workers that share cores are slower than on "
+        "machines of their own, for which `advise` predicts."
     )
     return table
 
