@@ -323,6 +323,8 @@ def test_tables_have_methods_of_later_steps_and_no_policies(monkeypatch):
         row | {"method": "mlp 5.5, rest 4.3"},
         row | {"vnmse": 0.9, "batch": 4},
         row | {"vnmse": 0.9, "model": "another"},
+        row | {"bucketing": "in_order", "method": "allocated dynamiq:5"},
+        row | {"model": "smollm2-seed-1", "step": 150, "vnmse": 2e-3},
     ]
     monkeypatch.setattr(real_lm_tables, "results_of", lambda name: rows)
     assert real_lm_tables.real_lm_errors().splitlines()[2:] == [
@@ -330,7 +332,11 @@ def test_tables_have_methods_of_later_steps_and_no_policies(monkeypatch):
         "| `dynamiq:5` | 5.00 | 1.0e-3 |  | 2.0e-3 | 2.0e-3 | 2.0e-3 |",
     ]
     topologies = real_lm_tables.real_lm_topologies().splitlines()[2:]
-    assert topologies == ["| chats | 8 | ring | striped | 1.0e-3 |  |  |"]
+    assert topologies == [
+        "| chats, step 0 | 8 | ring | striped | 1.0e-3 |  |  |",
+        "| chats, step 0 | 8 | ring | in order, `allocate_bits` | 1.0e-3 |  |  |",
+        "| chats, step 150 | 8 | ring | striped | 2.0e-3 |  |  |",
+    ]
 
 
 def test_time_to_accuracy_counts_steps_and_what_never_gets_there():
