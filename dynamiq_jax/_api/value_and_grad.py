@@ -57,10 +57,10 @@ def value_and_grad(
         loss, grads = grad_fn(params, batch, key=key)
 
     Arguments in `argnums` (flax linen parameters, an nnx module or state, an equinox module, any
-    pytree) are the same on all workers, and their floating leaves are differentiated. They may be
-    sharded over other axes of the mesh, which are left to the compiler: gradients are sharded
-    alike, and every device sends its own shards. All other arrays are the batch, which is split
-    along its leading axis. `loss_fn` gets the part of its worker and should return a mean over it.
+    pytree) are the same on all workers, and their floating and complex leaves are differentiated.
+    They may be sharded over other axes of the mesh, which are left to the compiler: gradients are
+    sharded alike, and every device sends its own shards. All other arrays are the batch, which is
+    split along its leading axis. `loss_fn` gets the part of its worker and should return a mean over it.
     Numbers, scalars and PRNG keys are the same on all workers, and so are strings and other values
     that are not arrays.
 
@@ -73,13 +73,16 @@ def value_and_grad(
         in_specs={"class_weights": P()}
 
     Gradients of an nnx module are the `nnx.State` of its `nnx.Param`s, as `nnx.value_and_grad`
-    returns them. The module gets its state back: counters of random streams go on, and statistics
-    are averaged. Each worker has dropout of its own.
+    returns them. The module gets its state back: counters of random streams go on, statistics are
+    averaged, and of other integers the largest is taken. Each worker has dropout of its own.
 
     The result is the mean of the workers' means. If workers have different numbers of targets
     (padding, masks), this is not the mean over all targets. Then give `num_targets`. If rows are
     compared with each other, give `split`. `check_data_parallel` finds whether the result is that
     of the whole batch.
+
+    The result is compiled, as by `jax.jit`: make it once, before the loop. What `loss_fn` reads
+    besides its arguments is a constant of the first call with their shapes.
 
     Args:
       loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
