@@ -60,9 +60,9 @@ def value_and_grad(
     pytree) are the same on all workers, and their floating and complex leaves are differentiated.
     They may be sharded over other axes of the mesh, which are left to the compiler: gradients are
     sharded alike, and every device sends its own shards. All other arrays are the batch, which is
-    split along its leading axis. `loss_fn` gets the part of its worker and should return a mean over it.
-    Numbers, scalars and PRNG keys are the same on all workers, and so are strings and other values
-    that are not arrays.
+    split along its leading axis. `loss_fn` gets the part of its worker and should return a mean
+    over it. Numbers, scalars and PRNG keys are the same on all workers, and so are strings and
+    other values that are not arrays.
 
     Arrays that are not part of the batch, such as weights of classes, need a spec. `in_specs` is a
     tuple with an entry for each positional argument, as for `jax.shard_map`, or a dict from names

@@ -198,9 +198,9 @@ def sort_by_role(
 ) -> tuple[Signature, dict[str, list[Any]]]:
     """Sort the leaves of the arguments of a call by role.
 
-    Floating and complex leaves of a differentiated argument are differentiated, the others are whole. Numbers
-    and other scalars are whole, and what is neither an array nor a number is static. In equinox
-    modules, numbers are static too: Python branches on them.
+    Floating and complex leaves of a differentiated argument are differentiated, the others are
+    whole. Numbers and other scalars are whole, and what is neither an array nor a number is static.
+    In equinox modules, numbers are static too: Python branches on them.
 
     Raises:
       ValueError: a static value that cannot be hashed; specs that do not fit an argument, or that
