@@ -135,8 +135,8 @@ def value_and_grad(
         leading axes of different sizes, an axis does not divide by the number of workers or would
         cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an argument is
         missing, or the loss names axes that `transform` does not allow.
-      TypeError: `in_specs` is neither a tuple nor a dict, or holds something that is no spec; or
-        `split` something that is no rule.
+      TypeError: `argnums` holds no position; `in_specs` is neither a tuple nor a dict, or holds
+        something that is no spec; or `split` something that is no rule.
     """
     compression = resolve(
         method, topology, options, stateless="value_and_grad", measures=with_metrics

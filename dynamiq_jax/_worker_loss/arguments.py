@@ -41,6 +41,12 @@ class Roles:
         static_argnames: str | Sequence[str],
     ) -> "Roles":
         """Make roles of the arguments of a function, as for `value_and_grad`."""
+        positions = argnums if isinstance(argnums, Sequence) else (argnums,)
+        if not all(isinstance(position, int) for position in positions):
+            raise TypeError(
+                f"argnums={argnums!r:.80} is no position. Give one, or several. For a part of an "
+                "nnx module, as with nnx.DiffState, use nnx.value_and_grad of dq.data_parallel."
+            )
         rule, rules = rules_of(split)
         return Roles(
             given=argnums if isinstance(argnums, int) else tuple(argnums),

@@ -153,6 +153,13 @@ def test_an_argument_that_cannot_be_hashed_is_named(data_mesh):
         wrapped(weights(), inputs(), type("Other", (), {"__hash__": None})())
 
 
+@pytest.mark.parametrize("argnums", [nnx.DiffState(0, nnx.Param), (0, "x"), 1.0])
+def test_argnums_are_positions(data_mesh, argnums):
+    for function in (dq.data_parallel, dq.value_and_grad):
+        with pytest.raises(TypeError, match=r"is no position.*nnx.value_and_grad of dq.data_para"):
+            function(mean, argnums, mesh=data_mesh(NUM_WORKERS), axis_name="data")
+
+
 # --------------------------------------------------------------------------------------- state
 
 
