@@ -82,5 +82,6 @@ ALL = (
     final_losses,
     muon_losses,
     real_lm_training,
+    real_lm_training_muon,
     real_lm_time_to_accuracy,
 )

@@ -501,6 +501,16 @@ def test_the_text_on_time_to_accuracy_of_a_real_model_is_that_of_its_runs():
     assert missed == {"dynamiq:3", "ef+topk_chunked:5"}
 
 
+def test_the_text_on_muon_on_a_real_model_is_that_of_its_runs():
+    runs = {row["method"]: row["held_out"] for row in results_of("real_lm_training_muon")}
+    before, last = runs["exact"]["0"], {method: of["20"] for method, of in runs.items()}
+    assert abs(last["dynamiq:5"] / last["exact"] - 1) < 1e-4
+    lost = last["dynamiq:3"] - last["exact"]
+    shares = lost / last["exact"], lost / (before - last["exact"])
+    text = PAGES["docs/results.md"]
+    assert "3 bits lose {:.2%}, or {:.1%} of what the exact run has gained".format(*shares) in text
+
+
 def test_losses_with_muon_are_in_the_order_of_the_errors():
     """And seeds differ as little as the page says."""
     found = {row["method"]: row["off"] for row in results_of("final_loss_muon")}
