@@ -68,7 +68,7 @@ def cause_of_error(on_rows: OnRows) -> Cause:
             return _groups(on_rows, size)
     for number, name in _beside_others(on_rows):
         if not on_rows.fails(on_rows.parts[0], kept=number):
-            return _no_row_each(name)
+            return _no_row_each(name, "the loss raises no error")
     return Cause(
         "numbers of the whole batch",
         "The loss takes a number of rows for granted, such as that of the whole batch. Compute it "
@@ -105,7 +105,7 @@ def _no_rows(difference: Difference) -> Iterator[Cause]:
         except Exception:  # shapes that do not fit without this split
             continue
         if difference.explains(seen.mean()):
-            yield _no_row_each(name)
+            yield _no_row_each(name, "the loss is that of the batch")
 
 
 def _ordered(difference: Difference) -> Iterator[Cause]:
@@ -221,11 +221,11 @@ def _beside_others(on_rows: OnRows) -> list[tuple[int, str]]:
     return list(enumerate(names)) if len(names) > 1 else []
 
 
-def _no_row_each(name: str) -> Cause:
+def _no_row_each(name: str, seen: str) -> Cause:
     return Cause(
         "an array that is not of the batch",
-        f"With all of {name} on every worker, there is no difference: it has no row for each "
-        "example. Give P() for it in in_specs.",
+        f"With all of {name} on every worker, {seen}: it has no row for each example. Give P() for "
+        "it in in_specs.",
     )
 
 
