@@ -3,8 +3,7 @@
     make demo-llm
     python -m benchmarks.real_lm.errors
     python -m benchmarks.real_lm.training --methods exact
-    python -m benchmarks.real_lm.errors --model results/real_lm_training/exact-0/model \\
-        --name smollm2 --step 150
+    python -m benchmarks.real_lm.errors --model results/real_lm_training/exact-0/model
 
 The last two commands train the model for 150 steps, and take its gradients after them.
 
@@ -31,7 +30,7 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks import common
-from benchmarks.real_lm.folder import check_folder
+from benchmarks.real_lm.folder import check_folder, origin
 from benchmarks.real_lm.gradients import KINDS, kind_of, layer_of, worker_gradients
 from benchmarks.real_lm.policies import POLICIES
 from benchmarks.real_lm.texts import Text
@@ -68,13 +67,7 @@ class Config:
     """Measure errors on the gradients of a real language model."""
 
     model: Path = Path("results/smollm2")
-    """Folder of the model."""
-
-    name: str | None = None
-    """Name of the model in the result file, the same at all steps. None for that of the folder."""
-
-    step: int = 0
-    """Steps of fine-tuning that the folder's model has had, for the table."""
+    """Folder of the model. That of a run of training says which, and after how many steps."""
 
     texts: tuple[Text, ...] = ("chats", "plain")
     """Kinds of text."""
@@ -105,14 +98,15 @@ class Config:
 def main(config: Config) -> None:
     """Measure what the result file lacks, and print its table."""
     check_folder(config.model)
+    model, step = origin(config.model)
     make_devices(max(config.workers))
     rows = earlier_rows()
     done = {tuple(row[key] for key in KEY) for row in rows}
     console = tables.console()
     for text, workers in itertools.product(config.texts, config.workers):
         of_gradient = {
-            "model": config.name or config.model.name,
-            "step": config.step,
+            "model": model,
+            "step": step,
             "text": text,
             "workers": workers,
             "batch": config.batch,

@@ -25,7 +25,7 @@ import tyro
 from rich.table import Table
 
 from benchmarks import common
-from benchmarks.real_lm.folder import check_folder
+from benchmarks.real_lm.folder import TRAINED, check_folder
 from benchmarks.real_lm.losses import by_method
 from benchmarks.real_lm.policies import POLICIES
 from benchmarks.real_lm.texts import Text, documents
@@ -183,7 +183,7 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
     console.print(check_runs(task, {folder: recipe}, SAVE_EVERY), soft_wrap=True)
     params, _ = finetune_llm.shown(console, name, task, recipe, folder, save_every=SAVE_EVERY)
     if method == "exact":  # for gradients of later steps
-        checkpoint.save(folder / "model", model, params, config.model)
+        checkpoint.save(folder / TRAINED, model, params, config.model)
 
 
 def folder_of(config: Config, method: str, seed: int) -> Path:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import shutil
 import types
 
 import jax
@@ -126,13 +127,32 @@ def test_errors_of_other_rows_or_weights_are_measured_again(model, tmp_path, mon
     for row in saved["results"]:
         assert row.pop("model") == "start"
     path.write_text(json.dumps(saved | {"config": {"model": "start"}}))
-    changes = ({}, {"batch": 3}, {"context": 16}, {"name": "other"}, {"name": "start", "step": 1})
+    other = shutil.copytree(model, tmp_path / "other")
+    changes = ({}, {"batch": 3}, {"context": 16}, {"model": other}, {"model": trained(model, 1)})
     for change in changes:
         errors.main(dataclasses.replace(first, **change))
     assert len(measured) == len(changes)
     rows = json.loads(path.read_text())["results"]
     found = [(row["model"], row["batch"], row["context"], row["step"]) for row in rows]
     assert found[0] == ("start", 2, 32, 0) and len(set(found)) == len(changes)
+
+
+def trained(model, steps, **facts):
+    """Copy a model to where `benchmarks.real_lm.training` leaves one."""
+    run = {"model": f"{model.name} in float32", "method": "exact", "seed": 0, "steps": steps}
+    run |= facts
+    folder = model.parent / "-".join(map(str, run.values()))
+    shutil.copytree(model, folder / "model")
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder / "model"
+
+
+def test_a_model_is_named_by_the_run_that_trained_it(model):
+    """Neither its seed nor its steps are left to who measures it."""
+    assert errors.origin(model) == ("start", 0)
+    assert errors.origin(trained(model, 150)) == ("start", 150)
+    assert errors.origin(trained(model, 40, seed=1)) == ("start-seed-1", 40)
+    assert errors.origin(trained(model, 40, method="mxfp4")) == ("start-mxfp4", 40)
 
 
 @pytest.mark.slow
