@@ -36,6 +36,12 @@ def environment() -> dict[str, Any]:
     return known | {"commit": _commit(), "platform": jax.default_backend()}
 
 
+def stamp() -> dict[str, str]:
+    """Return the date and the commit of a row, for result files that several runs fill."""
+    known = environment()
+    return {name: known[name] for name in ("date", "commit")}
+
+
 def save(name: str, config: dict[str, Any], results: Any) -> Path:
     """Write a result with its environment and config to benchmarks/results; return the path."""
     RESULTS.mkdir(exist_ok=True)

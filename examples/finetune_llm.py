@@ -235,6 +235,7 @@ def read_task(options: Options, mesh: Mesh) -> tuple[Any, Task]:
         held_out=held_out_rows,
         mesh=mesh,
         model=f"{folder.resolve().name} in {dtype}",
+        files=[folder / checkpoint.CONFIG, *checkpoint.weight_files(folder)],
         batch=options.batch,
     )
     return config, task

@@ -127,7 +127,7 @@ def main(config: Config) -> None:
         for row in missing:
             begin = time.perf_counter()
             with console.status(f"{row}"):
-                row |= measured(stacked, mean, row)
+                row |= measured(stacked, mean, row) | common.stamp()
             seconds = time.perf_counter() - begin
             console.print(f"{row['method']}: {row['vnmse']:.2e}, {seconds:.0f} s", soft_wrap=True)
             rows.append(row)

@@ -2,7 +2,8 @@
 
     make demo-llm
     python -m benchmarks.real_lm.training --methods exact dynamiq:5
-    python -m benchmarks.real_lm.training --optimizer muon --workers 2 --steps 40
+    python -m benchmarks.real_lm.training --optimizer muon --workers 2 --steps 20 \\
+        --methods exact dynamiq:5 dynamiq:3
 
 A run takes about half an hour on two cores. A run that is interrupted goes on from its last
 checkpoint, and runs that the result file has are not run again. The result file of an optimizer
@@ -33,8 +34,10 @@ from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
 from examples import finetune_llm
 from examples.llm import checkpoint
-from examples.llm.run import CHECKPOINTS, METRICS, check_runs, read_records
+from examples.llm.checkpoint import read_object
+from examples.llm.run import CHECKPOINTS, FACTS, METRICS, check_runs, read_records
 from examples.llm.training import Recipe
+from examples.tools import digests
 from examples.tools.document_files import write_documents
 
 NAME = "real_lm_training"
@@ -100,8 +103,11 @@ class Config:
         return {"model": self.model.name} | {name: getattr(self, name) for name in SHARED}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonRecipe(Recipe):
     """A recipe with Muon in place of AdamW."""
+
+    rule: str = "muon"  # of updates, which tells its runs from those of AdamW
 
     def update_rule(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """Build the transformation from the mean gradient to the update."""
@@ -111,11 +117,12 @@ class MuonRecipe(Recipe):
 def main(config: Config) -> None:
     """Run what the result file lacks, and print its table."""
     check_folder(config.model)
-    rows = earlier_rows(config.result, config.settings)
     config.folder.mkdir(parents=True, exist_ok=True)
     data = config.folder / f"{config.text}-{config.count}.jsonl"
     if not data.exists():
         write_documents(data, documents(config.text)[: config.count])
+    settings = config.settings | {"documents": digests.of_files([data])}
+    rows = earlier_rows(config.result, settings)
     done = {(row["method"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
         for method in config.methods:
@@ -130,8 +137,8 @@ def main(config: Config) -> None:
             if process.exitcode:
                 raise SystemExit(f"{method}, seed {seed}: the run failed, see above.")
             records = read_records(folder_of(config, method, seed) / METRICS)
-            rows.append({"method": method, "seed": seed} | summary(records))
-            common.write(config.result, config.settings, rows)
+            rows.append({"method": method, "seed": seed} | summary(records) | common.stamp())
+            common.write(config.result, settings, rows)
             shutil.rmtree(folder_of(config, method, seed) / CHECKPOINTS)
     tables.console().print(table(rows))
 
@@ -179,6 +186,11 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
         seed=seed,
     )
     folder, name = folder_of(config, method, seed), f"{method}, seed {seed}"
+    if (folder / FACTS).exists() and read_object(folder / FACTS) != task.facts(recipe):
+        raise ValueError(
+            f"{folder} has a run of other options, data or weights. Delete it, or give another "
+            "--folder."
+        )
     console = tables.console()
     console.print(check_runs(task, {folder: recipe}, SAVE_EVERY), soft_wrap=True)
     params, _ = finetune_llm.shown(console, name, task, recipe, folder, save_every=SAVE_EVERY)

@@ -171,7 +171,7 @@ def load(folder: Path, config: LlamaConfig, shardings: Any) -> Params:
 def _stored_tensors(folder: Path, config: LlamaConfig, files: ExitStack) -> dict[str, Any]:
     """Open the weight files of a checkpoint, and return the tensors of its decoder by name."""
     stored: dict[str, Any] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             # Memory-mapped pages would count as memory of this process, beside the copies.
             file = files.enter_context(safe_open(path, framework="np", backend="pread"))
@@ -188,7 +188,7 @@ def _stored_tensors(folder: Path, config: LlamaConfig, files: ExitStack) -> dict
     return stored
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, each once, sorted by name."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]

@@ -1,7 +1,6 @@
 """A run of training, from the start or from its last checkpoint."""
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -19,7 +17,7 @@ from examples.llm.checkpoint import read_object
 from examples.llm.data import Rows, place, rows_of_step
 from examples.llm.model import Params
 from examples.llm.training import Recipe, State, evaluator, initial_state, train_step
-from examples.tools import budget
+from examples.tools import budget, digests
 
 EVALUATE_EVERY = 40  # steps
 KEPT = 2  # checkpoints
@@ -38,16 +36,21 @@ class Task:
     rows: Rows  # to train on, as NumPy arrays
     held_out: Rows  # to evaluate on
     mesh: Mesh  # with axes "data" and "fsdp"
-    model: str  # short description; a run resumes with the same model only
+    model: str  # short description
+    files: list[Path]  # with the configuration and the weights
     batch: int  # rows per worker
 
     def facts(self, recipe: Recipe) -> Record:
         """Collect everything that the losses of a run depend on."""
-        digest = hashlib.blake2b(digest_size=8)
-        for field in self.rows:
-            digest.update(np.ascontiguousarray(field))
-        named = {"model": self.model, "data": digest.hexdigest(), "batch": self.batch}
-        return dataclasses.asdict(recipe) | dict(self.mesh.shape) | named
+        return dataclasses.asdict(recipe) | {
+            "workers": self.mesh.shape["data"],
+            "fsdp": self.mesh.shape["fsdp"],
+            "model": self.model,
+            "weights": digests.of_files(self.files),
+            "data": digests.of_arrays(self.rows),
+            "held_out": digests.of_arrays(self.held_out),
+            "batch": self.batch,
+        }
 
 
 def check_runs(task: Task, recipes: dict[Path, Recipe], save_every: int) -> str:

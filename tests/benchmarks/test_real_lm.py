@@ -31,6 +31,7 @@ from benchmarks.real_lm.policies import POLICIES
 from docs.scripts import real_lm_tables
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.devices import AXIS, make_mesh
+from examples.tools import digests
 from tests.support import llm_files
 
 
@@ -194,6 +195,12 @@ def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monke
     assert losses.final(exact) < exact["held_out"]["0"]
     assert 0 < abs(losses.final(ours) / losses.final(exact) - 1) < 0.05
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
+    assert all(row["commit"] and row["date"] for row in (exact, ours, policy))
+    facts = (tmp_path / "runs/muon-exact-0/run.json").read_text()
+    shorter = dataclasses.replace(config, steps=2, output=tmp_path / "shorter.json")
+    with pytest.raises(SystemExit, match="exact, seed 0: the run failed"):
+        training.main(shorter)  # in the same folder
+    assert (tmp_path / "runs/muon-exact-0/run.json").read_text() == facts
     before = path.read_bytes()
     monkeypatch.setattr(training, "run", None)  # not needed again
     training.main(config)
@@ -224,19 +231,25 @@ RUN = {
 
 def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    path = tmp_path / "real_lm_training.json"
-    path.write_text(json.dumps({"config": SETTINGS, "results": [RUN]}))
-    config = training.Config(model=model, folder=tmp_path / "runs", methods=("exact",))
+    path, data = tmp_path / "real_lm_training.json", tmp_path / "runs" / "chats-640.jsonl"
+    data.parent.mkdir()
+    data.write_text("chats of this Python")
+    settings = SETTINGS | {"documents": digests.of_files([data])}
+    path.write_text(json.dumps({"config": settings, "results": [RUN]}))
+    config = training.Config(model=model, folder=data.parent, methods=("exact",))
     training.main(config)  # has this run
     assert "2.5000" in capsys.readouterr().out
     before = path.read_bytes()
     for change, words in (
         ({"steps": 40}, "steps 150, now 40"),
-        ({"count": 30}, "count 640, now 30"),
-        ({"text": "plain"}, "text chats, now plain"),
+        ({"count": 30}, r"count 640, now 30, documents \w+, now \w+"),
+        ({"text": "plain"}, r"text chats, now plain, documents \w+, now \w+"),
     ):
         with pytest.raises(SystemExit, match=rf"has runs of {words}\. .* another --output"):
             training.main(dataclasses.replace(config, **change))
+    data.write_text("chats of another one")
+    with pytest.raises(SystemExit, match=r"has runs of documents \w+, now \w+\. "):
+        training.main(config)
     assert path.read_bytes() == before
     shorter = dataclasses.replace(config, steps=40, output=tmp_path / "short.json")
     assert training.earlier_rows(shorter.result, shorter.settings) == []

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from examples import finetune_llm
 from examples.finetune_llm import Options
 from examples.llm import checkpoint, run
 from examples.llm.run import read_records
 from examples.llm.training import Recipe
-from examples.tools import budget
+from examples.tools import budget, digests
 from tests.support import llm_files, processes
 from tests.support.llm_files import last_state, losses
 
@@ -127,13 +127,56 @@ def test_a_run_resumes_bit_identically_from_its_last_checkpoint(command, output,
     ("change", "words"),
     (
         ({"method": "bf16"}, r"method 'ef\+topk_chunked:4', now 'bf16'"),
-        ({"context": 32}, r"data '\w+', now '\w+'\."),
+        ({"context": 32}, r"data '\w+', now '\w+', held_out '\w+', now '\w+'\."),
         ({"seed": 1}, r"seed 0, now 1\."),
     ),
 )
 def test_another_run_is_not_resumed(command, output, change, words):
     with pytest.raises(SystemExit, match=rf"^finetune_llm: The run in .* started with {words}"):
         command(output, **change)
+
+
+def test_a_run_of_other_workers_is_not_resumed(command, output, monkeypatch):
+    """Neither does it fail where residuals have other shapes."""
+    monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(4))
+    with pytest.raises(SystemExit, match=r"started with workers 2, now 4, fsdp 2, now 1\."):
+        command(output)
+
+
+def test_a_run_of_other_files_is_not_resumed(command, files, output, tmp_path):
+    """Though they have the same names, and the rows to train on are the same."""
+    start = shutil.copytree(files / "start", tmp_path / "start")
+    weights = load_file(start / "model.safetensors")
+    save_file({name: 1.5 * leaf for name, leaf in weights.items()}, start / "model.safetensors")
+    with pytest.raises(SystemExit, match=r"started with weights '\w+', now '\w+'\."):
+        command(output, checkpoint=start)
+    config = json.loads((files / "start" / "config.json").read_text())
+    shutil.copy(files / "start" / "model.safetensors", start)
+    (start / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    with pytest.raises(SystemExit, match=r"started with weights '\w+', now '\w+'\."):
+        command(output, checkpoint=start)
+    lines = (files / "chats.jsonl").read_text().splitlines()
+    (tmp_path / "chats.jsonl").write_text("\n".join([*lines[:-1], lines[-2]]))
+    with pytest.raises(SystemExit, match=r"started with held_out '\w+', now '\w+'\."):
+        command(output, data=tmp_path / "chats.jsonl")
+
+
+def test_digests_see_both_ends_of_a_file(tmp_path):
+    """A weight file may be too large to read whole."""
+    path, content = tmp_path / "weights", bytearray(3 * digests.AT_ENDS)
+
+    def after(position):
+        changed = content.copy()
+        changed[position] = 1
+        path.write_bytes(changed)
+        return digests.of_files([path])
+
+    path.write_bytes(content)
+    whole = digests.of_files([path])
+    assert len({whole, after(0), after(-1)}) == 3
+    for size in (0, 1, digests.AT_ENDS + 1):  # ends that overlap
+        path.write_bytes(content[:size])
+        assert digests.of_files([path]) != whole
 
 
 @pytest.mark.parametrize(
