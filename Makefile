@@ -41,7 +41,7 @@ test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed  ## t
 	.venv-maxtext/bin/python -m pytest tests/trainers/test_maxtext.py $(ARGS)
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
-	.venv-oracles/bin/python -m pytest tests/oracles tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
+	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
 
 lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff check .

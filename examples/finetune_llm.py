@@ -79,12 +79,13 @@ class Options:
     batch: int = 2
     """Rows per worker, a multiple of --fsdp."""
 
-    context: int = 1024
+    context: int | None = None
     """Tokens per row. Short documents share a row, without attending to each other; long ones are
-    cut."""
+    cut. None for 1024, or 128 for the small model."""
 
-    learning_rate: float = 2e-5
-    """Peak of the learning rate, which rises over a tenth of the steps and falls as a cosine."""
+    learning_rate: float | None = None
+    """Peak of the learning rate, which rises over a tenth of the steps and falls as a cosine. None
+    for 2e-5, or 6e-3 for the small model."""
 
     seed: int = 0
     """Seed of the order of rows and of the rounding of gradients."""
@@ -142,7 +143,7 @@ def finetune(options: Options) -> None:
         method=options.method,
         topology=options.topology,
         steps=options.steps,
-        learning_rate=options.learning_rate,
+        learning_rate=options.learning_rate or 2e-5,
         seed=options.seed,
     )
     recipes = {folder: recipe}
@@ -191,14 +192,14 @@ def with_demo(options: Options) -> Options:
         checkpoint=folder,
         data=folder / small_decoder.DATA,
         compare=True,
-        context=min(options.context, 128),
-        learning_rate=max(options.learning_rate, 6e-3),
+        context=options.context or 128,
+        learning_rate=options.learning_rate or 6e-3,
     )
 
 
 def read_task(options: Options, mesh: Mesh) -> tuple[Any, Task]:
     """Read everything but the weights, which are read when a run starts."""
-    folder, context = options.checkpoint, options.context
+    folder, context = options.checkpoint, options.context or 1024
     assert folder is not None and options.data is not None
     if folder.resolve() == (options.output_dir / "model").resolve():
         raise ValueError(

@@ -10,6 +10,7 @@ from examples.llm.data import Document
 
 def write_documents(file: Path, documents: Iterable[Document]) -> None:
     """Write texts and chats, one on a line. The file appears when it is complete."""
+    file.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=file.absolute().parent, prefix=".writing-") as scratch:
         new = Path(scratch) / file.name
         with new.open("w", encoding="utf-8") as lines:

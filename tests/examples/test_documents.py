@@ -8,7 +8,11 @@ from examples.tools.document_files import write_documents
 
 
 def test_a_file_of_documents_appears_when_it_is_complete(tmp_path):
-    path, documents = tmp_path / "chats.jsonl", ["a text", [{"role": "user", "content": "é"}]]
+    path, documents = (
+        tmp_path / "new" / "chats.jsonl",
+        ["a text", [{"role": "user", "content": "é"}]],
+    )
+    write_documents(path, [])
     path.write_text("earlier")
 
     def interrupted():
@@ -18,7 +22,7 @@ def test_a_file_of_documents_appears_when_it_is_complete(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         write_documents(path, interrupted())
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["earlier"]
+    assert [file.read_text() for file in path.parent.iterdir()] == ["earlier"]
     write_documents(path, documents)
     assert read_documents(path, "--data") == documents
 

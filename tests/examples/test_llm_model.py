@@ -16,6 +16,7 @@ from examples.llm.checkpoint import load, read_config
 from examples.llm.model import Decoder
 from tests.support import llm_oracle as oracle
 from tests.support.llm_configs import LLAMA
+from tests.support.others import package
 
 TIME = 20
 CASES = {
@@ -112,7 +113,7 @@ def test_new_parameters_are_float32_and_give_moderate_logits(folder):
 
 @pytest.mark.parametrize("hf", CASES.values(), ids=CASES.keys())
 def test_logits_are_those_of_transformers(hf, tmp_path):
-    torch = pytest.importorskip("torch", reason="torch is no package of the tests")
+    torch = package("torch")
     from transformers import AutoModelForCausalLM
 
     oracle.write(tmp_path, hf, oracle.random_tensors(hf))

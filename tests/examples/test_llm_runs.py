@@ -394,3 +394,11 @@ def test_without_a_checkpoint_it_makes_one_and_compares(tmp_path):
     assert exact[1]["evaluation_loss"] != compressed[1]["evaluation_loss"]
     assert exact[1]["error"] < 1e-10 and 1e-4 < compressed[1]["error"] < 0.05
     assert compressed[1]["bytes"] < 0.2 * exact[1]["bytes"]
+
+
+def test_the_demonstration_keeps_the_options_that_are_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(finetune_llm.small_decoder, "prepare", lambda folder: None)
+    given = Options(context=256, learning_rate=1e-4, output_dir=tmp_path)
+    for options, expected in ((given, (256, 1e-4)), (Options(), (128, 6e-3))):
+        demo = finetune_llm.with_demo(options)
+        assert (demo.context, demo.learning_rate) == expected

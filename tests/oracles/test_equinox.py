@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import dynamiq_jax as dq
+from tests.support.others import package
 
-eqx = pytest.importorskip("equinox", reason="equinox is not installed: make test-oracles")
+eqx = package("equinox")
 KEY = jax.random.key(0)
 
 
@@ -46,10 +47,16 @@ def test_a_wrapped_loss_is_differentiated_by_equinox(data_mesh, jit):
 
 def test_gradients_are_those_of_equinox_and_update_the_module(data_mesh):
     x = jax.random.normal(KEY, (16, 16))
-    grad_fn = dq.value_and_grad(loss_fn, mesh=data_mesh(4), axis_name="data")
-    loss, grads = grad_fn(model(), x, key=KEY)
+    setting = {"mesh": data_mesh(4), "axis_name": "data"}
+    loss, grads = dq.value_and_grad(loss_fn, **setting)(model(), x, key=KEY)
+    _, exact = dq.value_and_grad(loss_fn, **setting, method="exact")(model(), x, key=KEY)
     expected = eqx.filter_grad(loss_fn)(model(), x)
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), exact, expected
+    )
+    errors = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), grads, exact))
+    assert 0 < max(errors) < 0.1 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(exact))
     optimizer = optax.sgd(0.1)
     state = optimizer.init(eqx.filter(model(), eqx.is_inexact_array))
     updates, _ = optimizer.update(grads, state)

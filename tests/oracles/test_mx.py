@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
+from tests.support.others import package
 
-gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed: make test-oracles")
-pytest.importorskip("gfloat.formats")
+gfloat = package("gfloat")
+package("gfloat.formats")
 
 METHODS = {
     "mxfp8_e4m3": MXFP8(),
@@ -80,11 +81,8 @@ def test_bytes_are_those_of_gfloat(name):
 
 
 def by_torchao(name, blocks, mode) -> tuple[np.ndarray, np.ndarray]:
-    torch = pytest.importorskip("torch", reason="torch is not installed: make test-oracles")
-    mx = pytest.importorskip(
-        "torchao.prototype.mx_formats.mx_tensor",
-        reason="torchao is not installed: make test-oracles",
-    )
+    torch = package("torch")
+    mx = package("torchao.prototype.mx_formats.mx_tensor")
     kind = getattr(torch, TORCHAO[name], TORCHAO[name])
     data = torch.tensor(blocks.reshape(-1, 256))
     scales, codes = mx.to_mx(data, kind, BLOCK, mx.ScaleCalculationMode[mode])

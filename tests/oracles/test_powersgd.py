@@ -7,13 +7,13 @@ The hook without error feedback: its residual is taken against the mean of all w
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from dynamiq_jax.methods import PowerSGD
 from tests.support import processes
+from tests.support.others import package
 from tests.support.workers import call_on, simulated
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-oracles")
+torch = package("torch")
 
 SHAPES = {"a": (48, 40), "b": (96, 56)}
 STEPS, WORKERS, RANK = 20, 2, 4

@@ -1,13 +1,17 @@
 """Errors of quantizers, beside those of hivemind and FBGEMM on the same values."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dynamiq_jax as dq
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import resolve_method
+from tests.support.others import package
+from tests.support.workers import simulated
 
-torch = pytest.importorskip("torch", reason="torch is not installed: make test-oracles")
+torch = package("torch")
 
 # Of the other packages.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -34,11 +38,8 @@ def normal():
 
 
 def by_hivemind(values, kind: str):
-    hivemind = pytest.importorskip(
-        "hivemind.compression", reason="hivemind is not installed: make test-oracles"
-    )
-    proto = pytest.importorskip("hivemind.proto.runtime_pb2")
-    kinds = proto.CompressionType
+    hivemind = package("hivemind.compression")
+    kinds = package("hivemind.proto.runtime_pb2").CompressionType
     message = hivemind.serialize_torch_tensor(values, kinds.Value(kind))
     return hivemind.deserialize_torch_tensor(message), message
 
@@ -70,14 +71,11 @@ def gradient():
 
 def by_fbgemm(values, kind: str, block: int = 32) -> tuple[np.ndarray, float]:
     """Encode and decode: the values, and bits for each."""
-    try:
-        from fbgemm_gpu.quantize_comm import QuantizationContext, QuantizedCommCodec
-        from fbgemm_gpu.split_embedding_configs import SparseType
-    except (ImportError, OSError):
-        pytest.skip("fbgemm_gpu is not installed: make test-oracles")
-    codec = QuantizedCommCodec(SparseType[kind], row_dim=block)
+    comm = package("fbgemm_gpu.quantize_comm")
+    kinds = package("fbgemm_gpu.split_embedding_configs").SparseType
+    codec = comm.QuantizedCommCodec(kinds[kind], row_dim=block)
     # That of the codec has blocks of 32 for INT8, whatever its `row_dim` is.
-    context = QuantizationContext(block) if kind == "INT8" else codec.create_context()
+    context = comm.QuantizationContext(block) if kind == "INT8" else codec.create_context()
     message = codec.encode(torch.tensor(values), context)
     decoded = codec.decode(message, context).reshape(-1)[: values.size].numpy()
     return decoded, 8 * message.element_size() * message.numel() / values.size
@@ -88,8 +86,12 @@ def vnmse(found, values) -> float:
 
 
 def test_bf16_is_that_of_fbgemm(gradient):
-    found, size = by_fbgemm(gradient, "BF16")
-    np.testing.assert_array_equal(found, gradient.astype(jnp.bfloat16).astype(np.float32))
+    """What one worker sends to one that has zeros."""
+    theirs, size = by_fbgemm(gradient, "BF16")
+    send = simulated(lambda key, own: dq.psum(own, "data", key=key, method="bf16"))
+    found = send(jax.random.key(0), np.stack([gradient, np.zeros_like(gradient)]))
+    np.testing.assert_array_equal(found, [theirs, theirs])
+    assert np.any(theirs != gradient)
     assert size == 16
 
 
