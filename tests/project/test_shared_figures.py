@@ -234,7 +234,8 @@ def test_the_lowest_error_of_a_topology_depends_on_the_buckets():
         both = [over[topology, bucketing] for topology in ("butterfly", "all_to_all")]
         assert form.format(*both) in page
     found = [
-        real_errors("ring", "in_order", text=text)["dynamiq:5"] / real_errors(text=text)["dynamiq:5"]
+        real_errors("ring", "in_order", text=text)["dynamiq:5"]
+        / real_errors(text=text)["dynamiq:5"]
         for text in ("chats", "plain")
     ]
     found += [
