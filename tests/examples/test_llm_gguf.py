@@ -20,6 +20,7 @@ from examples import convert_gguf
 from examples.llm import checkpoint
 from examples.llm.data import Encoder
 from examples.llm.model import abstract_decoder
+from examples.tools import budget
 from tests.support import gguf_files
 from tests.support import llm_oracle as oracle
 from tests.support.others import REQUIRED, package
@@ -190,6 +191,14 @@ def test_a_full_disk_is_refused_before_anything_is_written(write, tmp_path, monk
     full = SimpleNamespace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     refused(write()[0], tmp_path, "has 0.0 GiB free")
+
+
+def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(
+    write, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(budget, "free_memory", lambda: 2**10)
+    monkeypatch.setattr(convert_gguf, "dequantized", None)
+    refused(write()[0], tmp_path, "in float32 takes .* and this machine has 0.0 GiB free")
 
 
 def test_an_interrupted_conversion_leaves_nothing(write, tmp_path, monkeypatch):
