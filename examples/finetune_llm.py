@@ -32,7 +32,7 @@ from examples.llm.data import Encoder, hold_out, pack, read_documents
 from examples.llm.model import Params, abstract_decoder
 from examples.llm.run import Record, Task, check_runs, train
 from examples.llm.training import Recipe, fsdp_specs, on_mesh
-from examples.tools import small_decoder
+from examples.tools import budget, small_decoder
 
 SECONDS_BETWEEN_LINES = 20
 VIRTUAL_DEVICES = 8  # on CPUs, unless --workers is given
@@ -153,6 +153,7 @@ def finetune(options: Options) -> None:
     runs: dict[str, list[Record]] = {}
     for path, recipe in recipes.items():
         params = None  # Those of two runs may not fit.
+        budget.give_back_memory()
         name = f"{recipe.method}:{recipe.topology}"
         params, runs[name] = shown(console, name, task, recipe, path, options.save_every)
     checkpoint.save(folder / "model", config, params, options.checkpoint)

@@ -214,6 +214,21 @@ def test_a_run_that_does_not_fit_the_disk_or_the_memory_makes_nothing(
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only the C library of Linux keeps it")
+def test_memory_that_was_freed_is_given_back():
+    def resident():
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+
+    small = [np.ones(2**13) for _ in range(2**12)]  # 64 KiB each, which the C library keeps
+    last = small[-1:]  # behind them
+    before, quarter = resident(), 2**26 / os.sysconf("SC_PAGE_SIZE")
+    del small
+    assert resident() > before - quarter
+    budget.give_back_memory()
+    assert resident() < before - 2 * quarter
+    assert last[0][0] == 1
+
+
 def test_a_disk_that_fills_up_ends_a_run_in_one_line(command, output, tmp_path, monkeypatch):
     copy = tmp_path / "output"
     shutil.copytree(output, copy)
