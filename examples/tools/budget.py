@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 GIB = 2**30
 # Of a CPU process: the libraries, what the compiler keeps, and a weight file that is being read.
-REST_OF_PROCESS = 2 * GIB
+REST_OF_PROCESS = 5 * GIB // 2
 # Matrix products take about two thirds of the gradients on CPUs.
 SHARE_OF_PRODUCTS = 2 / 3
 # The sum of gradients and the optimizer take as long as so many copies of the parameters.

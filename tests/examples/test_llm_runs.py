@@ -209,7 +209,7 @@ def test_a_run_that_does_not_fit_the_disk_or_the_memory_makes_nothing(
     monkeypatch.setattr(budget, "free_memory", lambda: budget.REST_OF_PROCESS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "compiled_step", None)  # The state alone is too much.
-        with pytest.raises(SystemExit, match=r"--workers 2 needs 2.0 .* this machine has 2.0 GiB"):
+        with pytest.raises(SystemExit, match=r"--workers 2 needs 2.5 .* this machine has 2.5 GiB"):
             command(tmp_path / "output")
     assert not (tmp_path / "output").exists()
 
