@@ -452,44 +452,49 @@ def test_the_comparison_with_the_paper_is_that_of_the_result_file():
 
 
 def test_the_text_on_training_a_real_model_is_that_of_its_runs():
-    """Of the first seed: differences from exact, and the estimated errors."""
-    runs = {row["method"]: row for row in results_of("real_lm_training") if row["seed"] == 0}
-    last = {method: [*row["held_out"].values()][-1] for method, row in runs.items()}
-    off = {method: loss / last["exact"] - 1 for method, loss in last.items()}
-    assert off["mxfp8"] < off["dynamiq:5"] < off["dynamiq:4"] < 0.001
-    assert round(runs["mxfp8"]["error"] / runs["dynamiq:5"]["error"]) == 4
-    above = [f"{off[method]:.2%}" for method in ("dynamiq:5", "dynamiq:4")]
+    """Differences from exact, of three seeds where a method has them, and estimated errors."""
+    runs, last = {}, {}
+    for row in results_of("real_lm_training"):
+        last[row["method"], row["seed"]] = [*row["held_out"].values()][-1]
+        if row["seed"] == 0:
+            runs[row["method"]] = row
+    off: dict[str, list[float]] = {}
+    for (method, seed), loss in last.items():
+        off.setdefault(method, []).append(loss / last["exact", seed] - 1)
+    several = {method: found for method, found in off.items() if len(found) > 1}
+    means = {method: mean(found) for method, found in several.items()}
+    del several["exact"]
+    assert {len(found) for found in several.values()} == {3}
+    assert max(off["mxfp8"]) < min(off["dynamiq:5"])
+    assert max(off["dynamiq:5"]) < min(off["dynamiq:4"]) < 0.001
     text = plain(PAGES["docs/results.md"])
+    spread = 100 * max(max(found) - min(found) for found in several.values())
+    apart = max(last["exact", seed] for seed in range(3)) / last["exact", 0] - 1
     assert (
-        f"its loss is {off['mxfp8']:.3%} higher, and that of DynamiQ {above[0]} at 5 bits" in text
-    )
-    assert f"at 5 bits and {above[1]} at 4" in text
+        f"by {spread:.2f} percentage points at most, although the exact runs of three seeds end up "
+        f"to {apart:.2%} apart"
+    ) in text
+    ours, fewer, theirs = (means[method] for method in ("dynamiq:5", "dynamiq:4", "mxfp8"))
+    assert f"5 bits end {ours:.3%} above the exact run, 4 bits {fewer:.3%}" in text
+    assert f"and MXFP8 {theirs:.3%}" in text
     errors = {method: run["error"] for method, run in runs.items()}
+    assert round(errors["mxfp8"] / errors["dynamiq:5"]) == 4
     assert round(errors["mxfp4"] / errors["dynamiq:4"]) == 9
-    assert f"and ends {off['mxfp4']:.2%} above the exact run" in text
+    assert f"and ends {off['mxfp4'][0]:.2%} above the exact run" in text
     ratio = errors["dynamiq:3"] / errors["mxfp4"]
-    loss = f"{off['dynamiq:3']:.2%}"
-    assert f"has {ratio:.1f} times the vNMSE of MXFP4 and loses {loss}" in text
-    assert f"ended {above[0]} above the loss" in plain(PAGES["docs/methods/dynamiq.md"])
+    assert f"has {ratio:.1f} times the vNMSE of MXFP4 and loses {off['dynamiq:3'][0]:.2%}" in text
+    assert f"ended {ours:.2%} above the loss" in plain(PAGES["docs/methods/dynamiq.md"])
     of_blocks = "ef+topk_chunked:5"
-    assert f"inside error feedback loses {off[of_blocks]:.2%} with the bytes" in text
+    assert f"inside error feedback loses {off[of_blocks][0]:.2%} with the bytes" in text
     assert 0.99 < runs[of_blocks]["bytes"] / runs["dynamiq:5"]["bytes"] < 1.01
     even = "dynamiq:4:exponent=0.5"
     more = errors[even] / errors["dynamiq:4"]
     assert (
-        f"4 bits have {more:.1f} times the estimated vNMSE and end {off[even]:.2%} above the exact "
-        f"run instead of {above[1]}"
+        f"4 bits have {more:.1f} times the estimated vNMSE and end {off[even][0]:.3%} above the "
+        f"exact run instead of {off['dynamiq:4'][0]:.3%}"
     ) in text
-    second = {
-        row["method"]: [*row["held_out"].values()][-1]
-        for row in results_of("real_lm_training")
-        if row["seed"] == 1
-    }
-    higher = f"{second['exact'] / last['exact'] - 1:.2%}"
-    ours = f"{second['dynamiq:5'] / second['exact'] - 1:.3%}"
-    assert f"exact run ends {higher} higher, 5 bits end {ours} above it" in text
-    one_seed = {row["seed"] for row in results_of("real_lm_training")} == {0}
-    assert one_seed == ("each method has one seed" in text)
+    minutes = [run["seconds"] * 150 / 60 for run in results_of("real_lm_training")]
+    assert "takes {:.0f} to {:.0f} minutes on two cores".format(*ends(minutes)) in text
 
 
 def test_the_text_on_time_to_accuracy_of_a_real_model_is_that_of_its_runs():
