@@ -87,6 +87,7 @@ def test_errors_are_measured_once(model, tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_bits_by_bucket_have_less_error_in_the_same_bytes(monkeypatch):
     """The embedding, of little energy, has a bucket of its own."""
     rng = np.random.default_rng(0)

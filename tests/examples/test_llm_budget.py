@@ -28,12 +28,12 @@ def test_a_step_that_cannot_fit_is_refused(monkeypatch):
     """Virtual devices share the memory of the machine."""
     mesh, step = llm_files.mesh_of(2, 2), 6 * GIB
     monkeypatch.setattr(budget, "free_memory", lambda: 27 * GIB)
-    assert budget.check_memory(step, mesh).startswith("needs 26.0 GiB of memory; this machine has")
+    assert budget.check_memory(step, mesh).startswith("needs 26.5 GiB of memory; this machine has")
     monkeypatch.setattr(budget, "free_memory", lambda: 25 * GIB)
-    with pytest.raises(ValueError, match=r"--workers 2 needs 26.0 GiB .* has 25.0 GiB free. Give"):
+    with pytest.raises(ValueError, match=r"--workers 2 needs 26.5 GiB .* has 25.0 GiB free. Give"):
         budget.check_memory(step, mesh)
     monkeypatch.setattr(budget, "free_memory", lambda: None)
-    assert budget.check_memory(step, mesh) == "needs 26.0 GiB of memory"
+    assert budget.check_memory(step, mesh) == "needs 26.5 GiB of memory"
 
 
 def test_a_compiled_step_tells_its_memory():
