@@ -34,8 +34,7 @@ from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
 from examples import finetune_llm
 from examples.llm import checkpoint
-from examples.llm.checkpoint import read_object
-from examples.llm.run import CHECKPOINTS, FACTS, METRICS, check_runs, read_records
+from examples.llm.run import CHECKPOINTS, FACTS, METRICS, check_facts, check_runs, read_records
 from examples.llm.training import Recipe
 from examples.tools import digests
 from examples.tools.document_files import write_documents
@@ -186,11 +185,10 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
         seed=seed,
     )
     folder, name = folder_of(config, method, seed), f"{method}, seed {seed}"
-    if (folder / FACTS).exists() and read_object(folder / FACTS) != task.facts(recipe):
-        raise ValueError(
-            f"{folder} has a run of other options, data or weights. Delete it, or give another "
-            "--folder."
-        )
+    if (folder / FACTS).exists():
+        # Also of a run that has ended, whose checkpoints are deleted.
+        remedy = "Delete that folder, or give another --folder."
+        check_facts(folder / FACTS, task.facts(recipe), remedy)
     console = tables.console()
     console.print(check_runs(task, {folder: recipe}, SAVE_EVERY), soft_wrap=True)
     params, _ = finetune_llm.shown(console, name, task, recipe, folder, save_every=SAVE_EVERY)

@@ -132,10 +132,13 @@ def train(
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
     with ocp.CheckpointManager(folder / CHECKPOINTS, options=options) as snapshots:
         done = snapshots.latest_step() or 0
-        _check_facts(folder / FACTS, task.facts(recipe), resumes=done > 0)
+        facts = task.facts(recipe)
         if done:
+            check_facts(folder / FACTS, facts)
             state = snapshots.restore(done, args=ocp.args.StandardRestore(abstract))
         else:
+            if jax.process_index() == 0:
+                (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             state = start(task.load())
         # A process that was killed took later steps, which are taken again.
         records = [r for r in read_records(folder / METRICS) if done and r["step"] <= done]
@@ -182,14 +185,10 @@ def _write_records(folder: Path, records: list[Record], mode: str = "w") -> None
             file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def _check_facts(path: Path, facts: Record, *, resumes: bool) -> None:
-    """Write what a run depends on, or raise ValueError if it would resume with something else."""
-    if not resumes:
-        if jax.process_index() == 0:
-            path.write_text(json.dumps(facts, indent=2) + "\n")
-        return
-    before = read_object(path, REMEDY)
+def check_facts(path: Path, facts: Record, remedy: str = REMEDY) -> None:
+    """Raise ValueError, which ends with a remedy, if an earlier run depends on something else."""
+    before = read_object(path, remedy)
     changed = [key for key in before | facts if before.get(key) != facts.get(key)]
     if changed:
         changes = ", ".join(f"{key} {before.get(key)!r}, now {facts.get(key)!r}" for key in changed)
-        raise ValueError(f"The run in {path.parent} was started with {changes}. {REMEDY}")
+        raise ValueError(f"The run in {path.parent} was started with {changes}. {remedy}")
