@@ -6,6 +6,7 @@ from statistics import stdev
 
 import pytest
 
+from benchmarks.real_lm.losses import by_method, final
 from docs.scripts import choice_tables, real_lm_tables, tables
 from docs.scripts.advised import break_even_gbit, gain_of_a_step
 from docs.scripts.real_lm_tables import rows_of
@@ -453,23 +454,18 @@ def test_the_comparison_with_the_paper_is_that_of_the_result_file():
 
 def test_the_text_on_training_a_real_model_is_that_of_its_runs():
     """Differences from exact, of three seeds where a method has them, and estimated errors."""
-    runs, last = {}, {}
-    for row in results_of("real_lm_training"):
-        last[row["method"], row["seed"]] = [*row["held_out"].values()][-1]
-        if row["seed"] == 0:
-            runs[row["method"]] = row
-    off: dict[str, list[float]] = {}
-    for (method, seed), loss in last.items():
-        off.setdefault(method, []).append(loss / last["exact", seed] - 1)
+    rows = results_of("real_lm_training")
+    runs = {row["method"]: row for row in rows if row["seed"] == 0}
+    exact = [final(row) for row in rows if row["method"] == "exact"]  # by seed
+    off, means = ({row["method"]: row[of] for row in by_method(rows)} for of in ("each", "off"))
     several = {method: found for method, found in off.items() if len(found) > 1}
-    means = {method: mean(found) for method, found in several.items()}
     del several["exact"]
     assert {len(found) for found in several.values()} == {3}
     assert max(off["mxfp8"]) < min(off["dynamiq:5"])
     assert max(off["dynamiq:5"]) < min(off["dynamiq:4"]) < 0.001
     text = plain(PAGES["docs/results.md"])
     spread = 100 * max(max(found) - min(found) for found in several.values())
-    apart = max(last["exact", seed] for seed in range(3)) / last["exact", 0] - 1
+    apart = max(exact) / exact[0] - 1
     assert (
         f"by {spread:.2f} percentage points at most, although the exact runs of three seeds end up "
         f"to {apart:.2%} apart"
@@ -493,7 +489,7 @@ def test_the_text_on_training_a_real_model_is_that_of_its_runs():
         f"4 bits have {more:.1f} times the estimated vNMSE and end {off[even][0]:.3%} above the "
         f"exact run instead of {off['dynamiq:4'][0]:.3%}"
     ) in text
-    minutes = [run["seconds"] * 150 / 60 for run in results_of("real_lm_training")]
+    minutes = [run["seconds"] * 150 / 60 for run in rows]
     assert "takes {:.0f} to {:.0f} minutes on two cores".format(*ends(minutes)) in text
 
 
