@@ -2,6 +2,7 @@
 
     python -m tests.mutants                    draw 100 changes of cosmic-ray
     python -m tests.mutants --sample 8 --only methods/_mx
+    python -m tests.mutants --without contrib  draw changes of the product alone
     python -m tests.mutants --seed 1           draw others
 
 Each change is applied to a copy of the last commit, where the tests of its module run, without
@@ -30,7 +31,6 @@ from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from tests.support.covering import PACKAGES, covering_files
 
@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=100, help="number of changes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of the path of the modules to change")
+    parser.add_argument("--without", help="part of the path of modules to leave alone")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -109,6 +110,8 @@ def report(options: argparse.Namespace) -> int:
     library = {path: path.read_text() for path in every}
     tests = {path: path.read_text() for path in sorted(Path("tests").rglob("test_*.py"))}
     modules = [path for path in every if options.only in path.as_posix()]
+    if options.without:
+        modules = [path for path in modules if options.without not in path.as_posix()]
     with console.status(f"looking for places in {len(modules)} modules"):
         changes = drawn(modules, options.sample, options.seed)
     files = [covering_files(c.module_path, c.start_pos[0], library, tests) for c in changes]
@@ -118,9 +121,7 @@ def report(options: argparse.Namespace) -> int:
     if outcome != TestOutcome.SURVIVED:
         console.print(f"The tests fail without a change.\n{output}", markup=False)
         return 2
-    table = Table(title="not noticed", show_lines=True)
-    for column in ("place", "change", "tests"):
-        table.add_column(column, overflow="fold")
+    survivors = 0
     both = list(zip(changes, files, strict=True))
     for change, covering in track(both, "changes", console=console):
         result = mutate_and_test([change], command(covering), CONFIG.timeout)
@@ -129,10 +130,10 @@ def report(options: argparse.Namespace) -> int:
         if result.test_outcome == TestOutcome.SURVIVED:
             lines = [s for s in result.diff.splitlines() if re.match(r"[-+](?![-+])", s)]
             where = f"{change.module_path}:{change.start_pos[0]}"
-            table.add_row(where, "\n".join(lines), "\n".join(covering))
-    if table.rows:
-        console.print(table, markup=False)
-    noticed = len(changes) - len(table.rows)
+            parts = f"not noticed: {where}", *lines, f"tests: {' '.join(covering)}"
+            console.print("\n".join(parts), markup=False)
+            survivors += 1
+    noticed = len(changes) - survivors
     console.print(f"{noticed} of {len(changes)} noticed ({noticed / max(1, len(changes)):.0%})")
     return 0
 
