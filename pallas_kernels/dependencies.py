@@ -12,9 +12,11 @@ def never(value: Array) -> Array:
     XLA removes `lax.optimization_barrier` before it schedules a program. It does not find that this
     comparison is always false.
     """
-    first = value[(0,) * value.ndim]
-    bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
-    return (bits.astype(jnp.uint32) & 255) >> 8 != 0
+    first = value[(0,) * value.ndim].real
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        wide = first if jnp.finfo(first.dtype).bits >= 8 else first.astype(jnp.float32)
+        first = lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}"))
+    return (first.astype(jnp.uint32) & 255) >> 8 != 0
 
 
 def zeros_after(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:

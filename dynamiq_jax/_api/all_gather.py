@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets import driver, order
 from dynamiq_jax._buckets.axes import find_axis
 from dynamiq_jax._buckets.operations import AllGather, ReduceScatter
 from dynamiq_jax._inputs.options import Options, resolve
@@ -78,25 +78,31 @@ def all_gather(
     tracked = all(map(compat.tracks_varying, names))
     whole_specs = None if specs is None else _gathered(operation, tree, specs)
 
+    # Its own trace: a token of the last collective goes in and comes out.
     @jax.custom_vjp
-    def gather(tree: Tree, key: Array) -> Tree:
+    def gather(tree: Tree, key: Array, token: Array | None) -> tuple[Tree, Array | None]:
+        order.remember(token)
         whole = driver.run(operation, tree, key, compression, specs=specs).tree
-        return compat.vary_over(whole, names) if to == "varying" else whole
+        whole = compat.vary_over(whole, names) if to == "varying" else whole
+        return whole, order.last_token()
 
-    def forward(tree: Tree, key: Array) -> tuple[Tree, Array]:
-        return gather(tree, key), key
+    def forward(tree: Tree, key: Array, token: Any) -> tuple[tuple[Tree, Any], Array]:
+        return gather(tree, key, token), key
 
-    def backward(key: Array, cotangents: Tree) -> tuple[Tree, None]:
+    def backward(key: Array, cotangents: tuple[Tree, Any]) -> tuple[Tree, None, None]:
         if tracked and to == "invarying":
             raise ValueError(
                 "to='invarying', but the result of dq.all_gather is differentiated: JAX has summed "
                 "its gradient already, exactly and uncompressed. Give to='varying'."
             )
         scatter = ReduceScatter(operation.axes, axis, tiled)
-        return driver.run(scatter, cotangents, key, compression, specs=whole_specs).tree, None
+        outcome = driver.run(scatter, cotangents[0], key, compression, specs=whole_specs)
+        return outcome.tree, None, None
 
     gather.defvjp(forward, backward)
-    return gather(tree, key)
+    whole, token = gather(tree, key, order.last_token())
+    order.remember(token)
+    return whole
 
 
 def _gathered(operation: AllGather, tree: Any, specs: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
 from dynamiq_jax._buckets.axes import AxisName
+from dynamiq_jax._buckets.fingerprint import salt_of_call
 from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
@@ -43,8 +45,8 @@ def broadcast_to_replicas(
       tree: pytree of parameters. Only floating leaves have gradients.
       axis_name: axis of the mesh of which each worker gets a replica, or several with the slowest
         link first; see `psum`.
-      key: PRNG key, another one at every step. By default it is computed from all bits of the
-        leaves that are differentiated; see `pcast`.
+      key: PRNG key, a different one at every step. By default it is computed from all bits of the
+        tree; see `pcast` for where that repeats.
       mean: divide the sum by the number of workers.
       mesh: the mesh; by default that of `jax.set_mesh`.
       method: compression method without state; see `psum`.
@@ -61,4 +63,5 @@ def broadcast_to_replicas(
     """
     compression = resolve(method, topology, options, stateless="broadcast_to_replicas")
     replicas = Replicas(mesh, axis_name, compression, specs)
-    return replicas.broadcast(tree, key, None, mean=mean)
+    salt = None if key is not None else jnp.uint32(salt_of_call("broadcast_to_replicas"))
+    return replicas.broadcast(tree, key, salt, mean=mean)[0]

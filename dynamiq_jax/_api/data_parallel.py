@@ -4,17 +4,20 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import AxisName
-from dynamiq_jax._buckets.fingerprint import word_of
+from dynamiq_jax._buckets.fingerprint import salt_of_call, word_of
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import automatic
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
     SPLIT,
+    WHOLE,
     Roles,
     Signature,
     by_position,
@@ -24,6 +27,7 @@ from dynamiq_jax._worker_loss.transforms import Transform
 from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, inexact_leaves
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
+from pallas_kernels.codec.rounding import mix
 
 P = PartitionSpec
 
@@ -63,9 +67,13 @@ def data_parallel(
     The result is compiled, as by `jax.jit`. So what `loss_fn` reads besides its arguments is a
     constant of the first call with their shapes: pass what changes, such as a flag for evaluation.
 
-    No key is needed. The noise of a step follows from all bits of the parameters that are
-    differentiated and of the batch, which are read once more for it. So every step has its own,
-    and so has each part of a step that accumulates gradients.
+    No key is needed. The noise of a call follows from all bits of its arguments, which are read
+    once more for it, from the loss function and its settings, and from the number of the call among
+    those of one trace. So every step has its own noise, and so has each part of a step that
+    accumulates gradients. Noise repeats where a program is run again with equal arguments, as at a
+    learning rate of 0. To exclude that, give the loss a further argument that differs, such as
+    the number of the step or a key: `loss_fn = lambda params, batch, step: ...`. The loss need not
+    use it.
 
     Args:
       loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.
@@ -133,35 +141,49 @@ def data_parallel(
     def mean_loss(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
-        value, rests = work.run(_run, signature, placed, arrays)
+        salt = jnp.uint32(salt_of_call(work.called(signature)))
+        arrays[DIFFERENTIATED], ticket = order.enter(arrays[DIFFERENTIATED])
+        loss, ticket, others, rests = work.run(_run, signature, placed, arrays, salt, ticket)
+        loss = order.leave(loss, ticket)
         work.give_back(signature, args, kwargs, rests)
-        return value
+        return (loss, *others) if has_aux else loss
 
     mean_loss.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
     return mean_loss
 
 
 def _run(
-    work: WorkerLoss, signature: Signature, specs: Specs, arrays: dict[str, list[Any]]
-) -> tuple[Any, list[Any]]:
-    """Compute the value, and the rest of modules."""
+    work: WorkerLoss,
+    signature: Signature,
+    specs: Specs,
+    arrays: dict[str, list[Any]],
+    salt: Array,
+    ticket: Array,
+) -> tuple[Array, Array, tuple[Any, ...], list[Any]]:
+    """Compute the loss, a ticket for what is sent, aux if there is any, and the rest of modules."""
 
     def word(arrays: Mapping[str, list[Any]]) -> tuple[tuple[()], Array]:
-        return (), word_of(arrays[SPLIT], work.names)
+        return (), word_of(arrays[SPLIT], work.names) ^ word_of(arrays[WHOLE], ())
 
     def local(arrays: Mapping[str, list[Any]]) -> tuple[list[Array], tuple[Any, list[Any]]]:
         loss, (aux, rests) = work.loss(signature, arrays, arrays[DIFFERENTIATED])
         rows, value = work.value(loss, aux)
         return rows, (value, rests)
 
-    def run(arrays: dict[str, list[Any]]) -> tuple[Any, list[Any]]:
+    def run(
+        arrays: dict[str, list[Any]], salt: Array, ticket: Array
+    ) -> tuple[Array, Array, tuple[Any, ...], list[Any]]:
         trees = signature.differentiated(arrays)
-        _, salt = work.over_workers(word, signature, {**arrays, DIFFERENTIATED: []})
-        stacked = work.replicas(trees, specs).broadcast(
-            unwrap_single(trees), key=None, salt=salt, mean=False
+        _, of_arrays = work.over_workers(word, signature, {**arrays, DIFFERENTIATED: []})
+        stacked, passed = work.replicas(trees, specs).broadcast(
+            unwrap_single(trees), None, mix(of_arrays) ^ salt, ticket, mean=False
         )
+        assert passed is not None
         own = {**arrays, DIFFERENTIATED: inexact_leaves(stacked)}
         rows, (value, rests) = work.over_workers(local, signature, own)
-        return work.with_rows(value, rows, signature, arrays[SPLIT]), rests
+        value = work.with_rows(value, rows, signature, arrays[SPLIT])
+        loss, *others = value if work.has_aux else (value,)
+        return loss, order.stamp(passed, [loss]), tuple(others), rests
 
-    return automatic(run, out_sharding=(work.value_spec, P()))(arrays)
+    out_sharding = (P(), P(), work.aux_spec, P())
+    return automatic(run, out_sharding=out_sharding)(arrays, salt, ticket)

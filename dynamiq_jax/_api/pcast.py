@@ -3,12 +3,13 @@
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.casts import Cast
-from dynamiq_jax._buckets.fingerprint import key_of
+from dynamiq_jax._buckets.fingerprint import key_of, salt_of_call
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
@@ -50,10 +51,11 @@ def pcast(
       tree: pytree of parameters, the same on all workers. Only floating leaves have gradients.
       axis_name: one axis, or several with the slowest link first; see `psum`.
       to: "varying".
-      key: PRNG key, the same on all workers, another one at every step. By default it is computed
-        from all bits of the leaves that are differentiated, which are the same on all workers and
-        which every step changes. Give one where gradients are taken several times at the same
-        parameters.
+      key: PRNG key, the same on all workers, a different one at every step. By default it is
+        computed from all bits of the tree, which are the same on all workers, and from the number
+        of the cast among those of one trace. So it repeats where gradients are taken again at the
+        same parameters: for each part of a batch, and at a learning rate of 0. Give a key there,
+        such as `jax.random.key(step)`.
       mean: divide the sum by the number of workers.
       method: compression method without state; see `psum`.
       topology: route of the chunks; see `psum`.
@@ -88,4 +90,5 @@ def pcast(
         sum=summed,
         key_of=lambda tree: key_of(tree, specs),
     )
-    return cast(tree, key, None)
+    salt = None if key is not None else jnp.uint32(salt_of_call("pcast"))
+    return cast(tree, key, salt)[0]

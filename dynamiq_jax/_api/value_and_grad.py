@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
@@ -159,7 +160,11 @@ def value_and_grad(
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
-        value, floating, rests, metrics = work.run(_run, signature, placed, arrays, key)
+        token = order.last_token()
+        value, floating, rests, metrics, token = work.run(
+            _run, signature, placed, arrays, key, token
+        )
+        order.remember(token)
         work.give_back(signature, args, kwargs, rests)
         trees = signature.differentiated(arrays)
         grads = roles.in_user_order(_like(trees, floating))
@@ -177,7 +182,8 @@ def run_exactly(
     Modules among the arguments are left as they are.
     """
     exact = dataclasses.replace(work, compression=resolve("exact", "ring", Options()))
-    value, floating, _, _ = exact.run(_run, signature, specs, arrays, jax.random.key(0))
+    key = jax.random.key(0)
+    value, floating, *_ = exact.run(_run, signature, specs, arrays, key, None)
     return value, floating
 
 
@@ -187,8 +193,11 @@ def _run(
     specs: Specs,
     arrays: dict[str, list[Any]],
     key: Array,
-) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
-    """Compute the value, gradients of differentiated leaves, the rest of modules, and metrics."""
+    token: Array | None,
+) -> tuple[Any, list[Array], list[Any], dict[str, Array], Array | None]:
+    """Compute the value, gradients of differentiated leaves, the rest of modules, metrics, and a
+    token of what was sent, which begins after a given one.
+    """
 
     def local(
         arrays: Mapping[str, list[Any]],
@@ -203,21 +212,25 @@ def _run(
         return (grads, rows), (value, rests)
 
     def run(
-        arrays: dict[str, list[Any]], key: Array
-    ) -> tuple[Any, list[Array], list[Any], dict[str, Array]]:
+        arrays: dict[str, list[Any]], key: Array, token: Array | None
+    ) -> tuple[Any, list[Array], list[Any], dict[str, Array], Array | None]:
         trees = signature.differentiated(arrays)
         replicas = work.replicas(trees, specs)
         stacked = inexact_leaves(replicas.stack(unwrap_single(trees)))
         (own, rows), (value, rests) = work.over_workers(
             local, signature, {**arrays, DIFFERENTIATED: stacked}
         )
+        before = [leaf for leaf in (token, *jax.tree.leaves((value, rests))) if leaf is not None]
+        order.remember(order.token_of(before))
         each = unwrap_single(_like(trees, own, leading=(replicas.count,)))
         grads, metrics = replicas.all_reduce(each, key, mean=True)
         means = [leaf for leaf in jax.tree.leaves(grads) if leaf.dtype != jax.dtypes.float0]
-        return work.with_rows(value, rows, signature, arrays[SPLIT]), means, rests, metrics
+        value = work.with_rows(value, rows, signature, arrays[SPLIT])
+        return value, means, rests, metrics, order.last_token()
 
     placed = [jax.typeof(leaf).sharding.spec for leaf in arrays[DIFFERENTIATED]]
-    return automatic(run, out_sharding=(work.value_spec, placed, P(), P()))(arrays, key)
+    out_sharding = (work.value_spec, placed, P(), P(), P())
+    return automatic(run, out_sharding=out_sharding)(arrays, key, token)
 
 
 def _like(

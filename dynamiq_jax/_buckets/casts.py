@@ -10,54 +10,72 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding
 
+from dynamiq_jax._buckets import order
+
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
     """A cast of a tree of parameters to those of the workers, and its transpose.
 
-    In the trees that `sum` and `key_of` get, leaves that are not differentiated have dtype float0.
+    In the tree that `sum` takes, leaves that are not differentiated have dtype float0.
     """
 
     spread: Callable[[Any], Any]  # parameters to those of the workers, of the same values
     sum: Callable[[Any, Array], Any]  # cotangents of these, and a key, to sums over the workers
     key_of: Callable[[Any], Array]  # parameters to a PRNG key
 
-    def __call__(self, tree: Any, key: Array | None, salt: Array | None) -> Any:
+    def __call__(
+        self, tree: Any, key: Array | None, salt: Array | None, ticket: Array | None = None
+    ) -> tuple[Any, Array | None]:
         """Cast a tree. Only leaves that are differentiated are sent.
 
         Args:
           tree: pytree of arrays.
-          key: PRNG key; None for one from the leaves that are differentiated.
+          key: PRNG key; None for one from all bits of the tree.
           salt: number that such a key depends on as well, uint32 scalar, or None.
+          ticket: zero whose cotangent carries the order of collectives, float32 scalar, or None;
+            see `order.enter`.
+
+        Returns:
+          The cast tree, and the ticket.
         """
 
         @jax.custom_vjp
-        def cast(tree: Any, key: Array | None, salt: Array | None) -> Any:
+        def cast(
+            tree: Any, key: Array | None, salt: Array | None, ticket: Array | None
+        ) -> tuple[Any, Array | None]:
             del key, salt
-            return self.spread(tree)
+            return self.spread(tree), ticket
 
-        def forward(tree: Any, key: Any, salt: Any) -> tuple[Any, tuple[_Differentiated, Array]]:
+        def forward(
+            tree: Any, key: Any, salt: Any, ticket: Any
+        ) -> tuple[Any, tuple[_Differentiated, Array]]:
             primals, structure = jax.tree.flatten(tree)
             flags = tuple(primal.perturbed for primal in primals)
             placed = tuple(jax.typeof(primal.value).sharding for primal in primals)
             differentiated = _Differentiated(flags, placed)
             values = jax.tree.unflatten(structure, [primal.value for primal in primals])
             if key is None:
-                step_key = self.key_of(differentiated.only(values))
+                step_key = self.key_of(values)
                 step_key = step_key if salt is None else jax.random.fold_in(step_key, salt.value)
             else:
                 step_key = key.value
-            return self.spread(values), (differentiated, step_key)
+            kept = None if ticket is None else ticket.value
+            return (self.spread(values), kept), (differentiated, step_key)
 
         def backward(
-            residuals: tuple[_Differentiated, Array], cotangents: Any
-        ) -> tuple[Any, None, None]:
+            residuals: tuple[_Differentiated, Array], cotangents: tuple[Any, Any]
+        ) -> tuple[Any, None, None, Array | None]:
             differentiated, key = residuals
-            summed = self.sum(differentiated.only(cotangents), key)
-            return differentiated.placed(summed), None, None
+            of_tree, of_ticket = cotangents
+            if not _is_zero(of_ticket):
+                order.remember(of_ticket)
+            summed = self.sum(differentiated.only(of_tree), key)
+            token = None if of_ticket is None else order.last_token()
+            return differentiated.placed(summed), None, None, token
 
         cast.defvjp(forward, backward, symbolic_zeros=True)
-        return cast(tree, key, salt)
+        return cast(tree, key, salt, ticket)
 
 
 @jax.tree_util.register_static

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import agreement, exact, recording
+from dynamiq_jax._buckets import agreement, exact, order, recording
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
@@ -72,14 +72,16 @@ def run(
     planned_tree.check_agreement(key)
 
     def local(
-        leaves: dict[int, Array], key: Array, states: NamedStates | None
-    ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array]]:
+        leaves: dict[int, Array], key: Array, states: NamedStates | None, token: Array | None
+    ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None]:
         before = planned_tree.local_states() if states is None else planned_tree.of_buckets(states)
-        result, after_step, metrics = send_all(operation, plan, leaves, key, compression, before)
+        result, after_step, metrics, token = send_all(
+            operation, plan, leaves, key, compression, before, token
+        )
         metrics = {**planned_tree.no_metrics(), **metrics}
         if shards.axes:
             metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
-        return result, planned_tree.named(after_step), metrics
+        return result, planned_tree.named(after_step), metrics, shards.same(token)
 
     touched = {
         index: leaf for index, leaf in enumerate(planned_tree.leaves) if index not in plan.untouched
@@ -91,10 +93,11 @@ def run(
     }
     mapped = shards.map(
         local,
-        in_specs=(split, P(), None if states is None else planned_tree.state_specs),
-        out_specs=(whole, planned_tree.state_specs, P()),
+        in_specs=(split, P(), None if states is None else planned_tree.state_specs, P()),
+        out_specs=(whole, planned_tree.state_specs, P(), P()),
     )
-    result, after_step, metrics = mapped(touched, key, states)
+    result, after_step, metrics, token = mapped(touched, key, states, order.last_token())
+    order.remember(token)
     for index in plan.untouched:
         leaf = planned_tree.leaves[index]
         result[index] = np.zeros(operation.shape(leaf), leaf.dtype)

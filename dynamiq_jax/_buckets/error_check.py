@@ -53,8 +53,8 @@ def checked(
 
     @scopes.scope(scopes.FALLBACK)
     def exactly() -> tuple[Array, Estimate]:
-        (again,) = exact.all_reduce({0: flat}, operation.axes, operation.divisor).values()
-        again = again.astype(total.dtype)
+        results, _ = exact.all_reduce({0: flat}, operation.axes, operation.divisor)
+        again = results[0].astype(total.dtype)
         return compat.match_varying(again, total), compat.match_varying(
             without_error(bucket, again), estimated.error
         )

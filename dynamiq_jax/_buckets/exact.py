@@ -10,41 +10,56 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.order import after
 from dynamiq_jax._core import Axis
 from pallas_kernels.compat import varying_axes
 
 
-def all_reduce(leaves: dict[int, Array], axes: Axes, divisor: int) -> dict[int, Array]:
+def all_reduce(
+    leaves: dict[int, Array], axes: Axes, divisor: int, token: Array | None = None
+) -> tuple[dict[int, Array], list[Array]]:
     """Sum leaves exactly over all axes and divide them by `divisor`, in their own dtypes.
 
     Floating leaves are sent in one float32 message for each set of axes that they vary over (f64
     and complex in their own), others as they are. Quotients of integers are floored. A boolean
     result is True where any worker has True.
+
+    Args:
+      leaves: arrays by their index in the flattened tree.
+      axes: axes of the collective.
+      divisor: number that sums are divided by.
+      token: token that all messages wait for; see `order.after`.
+
+    Returns:
+      Results by index, and what arrived: an array of each message.
     """
     result: dict[int, Array] = {}
+    arrived: list[Array] = []
     floats: dict[frozenset[str], dict[int, Array]] = {}
     for index, leaf in leaves.items():
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float64:
             floats.setdefault(varying_axes(leaf), {})[index] = leaf
         elif leaf.dtype == jnp.bool_:
-            result[index] = lax.pmax(leaf.astype(jnp.uint8), axes.names).astype(jnp.bool_)
+            arrived.append(lax.pmax(after(token, leaf.astype(jnp.uint8)), axes.names))
+            result[index] = arrived[-1].astype(jnp.bool_)
         else:
             integral = jnp.issubdtype(leaf.dtype, jnp.integer)
             # The sum of small integers may not fit where their mean does.
             wide = leaf.astype(jnp.int32) if integral and leaf.dtype.itemsize < 4 else leaf
-            total = lax.psum(wide, axes.names)
+            total = lax.psum(after(token, wide), axes.names)
+            arrived.append(total)
             if divisor != 1:
                 by = np.array(divisor, wide.dtype)
                 total = total // by if integral else total / by
             result[index] = total.astype(leaf.dtype)
     for group in floats.values():
         flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in group.values()])
-        total = lax.psum(flat, axes.names)
-        total = total * np.float32(1 / divisor)
+        arrived.append(lax.psum(after(token, flat), axes.names))
+        total = arrived[-1] * np.float32(1 / divisor)
         offsets = np.cumsum([leaf.size for leaf in group.values()])[:-1]
         for (index, leaf), part in zip(group.items(), jnp.split(total, offsets), strict=True):
             result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
-    return result
+    return result, arrived
 
 
 def bytes_sent(axes: Axes, leaves: Sequence[Any]) -> int:

@@ -1,5 +1,9 @@
-"""Keys that follow from the bits of arrays, for callers that know no step."""
+"""Keys that follow from the bits of arrays, for calls that are given no key."""
 
+import collections
+import functools
+import hashlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,17 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import get_opaque_trace_state
 
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._inputs.shards import P, find_shards
 from pallas_kernels.codec.rounding import mix
+from pallas_kernels.own_thread import in_own_thread
 
 
 def key_of(tree: Any, specs: Any) -> Array:
-    """Return a PRNG key that changes with any floating number of a tree.
+    """Return a PRNG key that changes with any bit of a tree.
 
     It is the same on all devices that hold the same tree, also where its leaves are split. Sums of
-    integers are exact in any order.
+    integers are exact in any order. Leaves of dtype float0 hold nothing.
 
     Args:
       tree: pytree of arrays.
@@ -26,11 +32,7 @@ def key_of(tree: Any, specs: Any) -> Array:
     named, _ = named_leaves(tree)
     leaves = [leaf for _, leaf in named]
     shards = find_shards([name for name, _ in named], leaves, tree, specs)
-    floating = {
-        number: leaf
-        for number, leaf in enumerate(leaves)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
+    held = {number: leaf for number, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0}
 
     def local(leaves: dict[int, Array]) -> Array:
         words = [
@@ -38,9 +40,50 @@ def key_of(tree: Any, specs: Any) -> Array:
         ]
         return sum(map(mix, words), start=jnp.uint32(0))
 
-    split = {number: shards.specs[number] for number in floating}
-    word = shards.map(local, in_specs=(split,), out_specs=P())(floating)
+    split = {number: shards.specs[number] for number in held}
+    word = shards.map(local, in_specs=(split,), out_specs=P())(held)
     return jax.random.fold_in(jax.random.key(0), word)
+
+
+_TRACES = 64  # that a thread is in, one inside the other, or has left
+
+
+class _Calls(threading.local):
+    """Numbers of calls in the last traces of a thread, by what was called."""
+
+    def __init__(self) -> None:
+        self.of_traces: collections.deque[tuple[Any, collections.Counter[str]]]
+        self.of_traces = collections.deque(maxlen=_TRACES)
+
+
+_calls = _Calls()
+
+
+@functools.cache
+def _outside_of_traces() -> Any:
+    """Return the state of JAX in which nothing is traced, as in every new thread."""
+    return in_own_thread(get_opaque_trace_state, seconds=60)
+
+
+def salt_of_call(called: str) -> np.uint32:
+    """Return a number for a call of something, another one for each call of it in one trace.
+
+    It is the same in all processes that trace the same program. Outside of any trace it is that of
+    a first call, so that a call can be repeated.
+
+    Args:
+      called: what is called, such as the name of a loss function and its settings.
+    """
+    here = get_opaque_trace_state()
+    counts = next((counts for trace, counts in _calls.of_traces if trace == here), None)
+    if counts is None:
+        counts = collections.Counter[str]()
+        if here != _outside_of_traces():
+            _calls.of_traces.append((here, counts))
+    number = counts[called]
+    counts[called] += 1
+    digest = hashlib.sha256(f"{number} {called}".encode()).digest()
+    return np.frombuffer(digest, "<u4")[0]
 
 
 def word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:

@@ -19,8 +19,9 @@ from dynamiq_jax import topologies
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.dealing import Dealing
-from dynamiq_jax._buckets.loop import Sender, after, groups_in_order, restored, send_buckets
+from dynamiq_jax._buckets.loop import Sender, groups_in_order, restored, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, Leaves, WholeLeaves
+from dynamiq_jax._buckets.order import after, token_of
 from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
@@ -145,8 +146,13 @@ def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
 
 
 def scatter(
-    operation: ScatterMean, plan: Plan, leaves: Leaves, key: Array, compression: Compression
-) -> tuple[Array, ...]:
+    operation: ScatterMean,
+    plan: Plan,
+    leaves: Leaves,
+    key: Array,
+    compression: Compression,
+    token: Array | None,
+) -> tuple[tuple[Array, ...], Array | None]:
     """Run the first half on the leaves of one device.
 
     Args:
@@ -155,13 +161,17 @@ def scatter(
       leaves: local values by their index in the flattened tree.
       key: typed PRNG key, the same on all workers.
       compression: method, topology and options.
+      token: token that the first transfer waits for; see `order.after`.
 
     Returns:
-      The worker's shard of each bucket's mean, and what the method carries over: float32
-      [held_size].
+      The worker's shard of each bucket's mean, and behind it what the method carries over, float32
+      [held_size]; and a token that is available once all has arrived.
     """
-    sent = send_buckets(operation, plan, leaves, key, compression, ((),) * len(plan.buckets))
-    return tuple(sent[number].total for number in range(len(sent)))
+    states = ((),) * len(plan.buckets)
+    sent = send_buckets(operation, plan, leaves, key, compression, states, token)
+    if sent:
+        token = token_of([[*sent.values()][-1].token])
+    return tuple(sent[number].total for number in range(len(sent))), token
 
 
 def gather(
@@ -171,7 +181,8 @@ def gather(
     shards: tuple[Array, ...],
     key: Array,
     compression: Compression,
-) -> Leaves:
+    token: Array | None,
+) -> tuple[Leaves, Array | None]:
     """Run the second half on the shards of one device.
 
     Args:
@@ -181,9 +192,11 @@ def gather(
       shards: those of the first half.
       key: typed PRNG key, the same on all workers; that of the first half may be used again.
       compression: method, topology and options.
+      token: token that the first transfer waits for; see `order.after`.
 
     Returns:
-      Means of the leaves in buckets, by index, the same bits on all workers.
+      Means of the leaves in buckets, by index, the same bits on all workers; and a token that is
+      available once all has arrived.
     """
     of_shards = tuple(
         dataclasses.replace(bucket, leaves=(number,), part=None)
@@ -201,7 +214,8 @@ def gather(
         )
         for (number,) in (group for group in groups if len(group) == 1)
     }
-    token = _all_of([payload for _, payload in encoded.values()]) if encoded else None
+    payloads = jax.tree.leaves([payload for _, payload in encoded.values()])
+    token = token_of(payloads if token is None else [token, *payloads])
     means: dict[int, Array] = {}
     for group in groups:
         if len(group) == 1:
@@ -212,13 +226,9 @@ def gather(
             sent = sender.send(group, ((),) * len(shards), token)
         means |= {number: one.total for number, one in zip(group, sent, strict=True)}
         token = sent[-1].token
-    return restored(operation, plan, leaves, [means[number] for number in range(len(means))])
-
-
-def _all_of(payloads: Sequence[Payload]) -> Array:
-    """Return a token, float32 [1], that is available when all payloads are."""
-    ends = [leaf.reshape(-1)[:1].astype(jnp.float32) for leaf in jax.tree.leaves(payloads)]
-    return jnp.concatenate(ends).sum(keepdims=True)
+    totals = [means[number] for number in range(len(means))]
+    last = None if token is None else token_of([token])
+    return restored(operation, plan, leaves, totals), last
 
 
 def _call(bucket: Bucket, half: Literal["psum_scatter", "all_gather"]) -> Call:

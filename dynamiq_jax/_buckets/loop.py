@@ -18,13 +18,13 @@ from dynamiq_jax._buckets.error_check import Check, checked, summary
 from dynamiq_jax._buckets.leaves import join, split_rows
 from dynamiq_jax._buckets.no_gradient import refuse_gradient
 from dynamiq_jax._buckets.operations import AllReduce, Leaves, Operation
+from dynamiq_jax._buckets.order import after, token_of
 from dynamiq_jax._buckets.plan import Bucket, Plan
 from dynamiq_jax._buckets.stripes import Stripes
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels import compat
-from pallas_kernels.dependencies import never
 
 States = tuple[State, ...]  # of a method, for every bucket
 
@@ -45,7 +45,8 @@ def send_all(
     key: Array,
     compression: Compression,
     states: States,
-) -> tuple[Leaves, States, Mapping[str, Array]]:
+    token: Array | None,
+) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
     """Run a collective on the leaves of one device, one bucket after the other.
 
     Args:
@@ -55,19 +56,23 @@ def send_all(
       key: typed PRNG key, the same on all workers.
       compression: method, topology and options.
       states: states of the method for every bucket.
+      token: token that the first transfer waits for; see `order.after`.
 
     Returns:
-      Results by index, states for the next step, and metrics of the method: means over buckets,
-      weighted by coordinates.
+      Results by index, states for the next step, metrics of the method, which are means over
+      buckets weighted by coordinates, and a token that is available once all has arrived.
     """
-    sent = send_buckets(operation, plan, leaves, key, compression, states)
+    sent = send_buckets(operation, plan, leaves, key, compression, states, token)
+    if sent:
+        token = [*sent.values()][-1].token
     metrics = _means([(plan.buckets[number].size, sent[number].metrics) for number in sent])
     if compression.measures:
         checks = [check for n in range(len(sent)) if (check := sent[n].check) is not None]
         exactly = [leaves[index] for index, _ in plan.exact]
         metrics |= summary(plan, operation.axes, checks, exactly)
     with scopes.scope(scopes.EXACT):
-        result = operation.exact({index: leaves[index] for index, _ in plan.exact})
+        # The last ones: a backward pass has all exact leaves only at its end.
+        result, arrived = operation.exact({index: leaves[index] for index, _ in plan.exact}, token)
     result |= restored(operation, plan, leaves, [sent[n].total for n in range(len(sent))])
     for one in sent.values():
         result |= {
@@ -77,6 +82,7 @@ def send_all(
         result,
         tuple(sent[number].state for number in range(len(sent))),
         metrics,
+        token_of(arrived or ([] if token is None else [token])),
     )
 
 
@@ -98,6 +104,7 @@ def send_buckets(
     key: Array,
     compression: Compression,
     states: States,
+    token: Array | None = None,
 ) -> dict[int, Sent]:
     """Send the buckets of a plan, one after the other; see `send_all`.
 
@@ -106,7 +113,6 @@ def send_buckets(
     """
     sender = Sender(operation, plan, leaves, key, compression)
     sent: dict[int, Sent] = {}
-    token = None
     for numbers in groups_in_order(
         plan, operation.last_first, compression.options.unrolled_buckets
     ):
@@ -132,17 +138,6 @@ def groups_in_order(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[i
         return number if number in apart else (bucket.program, of_leaves)
 
     return [tuple(group) for _, group in itertools.groupby(order, key=together)]
-
-
-def after(token: Array | None, flat: Array) -> Array:
-    """Delay `flat` until `token` is available.
-
-    So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
-    or has them all wait for one, and none is left to run under the backward pass.
-    """
-    if token is None or not compat.varying_axes(token) <= compat.varying_axes(flat):
-        return flat
-    return jnp.where(never(token), jnp.zeros_like(flat), flat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,11 +236,13 @@ class Sender:
         with scopes.scope(spelled(bucket.method)):
             reduced = operation.send(bucket, flat, key, state)
         total, check = reduced.total, None
+        token: Array | None = reduced.token
         if self.compression.estimates:
             assert isinstance(operation, AllReduce)
             limit = self.compression.options.max_error
             total, check = checked(operation, bucket, flat, total, key, limit)
-        return total, reduced.token, reduced.state, reduced.metrics, check
+            token = token_of([total, check.estimate.error])
+        return total, token, reduced.state, reduced.metrics, check
 
     def _flat(self, bucket: Bucket) -> Array:
         members = [self.leaves[index] for index in bucket.leaves]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.order import after
 from dynamiq_jax._buckets.plan import Bucket, Cuts
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options
@@ -85,8 +86,12 @@ class Operation(abc.ABC):
         """Reshape result rows, [rows, coordinates], to the result of a leaf."""
 
     @abc.abstractmethod
-    def exact(self, leaves: Leaves) -> Leaves:
-        """Run the exact collective."""
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
+        """Run the exact collective once a token is available.
+
+        Returns:
+          Results by index, and what arrived: an array of each message.
+        """
 
     @abc.abstractmethod
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
@@ -110,8 +115,8 @@ class WholeLeaves(Operation):
         return rows.reshape(leaf.shape)
 
     @override
-    def exact(self, leaves: Leaves) -> Leaves:
-        return exact.all_reduce(leaves, self.axes, self.divisor)
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
+        return exact.all_reduce(leaves, self.axes, self.divisor, token)
 
     @property
     @abc.abstractmethod
@@ -203,11 +208,14 @@ class ReduceScatter(Operation):
         return moved.reshape(self.shape(leaf))
 
     @override
-    def exact(self, leaves: Leaves) -> Leaves:
-        return {
-            index: exact.reduce_scatter(leaf, self.axes.slow, self._dimension(leaf), self.tiled)
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
+        result = {
+            index: exact.reduce_scatter(
+                after(token, leaf), self.axes.slow, self._dimension(leaf), self.tiled
+            )
             for index, leaf in leaves.items()
         }
+        return result, [*result.values()]
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
@@ -282,9 +290,12 @@ class AllGather(Operation):
         return jnp.moveaxis(parts, 0, self._dimension(leaf)).reshape(self.shape(leaf))
 
     @override
-    def exact(self, leaves: Leaves) -> Leaves:
-        gather = self.axes.slow.gather
-        return {index: self.restore(gather(leaf), leaf) for index, leaf in leaves.items()}
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
+        gathered = {
+            index: self.axes.slow.gather(after(token, leaf)) for index, leaf in leaves.items()
+        }
+        result = {index: self.restore(rows, leaves[index]) for index, rows in gathered.items()}
+        return result, [*gathered.values()]
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._buckets import driver
+from dynamiq_jax._buckets import driver, order
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.casts import Cast
 from dynamiq_jax._buckets.fingerprint import key_of
@@ -27,6 +27,7 @@ from dynamiq_jax._inputs.shards import (
     managed_axes,
     over,
 )
+from pallas_kernels import compat
 
 P = PartitionSpec
 
@@ -73,7 +74,11 @@ class Replicas:
         leaves, structure = jax.tree.flatten(stacked)
         sent = {n: leaf for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0}
 
-        def local(sent: dict[int, Array], key: Array) -> tuple[dict[int, Array], dict[str, Array]]:
+        def local(
+            sent: dict[int, Array], whole: tuple[Array, Array | None]
+        ) -> tuple[dict[int, Array], dict[str, Array], Array | None]:
+            key, token = whole
+            order.remember(token)
             own = [
                 sent[n][0] if n in sent else np.zeros(np.shape(leaf)[1:], leaf.dtype)
                 for n, leaf in enumerate(leaves)
@@ -85,24 +90,36 @@ class Replicas:
                 self.compression,
                 specs=self.specs,
             )
-            results = jax.tree.leaves(outcome.tree)
-            return {n: results[n] for n in sent}, dict(outcome.metrics)
+            results, token = jax.tree.leaves(outcome.tree), order.last_token()
+            for name in self.names:  # each worker has its own token
+                token = compat.same_over(token, name)
+            return {n: results[n] for n in sent}, dict(outcome.metrics), token
 
-        reduced, metrics = self._on_workers(local, P(self.names))(sent, key)
+        mapped = self._on_workers(local, P(self.names))
+        reduced, metrics, token = mapped(sent, (key, order.last_token()))
+        order.remember(token)
         results = [
             reduced.get(n, np.zeros(np.shape(leaf)[1:], jax.dtypes.float0))
             for n, leaf in enumerate(leaves)
         ]
         return jax.tree.unflatten(structure, results), metrics
 
-    def broadcast(self, tree: Any, key: Array | None, salt: Array | None, *, mean: bool) -> Any:
-        """Stack a tree, with a transpose that is `all_reduce`; see `Cast` for the arguments."""
+    def broadcast(
+        self,
+        tree: Any,
+        key: Array | None,
+        salt: Array | None = None,
+        ticket: Array | None = None,
+        *,
+        mean: bool,
+    ) -> tuple[Any, Array | None]:
+        """Stack a tree, with a transpose that is `all_reduce`; see `Cast.__call__`."""
         cast = Cast(
             spread=self.stack,
             sum=lambda stacked, key: self.all_reduce(stacked, key, mean=mean)[0],
             key_of=self._key_of,
         )
-        return cast(tree, key, salt)
+        return cast(tree, key, salt, ticket)
 
     def _key_of(self, tree: Any) -> Array:
         """Return a PRNG key from all bits of a tree: the one that each worker would compute."""

@@ -75,6 +75,15 @@ class Shards:
             check_vma=all(map(compat.tracks_varying, manual)),  # as around it
         )
 
+    def same(self, value: Any) -> Any:
+        """Mark a value inside `map`, or None, as one that may come out of it with spec P().
+
+        Each device goes on with its own.
+        """
+        for axis in self.axes:
+            value = compat.same_over(value, axis)
+        return value
+
 
 def axes_in(spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
     """Return those of some axes that a spec names, in their order."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,17 @@ class WorkerLoss:
             self._check_specs(trees, leaf_specs_of_args or ())
         signature = resolve_batch(signature, arrays[SPLIT], self.roles.parameters, self.axes)
         return signature, leaf_specs_of_args, arrays
+
+    def called(self, signature: Signature) -> str:
+        """Return the name of the loss, and static numbers and texts of a call."""
+        function: Any = inspect.unwrap(self.loss_fn)
+        while isinstance(function, functools.partial):
+            function = inspect.unwrap(function.func)
+        kind = function if hasattr(function, "__qualname__") else type(function)
+        line = getattr(getattr(function, "__code__", None), "co_firstlineno", None)
+        static = [each.value for each in signature.static]
+        plain = [value for value in static if isinstance(value, bool | int | float | str)]
+        return f"{kind.__module__}.{kind.__qualname__}:{line} {plain!r}"
 
     def run(
         self,
@@ -244,7 +256,12 @@ class WorkerLoss:
     @property
     def value_spec(self) -> Any:
         """Specs of a value over the workers: all of it is the same on them, but for rows."""
-        return (P(), auxiliary.out_specs(self.aux, self._axes)) if self.aux is not None else P()
+        return (P(), *self.aux_spec) if self.aux is not None else P()
+
+    @property
+    def aux_spec(self) -> Any:
+        """Specs of what a user gets besides the loss: a tuple of aux, if there is any."""
+        return (auxiliary.out_specs(self.aux, self._axes),) if self.aux is not None else P()
 
     def give_back(
         self,

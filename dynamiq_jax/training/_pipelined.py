@@ -12,11 +12,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.wire_report import plan_without_arrays
-from dynamiq_jax._buckets import exact, halves, scopes
+from dynamiq_jax._buckets import exact, halves, order, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.driver import PlannedTree
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
 from dynamiq_jax._buckets.operations import Leaves
+from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._core.validation import check_number, check_optimizer
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Compression, Options, resolve
@@ -263,17 +264,21 @@ class Pipelined:
             operation.check_values(name, leaf)
         planned.check_agreement(self._key(updated.step))
 
-        def local(leaves: Leaves, key: Array) -> tuple[tuple[Array, ...], Leaves]:
-            shards = halves.scatter(operation, planned.plan, leaves, key, compression)
+        def local(
+            leaves: Leaves, key: Array, token: Array | None
+        ) -> tuple[tuple[Array, ...], Leaves, Array | None]:
+            shards, token = halves.scatter(operation, planned.plan, leaves, key, compression, token)
             exact = {index: leaves[index][None] for index, _ in planned.plan.exact}
-            return tuple(shard[None] for shard in shards), exact
+            return tuple(shard[None] for shard in shards), exact, planned.shards.same(token)
 
         mapped = planned.shards.map(
             local,
-            in_specs=(dict(enumerate(planned.shards.specs)), P()),
-            out_specs=(planned.bucket_specs, _exact_specs(planned)),
+            in_specs=(dict(enumerate(planned.shards.specs)), P(), P()),
+            out_specs=(planned.bucket_specs, _exact_specs(planned), P()),
         )
-        shards, exact = mapped(dict(enumerate(planned.leaves)), self._key(updated.step))
+        leaves = dict(enumerate(planned.leaves))
+        shards, exact, token = mapped(leaves, self._key(updated.step), order.last_token())
+        order.remember(token)
         return PipelinedState(
             step=updated.step + 1,
             params=updated.params,
@@ -310,23 +315,28 @@ class Pipelined:
         plan, operation = planned.plan, GatherMean(find_axes(self.axis_name))
         local_leaves = {i: planned.shards.local(i, leaf) for i, leaf in enumerate(planned.leaves)}
 
-        def local(shards: tuple[Array, ...], exact: Leaves, key: Array) -> tuple[Leaves, Array]:
+        def local(
+            shards: tuple[Array, ...], exact: Leaves, key: Array, token: Array | None
+        ) -> tuple[Leaves, Array, Array | None]:
             own = tuple(shard[0] for shard in shards)
             with scopes.scope(scopes.EXACT):
-                means = operation.exact({index: leaf[0] for index, leaf in exact.items()})
-            norm = _norm(own, means, planned)
-            return means | halves.gather(
-                operation, plan, local_leaves, own, key, planned.compression
-            ), norm
+                means, _ = operation.exact({i: leaf[0] for i, leaf in exact.items()}, token)
+            norm = _norm(own, means, planned)  # of the exact means, so it comes after them
+            gathered, token = halves.gather(
+                operation, plan, local_leaves, own, key, planned.compression, token_of([norm])
+            )
+            return means | gathered, norm, planned.shards.same(token)
 
         mapped = planned.shards.map(
             local,
-            in_specs=(planned.bucket_specs, _exact_specs(planned), P()),
-            out_specs=(dict(enumerate(planned.shards.specs)), P()),
+            in_specs=(planned.bucket_specs, _exact_specs(planned), P(), P()),
+            out_specs=(dict(enumerate(planned.shards.specs)), P(), P()),
         )
         shards = tuple(state.shards[name] for name in shard_names(planned))
         exact = {index: leaf for (index, _), leaf in zip(plan.exact, state.exact, strict=True)}
-        means, norm = mapped(shards, exact, self._key(state.step - 1))
+        key = self._key(state.step - 1)
+        means, norm, token = mapped(shards, exact, key, order.last_token())
+        order.remember(token)
         leaves = [means[index] for index in range(len(planned.leaves))]
         return jax.tree.unflatten(planned.structure, leaves), norm
 

@@ -12,6 +12,7 @@ from dynamiq_jax._buckets import agreement, driver
 from dynamiq_jax._buckets.axes import find_axis
 from dynamiq_jax._buckets.leaves import join, named_leaves, split_rows
 from dynamiq_jax._buckets.operations import AllGather, Leaves, ReduceScatter
+from dynamiq_jax._buckets.order import after
 from dynamiq_jax._buckets.plan import Bucket
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options, resolve
@@ -230,19 +231,19 @@ class _LossyReduceScatter(ReduceScatter):
     key: Array  # of the losses of leaves that are not compressed
 
     @override
-    def exact(self, leaves: Leaves) -> Leaves:
-        if not leaves:
-            return {}
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
         if self._loses_nothing or not any(leaf.size for leaf in leaves.values()):
-            return {index: self._mean(total) for index, total in super().exact(leaves).items()}
-        flat = join([leaf.astype(jnp.float32) for leaf in leaves.values()], 1)
+            sums, arrived = super().exact(leaves, token)
+            return {index: self._mean(total) for index, total in sums.items()}, arrived
+        flat = after(token, join([leaf.astype(jnp.float32) for leaf in leaves.values()], 1))
         call = self._call(Call(size=flat.size, axis=self.axes.slow, topology=AllToAll()))
         mean = self._estimate(Exact(), flat, call, (self.key, self.key))
         parts = split_rows(mean, [leaf.shape[1] for leaf in leaves.values()], 1)
-        return {
+        result = {
             index: part[0].astype(leaf.dtype)
             for (index, leaf), part in zip(leaves.items(), parts, strict=True)
         }
+        return result, [mean]
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:

@@ -1,0 +1,130 @@
+"""Order of collectives: each one of a trace begins after the one before it has arrived.
+
+Independent collectives of one program are a danger where one of them is a loop. XLA:CPU starts the
+loop, and then the other collective before the loop has ended. Whose messages come first differs
+between processes, which then hang, or take the messages of one collective for those of another.
+"""
+
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import get_opaque_trace_state
+
+from pallas_kernels import compat
+from pallas_kernels.dependencies import never
+
+
+class _Tokens(threading.local):
+    """Tokens of the last collectives of the traces that a thread is in."""
+
+    def __init__(self) -> None:
+        self.of_traces: list[tuple[Any, weakref.ref[Array]]] = []
+
+
+_tokens = _Tokens()
+
+
+def last_token() -> Array | None:
+    """Return a token of the last collective of this trace, float32 scalar; None if it is the first.
+
+    A token of another trace is not available here. In particular, a function that `jax.jit` traces
+    once has many callers.
+    """
+    here = get_opaque_trace_state()
+    return next((token() for trace, token in _tokens.of_traces if trace == here), None)
+
+
+def remember(token: Array | None) -> None:
+    """Make a token that of the last collective of this trace; None leaves the one before."""
+    if not isinstance(token, jax.core.Tracer):  # without a trace, each call is a program of its own
+        return
+    # The trace holds the arguments of its equations for as long as it lasts. Nothing else holds the
+    # token, which would keep the memory of the trace after its end.
+    never(token)
+    here = get_opaque_trace_state()
+    others = [
+        (trace, each) for trace, each in _tokens.of_traces if each() is not None and trace != here
+    ]
+    _tokens.of_traces = [*others, (here, weakref.ref(token))]
+
+
+def after(token: Array | None, value: Array) -> Array:
+    """Delay a value until a token is available.
+
+    So buckets are sent one after the other. Otherwise XLA also joins the transfers of several
+    buckets, or has them all wait for one, and none is left to run under the backward pass.
+    """
+    if token is None or not compat.varying_axes(token) <= compat.varying_axes(value):
+        return value
+    return jnp.where(never(token), jnp.zeros_like(value), value)
+
+
+def token_of(values: Sequence[Array]) -> Array | None:
+    """Return a token, float32 scalar, that is available when all values are; None for no values."""
+    flags = [
+        never(value)
+        for value in values
+        if value.size and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    ]
+    return functools.reduce(operator.or_, flags).astype(jnp.float32) if flags else None
+
+
+def enter(leaves: list[Array]) -> tuple[list[Array], Array]:
+    """Return leaves of a function that `jax.jit` compiles, and a ticket, a float32 zero.
+
+    A collective of its backward pass is traced apart from those of the caller. The cotangents of
+    the ticket order them: `leave` makes one of the caller's last token, the function passes it
+    through its collectives, and it becomes the caller's last token here.
+    """
+
+    @jax.custom_vjp
+    def entrance(leaves: list[Array]) -> tuple[list[Array], Array]:
+        return leaves, jnp.zeros((), jnp.float32)
+
+    def forward(leaves: Any) -> tuple[tuple[list[Array], Array], None]:
+        return ([leaf.value for leaf in leaves], jnp.zeros((), jnp.float32)), None
+
+    def backward(_: None, cotangents: Any) -> tuple[list[Any]]:
+        of_leaves, of_ticket = cotangents
+        if not isinstance(of_ticket, SymbolicZero):
+            remember(of_ticket)
+        return ([None if isinstance(each, SymbolicZero) else each for each in of_leaves],)
+
+    entrance.defvjp(forward, backward, symbolic_zeros=True)
+    return entrance(leaves)
+
+
+@jax.custom_vjp
+def leave(value: Array, ticket: Array) -> Array:
+    """Return a differentiated value of a function that took a ticket from `enter`."""
+    del ticket
+    return value
+
+
+def _leave_backward(_: None, cotangent: Array) -> tuple[Array, Array | None]:
+    return cotangent, last_token()
+
+
+leave.defvjp(lambda value, ticket: (value, None), _leave_backward)
+
+
+@jax.custom_vjp
+def stamp(ticket: Array, values: list[Array]) -> Array:
+    """Return a ticket for collectives of a backward pass that begin after values are available."""
+    del values
+    return ticket
+
+
+def _stamp_backward(values: list[Array], cotangent: Array) -> tuple[Array | None, None]:
+    return token_of([cotangent, *values]), None
+
+
+stamp.defvjp(lambda ticket, values: (ticket, values), _stamp_backward)
