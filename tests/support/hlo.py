@@ -5,6 +5,7 @@ of the other.
 """
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -139,3 +140,40 @@ def _stacked(tree, num_workers: int):
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((num_workers, *leaf.shape), leaf.dtype), tree
     )
+
+
+def unordered(hlo: str) -> list[tuple[str, str]]:
+    """Pairs of a loop or branch with collectives and another instruction with some, of which
+    neither needs the other's result: XLA may run them in any order, or at once.
+    """
+    computations: dict[str, dict[str, set[str]]] = {}  # instruction to all words behind its name
+    sending: set[str] = set()  # instructions that are collectives, or call some
+    for line in hlo.splitlines():
+        opening = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{", line)
+        instruction = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line)
+        if opening:
+            body = computations.setdefault(opening.group(1), {})
+        elif instruction:
+            name, text = instruction.group(1), instruction.group(2).partition(", metadata={")[0]
+            body[name] = set(re.findall(r"[\w.\-]+", text))
+            if re.search(rf" (?:{'|'.join(KINDS)})(?:-start)?\(", text):
+                sending.add(name)
+    plain = frozenset(sending)
+    called: set[str] = set()  # computations that hold collectives
+    while grown := {n for n, body in computations.items() if sending & {*body}} - called:
+        called |= grown
+        sending |= {n for body in computations.values() for n in body if body[n] & called}
+    pairs = []
+    for body in computations.values():
+        needed: dict[str, set[str]] = {}  # operands come before the instructions that use them
+        for name, words in body.items():
+            operands = words & needed.keys()
+            needed[name] = operands.union(*(needed[operand] for operand in operands))
+        pairs += [
+            (first, second)
+            for first, second in itertools.combinations([n for n in body if n in sending], 2)
+            if first not in needed[second]
+            and second not in needed[first]
+            and not {first, second} <= plain
+        ]
+    return pairs

@@ -1,0 +1,163 @@
+"""Collectives of one program wait for each other, whichever functions send them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.support.hlo import unordered
+
+SIZE = 4096
+SMALL_BUCKETS = dq.Options(bucket_bytes=4 * SIZE, bucketing="in_order")
+STRIPES = dq.Options(bucket_bytes=2**18, bucketing="striped")
+
+
+def key(number: int) -> jax.Array:
+    return jax.random.key(number)
+
+
+def pmean(x: jax.Array, number: int, **settings: Any) -> Any:
+    return dq.pmean(x, "data", key=key(number), **settings)
+
+
+def tree_of(x: jax.Array) -> dict[str, Any]:
+    return {"w": x, "v": 2 * x, "bias": x[:8], "steps": jnp.arange(3), "any": x[:4] > 0}
+
+
+def large(x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x[None], (64, SIZE))
+
+
+def gathered(x: jax.Array, number: int) -> jax.Array:
+    return dq.all_gather(x, "data", key=key(number))
+
+
+def casts(x: jax.Array) -> Any:
+    def loss(params: tuple[jax.Array, jax.Array]) -> jax.Array:
+        first, second = (dq.pcast(each, "data", to="varying", mean=True) for each in params)
+        return jnp.mean((x * first) ** 2) + jnp.mean((x * second + 1) ** 2)
+
+    return jax.grad(loss)((jnp.ones(SIZE), jnp.ones(SIZE)))
+
+
+def optimizers(x: jax.Array) -> Any:
+    def update(method: str, gradient: jax.Array) -> Any:
+        optimizer = optax.chain(dq.all_reduce_gradients("data", method=method), optax.sgd(0.1))
+        updates, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+        return updates, jax.tree.map(jnp.sum, state)
+
+    return update("ef+dynamiq:4", x), update("bf16", 2 * x)
+
+
+INSIDE: dict[str, Callable[[jax.Array], Any]] = {
+    "twice": lambda x: (pmean(x, 0), pmean(2 * x, 1)),
+    "thrice": lambda x: (pmean(x, 0), pmean(2 * x, 1, topology="butterfly"), pmean(3 * x, 2)),
+    "all to all": lambda x: (pmean(x, 0), pmean(2 * x, 1, topology="all_to_all")),
+    "exact leaves beside": lambda x: (pmean(tree_of(x), 0), pmean(tree_of(2 * x), 1)),
+    "buckets": lambda x: (pmean(tree_of(x), 0, options=SMALL_BUCKETS), pmean(x, 1)),
+    "stripes": lambda x: (pmean(large(x), 0, options=STRIPES), pmean(x, 1)),
+    "metrics": lambda x: (pmean(tree_of(x), 0, with_metrics=True), pmean(x, 1)),
+    "limit": lambda x: (pmean(x, 0, options=dq.Options(max_error=0.1)), pmean(x, 1)),
+    "scatter and mean": lambda x: (
+        dq.psum_scatter({"w": x, "bias": x[:8]}, "data", key=key(0), tiled=True),
+        pmean(x, 1),
+    ),
+    "gather and mean": lambda x: (gathered(x, 0), pmean(x, 1), gathered(2 * x, 2)),
+    "an inner function between": lambda x: (
+        pmean(x, 0),
+        jax.lax.cond(x[0] > 0, lambda: x, lambda: 2 * x),
+        pmean(2 * x, 1),
+    ),
+    "casts": casts,
+    "optimizers": optimizers,
+    "powersgd": lambda x: (
+        pmean(x.reshape(64, -1), 0, method="dynamiq:4"),
+        pmean(x, 1, method="mxfp8"),
+        pmean(x, 2, method="blockint"),
+        pmean(x, 3, method="topk_chunked"),
+    ),
+}
+
+
+FORMS = [(name, True) for name in INSIDE]
+FORMS += [(name, False) for name in ("twice", "exact leaves beside", "gather and mean", "casts")]
+
+
+@pytest.mark.parametrize(("name", "check_vma"), FORMS)
+def test_collectives_of_one_trace_are_ordered(
+    name: str, check_vma: bool, data_mesh: Callable[[int], Mesh]
+) -> None:
+    mapped = jax.shard_map(
+        lambda x: jax.tree.map(lambda leaf: leaf[None], INSIDE[name](x[0])),
+        mesh=data_mesh(4),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    assert not unordered(text_of(mapped, jnp.ones((4, SIZE))))
+
+
+def text_of(function: Callable[..., Any], *args: Any) -> str:
+    return jax.jit(function).lower(*args).compile().as_text()
+
+
+def first_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ w) ** 2)
+
+
+def second_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ w + 1) ** 2)
+
+
+def gradients_of_each(mesh: Mesh) -> Callable[..., Any]:
+    losses = [
+        dq.data_parallel(loss, mesh=mesh, axis_name="data") for loss in (first_loss, second_loss)
+    ]
+    return lambda w, x: [jax.value_and_grad(loss)(w, x) for loss in losses]
+
+
+def gradient_of_sum(mesh: Mesh) -> Callable[..., Any]:
+    first, second = (
+        dq.data_parallel(loss, mesh=mesh, axis_name="data") for loss in (first_loss, second_loss)
+    )
+    return jax.value_and_grad(lambda w, x: first(w, x) + second(w, x))
+
+
+def with_keys(mesh: Mesh) -> Callable[..., Any]:
+    first, second = (
+        dq.value_and_grad(loss, mesh=mesh, axis_name="data") for loss in (first_loss, second_loss)
+    )
+    return lambda w, x: (first(w, x, key=key(0)), second(w, x, key=key(1)))
+
+
+@pytest.mark.parametrize("form", [gradients_of_each, gradient_of_sum, with_keys])
+def test_collectives_of_losses_are_ordered(
+    form: Callable[[Mesh], Callable[..., Any]], data_mesh: Callable[[int], Mesh]
+) -> None:
+    assert not unordered(text_of(form(data_mesh(4)), jnp.ones(SIZE), jnp.ones((8, SIZE))))
+
+
+def test_collectives_of_shards_and_fast_axes_are_ordered() -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fast", "model"), axis_types=(AxisType.Auto,) * 3)
+
+    def reduce(x: jax.Array) -> Any:
+        axes = ("data", "fast")
+        tree = {"w": x[0, 0], "bias": x[0, 0, :8]}
+        split = dq.pmean(tree, axes, key=key(0), specs=P("model"))
+        whole = dq.pmean(2 * x[0, 0], axes, key=key(1), specs=P())
+        return split["w"], whole
+
+    mapped = jax.shard_map(
+        reduce,
+        mesh=mesh,
+        in_specs=P("data", "fast"),
+        out_specs=P(),
+        axis_names={"data", "fast"},
+    )
+    assert not unordered(text_of(mapped, jnp.ones((2, 2, SIZE))))
