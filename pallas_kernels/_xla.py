@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.codec import bit_planes
@@ -100,7 +101,8 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
 
     def chunk_step(chunk: Array, decoded: Array) -> Array:
         of_chunk = places.at(chunk)
-        start = chunk * layout.payload_bytes
+        # An int32 would wrap behind 2 GiB of messages.
+        start = jnp.asarray(chunk).astype(jnp.uint32) * np.uint32(layout.payload_bytes)
         message = _sections(lax.dynamic_slice_in_dim(flat, start, layout.payload_bytes), layout)
 
         def step(first: Index, count: int, decoded: Array) -> Array:
