@@ -30,10 +30,11 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 def _faults(equation: Any) -> Iterator[str]:
     name, params = equation.primitive.name, equation.params
     shape = equation.invars[0].aval.shape if equation.invars else ()
-    indexed, num_bits = [], 32
+    indexed = []
     if name == "dynamic_slice":
-        indexed = [size for size, taken in zip(shape, params["slice_sizes"], strict=True)
-                   if taken < size]
+        indexed = [
+            size for size, taken in zip(shape, params["slice_sizes"], strict=True) if taken < size
+        ]
     elif name == "dynamic_update_slice":
         taken = equation.invars[1].aval.shape
         indexed = [size for size, part in zip(shape, taken, strict=True) if part < size]
