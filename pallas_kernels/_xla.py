@@ -48,6 +48,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     """Encode a partial sum; see `pallas_kernels.operations.hop`."""
     places = local.places.at(chunk)
     values = _partial_sum(payloads, local.rows, places, layout)
+    # Rows of a bucket, a 256th of its coordinates: the number of none wraps, so no noise repeats.
     first_id = jnp.asarray(chunk).astype(jnp.uint32) * jnp.uint32(layout.rows_per_chunk)
 
     def step(first: Index, count: int, parts: _Sections) -> _Sections:
