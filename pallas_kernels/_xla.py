@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.codec import bit_planes
@@ -47,6 +48,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     """Encode a partial sum; see `pallas_kernels.operations.hop`."""
     places = local.places.at(chunk)
     values = _partial_sum(payloads, local.rows, places, layout)
+    # Rows of a bucket, a 256th of its coordinates: the number of none wraps, so no noise repeats.
     first_id = jnp.asarray(chunk).astype(jnp.uint32) * jnp.uint32(layout.rows_per_chunk)
 
     def step(first: Index, count: int, parts: _Sections) -> _Sections:
@@ -100,7 +102,8 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
 
     def chunk_step(chunk: Array, decoded: Array) -> Array:
         of_chunk = places.at(chunk)
-        start = chunk * layout.payload_bytes
+        # An int32 would wrap behind 2 GiB of messages.
+        start = jnp.asarray(chunk).astype(jnp.uint32) * np.uint32(layout.payload_bytes)
         message = _sections(lax.dynamic_slice_in_dim(flat, start, layout.payload_bytes), layout)
 
         def step(first: Index, count: int, decoded: Array) -> Array:

@@ -31,7 +31,7 @@ from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.gradients import worker_gradients
 
 _AXIS = "data"
-_ONE_BUCKET = 2**40  # bytes
+_ONE_BUCKET = 2**30  # bytes, more than any tree of these
 _TRAINED = ("transformer gradient 100", "decoder gradient 100")
 _TRAINED_SIZE = 2**20
 _ROW = 256

@@ -59,7 +59,8 @@ def encode(
       The message. `to_bytes` makes bytes of it.
 
     Raises:
-      ValueError: a method that no message can hold, or leaves of the same path.
+      ValueError: a method that no message can hold, leaves of the same path, or a leaf that is
+        too large for one bucket.
       TypeError: a leaf of a dtype that no message can hold, or one that is traced.
 
     >>> import jax.numpy as jnp
@@ -79,7 +80,8 @@ def encode(
         _OPERATION.axes,
         compression,
         compression.policy.methods(tree),
-        cuts=Cuts("in_order", into_parts=False),
+        cuts=Cuts("in_order", into_parts=False, into_stripes=False, copies=2),
+        names=[f"tree[{name!r}]" for name in names],
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)

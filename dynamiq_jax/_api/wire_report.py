@@ -183,6 +183,7 @@ def plan_without_arrays(
         compression,
         compression.policy.methods(tree),
         split_over=[shards.axes_of(index) for index in range(len(leaves))],
+        names=[f"tree{name}" for name in names],
     )
     return axes, plan, list(zip(names, leaves, strict=True))
 

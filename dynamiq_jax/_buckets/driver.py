@@ -170,6 +170,7 @@ class PlannedTree:
             methods,
             split_over=split_over,
             cuts=operation.cuts(compression.options),
+            names=[f"tree{name}" for name in names],
         )
         if recording.is_recording():
             recording.record(_record(operation, names, planned, plan))

@@ -104,6 +104,7 @@ def _word_of_parts(leaf: Array, number: int, axis_names: Sequence[str]) -> Array
 def _word(leaf: Array, salt: Array) -> Array:
     """Return a hash of an array, uint32: the sum of its words, each mixed with its place."""
     bits = _bits(leaf)
+    # Numbers that are 2^32 places apart may change places without a change of the hash.
     places = jnp.zeros(bits.shape, jnp.uint32)
     for dimension in range(bits.ndim):  # not of a flat array, which the compiler would gather
         places = places * np.uint32(bits.shape[dimension] % 2**32) + lax.broadcasted_iota(

@@ -47,7 +47,7 @@ class _Half(WholeLeaves):
                 "bucketing='striped' has no use in training.Pipelined, whose buckets leave while a "
                 "backward pass computes others. Leave it out."
             )
-        return Cuts("in_order")
+        return Cuts("in_order", into_stripes=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,10 +254,14 @@ class Sender:
         """Return the flat vector of the bucket at one place of several."""
         buckets = [self.plan.buckets[number] for number in numbers]
         parts = [bucket.part for bucket in buckets if bucket.part is not None]
-        if len(parts) == len(buckets) and len({bucket.leaves for bucket in buckets}) == 1:
+        leaf = self.leaves[buckets[0].leaves[0]]
+        if (
+            len(parts) == len(buckets)
+            and len({bucket.leaves for bucket in buckets}) == 1
+            and leaf.shape[0] <= np.iinfo(np.int32).max
+        ):
             starts = jnp.asarray([start for start, _ in parts], jnp.int32)
-            leaf, slices = self.leaves[buckets[0].leaves[0]], parts[0][1] - parts[0][0]
-            part = lax.dynamic_slice_in_dim(leaf, starts[place], slices)
+            part = lax.dynamic_slice_in_dim(leaf, starts[place], parts[0][1] - parts[0][0])
             return self._join(buckets[0], [part])
         branches = [functools.partial(self._flat, bucket) for bucket in buckets]
         return lax.switch(place, branches)

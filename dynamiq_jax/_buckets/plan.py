@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.stripes import Stripe, Stripes, number_of_stripes, take_little_time
-from dynamiq_jax._core import WireCost
+from dynamiq_jax._core import MOST_IN_BUCKET, WireCost
 from dynamiq_jax._inputs.options import Bucketing, Compression
 from dynamiq_jax.methods import Call, Method
 from dynamiq_jax.topologies import FixedTopology, Topology
@@ -53,6 +53,9 @@ class Cuts:
 
     into: Bucketing
     into_parts: bool = True  # whether a large leaf may be cut along its first dimension
+    # Whether leaves that are too large for one bucket may be cut into stripes all the same.
+    into_stripes: bool = True
+    copies: int = 1  # parts of workers that a bucket counts, but of which a program holds one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ def make_plan(
     *,
     split_over: Sequence[tuple[str, ...]] | None = None,
     cuts: Cuts | None = None,
+    names: Sequence[str] | None = None,
 ) -> Plan:
     """Sort leaves into buckets.
 
@@ -84,6 +88,10 @@ def make_plan(
         ones never share a bucket: those that are the same along an axis stay the same, since
         everything that their rounding depends on is.
       cuts: how leaves are cut; None for an all-reduce.
+      names: names of the leaves, for errors.
+
+    Raises:
+      ValueError: a leaf that is too large for one bucket, and cannot be cut.
     """
     cuts = cuts or Cuts(compression.options.bucketing)
     exact: list[tuple[int, str]] = []
@@ -110,13 +118,20 @@ def make_plan(
     for kind, members in by_kind.items():
         shapes = {index: leaves[index].shape for index, _ in members}
         limit = max(compression.options.bucket_bytes // kind.dtype.itemsize, 1)
-        striped = () if cuts.into == "in_order" else kind.striped(members, shapes, limit)
+        largest = min(limit, sum(size for _, size in members))
+        while not kind.fits(largest, cuts.copies):
+            limit = largest = largest // 2
+        striped = () if cuts.into == "in_order" else kind.striped(members, shapes, limit)[0]
         free = striped and striped[0].call.topology.is_loop and take_little_time()
         if striped and (cuts.into == "striped" or free):
             buckets += striped
             continue
         for group in _group(members, limit):
             in_order, why_exact = kind.in_order(group, shapes, limit if cuts.into_parts else None)
+            if any(_is_too_large(b.size, b.call, b.cost, cuts.copies) for b in in_order):
+                if not cuts.into_stripes or kind.method.uses_shapes:
+                    _refuse(max(group, key=lambda member: member[1]), kind.method, cuts, names)
+                in_order, why_exact = kind.striped(group, shapes, limit)
             buckets += in_order
             exact += [(index, why_exact) for index, _ in group if why_exact]
     # In the order of the leaves, whatever their methods: a backward pass has the last ones first.
@@ -134,23 +149,32 @@ class _Kind:
     dtype: jnp.dtype
     split_over: tuple[str, ...]
 
+    def fits(self, size: int, copies: int) -> bool:
+        """Return whether a bucket of leaves of some coordinates in all is not too large."""
+        if self.method.uses_shapes:  # which are those of a bucket: it is checked once it is there
+            return True
+        call, cost, _ = self._choose(size, None)
+        return not _is_too_large(size, call, cost, copies)
+
     def striped(
         self, members: list[tuple[int, int]], shapes: Shapes, limit: int
-    ) -> tuple[Bucket, ...]:
-        """Return stripes of all (leaf, size), or one bucket; none where the method needs shapes."""
+    ) -> tuple[list[Bucket], str]:
+        """Return stripes of all (leaf, size), or one bucket; or why they are exact.
+
+        There are none, and no reason, where the method needs shapes.
+        """
         if self.method.uses_shapes:
-            return ()
+            return [], ""
         indices, sizes = zip(*members, strict=True)
         fewest = -(-sum(sizes) // max(limit, _LEAST_PART))
-        if fewest == 1:
-            is_exact = self._choose(sum(sizes), None)[2]
-            return () if is_exact else (self._bucket(indices, sum(sizes), None),)
         count = number_of_stripes(fewest, [shapes[index] for index in indices])
-        size = Stripes(sizes, count).size
-        if self._choose(size, None)[2]:
-            return ()
+        size = sum(sizes) if count == 1 else Stripes(sizes, count).size
+        if why_exact := self._choose(size, None)[2]:
+            return [], why_exact
+        if count == 1:
+            return [self._bucket(indices, size, None)], ""
         stripes = (Stripe(number, count) for number in range(count))
-        return tuple(self._bucket(indices, size, None, stripe=stripe) for stripe in stripes)
+        return [self._bucket(indices, size, None, stripe=stripe) for stripe in stripes], ""
 
     def in_order(
         self, group: list[tuple[int, int]], shapes: Shapes, limit: int | None
@@ -196,6 +220,26 @@ class _Kind:
     def _choose(self, size: int, shapes: Any) -> tuple[Call, WireCost, str | None]:
         part = self.axes.part_size(size, self.method.granule)
         return _choose(part, self.axes, shapes, self.method, self.topology)
+
+
+def _is_too_large(size: int, call: Call, cost: WireCost, copies: int) -> bool:
+    """Return whether an index into a bucket, or into its messages, may not be an int32."""
+    return max(size, call.num_chunks * cost.payload_bytes) > copies * MOST_IN_BUCKET
+
+
+def _refuse(
+    leaf: tuple[int, int], method: Method, cuts: Cuts, names: Sequence[str] | None
+) -> NoReturn:
+    """Raise ValueError for a leaf, (index, size), that is too large and cannot be cut."""
+    index, size = leaf
+    needs = f"method={method!r} needs the shape of" if method.uses_shapes else "this call sends"
+    raise ValueError(
+        f"{names[index] if names else f'leaf {index}'} has {size // cuts.copies:,} coordinates, "
+        f"too many for one bucket, and {needs} whole leaves. A bucket has at most "
+        f"{MOST_IN_BUCKET:,} coordinates, and as many bytes in its messages: indices are int32. "
+        "Cut the leaf into several, shard it over more devices, or give it another method or "
+        "fewer bits."
+    )
 
 
 def _group(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:

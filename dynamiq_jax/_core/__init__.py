@@ -12,6 +12,7 @@ from dynamiq_jax._core.codec import (
     as_chunks,
     take_chunk,
 )
+from dynamiq_jax._core.limits import MOST_IN_BUCKET
 from dynamiq_jax._core.validation import (
     check_choice,
     check_flag,

@@ -6,7 +6,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dynamiq_jax._core import check_choice, check_flag, check_integer, check_number
+from dynamiq_jax._core import (
+    MOST_IN_BUCKET,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+)
 from dynamiq_jax._inputs.policy import Policy, Rules
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
@@ -39,7 +45,8 @@ class Options:
     exact_below: int = 1024
     # Leaves of one dtype are compressed together, in buckets of at most about this many bytes. The
     # default fills the messages of a fast link. It is small enough for the first bucket to leave
-    # early in a backward pass, and for a second copy of it in memory.
+    # early in a backward pass, and for a second copy of it in memory. The largest possible one is
+    # 7 * 2^28, since programs count coordinates and bytes of messages in int32.
     bucket_bytes: int = 2**27
     # What a bucket holds, where there are several.
     # "striped": a like share of every leaf, so that bits go where the whole tree needs them. All
@@ -68,7 +75,7 @@ class Options:
 
     def __post_init__(self):
         check_integer("exact_below", self.exact_below, 0)
-        check_integer("bucket_bytes", self.bucket_bytes, 1)
+        check_integer("bucket_bytes", self.bucket_bytes, 1, MOST_IN_BUCKET)
         check_choice("bucketing", self.bucketing, get_args(Bucketing))
         check_integer("unrolled_buckets", self.unrolled_buckets, 0)
         check_flag("check_agreement", self.check_agreement)

@@ -11,6 +11,8 @@ from dynamiq_jax.topologies._base import Arrival, FixedTopology, Gathered, gathe
 from pallas_kernels import compat
 from pallas_kernels.compat import override
 
+_LARGEST_INDEX = 2**31 - 1  # int32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllToAll(FixedTopology):
@@ -49,11 +51,12 @@ class AllToAll(FixedTopology):
         by_owner = lax.fori_loop(0, axis.size - 1, send, empty)
 
         def exchange(leaf: Array, one: jax.ShapeDtypeStruct) -> Array:
-            received = axis.exchange_parts(leaf)
+            received, each, count = axis.exchange_parts(leaf), one.size, axis.size - 1
+            if 2 * received.size > _LARGEST_INDEX:
+                received, each = received.reshape(axis.size, one.size), 1
             # In the order of the senders behind this worker.
             twice = jnp.concatenate([received, received])
-            first, count = (worker + 1) * one.size, axis.size - 1
-            others = lax.dynamic_slice(twice, (first,), (count * one.size,))
+            others = lax.dynamic_slice_in_dim(twice, (worker + 1) * each, count * each)
             return others.reshape(count, *one.shape)
 
         received = jax.tree.map(exchange, by_owner, of_one)

@@ -22,6 +22,7 @@ from pallas_kernels.compat import match_varying, override, same_over
 
 _ROWS = (1, 3, 5, 7)  # odd: the median is one of the estimates
 _MAX_BITS = 32.0
+_MOST_CELLS = 2**30 - 1  # of a row: an index into twice as many is an int32
 _HASHES = 0x68617368  # folded into the key of the sketch
 # Energy of the estimates that noise alone is expected to bring in, of that of the cold coordinates.
 _FALSE_ENERGY = 1 / 64
@@ -183,7 +184,7 @@ class SplitSketch(Method):
             return Split(groups, 0)
         width, room = 0, 0
         if self.hot < 1:
-            width = min(max(1, int((1 - self.hot) * numbers / self.rows)), call.size)
+            width = min(max(1, int((1 - self.hot) * numbers / self.rows)), call.size, _MOST_CELLS)
         if self.hot > 0:
             room = min(max(1, (numbers - width * self.rows) // self.group), groups)
         return Split(room, width)
