@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._inputs.shards import axes_in, is_explicit, is_function, leaf_specs
+from dynamiq_jax._inputs.shards import axes_in, check_whole, is_explicit, is_function, leaf_specs
 from dynamiq_jax._worker_loss import aux as auxiliary
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import (
@@ -89,6 +89,8 @@ class WorkerLoss:
         self.roles.check(len(args), kwargs)
         signature, arrays = sort_by_role(args, kwargs, self.roles)
         trees = signature.differentiated(arrays)
+        for tree in trees:
+            check_whole("tree", tree)
         leaf_specs_of_args: Specs
         if self.specs is None:
             leaf_specs_of_args = _placed(trees, self.mesh)
