@@ -39,7 +39,7 @@ class AllReduceState(NamedTuple):
 
     step: Array  # int32 scalar: steps taken, which with the seed make the key of a step
     # States of methods, of the buckets whose method carries one. Keys name what a state belongs to:
-    # its kind, its leaves, and a hash of both. With a schedule, those of all phases. With any state,
+    # its kind, its leaves, and a hash of both. With a schedule, those of all phases. Beside states,
     # "worker" has the index of the worker and the number of workers, int32 [1, 2].
     method: Mapping[str, Any]
     metrics: Mapping[str, Array] = {}  # of the last step, float32 scalars; {} if it has none

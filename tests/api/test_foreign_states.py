@@ -93,7 +93,7 @@ def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
     gradients = of_workers(0, 4, 64 * 64).reshape(4, 64, 64)
     state = jax.jit(start)(gradients[0])
     for _ in range(3):
-        mean, state = update(gradients, state)
+        _, state = update(gradients, state)
         assert state.metrics["reset_states"] == 0
     restored = jax.tree.map(
         lambda leaf: jax.device_put(np.asarray(leaf), NamedSharding(mesh, leaf.sharding.spec)),
@@ -164,8 +164,7 @@ def test_local_sgd_resets_them_too(swapped):
     cases = start.method, state.method
     wanted, other = cases if swapped else reversed(cases)
     found, wanted, other = (
-        update(params, state._replace(method=states))[0]
-        for states in (given_states, wanted, other)
+        update(params, state._replace(method=states))[0] for states in (given_states, wanted, other)
     )
     np.testing.assert_array_equal(found, wanted)
     assert np.any(found != other)

@@ -130,9 +130,7 @@ def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
         return reduce.update(jax.tree.map(lambda leaf: leaf[0], stacked), state)
 
     init = jax.shard_map(reduce.init, mesh=mesh, in_specs=P(), out_specs=specs)
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
-    )
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
     arguments = _stacked(tree, mesh.size), jax.eval_shape(init, tree)
     found = collectives(jax.jit(mapped).lower(*arguments).compile().as_text())
     return sum(c.sent_bytes(mesh.size) for c in found)
