@@ -99,6 +99,12 @@ def test_a_batch_without_targets_has_no_loss_and_no_gradient(data_mesh, form):
     assert step(weights(), inputs(), jnp.ones(ROWS))[0] > 0
 
 
+def test_a_gradient_of_a_gradient_is_refused_with_the_way_to_one(data_mesh):
+    loss_fn = dq.data_parallel(mean, mesh=data_mesh(NUM_WORKERS), axis_name="data")
+    with pytest.raises(ValueError, match=r"inner one of the plain loss, inside the loss"):
+        jax.grad(lambda w: jnp.sum(jax.grad(loss_fn)(w, inputs()) ** 2))(weights())
+
+
 def mean_over_targets(w, x, mask):
     """Without a guard against 0/0, whose derivative is not finite either."""
     return jnp.sum(jnp.mean((x @ w) ** 2, axis=1) * mask) / mask.sum()
