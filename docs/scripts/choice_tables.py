@@ -58,9 +58,14 @@ def which_method() -> str:
             for kind in LINKS
         ),
         [
-            "NVLink, or inside one host",
+            "NVLink inside one host",
             "`jax.lax.pmean`",
             f"predicted: compressed {nvlink:.2f} times as fast, {hiding:.2f} with half hidden",
+        ],
+        [
+            "PCIe inside one host, without NVLink",
+            '`"dynamiq:5"` or `"bf16"`, if `dynamiq-jax bench` shows a gain',
+            "not measured",
         ],
         [
             "any, with the least error",

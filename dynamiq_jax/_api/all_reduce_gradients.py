@@ -30,11 +30,17 @@ class AllReduceState(NamedTuple):
 
     With `specs` of the gradients, the states of a worker's shards lie side by side too, split over
     the axes that split the gradients.
+
+    Beside the states is a record of the worker that they belong to, under the name "worker". With
+    `method=P()` under `check_vma=False`, a checkpoint would hold the states of one worker for all.
+    If any worker gets states that are not its own, all of them go on from first ones, and
+    `metrics["reset_states"]` is the share of workers that did.
     """
 
     step: Array  # int32 scalar: steps taken, which with the seed make the key of a step
     # States of methods, of the buckets whose method carries one. Keys name what a state belongs to:
-    # its kind, its leaves, and a hash of both. With a schedule, those of all phases.
+    # its kind, its leaves, and a hash of both. With a schedule, those of all phases. Beside states,
+    # "worker" has the index of the worker and the number of workers, int32 [1, 2].
     method: Mapping[str, Any]
     metrics: Mapping[str, Array] = {}  # of the last step, float32 scalars; {} if it has none
 

@@ -101,7 +101,8 @@ def value_and_grad(
         role are an error: a scalar does not show whether it is a mean or a sum.
       num_targets: function of the arguments of `loss_fn`, by position where it has one, to the
         number of targets that its mean is over, a scalar. Losses, gradients and means in aux are
-        weighted by it.
+        weighted by it. Those of a worker without targets are ignored, also if they are NaN, unless
+        no worker has any.
       in_specs: how arrays are split over the workers. `P("data")` splits the leading axis,
         `P(None, "data")` the second one, and `P()` gives an array whole to every worker. None, and
         arguments without an entry, are split along their leading axis, which has to be as long in

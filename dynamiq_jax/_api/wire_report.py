@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import exact
+from dynamiq_jax._buckets import exact, state_owner
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.error_estimate import sample_bytes
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
@@ -47,6 +47,7 @@ class WireReport:
     compressed_bytes: int  # of these, for compressed leaves
     exact_bytes: int  # of these, for leaves that are summed exactly
     sample_bytes: int  # of these, for estimates of errors
+    check_bytes: int  # of these, to check that states belong to their workers
     fast_bytes: int  # sent by each worker besides, over fast axes, for compressed leaves
     compressed_size: int  # coordinates that are compressed
     bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
@@ -122,7 +123,9 @@ def report_of(
     sampled = (
         sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if compression.estimates else 0
     )
-    total = compressed + exactly + sampled
+    is_stateful = any(bucket.method.is_stateful for bucket in plan.buckets)
+    checked = state_owner.bytes_sent(axes) if is_stateful else 0
+    total = compressed + exactly + sampled + checked
     shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
     by_leaf: dict[int, Method] = {}
     numbers: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)
@@ -142,6 +145,7 @@ def report_of(
         compressed_bytes=compressed,
         exact_bytes=exactly,
         sample_bytes=sampled,
+        check_bytes=checked,
         fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
         compressed_size=compressed_size,
         bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),

@@ -21,6 +21,7 @@ from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
 from dynamiq_jax._buckets.state_names import check_names, state_name
+from dynamiq_jax._buckets.state_owner import OWNER, owner, reset_foreign
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import Shards, find_shards
@@ -28,7 +29,8 @@ from dynamiq_jax.methods import Method, State
 from pallas_kernels import compat
 
 P = PartitionSpec
-NamedStates = Mapping[str, State]  # of the buckets whose method carries one; see `state_names`
+# Of the buckets whose method carries one, see `state_names`, and the record of `state_owner`.
+NamedStates = Mapping[str, State]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +74,19 @@ def run(
     planned_tree.check_agreement(key)
 
     def local(
+    def local(
         leaves: dict[int, Array], key: Array, states: NamedStates | None, token: Array | None
     ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None]:
-        before = planned_tree.local_states() if states is None else planned_tree.of_buckets(states)
+        before, of_states = planned_tree.local_states(), dict[str, Array]()
+        if states and planned_tree.state_names:
+            own = planned_tree.of_buckets(states)
+            before, of_states, token = reset_foreign(
+                states[OWNER][0], own, before, operation.axes, token
+            )
         result, after_step, metrics, token = send_all(
             operation, plan, leaves, key, compression, before, token
         )
-        metrics = {**planned_tree.no_metrics(), **metrics}
+        metrics = {**planned_tree.no_metrics(), **metrics, **of_states}
         if shards.axes:
             metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
         return result, planned_tree.named(after_step), metrics, shards.same(token)
@@ -126,7 +134,7 @@ def names_of_states(
 ) -> tuple[str, ...]:
     """Return the names of the states of a tree, as of `first_states`."""
     with recording.paused():  # nothing is sent
-        return tuple(PlannedTree.of(operation, tree, compression, specs).state_names.values())
+        return PlannedTree.of(operation, tree, compression, specs).names_of_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +218,12 @@ class PlannedTree:
         return names
 
     @property
+    def names_of_states(self) -> tuple[str, ...]:
+        """Names of the states of all buckets, and of the record of their worker, if any has one."""
+        names = tuple(self.state_names.values())
+        return (*names, OWNER) if names else ()
+
+    @property
     def bucket_specs(self) -> tuple[PartitionSpec, ...]:
         """Specs of the leading axis of what devices hold of each bucket."""
         axes = [
@@ -220,16 +234,17 @@ class PlannedTree:
 
     @property
     def state_specs(self) -> dict[str, PartitionSpec]:
-        """Specs of the leading axis of the arrays of each state."""
+        """Specs of the leading axis of the arrays of each state, and of the record."""
         specs = self.bucket_specs
-        return {name: specs[number] for number, name in self.state_names.items()}
+        of_states = {name: specs[number] for number, name in self.state_names.items()}
+        return of_states | ({OWNER: P()} if of_states else {})
 
     def named(self, states: States) -> NamedStates:
         """Return states of all buckets of one device by their names, with a leading axis."""
-        return {
-            name: jax.tree.map(lambda leaf: leaf[None], states[number])
-            for number, name in self.state_names.items()
-        }
+        named = {name: states[number] for number, name in self.state_names.items()}
+        if named:
+            named[OWNER] = owner(self.operation.axes)
+        return jax.tree.map(lambda leaf: leaf[None], named)
 
     def of_buckets(self, states: NamedStates) -> States:
         """Invert `named`."""
@@ -270,7 +285,7 @@ class PlannedTree:
 
     def check_states(self, states: NamedStates) -> None:
         """Raise ValueError for states of other buckets, or of several workers at once."""
-        check_state_names(states, self.state_names.values())
+        check_state_names(states, self.names_of_states)
         given, wanted = shapes_of(dict(states)), shapes_of(jax.eval_shape(self.first_states))
         for (path, shape), (_, needed) in zip(given, wanted, strict=True):
             if shape != needed:
@@ -317,6 +332,13 @@ def _check_limit(operation: Operation, compression: Compression, used: tuple[Met
 
 def check_state_names(states: Any, wanted: Iterable[str]) -> None:
     """Raise an error for states of methods that are not those of some names."""
+    wanted = tuple(wanted)
+    if isinstance(states, Mapping) and {*wanted} - {*states} == {OWNER}:
+        raise ValueError(
+            f"state.method has no {OWNER!r}, which records the worker that states belong to: it is "
+            "from before states had one. If each worker has its own states, give "
+            "state._replace(method={**init(params).method, **state.method}), or else init(params)."
+        )
     check_names(
         "state.method",
         states,

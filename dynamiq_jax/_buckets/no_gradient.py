@@ -24,7 +24,9 @@ def _refuse(*_: Any) -> Any:
     raise ValueError(
         "Compressed sums (dq.psum, dq.pmean, dq.psum_scatter) cannot be differentiated: rounding "
         "has no useful gradient. Take the gradient first and reduce it afterwards, or use dq.pcast "
-        "or dq.all_gather, whose transposes are compressed sums."
+        "or dq.all_gather, whose transposes are compressed sums. For a gradient of a gradient, "
+        "such as a penalty or a Hessian-vector product, take the inner one of the plain loss, "
+        "inside the loss that dq.data_parallel gets."
     )
 
 

@@ -21,6 +21,7 @@ from dynamiq_jax._buckets.fingerprint import key_of
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import (
+    check_whole,
     context_or_automatic,
     is_explicit,
     leaf_specs,
@@ -61,6 +62,7 @@ class Replicas:
 
     def stack(self, tree: Any) -> Any:
         """Broadcast a tree to [workers, *shape], each replica on the devices of its worker."""
+        check_whole("tree", tree)
         leaves, structure = jax.tree.flatten(tree)
         given = [None] * len(leaves) if self.specs is None else leaf_specs(tree, self.specs)
         stacked = [self._stack(leaf, spec) for leaf, spec in zip(leaves, given, strict=True)]

@@ -52,7 +52,7 @@ def check_names(
     if not isinstance(states, Mapping):
         raise TypeError(
             f"{argument} is a {type(states).__name__}, not a dictionary of states by what they "
-            f"belong to, as in versions before 0.2. {remedy}"
+            f"belong to: it is from before states had names. {remedy}"
         )
     held, needed = {*states}, {*wanted}
     extra, missing = sorted(held - needed), sorted(needed - held)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import dynamiq_jax
+from dynamiq_jax._console.pipes import ending_with_reader
 
 _NEEDED = ("tyro", "rich")
 
@@ -34,6 +35,11 @@ each command, `dynamiq-jax --version` prints the version."""
 
 def main() -> None:
     """Run the command."""
+    with ending_with_reader():
+        _main()
+
+
+def _main() -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"dynamiq-jax {dynamiq_jax.__version__}")
         return

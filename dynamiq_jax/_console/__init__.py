@@ -1,1 +1,1 @@
-"""Plumbing of the command line: options, units, tables, plots, records, signals."""
+"""Plumbing of the command line: options, units, tables, plots, records, signals, pipes."""

@@ -97,8 +97,8 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
                 "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
                 f"{axis_name!r}, to='varying'). An nnx module is split into parameters first; "
                 "dq.value_and_grad takes it as it is. If they are marked, the leaf may be of a "
-                "wrapper around the all-reduce: put optax.MultiSteps behind "
-                "dq.all_reduce_gradients, in one optax.chain.",
+                "wrapper around the all-reduce: put optax.MultiSteps and optax.apply_if_finite "
+                "behind dq.all_reduce_gradients, in one optax.chain.",
             )
 
 

@@ -18,6 +18,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
 Bucketing = Literal["auto", "striped", "in_order"]
+RESET_STATES = "reset_states"  # metric of methods with state: share of workers with a foreign one
 # Metrics that any method has, on request.
 MEASURED = (
     "error",
@@ -107,6 +108,7 @@ class Compression:
     def metrics(self, used: Sequence[Method]) -> tuple[str, ...]:
         """Return the names of the metrics of some methods."""
         names = [name for method in used for name in method.metrics]
+        names += [RESET_STATES for method in used if method.is_stateful]
         if self.measures:
             names += [name for method in used for name in method.details]
             names += MEASURED

@@ -117,6 +117,23 @@ def is_explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def check_whole(name: str, tree: Any) -> None:
+    """Raise ValueError for parameters whose type leaves the sum of their gradient to be done.
+
+    The gradient of an array that is reduced over an axis is unreduced. That of a compressed mean is
+    whole.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = getattr(jax.typeof(leaf), "sharding", None)
+        if sharding is not None and sharding.spec.reduced | sharding.spec.unreduced:
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} has type {jax.typeof(leaf)}, whose gradient "
+                "would be a sum that is not done. Give jax.reshard(params, P(...)) without "
+                "reduced= and unreduced=. Or take jax.grad of the plain loss, and give the "
+                "unreduced gradients to dq.psum."
+            )
+
+
 def automatic(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
     """Leave explicit axes to the compiler inside a function, whose results are placed."""
     return (

@@ -107,6 +107,7 @@ _PARTS: Mapping[str, str] = {
     scopes.EXACT: "exact leaves",
     scopes.FAST: "exact, fast axes",
     scopes.ESTIMATE: "estimate of the error",
+    scopes.STATES: "check of states",
     scopes.FALLBACK: "exact, above max_error",
 }
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import spread
 from dynamiq_jax._worker_loss.rows import Split, order_of, take
+from dynamiq_jax._worker_loss.weight import Weight
 
 P = PartitionSpec
 MEAN, SUM, ROWS, SAME = "mean", "sum", "rows", "same"
@@ -26,7 +27,7 @@ class OfWorker(NamedTuple):
     """Aux of one worker, and its weight in a mean over workers; None for equal weights."""
 
     tree: Any
-    weight: Array | None
+    weight: Weight | None
 
 
 def check_roles(roles: Any, has_aux: bool) -> None:
@@ -100,13 +101,13 @@ def roles_of(roles: Any, tree: Any) -> list[str]:
     return found
 
 
-def of_workers(value: Any, role: str, weight: Array | None, names: Sequence[str]) -> Array:
+def of_workers(value: Any, role: str, weight: Weight | None, names: Sequence[str]) -> Array:
     """Return one value of all workers; that of a worker, if it is rows.
 
     Args:
       value: that of a worker.
       role: one of `ROLES`.
-      weight: of the worker in a mean, float32 scalar with mean 1; None for equal weights.
+      weight: of the worker in a mean; None for equal weights.
       names: axes of the workers.
     """
     value = jnp.asarray(value)
@@ -124,7 +125,7 @@ def of_workers(value: Any, role: str, weight: Array | None, names: Sequence[str]
         return lax.psum(first, names).astype(value.dtype)
     if not jnp.issubdtype(value.dtype, jnp.inexact):  # counts have means of their own
         value = value.astype(jnp.float32)
-    return mean_of_workers(value if weight is None else value * weight.astype(value.dtype), names)
+    return mean_of_workers(value if weight is None else weight.of(value), names)
 
 
 def mean_of_workers(value: Array, names: Sequence[str]) -> Array:

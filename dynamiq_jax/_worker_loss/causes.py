@@ -89,11 +89,13 @@ def _random(difference: Difference) -> Iterator[Cause]:
 def _empty(difference: Difference) -> Iterator[Cause]:
     seen = difference.on_rows.see(difference.on_rows.parts)
     finite = np.isfinite(seen.losses) & np.isfinite(seen.gradients).all(axis=1)
+    finite |= seen.targets == 0  # num_targets leaves such workers out
     if not finite.all():
         yield Cause(
             "a worker without targets",
             f"On the rows of worker {int(np.argmin(finite))} alone, the loss or its gradient is "
-            "not finite. Divide by jnp.maximum(targets, 1).",
+            "not finite. Give num_targets=, a function of the arguments of the loss to the number "
+            "of its targets: workers without any then take no part.",
         )
 
 

@@ -40,9 +40,10 @@ class Seen(NamedTuple):
     def mean(self) -> "Seen":
         """Return the mean over the sets, weighted by their targets."""
         weights = self.targets / self.targets.sum()
+        counts = weights != 0  # 0/0 of a set without targets is no part of the mean
         return Seen(
-            (weights @ self.losses)[None],
-            (weights @ self.gradients)[None],
+            (weights[counts] @ self.losses[counts])[None],
+            (weights[counts] @ self.gradients[counts])[None],
             self.targets.mean(keepdims=True),
         )
 

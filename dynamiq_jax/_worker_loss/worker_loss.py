@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._inputs.shards import axes_in, is_explicit, is_function, leaf_specs
+from dynamiq_jax._inputs.shards import axes_in, check_whole, is_explicit, is_function, leaf_specs
 from dynamiq_jax._worker_loss import aux as auxiliary
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.arguments import (
@@ -31,6 +31,7 @@ from dynamiq_jax._worker_loss.arguments import (
 from dynamiq_jax._worker_loss.batch import in_order_of_workers, resolve_batch, split_axis
 from dynamiq_jax._worker_loss.in_specs import check_axes
 from dynamiq_jax._worker_loss.transforms import Transform, Workers
+from dynamiq_jax._worker_loss.weight import Weight
 from pallas_kernels import compat
 
 P = PartitionSpec
@@ -89,6 +90,8 @@ class WorkerLoss:
         self.roles.check(len(args), kwargs)
         signature, arrays = sort_by_role(args, kwargs, self.roles)
         trees = signature.differentiated(arrays)
+        for tree in trees:
+            check_whole("tree", tree)
         leaf_specs_of_args: Specs
         if self.specs is None:
             leaf_specs_of_args = _placed(trees, self.mesh)
@@ -182,20 +185,17 @@ class WorkerLoss:
         The loss is weighted by targets. Its mean over workers is that of all targets.
         """
         before, before_named = signature.rebuild(arrays)
-        args, kwargs = signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
         worker = lax.axis_index(self.names)
-        for where, graph in signature.graphs:
-            container: Any = args if isinstance(where, int) else kwargs
-            parts = container[where]
-            container[where] = modules.merge(graph, parts.params, parts.rest, worker)
+        weight = None
+        if self.num_targets is not None:
+            weight = self._weight(self.targets(*self._built(signature, arrays, differentiated)))
+            differentiated = weight.mask_gradients(differentiated)
+        args, kwargs = self._built(signature, arrays, differentiated)
         loss, aux = auxiliary.split_result(self.loss_fn(*args, **kwargs), self.has_aux)
         # Of a loss that is the same everywhere, such as a pmean, JAX would differentiate one share.
         loss = compat.match_varying(loss, worker)
-        weight = None
-        if self.num_targets is not None:
-            weight = self._weight(self.targets(args, kwargs))
-            loss = jnp.asarray(loss)
-            loss = loss * weight.astype(loss.dtype)
+        if weight is not None:
+            loss = weight.of(jnp.asarray(loss))
         rests = [
             modules.rest_of(
                 _at(where, args, kwargs), _at(where, before, before_named).rest, self.names
@@ -203,6 +203,18 @@ class WorkerLoss:
             for where, _ in signature.graphs
         ]
         return loss, (auxiliary.OfWorker(aux, weight), rests)
+
+    def _built(
+        self, signature: Signature, arrays: Mapping[str, list[Any]], differentiated: list[Array]
+    ) -> tuple[Any, Any]:
+        """Return the arguments of the loss of one worker, by position and by name."""
+        args, kwargs = signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
+        for where, graph in signature.graphs:
+            container: Any = args if isinstance(where, int) else kwargs
+            parts = container[where]
+            worker = lax.axis_index(self.names)
+            container[where] = modules.merge(graph, parts.params, parts.rest, worker)
+        return args, kwargs
 
     def targets(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Array:
         """Return the number of targets of a call of the loss, 1 without `num_targets`."""
@@ -290,14 +302,12 @@ class WorkerLoss:
                     "over the workers, see dq.psum_scatter."
                 )
 
-    def _weight(self, targets: Array) -> Array:
-        """Return the weight of a worker in a mean over workers, whose mean is 1.
-
-        Without any targets it is zero: the loss is then what it is without targets, zero or NaN.
-        """
+    def _weight(self, targets: Array) -> Weight:
+        """Return the weight of a worker with some targets."""
         targets = lax.stop_gradient(targets)
         total = lax.psum(targets, self.names)
-        return targets * np.float32(self.workers.count) / jnp.where(total == 0, 1, total)
+        share = targets * np.float32(self.workers.count) / jnp.where(total == 0, 1, total)
+        return Weight(share, (targets != 0) | (total == 0))
 
 
 def specs_like(trees: tuple[Any, ...], specs: Specs) -> Any:

@@ -60,12 +60,12 @@ class GlobalCompensation(Feedback):
     >>> gradients = jax.random.normal(jax.random.key(0), (2, 64, 32))
     >>> state = jax.jit(jax.vmap(step.init, axis_name="data"))(gradients)
     >>> mean, state = jax.jit(jax.vmap(step.update, axis_name="data"))(gradients, state)
-    >>> (bucket,) = state.method.values()
+    >>> bucket, worker = state.method.values()
     >>> kept = bucket.compensation.reshape(gradients.shape)
     >>> bool(jnp.allclose(mean[0] + kept.mean(axis=0), gradients.mean(axis=0), atol=1e-5))
     True
     >>> _, state = jax.jit(jax.vmap(full.update, axis_name="data"))(gradients, state)
-    >>> (bucket,) = state.method.values()
+    >>> bucket, worker = state.method.values()
     >>> bool(jnp.any(bucket.compensation))
     False
     """

@@ -32,7 +32,7 @@ class ErrorFeedback(Feedback):
     So nothing is lost, only delayed: over any number of steps, the applied values and the last
     residual add up to the gradients. The residual excludes two losses: the rounding of partial sums
     at hops, which belongs to no single worker, and the cast of a result to the dtype of its leaf.
-    The residual costs a float32 for each coordinate, and no bytes on the wire. Unlike in the
+    The residual costs a float32 for each coordinate, and 4 bytes on the wire in all. Unlike in the
     papers, gradients do not contain the learning rate, since the optimizer comes after the
     all-reduce: change it slowly.
 
@@ -53,7 +53,7 @@ class ErrorFeedback(Feedback):
     >>> state = jax.jit(jax.vmap(reduce.init, axis_name="data"))(gradients)
     >>> step = jax.jit(jax.vmap(reduce.update, axis_name="data"))
     >>> mean, state = step(gradients, state)
-    >>> (bucket,) = state.method.values()
+    >>> bucket, worker = state.method.values()
     >>> kept = bucket.residual.reshape(gradients.shape)
     >>> bool(jnp.allclose(mean[0] + kept.mean(axis=0), gradients.mean(axis=0), atol=1e-5))
     True

@@ -28,7 +28,8 @@ class LocalSGDState(NamedTuple):
     # Mean changes that are sent but not applied, of each fragment, under the period and the delay
     # that say when; {} without delay.
     pending: Mapping[str, Mapping[str, Any]]
-    # States of the method, of each fragment, named as those of `AllReduceState`; {} if it has none.
+    # States of the method, of each fragment, as those of `AllReduceState`; {} if it has none. All
+    # workers go on from first ones if any gets those of another.
     method: Mapping[str, Mapping[str, State]]
 
 

@@ -99,6 +99,61 @@ def test_a_batch_without_targets_has_no_loss_and_no_gradient(data_mesh, form):
     assert step(weights(), inputs(), jnp.ones(ROWS))[0] > 0
 
 
+def test_a_gradient_of_a_gradient_is_refused_with_the_way_to_one(data_mesh):
+    loss_fn = dq.data_parallel(mean, mesh=data_mesh(NUM_WORKERS), axis_name="data")
+    with pytest.raises(ValueError, match=r"inner one of the plain loss, inside the loss"):
+        jax.grad(lambda w: jnp.sum(jax.grad(loss_fn)(w, inputs()) ** 2))(weights())
+
+
+def mean_over_targets(w, x, mask):
+    """Without a guard against 0/0, whose derivative is not finite either."""
+    return jnp.sum(jnp.mean((x @ w) ** 2, axis=1) * mask) / mask.sum()
+
+
+OVER_TARGETS = {"num_targets": lambda w, x, mask: mask.sum()}
+TRANSFORMS = pytest.mark.parametrize("transform", ("vmap", "shard_map"))
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("form", FORMS)
+def test_workers_without_targets_take_no_part_whatever_their_loss_is(data_mesh, form, transform):
+    """It is 0/0 on two workers of four, in a mean of aux too."""
+    mask = jnp.zeros(ROWS).at[jnp.array([5, 12, 13, 14])].set(1.0)
+
+    def loss_fn(w, x, mask):
+        loss = mean_over_targets(w, x, mask)
+        return loss, {"mean": 2 * loss, "count": mask.sum()}
+
+    options = {"has_aux": True, "aux": {"mean": "mean", "count": "sum"}, "transform": transform}
+    step = differentiated(form, loss_fn, data_mesh(NUM_WORKERS), **OVER_TARGETS, **options)
+    (loss, aux), gradient = step(weights(), inputs(), mask)
+    expected = jax.value_and_grad(mean_over_targets)(weights(), inputs(), mask)
+    np.testing.assert_allclose(loss, expected[0], rtol=EXACT)
+    np.testing.assert_allclose(aux["mean"], 2 * expected[0], rtol=EXACT)
+    assert aux["count"] == 4
+    np.testing.assert_allclose(gradient, expected[1], rtol=EXACT, atol=EXACT)
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("targets", ("all", "none"))
+def test_nan_of_workers_that_take_part_surfaces(data_mesh, form, transform, targets):
+    """So does 0/0 if no worker has targets, as it does on one device."""
+    mask = jnp.full(ROWS, 1.0 if targets == "all" else 0.0)
+    x = inputs().at[0].set(jnp.nan) if targets == "all" else inputs()
+    how = {**OVER_TARGETS, "transform": transform}
+    step = differentiated(form, mean_over_targets, data_mesh(NUM_WORKERS), **how)
+    loss, gradient = step(weights(), x, mask)
+    assert np.isnan(loss)
+    assert np.all(np.isnan(gradient))
+
+
+def test_the_check_ignores_workers_without_targets(data_mesh):
+    how = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", **OVER_TARGETS}
+    mask = jnp.zeros(ROWS).at[5:].set(1.0)
+    dq.check_data_parallel(dq.data_parallel(mean_over_targets, **how), weights(), inputs(), mask)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_complex_parameters_are_trained(data_mesh, form):
     params = {"c": weights() * (1 + 2j), "w": weights()}

@@ -407,7 +407,7 @@ def test_a_state_of_an_earlier_version():
         state = reduce.init(g)
         return reduce.update(g, state._replace(method=tuple(state.method.values())))
 
-    with raises(TypeError, "state.method is a tuple", "before 0.2", "Call init"):
+    with raises(TypeError, "state.method is a tuple", "before states had names", "Call init"):
         simulated(update)(KEY, GRADIENT)
 
 

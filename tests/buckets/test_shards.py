@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
 from dynamiq_jax._inputs.shards import Shards
+from tests.support.checkpoints import of_buckets
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
@@ -282,7 +283,7 @@ def test_states_are_split_as_the_gradients_are():
     saved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
     second, after = update(own, state)
     again, _ = update(own, saved)
-    of_shards, whole = (after.method[name].residual for name in sorted(after.method))
+    of_shards, whole = (bucket.residual for bucket in of_buckets(after).values())
     assert of_shards.shape == (8, 256 * 512 // 4) and whole.shape == (2, 4096)
     assert of_shards.sharding.shard_shape(of_shards.shape) == (1, 256 * 512 // 4)
     left_out = np.asarray(of_shards).reshape(2, -1).mean(axis=0)
@@ -324,7 +325,7 @@ def test_states_of_every_kind_resume_on_shards(method):
     steps = update(own[1], state), update(own[1], saved)
     for there, here in zip(*map(jax.tree.leaves, steps), strict=True):
         np.testing.assert_array_equal(there, here)
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(state.method)} == {8}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(of_buckets(state))} == {8}
     second = steps[0][0]
     for shard in second.addressable_shards:
         np.testing.assert_array_equal(shard.data, np.asarray(second)[shard.index])

@@ -241,7 +241,8 @@ def test_state_is_declared_and_stable_under_update(name):
     assert after == before
     assert bool(jax.tree.leaves(before.method)) == method.is_stateful
     metric = jax.ShapeDtypeStruct((NUM_WORKERS,), jnp.float32)
-    assert after.metrics == dict.fromkeys(method.metrics, metric)
+    names = (*method.metrics, *(["reset_states"] if method.is_stateful else []))
+    assert after.metrics == dict.fromkeys(names, metric)
 
 
 def matrix_call() -> Call:

@@ -87,7 +87,7 @@ def test_nothing_is_gained_on_nvlink():
     gains = [gain_of_a_step("3600gbit", overlap) for overlap in (0.0, 0.5)]
     assert 1 < gains[0] < 1.02 and 0.96 < gains[1] < 0.98
     assert "a step gains 1% or loses 3%" in PAGES["docs/should_i_compress.md"]
-    assert "| NVLink, or inside one host | `jax.lax.pmean` |" in PAGES["docs/which_method.md"]
+    assert "| NVLink inside one host | `jax.lax.pmean` |" in PAGES["docs/which_method.md"]
     assert "Nothing is gained on fast links, such as NVLink" in PAGES["README.md"]
 
 

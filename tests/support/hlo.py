@@ -123,16 +123,17 @@ def sum_on_mesh(
 
 
 def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
-    """Bytes of each worker in the compiled program of a step, whose state comes out with it."""
+    """Bytes of each worker in the compiled program of a step, from a state to the next one."""
     reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
+    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
-    def local(stacked):
-        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
-        updates, state = reduce.update(mine, reduce.init(mine))
-        return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
+    def update(stacked, state):
+        return reduce.update(jax.tree.map(lambda leaf: leaf[0], stacked), state)
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data")))
-    found = collectives(jax.jit(mapped).lower(_stacked(tree, mesh.size)).compile().as_text())
+    init = jax.shard_map(reduce.init, mesh=mesh, in_specs=P(), out_specs=specs)
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+    arguments = _stacked(tree, mesh.size), jax.eval_shape(init, tree)
+    found = collectives(jax.jit(mapped).lower(*arguments).compile().as_text())
     return sum(c.sent_bytes(mesh.size) for c in found)
 
 

@@ -1,0 +1,170 @@
+"""States of methods belong to their workers: those of another one never enter a sum."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.contrib import EF21M, GlobalCompensation, SplitSketch
+from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD, TopKChunked
+from dynamiq_jax.training import LocalSGD
+from tests.support.gradients import of_workers
+
+WORKERS = 3
+METHODS: tuple[Method, ...] = (
+    ErrorFeedback(inner=TopKChunked(bits=2.0)),
+    PowerSGD(),
+    SplitSketch(),
+    EF21M(inner=dq.Exact()),
+    GlobalCompensation(inner=dq.BF16()),
+)
+
+
+class Run:
+    """Two steps of a method on virtual workers, and the third one from any states."""
+
+    def __init__(self, method: Method):
+        reduce = dq.all_reduce_gradients("data", method=method)
+        shape = (WORKERS, 64, 64)
+        self._update = jax.jit(jax.vmap(reduce.update, axis_name="data"))
+        self._gradients = [of_workers(seed, WORKERS, 64 * 64).reshape(shape) for seed in range(3)]
+        self.start = jax.jit(jax.vmap(reduce.init, axis_name="data"))(self._gradients[0])
+        self.before = self.start
+        for gradients in self._gradients[:2]:
+            _, self.before = self._update(gradients, self.before)
+
+    def third(self, method_states):
+        """Return the third mean of all workers, and the state after it."""
+        return self._update(self._gradients[2], self.before._replace(method=method_states))
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=lambda method: type(method).__name__)
+def run(request):
+    return Run(request.param)
+
+
+@given(sources=st.lists(st.integers(0, WORKERS - 1), min_size=WORKERS, max_size=WORKERS))
+def test_workers_go_on_from_their_own_states_or_all_from_first_ones(run, sources):
+    """Whichever worker's states each of them gets, by a swap or by a copy."""
+    given_states = jax.tree.map(lambda leaf: leaf[np.array(sources)], run.before.method)
+    are_own = sources == [*range(WORKERS)]
+    mean, after = run.third(given_states)
+    wanted, state = run.third(run.before.method if are_own else run.start.method)
+    np.testing.assert_array_equal(mean, wanted)
+    jax.tree.map(np.testing.assert_array_equal, after.method, state.method)
+    foreign = sum(source != worker for worker, source in enumerate(sources))
+    np.testing.assert_allclose(after.metrics["reset_states"], [foreign / WORKERS] * WORKERS)
+
+
+def test_states_matter(run):
+    """Otherwise the law above would hold for states that are never read."""
+    one, other = (run.third(states)[0] for states in (run.before.method, run.start.method))
+    assert np.any(one != other)
+
+
+FEEDBACK = METHODS[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "check_vma"), ((P("data"), True), (P("data"), False), (P(), False)), ids=str
+)
+def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
+    """Without types, P() passes all states, but what is saved is that of worker 0."""
+    mesh = data_mesh(4)
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
+    specs = dq.AllReduceState(step=P(), method=spec, metrics=P())
+    how = {"mesh": mesh, "check_vma": check_vma}
+    start = jax.shard_map(reduce.init, in_specs=P(), out_specs=specs, **how)
+    update = jax.jit(
+        jax.shard_map(
+            lambda g, state: reduce.update(g[0], state),
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+            **how,
+        )
+    )
+    gradients = of_workers(0, 4, 64 * 64).reshape(4, 64, 64)
+    state = jax.jit(start)(gradients[0])
+    for _ in range(3):
+        _, state = update(gradients, state)
+        assert state.metrics["reset_states"] == 0
+    restored = jax.tree.map(
+        lambda leaf: jax.device_put(np.asarray(leaf), NamedSharding(mesh, leaf.sharding.spec)),
+        state,
+    )
+    (on, _), (again, after) = update(gradients, state), update(gradients, restored)
+    if spec == P("data"):
+        np.testing.assert_array_equal(on, again)
+        assert after.metrics["reset_states"] == 0
+    else:
+        assert after.metrics["reset_states"] == 0.75
+        first, _ = update(gradients, jax.jit(start)(gradients[0])._replace(step=state.step))
+        np.testing.assert_array_equal(again, first)
+
+
+def test_workers_of_several_axes():
+    """A swap inside a host is one too."""
+    reduce = dq.all_reduce_gradients(("hosts", "local"), method=FEEDBACK)
+
+    def on_all(function):
+        return jax.jit(jax.vmap(jax.vmap(function, axis_name="local"), axis_name="hosts"))
+
+    gradients = of_workers(0, 4, 64 * 64).reshape(2, 2, 64, 64)
+    update = on_all(reduce.update)
+    _, state = update(gradients, on_all(reduce.init)(gradients))
+    for turn, axis in itertools.product((0, 1), (0, 1)):
+        moved = jax.tree.map(lambda leaf, a=axis, t=turn: jnp.roll(leaf, t, a), state.method)
+        _, after = update(gradients, state._replace(method=moved))
+        np.testing.assert_array_equal(after.metrics["reset_states"], np.full((2, 2), turn))
+
+
+def test_states_of_another_number_of_workers():
+    """The first rows of a checkpoint of more workers."""
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
+    gradients = of_workers(0, 4, 64 * 64).reshape(4, 64, 64)
+    update = jax.jit(jax.vmap(reduce.update, axis_name="data"))
+    _, state = update(gradients, jax.vmap(reduce.init, axis_name="data")(gradients))
+    _, after = update(gradients[:2], jax.tree.map(lambda leaf: leaf[:2], state))
+    np.testing.assert_array_equal(after.metrics["reset_states"], [1, 1])
+
+
+def test_states_without_a_record():
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
+    gradients = jnp.ones((2, 64, 64))
+    state = jax.vmap(reduce.init, axis_name="data")(gradients)
+    update = jax.vmap(reduce.update, axis_name="data")
+    old = {name: of for name, of in state.method.items() if name != "worker"}
+    with pytest.raises(ValueError, match=r"no 'worker'.*\*\*init\(params\)\.method"):
+        update(gradients, state._replace(method=old))
+    joined = state._replace(method={**state.method, **old})  # the remedy
+    update(gradients, joined)
+
+
+def test_methods_without_states_have_no_record():
+    reduce = dq.all_reduce_gradients("data", method="bf16")
+    state = jax.vmap(reduce.init, axis_name="data", axis_size=2, in_axes=None)(jnp.ones((64, 64)))
+    assert state.method == state.metrics == {}
+
+
+@pytest.mark.parametrize("swapped", (False, True), ids=("own", "of the other"))
+def test_local_sgd_resets_them_too(swapped):
+    local_sgd = LocalSGD(axis_name="data", every=1, method=FEEDBACK)
+    params = of_workers(0, 2, 64 * 64).reshape(2, 64, 64)
+    update = jax.jit(jax.vmap(local_sgd.update, axis_name="data"))
+    start = jax.vmap(local_sgd.init, in_axes=None, axis_name="data", axis_size=2)(params[0])
+    _, state = update(params, start)
+    given_states = jax.tree.map(lambda leaf: leaf[::-1] if swapped else leaf, state.method)
+    cases = start.method, state.method
+    wanted, other = cases if swapped else reversed(cases)
+    found, wanted, other = (
+        update(params, state._replace(method=states))[0] for states in (given_states, wanted, other)
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert np.any(found != other)
