@@ -221,8 +221,7 @@ def _run(
         (own, rows), (value, rests) = work.over_workers(
             local, signature, {**arrays, DIFFERENTIATED: stacked}
         )
-        before = [leaf for leaf in (token, *jax.tree.leaves((value, rests))) if leaf is not None]
-        order.remember(order.token_of(before))
+        order.remember(order.token_of([token, *jax.tree.leaves((value, rests))]))
         each = unwrap_single(_like(trees, own, leading=(replicas.count,)))
         grads, metrics = replicas.all_reduce(each, key, mean=True)
         means = [leaf for leaf in jax.tree.leaves(grads) if leaf.dtype != jax.dtypes.float0]

@@ -19,6 +19,7 @@ from dynamiq_jax._buckets import agreement, exact, order, recording
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.loop import States, send_all
 from dynamiq_jax._buckets.operations import Operation
+from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
 from dynamiq_jax._buckets.state_names import check_names, state_name
 from dynamiq_jax._buckets.state_owner import OWNER, owner, reset_foreign
@@ -74,7 +75,6 @@ def run(
     planned_tree.check_agreement(key)
 
     def local(
-    def local(
         leaves: dict[int, Array], key: Array, states: NamedStates | None, token: Array | None
     ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None]:
         before, of_states = planned_tree.local_states(), dict[str, Array]()
@@ -89,6 +89,7 @@ def run(
         metrics = {**planned_tree.no_metrics(), **metrics, **of_states}
         if shards.axes:
             metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
+            token = token_of([token, *metrics.values()])
         return result, planned_tree.named(after_step), metrics, shards.same(token)
 
     touched = {

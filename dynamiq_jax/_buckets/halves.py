@@ -215,7 +215,7 @@ def gather(
         for (number,) in (group for group in groups if len(group) == 1)
     }
     payloads = jax.tree.leaves([payload for _, payload in encoded.values()])
-    token = token_of(payloads if token is None else [token, *payloads])
+    token = token_of([token, *payloads])
     means: dict[int, Array] = {}
     for group in groups:
         if len(group) == 1:
@@ -227,8 +227,7 @@ def gather(
         means |= {number: one.total for number, one in zip(group, sent, strict=True)}
         token = sent[-1].token
     totals = [means[number] for number in range(len(means))]
-    last = None if token is None else token_of([token])
-    return restored(operation, plan, leaves, totals), last
+    return restored(operation, plan, leaves, totals), token_of([token])
 
 
 def _call(bucket: Bucket, half: Literal["psum_scatter", "all_gather"]) -> Call:

@@ -82,7 +82,7 @@ def send_all(
         result,
         tuple(sent[number].state for number in range(len(sent))),
         metrics,
-        token_of(arrived or ([] if token is None else [token])),
+        token_of(arrived or [token]),
     )
 
 

@@ -67,12 +67,12 @@ def after(token: Array | None, value: Array) -> Array:
     return jnp.where(never(token), jnp.zeros_like(value), value)
 
 
-def token_of(values: Sequence[Array]) -> Array | None:
-    """Return a token, float32 scalar, that is available when all values are; None for no values."""
+def token_of(values: Sequence[Array | None]) -> Array | None:
+    """Return a token, float32 scalar, that is available when all values are; None if none is."""
     flags = [
         never(value)
         for value in values
-        if value.size and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        if value is not None and value.size and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
     ]
     return functools.reduce(operator.or_, flags).astype(jnp.float32) if flags else None
 
