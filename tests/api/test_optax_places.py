@@ -89,7 +89,7 @@ def test_clipping_in_front_is_of_each_worker(data_mesh, check_vma):
     (
         (
             lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-            "behind dq.all_reduce_gradients",
+            "apply_if_finite behind dq.all_reduce",
         ),
         (lambda tx: optax.apply_if_finite(tx, 5), "must have equal output types"),
     ),
