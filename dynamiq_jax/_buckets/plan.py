@@ -232,7 +232,8 @@ def _refuse(leaf: tuple[int, int], method: Method, cuts: Cuts) -> NoReturn:
     name = cuts.names[index] if cuts.names else f"leaf {index}"
     needs = f"method={method!r} needs the shape of" if method.uses_shapes else "this call sends"
     raise ValueError(
-        f"{name} has {size // cuts.copies:,} coordinates, too many for one bucket, and {needs} whole leaves. A bucket has at most "
+        f"{name} has {size // cuts.copies:,} coordinates, too many for one bucket, "
+        f"and {needs} whole leaves. A bucket has at most "
         f"{MOST_IN_BUCKET:,} coordinates, and as many bytes in its messages: indices are int32. "
         "Cut the leaf into several, shard it over more devices, or give it another method or "
         "fewer bits."
