@@ -80,8 +80,13 @@ def encode(
         _OPERATION.axes,
         compression,
         compression.policy.methods(tree),
-        cuts=Cuts("in_order", into_parts=False, into_stripes=False, copies=2),
-        names=[f"tree[{name!r}]" for name in names],
+        cuts=Cuts(
+            "in_order",
+            into_parts=False,
+            into_stripes=False,
+            copies=2,
+            names=tuple(f"tree[{name!r}]" for name in names),
+        ),
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)

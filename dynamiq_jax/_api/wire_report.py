@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._buckets import exact, state_owner
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.error_estimate import sample_bytes
-from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
+from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan, make_plan
 from dynamiq_jax._core import Axis
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
@@ -187,7 +187,7 @@ def plan_without_arrays(
         compression,
         compression.policy.methods(tree),
         split_over=[shards.axes_of(index) for index in range(len(leaves))],
-        names=[f"tree{name}" for name in names],
+        cuts=Cuts(compression.options.bucketing, names=tuple(f"tree{name}" for name in names)),
     )
     return axes, plan, list(zip(names, leaves, strict=True))
 

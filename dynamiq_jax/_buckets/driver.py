@@ -178,8 +178,9 @@ class PlannedTree:
             compression,
             methods,
             split_over=split_over,
-            cuts=operation.cuts(compression.options),
-            names=[f"tree{name}" for name in names],
+            cuts=dataclasses.replace(
+                operation.cuts(compression.options), names=tuple(f"tree{name}" for name in names)
+            ),
         )
         if recording.is_recording():
             recording.record(_record(operation, names, planned, plan))

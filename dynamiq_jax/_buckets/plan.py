@@ -56,6 +56,7 @@ class Cuts:
     # Whether leaves that are too large for one bucket may be cut into stripes all the same.
     into_stripes: bool = True
     copies: int = 1  # parts of workers that a bucket counts, but of which a program holds one
+    names: tuple[str, ...] = ()  # of the leaves, for errors; if empty, these have their numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,6 @@ def make_plan(
     *,
     split_over: Sequence[tuple[str, ...]] | None = None,
     cuts: Cuts | None = None,
-    names: Sequence[str] | None = None,
 ) -> Plan:
     """Sort leaves into buckets.
 
@@ -88,7 +88,6 @@ def make_plan(
         ones never share a bucket: those that are the same along an axis stay the same, since
         everything that their rounding depends on is.
       cuts: how leaves are cut; None for an all-reduce.
-      names: names of the leaves, for errors.
 
     Raises:
       ValueError: a leaf that is too large for one bucket, and cannot be cut.
@@ -130,7 +129,7 @@ def make_plan(
             in_order, why_exact = kind.in_order(group, shapes, limit if cuts.into_parts else None)
             if any(_is_too_large(b.size, b.call, b.cost, cuts.copies) for b in in_order):
                 if not cuts.into_stripes or kind.method.uses_shapes:
-                    _refuse(max(group, key=lambda member: member[1]), kind.method, cuts, names)
+                    _refuse(max(group, key=lambda member: member[1]), kind.method, cuts)
                 in_order, why_exact = kind.striped(group, shapes, limit)
             buckets += in_order
             exact += [(index, why_exact) for index, _ in group if why_exact]
@@ -227,15 +226,14 @@ def _is_too_large(size: int, call: Call, cost: WireCost, copies: int) -> bool:
     return max(size, call.num_chunks * cost.payload_bytes) > copies * MOST_IN_BUCKET
 
 
-def _refuse(
-    leaf: tuple[int, int], method: Method, cuts: Cuts, names: Sequence[str] | None
-) -> NoReturn:
+def _refuse(leaf: tuple[int, int], method: Method, cuts: Cuts) -> NoReturn:
     """Raise ValueError for a leaf, (index, size), that is too large and cannot be cut."""
     index, size = leaf
+    name = cuts.names[index] if cuts.names else f"leaf {index}"
     needs = f"method={method!r} needs the shape of" if method.uses_shapes else "this call sends"
     raise ValueError(
-        f"{names[index] if names else f'leaf {index}'} has {size // cuts.copies:,} coordinates, "
-        f"too many for one bucket, and {needs} whole leaves. A bucket has at most "
+        f"{name} has {size // cuts.copies:,} coordinates, too many for one bucket, "
+        f"and {needs} whole leaves. A bucket has at most "
         f"{MOST_IN_BUCKET:,} coordinates, and as many bytes in its messages: indices are int32. "
         "Cut the leaf into several, shard it over more devices, or give it another method or "
         "fewer bits."
