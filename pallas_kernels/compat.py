@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import warnings
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -182,24 +183,54 @@ class Job(NamedTuple):
     num_processes: int
 
 
+# Methods of the client of the coordination service that the agreement of processes calls.
+_CLIENT = (
+    "blocking_key_value_get",
+    "key_value_delete",
+    "key_value_dir_get",
+    "key_value_set",
+)
+
+
 def job() -> Job | None:
     """Return this process among those of its job; None if it is the only one.
 
-    JAX has no public function that returns the client of the coordination service.
+    JAX has no public function that returns the client of the coordination service. Where another
+    version of JAX has it elsewhere, a warning says that nothing is compared.
     """
-    distributed = importlib.import_module("jax._src.distributed")
-    state = getattr(distributed, "global_state", None)
-    if state is None or state.client is None or state.num_processes < 2:
+    try:
+        state = importlib.import_module("jax._src.distributed").global_state
+        client, process, number = state.client, state.process_id, state.num_processes
+    except (ImportError, AttributeError) as error:
+        if jax.process_count() > 1:
+            _warn_of_no_client(f"{error}")
         return None
-    return Job(state.client, state.process_id, state.num_processes)
+    if client is None or number < 2:
+        return None
+    if missing := [name for name in _CLIENT if not hasattr(client, name)]:
+        _warn_of_no_client(f"the client has no {', '.join(missing)}")
+        return None
+    return Job(client, process, number)
+
+
+@functools.cache  # once
+def _warn_of_no_client(reason: str) -> None:
+    warnings.warn(
+        f"The coordination service of jax.distributed was not found in JAX {jax.__version__} "
+        f"({reason}). It is not checked that all processes run the same collective: if they do "
+        "not, they hang or their results are wrong. Install a version of dynamiq-jax that supports "
+        "this version of JAX, or give dq.Options(check_agreement=False) to all collectives.",
+        stacklevel=3,
+    )
 
 
 def concrete_mesh() -> Mesh | None:
     """Return the mesh of `jax.set_mesh`, also while tracing, where `jax.sharding.get_mesh` raises.
 
-    None if there is none.
+    None if there is none, or if this version of JAX does not say.
     """
-    meshes = importlib.import_module("jax._src.mesh")
-    find = getattr(meshes, "get_concrete_mesh", None)
-    mesh = None if find is None else find()
+    try:
+        mesh = importlib.import_module("jax._src.mesh").get_concrete_mesh()
+    except (ImportError, AttributeError):
+        return None
     return mesh if isinstance(mesh, Mesh) and not mesh.empty else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core import Axis
@@ -54,7 +54,7 @@ class Axes:
             return flat
         part = jnp.pad(flat.astype(jnp.float32), (0, self.num_fast * part_size - flat.size))
         for axis in reversed(self.fast):
-            part = lax.psum_scatter(part, axis.name, tiled=True)
+            part = axis.sum_scatter(part, tiled=True)
         return part
 
     @scopes.scope(scopes.FAST)

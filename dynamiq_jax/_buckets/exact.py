@@ -78,5 +78,5 @@ def reduce_scatter(leaf: Array, axis: Axis, dimension: int, tiled: bool) -> Arra
         wide = leaf.astype(jnp.int32)
     elif jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
         wide = leaf.astype(jnp.float32)
-    total = lax.psum_scatter(wide, axis.name, scatter_dimension=dimension, tiled=tiled)
+    total = axis.sum_scatter(wide, dimension, tiled=tiled)
     return total.astype(leaf.dtype)

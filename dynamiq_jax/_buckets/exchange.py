@@ -1,34 +1,38 @@
-"""Exchange of descriptions between the processes of a job, and errors where they differ."""
+"""Comparison of what the processes of a job trace, by its content."""
 
 import base64
-import collections
-import contextlib
 import hashlib
 import json
 import threading
 import time
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-PATIENCE = 60.0  # seconds to wait for other processes, which may still load their data
-_REPLY = 10.0  # seconds to wait for a description whose digest is there already
-_SHOWN = 10  # fields that an error lists
-_SHOWN_LENGTH = 300  # characters of a value in an error
+from dynamiq_jax._buckets import disagreement
+from dynamiq_jax._buckets.disagreement import Description
+from dynamiq_jax._buckets.ledger import AGREED, WENT_ON, Entry, Ledger, Record, Verdict, Wait
 
-Description = Mapping[str, str]  # field to value; readable, as errors show them
+PATIENCE = 10.0  # seconds that a process waits for the others, once
+SHORT_PATIENCE = 2.0  # the same after that, until the processes agree again
+# Seconds to wait for processes that went on with another collective. They may be stuck in it, or
+# have traced it for a log alone.
+DOUBT = 60.0
+_GLANCE = 0.2  # seconds until a process looks who else waits
+_HELD = 600.0  # seconds for which a collective that a process went on with counts against it
+_REPLY = 10.0  # seconds to wait for a description that was published before
 
 
 class Exchange:
-    """Descriptions of one process, each compared once with those of the other processes.
+    """Descriptions of one process, each compared once with equal ones of the other processes.
 
-    The n-th new description of each process is compared with the n-th of the others. A process
-    sends four small messages to the coordination service for each: the description, its digest, an
-    arrival at a barrier, and a request for the digests of all processes. Descriptions of others are
-    requested only where digests differ.
+    A process sends four small messages to the coordination service for each: the description, its
+    arrival, a request for the arrivals of all, and one that waits for the verdict, or gives it if
+    this process is the last one. The order in which processes trace does not matter, nor the number
+    of threads that do.
     """
 
     def __init__(self, client: Any, process: int):
@@ -40,127 +44,183 @@ class Exchange:
         """
         self.client = client
         self._process = process
-        self._agreed: set[tuple[tuple[int, ...], str]] = set()
-        self._numbers: collections.Counter[tuple[int, ...]] = collections.Counter()
-        self._lock = threading.Lock()  # threads that trace take turns, each with a number
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._lock = threading.Lock()
 
     def agree(self, description: Description, processes: tuple[int, ...]) -> None:
         """Compare a new description with those of other processes; return at once for a known one.
 
-        Processes that do not come within `PATIENCE` seconds cause a warning. They compare their own
-        description when they come. A description that differs is not remembered: the next call with
-        it is compared with the next descriptions of the others.
+        A process goes on with a warning if others have not come within `PATIENCE` seconds. They
+        compare their own description when they come. One that differs is not remembered: the next
+        call with it is compared anew.
 
         Args:
           description: what has to be the same.
           processes: numbers of the processes that compare, ascending, this one among them.
 
         Raises:
-          RuntimeError: the descriptions of two processes differ. All processes raise it.
+          RuntimeError: processes wait for each other with descriptions that differ, and all of them
+            raise it; or others went on with one that differs, and do not come.
         """
+        try:
+            with self._lock:  # held while a group begins, but not while a process waits
+                if processes not in self._groups:
+                    self._groups[processes] = _Group(self.client, self._process, processes)
+            warning = self._groups[processes].agree(description)
+        except jax.errors.JaxRuntimeError as error:
+            reason = f"The coordination service reports an error: {error!s:.200}"
+            warning = disagreement.unchecked(reason)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
+
+
+class _Group:
+    """Descriptions that one process has compared with those of a group.
+
+    Threads share its containers, and change them by single operations.
+    """
+
+    def __init__(self, client: Any, process: int, processes: tuple[int, ...]):
+        self._process, self._processes = process, processes
+        self._ledger = Ledger(client, process, _digest(repr(processes)))
+        self._known: set[str] = set()
+        self._unanswered: dict[str, int] = {}  # round by digest, of the last ones that went on
+        self._patience: float | None = None
+
+    def agree(self, description: Description) -> str | None:
+        """Compare a description; return a warning if it stays unanswered."""
         text = _packed(description)
         digest = _digest(text)
-        with self._lock:
-            if (processes, digest) in self._agreed:
-                return
-            start = time.monotonic()
-            try:
-                digests = self._digests(text, digest, processes)
-            except jax.errors.JaxRuntimeError as error:
-                self._end(processes, digest)
-                _warn(f"The coordination service reports an error: {error!s:.200}")
-                return
-            if others := {*digests.values()} - {digest}:
-                self._numbers[processes] += 1
-                known = {digest: description, **{one: self._description(one) for one in others}}
-                raise RuntimeError(difference({p: known[d] for p, d in digests.items()}))
-            self._end(processes, digest)
-        if missing := sorted({*processes} - {*digests}):
-            waited = time.monotonic() - start
-            _warn(f"After {waited:.0f} s, {named(missing)} had not traced the same step.")
+        if digest in self._known:
+            return None
+        start = time.monotonic()
+        try:
+            self._settle()
+            self._ledger.publish(digest, text)
+            verdict = self._compare(digest)
+        except jax.errors.JaxRuntimeError:
+            self._known.add(digest)
+            raise
+        if verdict.entries:
+            self._ledger.close_wait(digest)
+            raise RuntimeError(self._difference(verdict))
+        self._known.add(digest)
+        missing = () if verdict == AGREED else self._missing(self._ledger.record(digest))
+        if not missing:
+            self._patience = None
+            return None
+        self._patience = SHORT_PATIENCE
+        return disagreement.unanswered(description, sorted(missing), time.monotonic() - start)
 
-    def _end(self, processes: tuple[int, ...], digest: str) -> None:
-        self._numbers[processes] += 1
-        self._agreed.add((processes, digest))
+    def _settle(self) -> None:
+        """Raise a difference that late processes found in what this process went on with."""
+        for digest, number in list(self._unanswered.items()):
+            self._unanswered.pop(digest, None)
+            # This process traces again, so it is not stuck there.
+            self._ledger.close_wait(digest)
+            if verdict := self._ledger.record(digest).late.get(number):
+                self._known.discard(digest)
+                raise RuntimeError(self._difference(verdict))
 
-    def _digests(self, text: str, digest: str, processes: tuple[int, ...]) -> dict[int, str]:
-        """Publish a description and return the digests of all processes that have come."""
-        place = f"{_ROOT}/{_digest(repr(processes))}/{self._numbers[processes]}"
-        # Equal descriptions have one place. A process that restarts publishes its own again.
-        self.client.key_value_set(_place(digest), text, allow_overwrite=True)
-        self.client.key_value_set(f"{place}/{self._process}", digest, allow_overwrite=True)
-        # It raises an error if some do not come in time, or this process comes after that time.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self.client.wait_at_barrier(f"{place}/all", int(1000 * PATIENCE), list(processes))
-        entries = self.client.key_value_dir_get(f"{place}/")
-        return {int(key.rpartition("/")[2]): value for key, value in entries}
+    def _compare(self, digest: str) -> Verdict:
+        """Return the verdict about a description, once there is one about this process."""
+        while True:
+            number, record = self._come(digest)
+            if self._missing(record):
+                verdict = self._await(digest, number)
+            else:
+                self._ledger.decide(digest, record.next_round, AGREED)
+                verdict = AGREED
+            if not verdict.entries or verdict.has(self._process, digest):
+                return verdict
 
-    def _description(self, digest: str) -> Description:
-        text = self.client.blocking_key_value_get(_place(digest), int(1000 * _REPLY))
-        return _unpacked(text)
+    def _come(self, digest: str) -> tuple[int, Record]:
+        """Enter the first round without a verdict, or any if all processes are present."""
+        number = 0
+        while True:
+            self._ledger.come(digest, number)
+            record = self._ledger.record(digest)
+            if number not in record.verdicts or not self._missing(record):
+                return number, record
+            number = record.next_round
+
+    def _missing(self, record: Record) -> set[int]:
+        return {*self._processes} - {*record.present}
+
+    def _await(self, digest: str, number: int) -> Verdict:
+        """Wait for a verdict, and give one if there is none in time."""
+        verdict = self._ledger.await_verdict(digest, number, _GLANCE)
+        if verdict is None or verdict == WENT_ON:
+            self._ledger.open_wait(digest, number, _is_only_thread())
+            verdict = verdict or self._await_others(digest, number)
+            if verdict == WENT_ON:
+                self._unanswered[digest] = number
+            else:
+                self._ledger.close_wait(digest)
+        return verdict
+
+    def _await_others(self, digest: str, number: int) -> Verdict:
+        # Processes whose only thread waits for another one can never come.
+        verdict = self._find(digest, lambda wait: not wait.is_over and wait.only_thread)
+        if verdict is None or not _is_only_thread():
+            patience = PATIENCE if self._patience is None else self._patience
+            verdict = self._ledger.await_verdict(digest, number, max(patience - _GLANCE, 0))
+            verdict = verdict or self._find(digest, lambda wait: not wait.is_over)
+        if verdict is None and self._find(digest, _is_recent):
+            verdict = self._ledger.await_verdict(digest, number, DOUBT)
+            verdict = verdict or self._find(digest, _is_recent)
+        return self._decide(digest, number, verdict or WENT_ON)
+
+    def _find(self, digest: str, counts: Callable[[Wait], bool]) -> Verdict | None:
+        """Find the difference, if each missing process has another description that counts."""
+        record = self._ledger.record(digest)
+        missing = self._missing(record)
+        others: dict[int, Wait] = {}
+        for wait in self._ledger.waits():
+            entry = wait.entry
+            # This process has traced those that it knows: they are no difference.
+            if entry.process in missing and entry.digest not in self._known and counts(wait):
+                others.setdefault(entry.process, wait)
+        if not missing or missing != {*others}:
+            return None
+        present = [Entry(process, digest, number) for process, number in record.present.items()]
+        entries = sorted([*present, *(wait.entry for wait in others.values())])
+        is_late = any(wait.is_over for wait in others.values()) or any(
+            record.verdicts.get(entry.round) == WENT_ON for entry in present
+        )
+        return Verdict("differ late" if is_late else "differ", tuple(entries))
+
+    def _decide(self, digest: str, number: int, verdict: Verdict) -> Verdict:
+        """Give a verdict to all rounds that it is about; return the one about this process."""
+        if not verdict.entries:
+            return self._ledger.decide(digest, number, verdict)
+        # In the same order everywhere, so that of two processes that decide one is the first.
+        for of_round in sorted({entry[1:] for entry in verdict.entries}):
+            standing = self._ledger.decide(*of_round, verdict)
+            if standing == WENT_ON:
+                self._ledger.decide_late(*of_round, verdict)
+            elif standing.has(self._process, digest):
+                verdict = standing
+        return verdict
+
+    def _difference(self, verdict: Verdict) -> str:
+        known = {
+            digest: _unpacked(self._ledger.description(digest, _REPLY))
+            for digest in {entry.digest for entry in verdict.entries}
+        }
+        descriptions = {entry.process: known[entry.digest] for entry in verdict.entries}
+        return disagreement.difference(descriptions, verdict.kind == "differ late")
 
 
-_ROOT = "dynamiq_jax/agreement"
+def _is_recent(wait: Wait) -> bool:
+    return not wait.is_over or time.time() - wait.since < _HELD
 
 
-def _place(digest: str) -> str:
-    return f"{_ROOT}/descriptions/{digest}"
+def _is_only_thread() -> bool:
+    return threading.active_count() == 1
 
 
-def difference(descriptions: Mapping[int, Description]) -> str:
-    """Return the error for descriptions that differ, by process."""
-    fields = dict.fromkeys(field for each in descriptions.values() for field in each)
-    lines, differing = [], set[str]()
-    for field in fields:
-        if field.rpartition(".")[0] in differing:  # of objects of different kinds
-            differing.add(field)
-            continue
-        by_value: dict[str, list[int]] = {}
-        for process, description in sorted(descriptions.items()):
-            by_value.setdefault(description.get(field, "nothing"), []).append(process)
-        if len(by_value) > 1:
-            differing.add(field)
-            values = (f"{v:.{_SHOWN_LENGTH}} in {named(each)}" for v, each in by_value.items())
-            lines.append(f"  {field}: {'; '.join(values)}")
-    if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
-    return "\n".join(
-        [
-            "The processes of this job disagree about a collective. Nothing was sent.",
-            *lines,
-            "Give all processes the same program, arguments, flags and versions, and let all trace "
-            "their steps in the same order. dq.Options(check_agreement=False) switches this check "
-            "off.",
-        ]
-    )
-
-
-def named(processes: Sequence[int]) -> str:
-    """Return the name of some processes, ascending.
-
-    >>> named([3]), named([0, 1, 2, 5])
-    ('process 3', 'processes 0-2, 5')
-    """
-    runs: list[list[int]] = []
-    for process in processes:
-        if runs and runs[-1][-1] == process - 1:
-            runs[-1][1:] = [process]
-        else:
-            runs.append([process])
-    listed = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"process{'es' if len(processes) > 1 else ''} {listed}"
-
-
-def _warn(reason: str) -> None:
-    warnings.warn(
-        f"{reason} It was not checked that all processes run the same collective. If they do not, "
-        "they hang or their results are wrong. dq.Options(check_agreement=False) switches this "
-        "check off.",
-        stacklevel=2,
-    )
-
-
-def _packed(description: Description) -> str:
+def _packed(description: Mapping[str, str]) -> str:
     """Return a description as text: a large model has thousands of leaves."""
     text = json.dumps(description)
     return base64.b85encode(zlib.compress(text.encode())).decode()

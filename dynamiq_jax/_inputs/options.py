@@ -70,7 +70,7 @@ class Options:
     max_error: float | None = None
     # Whether the processes of `jax.distributed` compare each collective that they trace, before
     # they run it. A difference is an error on all of them. It costs some milliseconds while a step
-    # is traced, and nothing in a step or with one process. Processes wait up to 60 seconds for each
+    # is traced, and nothing in a step or with one process. Processes wait up to 10 seconds for each
     # other, and go on with a warning then.
     check_agreement: bool = True
 

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+import types
 import warnings
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets import agreement, exchange
+from dynamiq_jax._buckets import agreement, disagreement, exchange
 from pallas_kernels import compat
 from tests.support import processes
 from tests.support.agreement_worker import DISAGREEING
@@ -93,50 +94,67 @@ def test_late_processes_are_compared_when_they_come(found):
     assert "MXFP8 in process 1" in late["late and different"]["error"]
 
 
-class Store:
-    """The coordination service, for threads: a barrier fails if some do not come in time."""
+def test_a_process_that_traces_alone_stops_nobody(found):
+    (warning,) = found[0]["lone"]["warnings"]
+    assert "leaf 0: tree['lone'] of" in warning and "had not traced the same step" in warning
+    for of_process in found:
+        assert of_process["after lone"]["error"] is None
+        assert not of_process["after lone"]["warnings"]
 
-    def __init__(self, number: int):
+
+def test_threads_of_processes_may_trace_in_any_order(found):
+    for of_process in found:
+        assert of_process["threads"] == [None] * 2
+
+
+class Store:
+    """The coordination service, for threads: a key is written once, unless it says otherwise."""
+
+    def __init__(self) -> None:
         self.values: dict[str, str] = {}
-        self.arrived: dict[str, set[int]] = {}
         self.changed = threading.Condition()
-        self.number = number
         self.calls = 0
 
-    def client(self, process: int) -> "Client":
-        return Client(self, process)
+    def client(self) -> "Client":
+        return Client(self)
 
 
 class Client:
-    def __init__(self, store: Store, process: int):
-        self.store, self.process = store, process
+    def __init__(self, store: Store):
+        self.store = store
 
     def key_value_set(self, key, value, allow_overwrite=False):
         with self.store.changed:
             self.store.calls += 1
-            assert allow_overwrite or key not in self.store.values
+            if not allow_overwrite and key in self.store.values:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
             self.store.values[key] = value
             self.store.changed.notify_all()
 
-    def wait_at_barrier(self, name, milliseconds, process_ids):
+    def key_value_dir_get(self, prefix):
+        assert prefix.endswith("/")
         with self.store.changed:
             self.store.calls += 1
-            here = self.store.arrived.setdefault(name, set())
-            here.add(self.process)
-            self.store.changed.notify_all()
-            if not self.store.changed.wait_for(lambda: here >= {*process_ids}, milliseconds / 1e3):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return [pair for pair in self.store.values.items() if pair[0].startswith(prefix)]
 
-    def key_value_dir_get(self, prefix):
-        self.store.calls += 1
-        return [pair for pair in self.store.values.items() if pair[0].startswith(prefix)]
+    def key_value_delete(self, key):
+        with self.store.changed:
+            self.store.calls += 1
+            for found in [*self.store.values]:
+                if found == key or (key.endswith("/") and found.startswith(key)):
+                    del self.store.values[found]
 
     def blocking_key_value_get(self, key, milliseconds):
-        self.store.calls += 1
-        return self.store.values[key]
+        with self.store.changed:
+            self.store.calls += 1
+            if not self.store.changed.wait_for(
+                lambda: key in self.store.values, milliseconds / 1e3
+            ):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self.store.values[key]
 
 
-def agree(exchanges, descriptions, group=None, warned=False):
+def agree(exchanges, descriptions, group=None):
     """Run one comparison in a thread for each process: errors, None where there is none."""
     results = [None] * len(exchanges)
     group = tuple(range(len(exchanges))) if group is None else group
@@ -157,22 +175,31 @@ def agree(exchanges, descriptions, group=None, warned=False):
 
 
 def exchanges_of(number: int) -> tuple[Store, list[exchange.Exchange]]:
-    store = Store(number)
-    return store, [exchange.Exchange(store.client(rank), rank) for rank in range(number)]
+    store = Store()
+    return store, [exchange.Exchange(store.client(), rank) for rank in range(number)]
 
 
-def test_each_description_is_exchanged_once():
+@pytest.fixture
+def short(monkeypatch):
+    """Waits that last no longer than threads may need to start."""
+    monkeypatch.setattr(exchange, "PATIENCE", 1.0)
+    monkeypatch.setattr(exchange, "SHORT_PATIENCE", 0.3)
+    monkeypatch.setattr(exchange, "DOUBT", 1.0)
+
+
+def test_each_description_is_exchanged_once(monkeypatch):
+    monkeypatch.setattr(exchange, "_GLANCE", 60.0)  # threads start within it
     store, all_of_them = exchanges_of(3)
     assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
-    calls = store.calls
+    calls = store.calls - 3  # each process begins with one
     assert calls == 4 * 3
     assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
-    assert store.calls == calls
+    assert store.calls == calls + 3
     assert agree(all_of_them, [{"a": "2"}] * 3) == [None] * 3
-    assert store.calls == 2 * calls
+    assert store.calls == 2 * calls + 3
 
 
-def test_descriptions_are_compared_in_their_order():
+def test_all_that_wait_with_others_hear_of_it(short):
     _, all_of_them = exchanges_of(2)
     first, second = agree(all_of_them, [{"step": "a"}, {"step": "b"}])
     assert first == second and "step: a in process 0; b in process 1" in first
@@ -181,14 +208,14 @@ def test_descriptions_are_compared_in_their_order():
     assert agree(all_of_them, [{"step": "a"}] * 2) == [None] * 2  # what differed is forgotten
 
 
-def test_a_call_after_a_difference_raises_again():
+def test_a_call_after_a_difference_raises_again(short):
     _, all_of_them = exchanges_of(2)
     for _ in range(2):
         first, second = agree(all_of_them, [{"a": "1"}, {"a": "2"}])
         assert first == second and "a: 1 in process 0; 2 in process 1" in first
 
 
-def test_groups_of_processes_count_on_their_own():
+def test_groups_of_processes_count_on_their_own(short):
     _, all_of_them = exchanges_of(3)
     pair = all_of_them[1:]
     assert agree(pair, [{"a": "1"}, {"a": "1"}], (1, 2)) == [None] * 2
@@ -202,7 +229,7 @@ def test_an_error_names_every_field_once():
         fields = {"method": method, "method.bits": bits, "same": "x"}
         return fields | {f"leaf {number}": leaf for number, leaf in enumerate(leaves)}
 
-    text = exchange.difference(
+    text = disagreement.difference(
         {
             0: described("A", "4", ["w", "b"]),
             1: described("A", "5", ["w", "b"]),
@@ -212,11 +239,11 @@ def test_an_error_names_every_field_once():
     assert "method.bits: 4 in processes 0, 2; 5 in process 1\n" in text
     assert "leaf 1: b in processes 0-1; nothing in process 2\n" in text
     assert "same" not in text.replace("the same", "") and "leaf 0" not in text
-    other = exchange.difference({0: described("A", "4", []), 1: described("B", "5", [])})
+    other = disagreement.difference({0: described("A", "4", []), 1: described("B", "5", [])})
     assert "method: A" in other and "method.bits" not in other
-    many = exchange.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 99)})
+    many = disagreement.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 99)})
     assert "and 89 more" in many and len(many.splitlines()) == 13
-    few = exchange.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 10)})
+    few = disagreement.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 10)})
     assert "more" not in few and len(few.splitlines()) == 12
 
 
@@ -227,7 +254,6 @@ def test_a_service_that_fails_stops_no_run():
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
 
     one.client.key_value_dir_get = fails
-    one.client.wait_at_barrier = lambda *args: None
     with pytest.warns(UserWarning, match="UNAVAILABLE: gone.*not checked"):
         one.agree({"a": "1"}, (0, 1))
 
@@ -339,19 +365,173 @@ def test_a_new_job_has_a_new_exchange():
     assert agreement.exchange_of(second) is not one
 
 
-def test_time_to_wait_is_that_of_the_longest_start():
-    assert 30 <= exchange.PATIENCE <= 120
+def test_a_process_waits_for_seconds():
+    assert exchange.SHORT_PATIENCE < exchange.PATIENCE <= 10
 
 
-def test_those_who_do_not_come_are_named(monkeypatch):
-    monkeypatch.setattr(exchange, "PATIENCE", 0.01)
+def test_those_who_do_not_come_are_named(short):
     _, all_of_them = exchanges_of(4)
-    with pytest.warns(UserWarning, match="processes 1-3 had not traced the same step"):
-        all_of_them[0].agree({"a": "1"}, (0, 1, 2, 3))
+    with pytest.warns(UserWarning, match="processes 1-3 had not traced the same step.*axes: 4;"):
+        all_of_them[0].agree({"axes": "4", "method": "a"}, (0, 1, 2, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        start = time.monotonic()
-        all_of_them[0].agree({"a": "1"}, (0, 1, 2, 3))  # known: it does not wait again
-        assert time.monotonic() - start < 5
-    with pytest.raises(RuntimeError, match="a: 1 in process 0; 2 in process 1"):
-        all_of_them[1].agree({"a": "2"}, (0, 1, 2, 3))
+        calls = all_of_them[0].client.store.calls
+        all_of_them[0].agree({"axes": "4", "method": "a"}, (0, 1, 2, 3))
+        assert all_of_them[0].client.store.calls == calls  # known: it does not wait again
+
+
+@pytest.fixture
+def pair(short) -> list[exchange.Exchange]:
+    return exchanges_of(2)[1]
+
+
+def trace_alone(one: exchange.Exchange, description: dict[str, str]) -> None:
+    with pytest.warns(UserWarning, match="had not traced the same step"):
+        one.agree(description, (0, 1))
+
+
+def test_a_process_that_traces_alone_leaves_nothing_behind(pair):
+    trace_alone(pair[0], {"a": "for a log"})
+    for step in "xyz":
+        assert agree(pair, [{"a": step}] * 2) == [None] * 2
+    # The other process may trace it later, and finds it answered.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair[1].agree({"a": "for a log"}, (0, 1))
+    first, second = agree(pair, [{"a": "p"}, {"a": "q"}])
+    assert first == second and "a: p in process 0; q in process 1" in first
+
+
+def test_a_process_that_traces_alone_again_waits_shorter(pair, monkeypatch):
+    waits = []
+    wait = Client.blocking_key_value_get
+
+    def record(self, key, milliseconds):
+        waits.append(milliseconds)
+        return wait(self, key, milliseconds)
+
+    monkeypatch.setattr(Client, "blocking_key_value_get", record)
+    for name in "ab":
+        trace_alone(pair[0], {"a": name})
+    assert sum(waits[:2]) == 1000 * exchange.PATIENCE
+    assert sum(waits[2:]) == pytest.approx(1000 * exchange.SHORT_PATIENCE, abs=1)
+    assert agree(pair, [{"a": "c"}] * 2) == [None] * 2
+    waits.clear()
+    trace_alone(pair[0], {"a": "d"})  # after an agreement it may be a step of all again
+    assert sum(waits) == 1000 * exchange.PATIENCE
+
+
+def test_threads_may_trace_in_any_order(monkeypatch):
+    """Thread of one process waits until the other process traces the same in its second one."""
+    _, pair = exchanges_of(2)
+    names = [f"step {number}" for number in range(4)]
+    errors = []
+
+    def trace(one: exchange.Exchange, name: str) -> None:
+        try:
+            one.agree({"a": name}, (0, 1))
+        except Exception as error:
+            errors.append(error)
+
+    threads = []
+    for one, order in zip(pair, (names, names[::-1]), strict=True):
+        for name in order:
+            thread = threading.Thread(target=trace, args=(one, name))
+            thread.start()
+            threads.append(thread)
+            time.sleep(0.3)  # so each process waits with one before it traces the next one
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not errors
+
+
+def test_a_late_process_that_differs_is_the_one_that_raises(pair):
+    """Those who went on may be stuck; if they trace again, they raise the same."""
+    trace_alone(pair[0], {"a": "1"})
+    with pytest.raises(RuntimeError, match="a: 1 in process 0; 2 in process 1") as late:
+        pair[1].agree({"a": "2"}, (0, 1))
+    assert "Some went on" in str(late.value)
+    with pytest.raises(RuntimeError) as early:
+        pair[0].agree({"a": "3"}, (0, 1))
+    assert str(early.value) == str(late.value)
+    assert agree(pair, [{"a": "3"}] * 2) == [None] * 2
+
+
+def test_a_late_process_waits_for_one_that_went_on_elsewhere(pair, monkeypatch):
+    """It traced for a log alone, and comes with some delay."""
+    monkeypatch.setattr(exchange, "DOUBT", 60.0)
+    trace_alone(pair[0], {"a": "for a log"})
+    results = []
+    thread = threading.Thread(target=lambda: results.append(pair[1].agree({"a": "1"}, (0, 1))))
+    thread.start()
+    time.sleep(2 * exchange.PATIENCE)
+    assert thread.is_alive() and not results
+    pair[0].agree({"a": "1"}, (0, 1))
+    thread.join(60)
+    assert results == [None]
+
+
+def test_what_a_process_went_on_with_does_not_count_for_ever(pair, monkeypatch):
+    trace_alone(pair[0], {"a": "for a log"})
+    monkeypatch.setattr(exchange, "_HELD", 0.0)
+    trace_alone(pair[1], {"a": "for another log"})
+
+
+def test_processes_that_cannot_come_are_not_waited_for(monkeypatch):
+    """All threads wait: no time can change what they trace."""
+    monkeypatch.setattr(exchange, "PATIENCE", 1e6)
+    monkeypatch.setattr(exchange, "_is_only_thread", lambda: True)
+    _, all_of_them = exchanges_of(3)
+    first, *others = agree(all_of_them, [{"a": "1"}, {"a": "2"}, {"a": "1"}])
+    assert others == [first, first] and "a: 1 in processes 0, 2; 2 in process 1" in first
+
+
+def test_a_third_process_that_is_late_finds_the_difference(short):
+    _, all_of_them = exchanges_of(3)
+    with pytest.warns(UserWarning, match="had not traced the same step"):
+        agree(all_of_them[:2], [{"a": "1"}, {"a": "2"}], (0, 1, 2))
+    with pytest.raises(RuntimeError, match="a: 1 in processes 0, 2; 2 in process 1"):
+        all_of_them[2].agree({"a": "1"}, (0, 1, 2))
+
+
+def test_a_process_that_starts_again_is_not_held_to_its_past(pair):
+    store = pair[0].client.store
+    trace_alone(pair[0], {"a": "before"})
+    again = exchange.Exchange(store.client(), 0)
+    assert agree([again, pair[1]], [{"a": "after"}] * 2) == [None] * 2
+    assert agree([again, pair[1]], [{"a": "before"}] * 2) == [None] * 2
+
+
+def test_agreement_that_cannot_be_checked_is_said_once(monkeypatch):
+    """Where a version of JAX has its private names elsewhere."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def no_module(name):
+        raise ImportError(f"no module {name}")
+
+    moved = (
+        no_module,
+        lambda name: object(),
+        lambda name: types.SimpleNamespace(
+            global_state=types.SimpleNamespace(client=object(), process_id=0, num_processes=2)
+        ),
+    )
+    for module in moved:
+        compat._warn_of_no_client.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(compat.importlib, "import_module", module)
+            with pytest.warns(UserWarning, match="not found.*check_agreement=False"):
+                assert compat.job() is None
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert compat.job() is None
+                assert compat.concrete_mesh() is None
+    compat._warn_of_no_client.cache_clear()
+
+
+def test_one_process_needs_no_coordination_service(monkeypatch):
+    monkeypatch.setattr(compat.importlib, "import_module", lambda name: object())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compat.job() is None and compat.concrete_mesh() is None

@@ -9,6 +9,7 @@ import functools
 import json
 import pathlib
 import sys
+import threading
 import time
 import unittest.mock
 import warnings
@@ -28,6 +29,7 @@ from dynamiq_jax._buckets import exchange
 from tests.support.hlo import collectives
 
 SIZE = 4096
+LONG = 90.0  # seconds to wait for processes that do come, on a busy machine
 SHORT = 0.5  # seconds to wait, in cases of processes that do not come
 
 
@@ -335,11 +337,11 @@ def special(rank: int, number: int) -> dict[str, Any]:
     """Cases in which processes agree, come late, or are not all of the job."""
     found: dict[str, Any] = {}
     times: list[float] = []
-    digests = exchange.Exchange._digests
+    compare = exchange._Group._compare
 
     def timed(self, *arguments):
         start = time.perf_counter()
-        result = digests(self, *arguments)
+        result = compare(self, *arguments)
         times.append(time.perf_counter() - start)
         return result
 
@@ -349,7 +351,7 @@ def special(rank: int, number: int) -> dict[str, Any]:
             for arguments in (options(check_agreement=False), options())
         ]
 
-    with unittest.mock.patch.object(exchange.Exchange, "_digests", timed):
+    with unittest.mock.patch.object(exchange._Group, "_compare", timed):
         without, checked = both("the same")
         texts = [step.lower().compile().as_text() for step in (without, checked)]
         found["bytes"] = [sum(each.sent_bytes(number) for each in collectives(t)) for t in texts]
@@ -388,7 +390,14 @@ def special(rank: int, number: int) -> dict[str, Any]:
                 check_vma=False,
             )
             found["two"] = outcome(jax.jit(mapped))
+    found["threads"] = in_threads(rank)
     with unittest.mock.patch.object(exchange, "PATIENCE", SHORT):
+        if rank == 0:  # for a log
+            lone = on_mesh(lambda: mean("lone", method="bf16"))
+            found["lone"] = outcome(lambda: lone.lower() and None)
+    jax.block_until_ready(checked())  # the others wait here
+    found["after lone"] = outcome(lambda: run_mean("after lone", method="bf16"))
+    with unittest.mock.patch.multiple(exchange, PATIENCE=SHORT, SHORT_PATIENCE=SHORT, DOUBT=SHORT):
         if rank == 1:
             time.sleep(3 * SHORT)
         found["late"] = outcome(lambda: run_mean("late", method="bf16"))
@@ -400,9 +409,29 @@ def special(rank: int, number: int) -> dict[str, Any]:
     return found
 
 
+def in_threads(rank: int) -> list[str | None]:
+    """Trace two steps in two threads, in another order in each process: errors."""
+    errors: list[str | None] = [None, None]
+
+    def trace(number: int) -> None:
+        errors[number] = outcome(
+            lambda: on_mesh(lambda: mean(f"thread {number}", method="bf16")).lower() and None
+        )["error"]
+
+    numbers = (1, 0) if rank else (0, 1)
+    threads = [threading.Thread(target=trace, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+        time.sleep(SHORT)  # the first one waits when the second one begins
+    for thread in threads:
+        thread.join()
+    return errors
+
+
 def main(port: str, rank: int, number: int, target: pathlib.Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", number, rank, initialization_timeout=60)
+    exchange.PATIENCE = exchange.SHORT_PATIENCE = LONG
     differs = rank == number - 1
     found: dict[str, Any] = {}
     for name, (one, others, _) in DISAGREEING.items():

@@ -1,0 +1,170 @@
+"""Descriptions of processes and verdicts about them, in the coordination service of a job."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+_ROOT = "dynamiq_jax/agreement"
+
+
+class Entry(NamedTuple):
+    """Description that a process compares, and the round in which it does so."""
+
+    process: int
+    digest: str
+    round: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """End of a round: all processes agree, some did not come, or descriptions differ.
+
+    They differ late if some processes went on before.
+    """
+
+    kind: Literal["agreed", "went on", "differ", "differ late"]
+    entries: tuple[Entry, ...] = ()  # of all processes, if they differ
+
+    def has(self, process: int, digest: str) -> bool:
+        """Return whether a difference is about this description of a process."""
+        return any(entry[:2] == (process, digest) for entry in self.entries)
+
+
+AGREED, WENT_ON = Verdict("agreed"), Verdict("went on")
+
+
+class Record(NamedTuple):
+    """Record of one description."""
+
+    rounds: Mapping[int, int]  # by process
+    verdicts: Mapping[int, Verdict]  # by round
+    late: Mapping[int, Verdict]  # differences found after processes of a round went on
+
+    @property
+    def present(self) -> dict[int, int]:
+        """Rounds of the processes that run the collective: a difference keeps them from it."""
+        return {
+            process: number
+            for process, number in self.rounds.items()
+            if not self.verdicts.get(number, AGREED).entries
+        }
+
+    @property
+    def next_round(self) -> int:
+        """The first round that has no verdict."""
+        return max(self.verdicts, default=-1) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Wait of a process for the others."""
+
+    entry: Entry
+    since: float  # seconds of the clock
+    only_thread: bool  # nothing else in the process can trace
+    is_over: bool = False  # the process went on
+
+
+class Ledger:
+    """Ledger of a group of processes.
+
+    Descriptions have keys made of their content, so it does not matter in which order processes
+    trace. A round of a description gets one verdict: the service refuses a second one.
+    """
+
+    def __init__(self, client: Any, process: int, group: str):
+        """Remove what a process of the same number left before it was restarted.
+
+        Args:
+          client: client of the coordination service.
+          process: number of this process.
+          group: name of the group.
+        """
+        self._client, self._process = client, process
+        self._place = f"{_ROOT}/{group}"
+        client.key_value_delete(f"{self._place}/waits/{process}/")
+
+    def publish(self, digest: str, text: str) -> None:
+        """Write a description, for errors."""
+        self._set(f"{_ROOT}/descriptions/{digest}", text)
+
+    def description(self, digest: str, seconds: float) -> str:
+        """Read a description that some process has published."""
+        place = f"{_ROOT}/descriptions/{digest}"
+        return self._client.blocking_key_value_get(place, int(1000 * seconds))
+
+    def come(self, digest: str, number: int) -> None:
+        """Enter a round of a description."""
+        self._set(f"{self._place}/{digest}/came/{self._process}", str(number))
+
+    def record(self, digest: str) -> Record:
+        """Read the record of a description."""
+        found: dict[str, dict[int, str]] = {"came": {}, "verdict": {}, "late": {}}
+        for key, value in self._client.key_value_dir_get(f"{self._place}/{digest}/"):
+            kind, number = key.split("/")[-2:]
+            found[kind][int(number)] = value
+        return Record(
+            {process: int(value) for process, value in found["came"].items()},
+            {number: _verdict(value) for number, value in found["verdict"].items()},
+            {number: _verdict(value) for number, value in found["late"].items()},
+        )
+
+    def decide(self, digest: str, number: int, verdict: Verdict) -> Verdict:
+        """Give a round its verdict, unless it has one. Return the one that it has."""
+        place = f"{self._place}/{digest}/verdict/{number}"
+        try:
+            self._client.key_value_set(place, json.dumps(dataclasses.astuple(verdict)))
+        except jax.errors.JaxRuntimeError:
+            if standing := self.record(digest).verdicts.get(number):
+                return standing
+            raise
+        return verdict
+
+    def decide_late(self, digest: str, number: int, verdict: Verdict) -> None:
+        """Write a difference for processes that went on, which read it when they next compare."""
+        text = json.dumps(dataclasses.astuple(verdict))
+        self._set(f"{self._place}/{digest}/late/{number}", text)
+
+    def await_verdict(self, digest: str, number: int, seconds: float) -> Verdict | None:
+        """Wait for the verdict of a round; return None if there is none in time."""
+        place = f"{self._place}/{digest}/verdict/{number}"
+        try:
+            return _verdict(self._client.blocking_key_value_get(place, int(1000 * seconds)))
+        except jax.errors.JaxRuntimeError:  # a service that is gone fails in the next call too
+            return None
+
+    def open_wait(self, digest: str, number: int, only_thread: bool) -> None:
+        """Let others see that this process waits."""
+        text = json.dumps([number, time.time(), only_thread])
+        self._set(f"{self._place}/waits/{self._process}/{digest}", text)
+
+    def close_wait(self, digest: str) -> None:
+        """Remove what `open_wait` wrote."""
+        self._client.key_value_delete(f"{self._place}/waits/{self._process}/{digest}")
+
+    def waits(self) -> list[Wait]:
+        """Read the waits of all processes, the first one first, also those of who went on."""
+        found = []
+        records: dict[str, Record] = {}
+        for key, value in self._client.key_value_dir_get(f"{self._place}/waits/"):
+            process, digest = key.split("/")[-2:]
+            number, since, only_thread = json.loads(value)
+            if digest not in records:
+                records[digest] = self.record(digest)
+            verdict = records[digest].verdicts.get(number)
+            if verdict is None or verdict == WENT_ON:
+                entry = Entry(int(process), digest, number)
+                found.append(Wait(entry, since, only_thread, verdict == WENT_ON))
+        return sorted(found, key=lambda wait: wait.since)
+
+    def _set(self, place: str, value: str) -> None:
+        self._client.key_value_set(place, value, allow_overwrite=True)
+
+
+def _verdict(text: str) -> Verdict:
+    kind, entries = json.loads(text)
+    return Verdict(kind, tuple(Entry(*entry) for entry in entries))

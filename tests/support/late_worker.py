@@ -1,0 +1,134 @@
+"""One process of test_late_process.py: `python late_worker.py PORT RANK OUTPUT`.
+
+Each function of `CASES` runs on a pair of devices of its own, one of each process, so that all of
+them wait at the same time for the second process. Writes the errors to OUTPUT (.json).
+"""
+
+import functools
+import json
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.support.agreement_worker import (
+    local_sgd,
+    lossy,
+    moshpit,
+    pipelined,
+    reduce_gradients,
+    tree_of,
+)
+
+DELAY = 40.0  # seconds, more than gloo has for a reduce-scatter
+KEY = 3
+
+
+def along(function: Callable[..., Any], **arguments: Any) -> Callable[[Mesh], Any]:
+    """Run a collective of a compressed leaf, or of an exact one."""
+    return in_map(lambda: function(tree_of("w"), "data", key=jax.random.key(KEY), **arguments))
+
+
+def in_map(local: Callable[[], Any], axes: tuple[str, ...] = ("data",)) -> Callable[[Mesh], Any]:
+    def on(mesh: Mesh) -> Any:
+        shape = (1,) * (len(axes) - 1) + (mesh.size,)
+        own = Mesh(mesh.devices.reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
+        return jax.jit(jax.shard_map(local, mesh=own, in_specs=(), out_specs=P(), check_vma=False))
+
+    return on
+
+
+def over_fast_axis() -> Any:
+    """Sum over a fast axis that crosses the processes."""
+    tree = {"w": jnp.ones((16, 256)) * jax.lax.axis_index("fast")}
+    return dq.psum(tree, ("slow", "fast"), key=jax.random.key(KEY), method="mxfp8")
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+PARAMS, BATCH = {"w": np.ones((64, 64), np.float32)}, np.ones((8, 64), np.float32)
+
+
+def value_and_grad(mesh: Mesh) -> Any:
+    function = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method="mxfp8")
+    return jax.jit(functools.partial(function, PARAMS, BATCH, key=jax.random.key(KEY)))
+
+
+def data_parallel(mesh: Mesh) -> Any:
+    wrapped = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", method="exact")
+    return jax.jit(functools.partial(jax.grad(wrapped), PARAMS, BATCH))
+
+
+def mean_of_replicas(mesh: Mesh) -> Any:
+    replicas = {"w": np.ones((2, 64, 64), np.float32)}
+    arguments = {"mesh": mesh, "key": jax.random.key(KEY), "method": "mxfp8"}
+    return jax.jit(functools.partial(dq.mean_of_replicas, replicas, "data", **arguments))
+
+
+CASES: dict[str, Callable[[Mesh], Any]] = {
+    "psum": along(dq.psum, method="mxfp8"),
+    "pmean, all to all": along(dq.pmean, method="bf16", topology="all_to_all"),
+    "pmean, exact": along(dq.pmean, method="exact"),
+    "pmean, estimated error": along(
+        dq.pmean, method="mxfp8", with_metrics=True, options=dq.Options(max_error=0.5)
+    ),
+    "pmean, thc": along(dq.pmean, method="thc"),
+    "psum_scatter": along(dq.psum_scatter, method="mxfp8", tiled=True),
+    "psum_scatter, exact": along(dq.psum_scatter, method="exact", tiled=True),
+    "psum, a fast axis": in_map(over_fast_axis, ("slow", "fast")),
+    "all_gather": along(dq.all_gather, method="mxfp8", tiled=True),
+    "all_reduce_gradients": in_map(lambda: reduce_gradients("w", method="ef+mxfp8")),
+    "value_and_grad": value_and_grad,
+    "data_parallel": data_parallel,
+    "mean_of_replicas": mean_of_replicas,
+    "LocalSGD": in_map(lambda: local_sgd("w")),
+    "Pipelined, first half": in_map(lambda: pipelined("w", "scatter")),
+    "Pipelined, second half": in_map(lambda: pipelined("w", "gather")),
+    "moshpit_mean": in_map(lambda: moshpit("w", method="mxfp8")),
+    "LossyCollectives": in_map(lambda: lossy("w", broadcast=False, rate=0.1)),
+    "LossyCollectives.broadcast": in_map(lambda: lossy("w", broadcast=True, rate=0.1)),
+}
+
+
+def main(port: str, rank: int, target: pathlib.Path) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", len(CASES))
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
+    devices = np.array(jax.devices()).reshape(2, len(CASES))
+    programs = {}
+    for number, (name, function) in enumerate(CASES.items()):
+        mesh = Mesh(devices[:, number], ("data",), axis_types=(AxisType.Auto,))
+        programs[name] = function(mesh)
+        jax.block_until_ready(programs[name]())  # gloo connects
+    errors: dict[str, str | None] = dict.fromkeys(CASES)
+
+    def run(name: str) -> None:
+        try:
+            jax.block_until_ready(programs[name]())
+        except Exception as error:
+            errors[name] = str(error)
+
+    if rank:
+        time.sleep(DELAY)
+    threads = [threading.Thread(target=run, args=(name,)) for name in CASES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    target.write_text(json.dumps(errors))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]))
