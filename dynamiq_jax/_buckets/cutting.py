@@ -1,6 +1,6 @@
 """Cutting of flat vectors into many pieces, with few kernels to compile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_kernels.dependencies import never
 
 
-def cut(rows: Array, sizes: Sequence[int]) -> list[Array]:
+def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:
     """Cut an array along its last axis into pieces of some sizes, which add up to its own.
 
     XLA for CPUs compiles each static slice to a kernel of its own, in some 30 ms. It compiles equal
