@@ -106,7 +106,9 @@ class Stripes:
         """Invert `deal`."""
         flat = [part.reshape(len(part), -1) for part in dealt]
         left = [columns % self._turn for columns in self.columns]
-        rests = iter(cut(_columns(flat.pop(), 0, self._rest), filter(None, left)) if self._rest else ())
+        rests = iter(
+            cut(_columns(flat.pop(), 0, self._rest), filter(None, left)) if self._rest else ()
+        )
         whole, joined = iter(flat), []
         for turns, rest in zip(self._turns, left, strict=True):
             parts = [next(whole)] if turns else []
