@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.cutting import cut
 from dynamiq_jax._buckets.order import after
 from dynamiq_jax._core import Axis
 from pallas_kernels.compat import varying_axes
@@ -56,8 +57,8 @@ def all_reduce(
         flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in group.values()])
         arrived.append(lax.psum(after(token, flat), axes.names))
         total = arrived[-1] * np.float32(1 / divisor)
-        offsets = np.cumsum([leaf.size for leaf in group.values()])[:-1]
-        for (index, leaf), part in zip(group.items(), jnp.split(total, offsets), strict=True):
+        pieces = cut(total, [leaf.size for leaf in group.values()])
+        for (index, leaf), part in zip(group.items(), pieces, strict=True):
             result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
     return result, arrived
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dynamiq_jax._buckets.cutting import cut
 from dynamiq_jax._inputs import checks
 
 
@@ -40,5 +41,5 @@ def join(leaves: Sequence[Array], multiple: int) -> Array:
 
 def split_rows(flat: Array, sizes: Sequence[int], num_rows: int) -> list[Array]:
     """Invert `join`: leaves [num_rows, size]."""
-    rows, ends = flat.reshape(num_rows, -1), np.cumsum(sizes)
-    return [rows[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    rows, size = flat.reshape(num_rows, -1), sum(sizes)
+    return cut(rows if rows.shape[1] == size else rows[:, :size], sizes)

@@ -220,7 +220,10 @@ class Sender:
         return key
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
-        sent = self._send_program(bucket.program, flat, self.key_of(bucket, number), state)
+        key = self.key_of(bucket, number)
+        # Operation by operation, the loops of a codec would take minutes.
+        with jax.disable_jit(False):
+            sent = self._send_program(bucket.program, flat, key, state)
         total, token, after_step, all_metrics, check = sent
         names = self.compression.metrics([bucket.method])
         metrics = {name: all_metrics[name] for name in names if name in all_metrics}

@@ -7,11 +7,13 @@ after the last whole turn is joined, and dealt as well.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dynamiq_jax._buckets.cutting import cut
 from pallas_kernels import compat
 from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 
@@ -62,11 +64,14 @@ class Stripes:
     def deal(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
         """Return leaves [rows, columns] and their rest, each as [rows, turns, count, 2, 128]."""
         ends = [turns * self._turn for turns in self._turns]
-        parts = [leaf[:, :end] for leaf, end in zip(leaves, ends, strict=True) if end]
+        parts = [_columns(leaf, 0, end) for leaf, end in zip(leaves, ends, strict=True) if end]
         if self._rest:
-            rest = jnp.concatenate(
-                [leaf[:, end:] for leaf, end in zip(leaves, ends, strict=True)], axis=1
-            )
+            left = [
+                _columns(leaf, end, leaf.shape[1])
+                for leaf, end in zip(leaves, ends, strict=True)
+                if end < leaf.shape[1]
+            ]
+            rest = lax.concatenate(left, 1)
             padding = self._turns_of_rest * self._turn - self._rest
             parts.append(jnp.pad(rest, ((0, 0), (0, padding))))
         return tuple(part.reshape(len(part), -1, self.count, *_LINES) for part in parts)
@@ -81,32 +86,50 @@ class Stripes:
 
     def take(self, dealt: Sequence[Array], number: Array) -> Array:
         """Return the stripe of a number: [rows, size]."""
-        parts = [lax.dynamic_index_in_dim(part, number, 2, keepdims=False) for part in dealt]
-        return jnp.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        index = _index(number, dealt[0])
+        parts = [
+            lax.dynamic_slice(part, index, (*part.shape[:2], 1, *_LINES)).reshape(len(part), -1)
+            for part in dealt
+        ]
+        return lax.concatenate(parts, 1)
 
     def put(self, dealt: Sequence[Array], number: Array, stripe: Array) -> tuple[Array, ...]:
         """Return dealt leaves in which the stripe of a number has other values, [rows, size]."""
-        updated, start = [], 0
-        for part in dealt:
-            stop = start + part.shape[1] * ROW
-            rows = stripe[:, start:stop].reshape(len(part), -1, *_LINES)
-            updated.append(lax.dynamic_update_index_in_dim(part, rows, number, 2))
-            start = stop
-        return tuple(updated)
+        index = _index(number, dealt[0])
+        pieces = cut(stripe, [part.shape[1] * ROW for part in dealt])
+        return tuple(
+            lax.dynamic_update_slice(part, piece.reshape(*part.shape[:2], 1, *_LINES), index)
+            for part, piece in zip(dealt, pieces, strict=True)
+        )
 
     def join(self, dealt: Sequence[Array]) -> list[Array]:
         """Invert `deal`."""
         flat = [part.reshape(len(part), -1) for part in dealt]
-        rest = flat.pop() if self._rest else None
-        whole, joined, start = iter(flat), [], 0
-        for columns, turns in zip(self.columns, self._turns, strict=True):
+        left = [columns % self._turn for columns in self.columns]
+        rests = iter(
+            cut(_columns(flat.pop(), 0, self._rest), filter(None, left)) if self._rest else ()
+        )
+        whole, joined = iter(flat), []
+        for turns, rest in zip(self._turns, left, strict=True):
             parts = [next(whole)] if turns else []
-            if left := columns % self._turn:
-                assert rest is not None
-                parts.append(rest[:, start : start + left])
-                start += left
-            joined.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1))
+            parts += [next(rests)] if rest else []
+            joined.append(parts[0] if len(parts) == 1 else lax.concatenate(parts, 1))
         return joined
+
+
+def _columns(leaf: Array, start: int, stop: int) -> Array:
+    """Return some columns of a leaf, without an operation if these are all."""
+    whole = stop - start == leaf.shape[1]
+    return leaf if whole else lax.slice_in_dim(leaf, start, stop, axis=1)
+
+
+def _index(number: Array, part: Array) -> tuple[Any, ...]:
+    """Return where the stripe of a number begins in dealt leaves, for all of them at once.
+
+    It is unsigned, as JAX checks the sign of others for each leaf, and varies like the leaves.
+    """
+    zero = jnp.uint32(0)
+    return compat.match_varying((zero, zero, number.astype(jnp.uint32), zero, zero), part)
 
 
 def take_little_time() -> bool:

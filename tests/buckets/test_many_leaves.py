@@ -1,0 +1,74 @@
+"""Trees of many leaves: equal kernels, and the cut of flat vectors; and eager steps."""
+
+import re
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import dynamiq_jax as dq
+from dynamiq_jax._buckets.cutting import cut
+
+KEY = jax.random.key(3)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 3))
+def test_pieces_are_those_of_numpy(sizes, num_rows):
+    whole = np.arange(num_rows * sum(sizes), dtype=np.float32).reshape(num_rows, -1)
+    pieces = jax.jit(lambda rows: cut(rows, sizes))(whole)
+    ends = np.cumsum(sizes)
+    for piece, end, size in zip(pieces, ends, sizes, strict=True):
+        np.testing.assert_array_equal(piece, whole[:, end - size : end])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_batches_are_cut_alike(axis):
+    whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    moved = np.moveaxis(whole, 0, axis)
+    first, second = jax.jit(jax.vmap(lambda rows: cut(rows, (1, 3)), in_axes=axis))(moved)
+    np.testing.assert_array_equal(first, whole[:, :, :1])
+    np.testing.assert_array_equal(second, whole[:, :, 1:])
+
+
+def test_gradients_of_pieces_come_together():
+    def loss(rows):
+        first, second, _ = cut(rows, (2, 3, 1))
+        return 2 * first.sum() + (second**2).sum()
+
+    gradient = jax.jit(jax.grad(loss))(jnp.full((1, 6), 5.0))
+    np.testing.assert_array_equal(gradient, [[2, 2, 10, 10, 10, 0]])
+
+
+def mean(tree):
+    return dq.pmean(tree, "data", key=KEY)
+
+
+@pytest.mark.parametrize("shape", [(128,), (64, 32)], ids=["exact", "compressed"])
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs have such kernels")
+def test_kernels_are_no_more_for_more_leaves(shape):
+    # The compiler makes each of them once, however many leaves have it.
+    assert kernels(shape, 24) <= kernels(shape, 12) + 4
+
+
+def kernels(shape, leaves):
+    """Count the different fusions in the compiled mean of equal leaves."""
+    tree = [jax.ShapeDtypeStruct((2, *shape), jnp.float32)] * leaves
+    text = jax.jit(jax.vmap(mean, axis_name="data")).lower(tree).compile().as_text()
+    different = set()
+    for computation in re.split(r"\n(?=%[\w.\-]+ \(.*\) -> .*\{)", text):
+        if "fused_computation" in computation.split("(")[0]:
+            body = re.sub(r", metadata=\{.*?\}(?=\n|$)", "", computation)
+            different.add(re.sub(r"%[\w.\-]+|param[_.\d]+", "", body))
+    return len(different)
+
+
+def test_a_step_without_jit_has_the_bits_of_one_with_it():
+    gradient = jax.random.normal(KEY, (2, 64, 64))
+    compiled = jax.jit(jax.vmap(mean, axis_name="data"))(gradient)
+    with jax.disable_jit():
+        eager = jax.vmap(mean, axis_name="data")(gradient)
+    np.testing.assert_array_equal(eager, compiled)
