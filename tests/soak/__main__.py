@@ -69,7 +69,7 @@ def main() -> int:
     options = parsed()
     console = Console(soft_wrap=True)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="soak-"))
-    counts, start = Counts(), time.monotonic()
+    counts, failed, start = Counts(), list[str](), time.monotonic()
     of_one = options.round is not None
     total = options.times if of_one else 60 * options.minutes
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
@@ -81,12 +81,12 @@ def main() -> int:
             counts.add(running.counts)
             if running.problems:
                 report(console, name, running)
+                failed.append(name)
             done = place + 1 if of_one else time.monotonic() - start
-            wrong = counts.differ + counts.hangs + counts.errors
-            text = f"round {place + 2}, {counts.kills} kills, {wrong} failures"
+            text = f"round {place + 2}, {counts.kills} kills, {len(failed)} failures"
             progress.update(task, completed=min(done, total), description=text)
     console.print(table(counts, time.monotonic() - start))
-    return int(bool(counts.differ or counts.hangs or counts.errors))
+    return int(bool(failed))
 
 
 def report(console: Console, name: str, running: RunningRound) -> None:

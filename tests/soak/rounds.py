@@ -55,8 +55,8 @@ class Counts:
 class Running:
     """Processes of one start, whose events arrive in one queue as (name, event)."""
 
-    def __init__(self, folder: Path, label: str):
-        self.folder, self.label = folder, label
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.events: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -81,6 +81,10 @@ class Running:
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name.replace(' ', '_')}.log"
+
+    def last_line(self, name: str) -> str:
+        lines = self.log(name).read_text(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "nothing"
 
     def _listen(self, name: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -136,15 +140,11 @@ class RunningRound:
         with self._running() as reference:
             reference.start(REFERENCE, 0, 0, 1, self.folder, 0, 0)
             try:
-                kill, place = self.round.kill, (0, 0)
-                if kill is not None and self._group(kill, place):
-                    place = self._newest()
+                if self._group(self.round.kill, (0, 0)):
                     self.counts.restarts += 1
-                    self._group(None, place)
-                elif kill is None:
-                    self._group(None, place)
+                    self._group(None, self._newest())
                 self._watch(reference, None)
-                self._compare()
+                self.compare()
             except Failure as failure:
                 self.problems.append(str(failure))
         if not self.problems:
@@ -152,7 +152,7 @@ class RunningRound:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[Running]:
-        running = Running(self.folder, "")
+        running = Running(self.folder)
         try:
             yield running
         finally:
@@ -187,14 +187,15 @@ class RunningRound:
                 if status:
                     self.counts.errors += 1
                     running.dump()
-                    raise Failure(f"{name} ended with {status} after {latest[name]}.")
+                    said = "".join(f"\n  {each}: {running.last_line(each)}" for each in latest)
+                    raise Failure(f"{name} ended with {status} after {latest[name]}.{said}")
                 continue
-            latest[name] = " ".join(
-                f"{v}" if k == "event" else f"{k} {v}" for k, v in event.items() if k != "hashes"
-            )
+            latest[name] = _words(event)
             self._note(name, event)
             if kill is not None and _is_at(kill, self.names, name, event):
-                return self._kill(running, name, kill)
+                if self._kill(running, name, kill):
+                    return True
+                kill = None  # it ended first
         return False
 
     def _note(self, name: str, event: dict[str, Any]) -> None:
@@ -242,7 +243,7 @@ class RunningRound:
 
     # ---------------------------------------------------------------------------------- compare
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
         """Compare the hashes of replicas, of a run from the beginning, and of the reference."""
         self.counts.programs += len(self.round.programs)
         for number, program in enumerate(self.round.programs):
@@ -285,6 +286,13 @@ def replicas(program: Program, number: int, round_: Round) -> list[list[int]]:
     if each.axes == ("hosts",):
         return [workers[place :: round_.devices] for place in range(round_.devices)]
     return [workers[start : start + round_.devices] for start in workers[:: round_.devices]]
+
+
+def _words(event: dict[str, Any]) -> str:
+    """Return an event in words, such as "program 1, step 7"."""
+    places = [f"{key} {event[key]}" for key in ("program", "step") if key in event]
+    kinds = [] if event["event"] in ("program", "step") else [event["event"]]
+    return ", ".join(places + kinds)
 
 
 def _is_at(kill: Kill, names: list[str], name: str, event: dict[str, Any]) -> bool:
