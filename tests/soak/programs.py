@@ -82,6 +82,7 @@ class Round:
     programs: tuple[Program, ...]
     threads: bool  # the first two programs are traced at once, in two threads
     kill: Kill | None
+    optimized: bool  # compiled as users do, which takes longer
 
     @property
     def workers(self) -> int:
@@ -133,7 +134,8 @@ def random_round(seed: int) -> Round:
             delay=choice.choice((0.0, choice.uniform(0, 0.05))),
             signal=choice.choice(SIGNALS),
         )
-    return Round(seed, processes, devices, programs, choice.random() < 0.15, kill)
+    threads, optimized = choice.random() < 0.15, choice.random() < 0.2
+    return Round(seed, processes, devices, programs, threads, kill, optimized)
 
 
 def _random_program(choice: random.Random, processes: int, devices: int) -> Program:

@@ -55,8 +55,8 @@ class Counts:
 class Running:
     """Processes of one start, whose events arrive in one queue as (name, event)."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *, optimized: bool):
+        self.folder, self.optimized = folder, optimized
         self.events: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -65,8 +65,8 @@ class Running:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "XLA_FLAGS": " ".join(speed.QUICK),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(not self.optimized)),
+            "XLA_FLAGS": "" if self.optimized else " ".join(speed.QUICK),
         }
         with open(self.log(name), "ab") as log:
             process = subprocess.Popen(
@@ -152,7 +152,7 @@ class RunningRound:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[Running]:
-        running = Running(self.folder)
+        running = Running(self.folder, optimized=self.round.optimized)
         try:
             yield running
         finally:

@@ -55,12 +55,12 @@ class Step:
 
     def compile(self) -> None:
         """Trace and compile the first state and the step."""
-        start = jax.jit(self._start, out_shardings=NamedSharding(self.mesh, self.stacked))
-        self.start = start.lower(self.values, self.weights).compile()
-        state = jax.eval_shape(self._start, self.values, self.weights)
         sharding = NamedSharding(self.mesh, self.stacked)
+        start = jax.jit(self._start, out_shardings=sharding).lower(self.values, self.weights)
+        self.start = start.compile()
         state = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            start.out_info,
         )
         step = jax.jit(self._step, out_shardings=sharding)
         self.run = step.lower(state, self.values, self.weights, np.int32(0)).compile()
@@ -214,8 +214,8 @@ class Step:
                     cast = dq.pcast(weights, axes, to="varying", **arguments)
                     return _loss(cast, own)
 
-                if axes != self.program.mesh and len(self.program.mesh) == 2 and axes == "hosts":
-                    weights = _vary(weights, "local", self.program.check_vma)
+                if axes == "hosts" and self.program.check_vma:  # as the values do
+                    weights = jax.lax.pcast(weights, "local", to="varying")
                 return jax.grad(loss)(weights)
         raise ValueError(f"kind={each.kind!r} is not known.")
 
@@ -263,10 +263,6 @@ def _loss(weights: Tree, values: Tree) -> Array:
 
 def _names(each: Collective) -> Any:
     return each.axes if len(each.axes) > 1 else each.axes[0]
-
-
-def _vary(tree: Tree, axis: str, check_vma: bool) -> Tree:
-    return jax.lax.pcast(tree, axis, to="varying") if check_vma else tree
 
 
 def _first(tree: Tree) -> Tree:
