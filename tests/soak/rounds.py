@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -82,9 +83,11 @@ class Running:
     def log(self, name: str) -> Path:
         return self.folder / f"{name.replace(' ', '_')}.log"
 
-    def last_line(self, name: str) -> str:
-        lines = self.log(name).read_text(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "nothing"
+    def last_error(self, name: str) -> str:
+        """Return the last error of Python in a log, and otherwise its last line."""
+        lines = self.log(name).read_text(errors="replace").strip().splitlines() or ["nothing"]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return (errors or lines)[-1][:300]
 
     def _listen(self, name: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -187,7 +190,7 @@ class RunningRound:
                 if status:
                     self.counts.errors += 1
                     running.dump()
-                    said = "".join(f"\n  {each}: {running.last_line(each)}" for each in latest)
+                    said = "".join(f"\n  {each}: {running.last_error(each)}" for each in latest)
                     raise Failure(f"{name} ended with {status} after {latest[name]}.{said}")
                 continue
             latest[name] = _words(event)
