@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,methods/test_methods topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles lint hooks mutants docs build benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles lint hooks mutants soak docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -53,6 +53,9 @@ hooks: $(VENV)/dev-installed  ## run lint before each commit
 
 mutants: $(VENV)/dev-installed  ## change the library in random places and report what no test notices
 	$(RUN) -m tests.mutants $(ARGS)
+
+soak: $(VENV)/installed  ## run random programs on processes that pause, are killed and restart (20 minutes)
+	$(RUN) -m tests.soak $(ARGS)
 
 docs: $(VENV)/docs-installed  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict

@@ -1,0 +1,273 @@
+"""The step of a program: its collectives inside one jitted function on a mesh.
+
+A worker is a device. Everything that a step takes and returns is stacked, with an axis of the
+workers in front, so that the copy that each worker has of a result is seen by itself.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax.topologies import Auto, Network
+from tests.soak.programs import OUTER, Collective, Leaf, Program
+
+Tree = Any
+# On links so slow that small buckets are compressed too.
+AUTO = Auto(network=Network(gbit_per_s=0.001))
+
+
+class Step:
+    """A program on the devices of all processes.
+
+    Args:
+      program: collectives, and the axes of the mesh.
+      processes: number of processes that the program is made for; the devices of a single one may
+        stand for those of all.
+    """
+
+    def __init__(self, program: Program, processes: int):
+        self.program, names = program, program.mesh
+        shape = (processes, -1) if len(names) == 2 else (-1,)
+        devices = np.array(jax.devices()).reshape(shape)
+        self.mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        self.workers = devices.size
+        self.stacked = P(names)
+        self.values = self.put(
+            [self._values(number, each) for number, each in enumerate(program.collectives)]
+        )
+        self.weights = [self._weights(each) for each in program.collectives]
+
+    def put(self, tree: Tree) -> Tree:
+        """Place stacked arrays of all workers, of which each process has its own rows."""
+        sharding = NamedSharding(self.mesh, self.stacked)
+
+        def place(leaf: np.ndarray) -> Array:
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda rows: leaf[rows])
+
+        return jax.tree.map(place, tree)
+
+    def compile(self) -> None:
+        """Trace and compile the first state and the step."""
+        sharding = NamedSharding(self.mesh, self.stacked)
+        start = jax.jit(self._start, out_shardings=sharding).lower(self.values, self.weights)
+        self.start = start.compile()
+        state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            start.out_info,
+        )
+        step = jax.jit(self._step, out_shardings=sharding)
+        self.run = step.lower(state, self.values, self.weights, np.int32(0)).compile()
+
+    # ---------------------------------------------------------------------------------- values
+
+    def shapes(self, each: Collective) -> list[tuple[int, ...]]:
+        """Return the shapes of the leaves of one worker."""
+        count = self._size(each.axes[:1]) if each.kind == "psum_scatter" else 1
+        return [(leaf.rows * count, leaf.columns) for leaf in each.leaves]
+
+    def _result_shapes(self, each: Collective) -> list[tuple[int, ...]]:
+        count = self._size(each.axes[:1]) if each.kind == "all_gather" else 1
+        return [(leaf.rows * count, leaf.columns) for leaf in each.leaves]
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return int(np.prod([self.mesh.shape[axis] for axis in axes]))
+
+    def _values(self, number: int, each: Collective) -> list[np.ndarray]:
+        random = np.random.default_rng((self.program.seed, number))
+        return [
+            _drawn(random, (self.workers, *shape), leaf, each)
+            for shape, leaf in zip(self.shapes(each), each.leaves, strict=True)
+        ]
+
+    def _weights(self, each: Collective) -> list[np.ndarray]:
+        """Parameters of those collectives that are the transpose of a function of parameters."""
+        if each.kind not in ("pcast", *OUTER):
+            return []
+        random = np.random.default_rng((self.program.seed, 0xA))
+        return [
+            _drawn(random, shape, leaf, each)
+            for shape, leaf in zip(self.shapes(each), each.leaves, strict=True)
+        ]
+
+    # ------------------------------------------------------------------------------------- step
+
+    def _start(self, values: Tree, weights: Tree) -> Tree:
+        """Return the first state: sums of results, and states of methods."""
+        spec = self.stacked
+
+        def local(values: Tree) -> Tree:
+            return [
+                _stacked(self._transformation(each).init(_first(values[number])).method)
+                for number, each in enumerate(self.program.collectives)
+                if each.kind == "all_reduce_gradients"
+            ]
+
+        map_local = jax.shard_map(
+            local, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=self.program.check_vma
+        )
+        states = map_local(values) if self._is_stateful() else []
+        sums = [
+            [jnp.zeros((self.workers, *shape)) for shape in self._result_shapes(each)]
+            for each in self.program.collectives
+        ]
+        return {"sums": sums, "states": states}
+
+    def _is_stateful(self) -> bool:
+        return any(each.kind == "all_reduce_gradients" for each in self.program.collectives)
+
+    def _step(self, state: Tree, values: Tree, weights: Tree, step: Array) -> Tree:
+        results, states = self._results(values, weights, state["states"], step)
+        sums = jax.tree.map(
+            lambda total, leaf: total * np.float32(0.5) + leaf.astype(jnp.float32),
+            state["sums"],
+            results,
+        )
+        return {"sums": sums, "states": states}
+
+    def _results(self, values: Tree, weights: Tree, states: Tree, step: Array) -> Any:
+        collectives, spec = self.program.collectives, self.stacked
+        inner = [n for n, each in enumerate(collectives) if each.kind not in OUTER]
+
+        def local(values: Tree, weights: Tree, states: Tree, step: Array) -> Any:
+            results: list[Tree] = []
+            left, after_step = list(states), []
+            for number in inner:
+                each = collectives[number]
+                own = self._changed(_first(values[number]), each, results, step)
+                if each.kind == "all_reduce_gradients":
+                    before = dq.AllReduceState(step, _first(left.pop(0)))
+                    result, after = self._transformation(each).update(own, before)
+                    after_step.append(_stacked(after.method))
+                else:
+                    result = self._call(number, own, weights[number], step)
+                results.append(result)
+            return _stacked(results), after_step
+
+        results, after_step = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(spec, P(), spec, P()),
+            out_specs=spec,
+            check_vma=self.program.check_vma,
+        )([values[n] for n in range(len(collectives))], weights, states, step)
+        for number in range(len(inner), len(collectives)):
+            each = collectives[number]
+            own = self._changed(values[number], each, results, step)
+            results = [*results, self._call_outer(number, own, weights[number], step)]
+        return results, after_step
+
+    def _changed(self, own: Tree, each: Collective, results: list[Tree], step: Array) -> Tree:
+        """Return the values of a step, which may depend on the results of another collective."""
+        factor = (1 + step % 3).astype(jnp.float32)
+        if each.after is not None:
+            first = jax.tree.leaves(results[each.after])[0].astype(jnp.float32)
+            # Of one worker or of all of them, stacked: an element of each.
+            is_stacked = each.kind in OUTER
+            element = (
+                first.reshape(first.shape[0], -1)[:, :1] if is_stacked else first.reshape(-1)[0]
+            )
+            factor = factor + jnp.round(jnp.tanh(element) * np.float32(2))
+            factor = factor[..., None] if is_stacked else factor
+        return [(leaf.astype(jnp.float32) * factor).astype(leaf.dtype) for leaf in own]
+
+    def _arguments(self, each: Collective) -> dict[str, Any]:
+        return {
+            "method": each.method,
+            "topology": AUTO if each.topology == "auto" else each.topology,
+            "options": dq.Options(
+                bucket_bytes=each.bucket_bytes,
+                bucketing=each.bucketing,
+                unrolled_buckets=each.unrolled_buckets,
+            ),
+        }
+
+    def _transformation(self, each: Collective) -> Any:
+        arguments = self._arguments(each)
+        return dq.all_reduce_gradients(_names(each), seed=self.program.seed, **arguments)
+
+    def _key(self, number: int, step: Array) -> Array:
+        return jax.random.fold_in(jax.random.key(self.program.seed + number), step)
+
+    def _call(self, number: int, own: Tree, weights: Tree, step: Array) -> Tree:
+        each, key = self.program.collectives[number], self._key(number, step)
+        arguments = {"key": key, **self._arguments(each)}
+        axes = _names(each)
+        match each.kind:
+            case "psum":
+                return dq.psum(own, axes, **arguments)
+            case "pmean":
+                return dq.pmean(own, axes, **arguments)
+            case "psum_scatter":
+                return dq.psum_scatter(own, axes, tiled=True, **arguments)
+            case "all_gather":
+                return dq.all_gather(own, axes, tiled=True, **arguments)
+            case "pcast":
+
+                def loss(weights: Tree) -> Array:
+                    cast = dq.pcast(weights, axes, to="varying", **arguments)
+                    return _loss(cast, own)
+
+                if axes == "hosts" and self.program.check_vma:  # as the values do
+                    weights = jax.lax.pcast(weights, "local", to="varying")
+                return jax.grad(loss)(weights)
+        raise ValueError(f"kind={each.kind!r} is not known.")
+
+    def _call_outer(self, number: int, own: Tree, weights: Tree, step: Array) -> Tree:
+        """Return gradients whose copies are stacked again, that of each worker in its own row."""
+        each, key = self.program.collectives[number], self._key(number, step)
+        arguments = {"mesh": self.mesh, "axis_name": _names(each), **self._arguments(each)}
+
+        def loss(weights: Tree, *batch: Array) -> Array:
+            return _loss(weights, [leaf[0] for leaf in batch])
+
+        if each.kind == "value_and_grad":
+            _, gradients = dq.value_and_grad(loss, **arguments)(weights, *own, key=key)
+        else:
+            gradients = jax.grad(dq.data_parallel(loss, **arguments))(weights, *own, key=key)
+        return jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf[None], (self.workers, *leaf.shape)), gradients
+        )
+
+
+def another(program: Program) -> Program:
+    """Return a program like one, but with other shapes."""
+    collectives = tuple(
+        dataclasses.replace(each, leaves=(*each.leaves, Leaf(1, 7, "float32")))
+        for each in program.collectives
+    )
+    return dataclasses.replace(program, collectives=collectives)
+
+
+def _drawn(random: Any, shape: tuple[int, ...], leaf: Leaf, each: Collective) -> np.ndarray:
+    """Draw values. Those that are summed exactly are integers: no order of a sum rounds them."""
+    is_exact = each.method == "exact" or leaf.rows * leaf.columns < 1024
+    drawn = random.integers(-8, 9, shape) if is_exact else random.standard_normal(shape)
+    return drawn.astype(np.float32).astype(jnp.dtype(leaf.dtype))
+
+
+def _loss(weights: Tree, values: Tree) -> Array:
+    """Return a loss whose gradient is the values, times one more than the weights."""
+    total = jnp.float32(0)
+    for weight, value in zip(weights, values, strict=True):
+        weight, value = weight.astype(jnp.float32), value.astype(jnp.float32)
+        total = total + ((weight + np.float32(0.5) * weight * weight) * value).sum()
+    return total
+
+
+def _names(each: Collective) -> Any:
+    return each.axes if len(each.axes) > 1 else each.axes[0]
+
+
+def _first(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def _stacked(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf[None], tree)
