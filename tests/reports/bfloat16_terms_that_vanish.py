@@ -1,4 +1,4 @@
-"""Megatron: gradients in bfloat16 whose small terms are lost if the sum is in bfloat16 too."""
+"""Megatron (Megatron-LM#205): small terms of bfloat16 gradients are lost in a bfloat16 sum."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""JAX: programs clear the caches of JAX between phases to free memory, and go on."""
+"""JAX (jax#10828): programs clear the caches of JAX between phases to free memory, and go on."""
 
 import jax
 

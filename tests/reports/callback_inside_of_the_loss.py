@@ -1,4 +1,4 @@
-"""JAX: a debug callback in a loss, which some transformations drop or run more than once."""
+"""JAX (jax#25887): a debug callback in a mapped loss, which may fail, vanish or run too often."""
 
 import jax
 

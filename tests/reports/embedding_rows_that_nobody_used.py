@@ -1,4 +1,4 @@
-"""Horovod: gradients of an embedding that has a few rows on each worker and zeros elsewhere."""
+"""Horovod (horovod#679): embedding gradients with a few rows on each worker, zeros elsewhere."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,9 @@ import dynamiq_jax as dq
 from tests.reports.setup import normal, on_workers
 
 used = jnp.array([[3, 700], [3, 15]])
-gradients = jax.vmap(lambda rows, g: jnp.zeros((1024, 256)).at[rows].set(g))(used, normal(2, 2, 256))
+gradients = jax.vmap(lambda rows, g: jnp.zeros((1024, 256)).at[rows].set(g))(
+    used, normal(2, 2, 256)
+)
 mean = on_workers(lambda g: dq.pmean(g, "data", key=jax.random.key(0)), gradients)[0]
 arrived = jnp.flatnonzero(jnp.any(mean != 0, axis=1)).tolist()
 assert arrived == [3, 15, 700], arrived

@@ -1,4 +1,4 @@
-"""PyTorch AMP: an overflow in a small tensor has to stop the step, and must not spoil the others."""
+"""PyTorch AMP: an overflow in a small tensor has to stop the step, and must not spoil others."""
 
 import jax
 import jax.numpy as jnp

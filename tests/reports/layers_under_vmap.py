@@ -1,4 +1,4 @@
-"""haiku: layers that are stacked and mapped over, so that a collective is inside of a second vmap."""
+"""haiku: layers that are stacked and mapped over: a collective is inside of a second vmap."""
 
 import jax
 

@@ -15,6 +15,8 @@ try:
     w, x = normal(64, 32), normal(8, 64, seed=1)
     assert abs(wrapped(w, x) - loss_fn(w, x)) < 1e-4 * loss_fn(w, x)
 finally:
-    for name in [name for name in sys.modules if name.split(".")[0] in ("dynamiq_jax", "pallas_kernels")]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("dynamiq_jax", "pallas_kernels")
+    ]:
         del sys.modules[name]
     sys.modules.update(loaded)

@@ -1,4 +1,4 @@
-"""orbax: parameters with slashes, spaces and umlauts in their names, which become names of files."""
+"""orbax: parameters with slashes, spaces and umlauts in names, which become names of files."""
 
 import pathlib
 import tempfile

@@ -4,7 +4,9 @@ import dynamiq_jax as dq
 from tests.reports.setup import loss_fn, mesh_of, normal
 
 try:
-    dq.data_parallel(loss_fn, mesh=mesh_of(), axis_name=("data", "data"))(normal(4, 4), normal(4, 4))
+    dq.data_parallel(loss_fn, mesh=mesh_of(), axis_name=("data", "data"))(
+        normal(4, 4), normal(4, 4)
+    )
 except ValueError as error:
     assert "axis_name=('data', 'data')" in str(error) and "different" in str(error), error
 else:

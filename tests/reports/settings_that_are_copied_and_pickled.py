@@ -1,4 +1,4 @@
-"""PyTorch DDP (pytorch#75666): hooks with a state could not be pickled, for a checkpoint or a job."""
+"""PyTorch DDP (pytorch#75666): hooks with a state could not be pickled for a checkpoint."""
 
 import copy
 import pickle

@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-if jax.config.jax_num_cpu_devices < 8:  # none yet: `tests/conftest.py` makes them for pytest
+if jax.config.jax_num_cpu_devices < 2:  # none yet: `tests/conftest.py` makes them for pytest
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,6 +1,6 @@
 """Situations of others' users: see the scripts beside this file, which also run alone.
 
-    python -m tests.reports.tied_parameters
+python -m tests.reports.tied_parameters
 """
 
 import pathlib
