@@ -29,7 +29,7 @@ for trainer in ("tunix", "maxtext"):
 # Files that run examples, pages and trainers, whose own code may promote ranks.
 OF_USERS = (
     *("allocation_benchmark", "arc_top_k", "compare", "docs", "llm", "notebook", "readme"),
-    *("maxtext", "other_trainers", "time_to_accuracy", "tunix"),
+    *("maxtext", "other_trainers", "reports", "time_to_accuracy", "tunix"),
 )
 
 # Examples are the same in every run, and none fails for being slow on a busy machine.

@@ -14,6 +14,7 @@ from dynamiq_jax._api.schedule import Schedule
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._core.validation import check_integer, check_seed, is_whole_array
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method
@@ -86,9 +87,12 @@ def all_reduce_gradients(
       be saved and restored like any pytree.
 
     Raises:
-      ValueError: as `psum`; a phase that the schedule does not have; in `update`, a state of other
-        leaves or of another kind of method.
+      ValueError: as `psum`; a seed or a step that is no integer; a phase that the schedule does not
+        have; in `update`, a state of other leaves or of another kind of method.
     """
+    check_seed(seed)
+    if not is_whole_array(start_step):
+        check_integer("start_step", start_step, 0, 2**31 - 1)
     schedule = method if isinstance(method, Schedule) else Schedule({0: method})
     if phase is not None and not 0 <= phase < len(schedule.phases):
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import AbstractMesh, Mesh
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core import Axis
@@ -84,6 +85,29 @@ def axis_names(axis_name: Any) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
+def axes_of_mesh(axis_name: Any, mesh: Any) -> tuple[str, ...]:
+    """Return the names of one axis of a mesh or of several.
+
+    Raises:
+      TypeError: there is no mesh.
+      ValueError: these are not the names of different axes of the mesh.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"mesh={mesh!r:.80} is not a mesh. Give one, such as "
+            "jax.make_mesh((jax.device_count(),), ('data',))."
+        )
+    names = axis_names(axis_name)
+    if any(name not in mesh.axis_names for name in names):
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh, whose axes are "
+            f"{mesh.axis_names}. Give one of them, or a tuple of several with the slowest link "
+            "first, and the mesh as mesh=, or by jax.set_mesh where mesh= may be None."
+        )
+    _check_different(names, axis_name)
+    return names
+
+
 def find_axes(axis_name: Any) -> Axes:
     """Find axes in scope by their names; see `dynamiq_jax.psum`.
 
@@ -92,11 +116,7 @@ def find_axes(axis_name: Any) -> Axes:
     """
     names = axis_names(axis_name)
     axes = [Axis(name, checks.check_axis(name, axis_name)) for name in names]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"axis_name={axis_name!r} does not name different axes. Give one, such as 'data', or "
-            "several with the slowest link first, such as ('hosts', 'local')."
-        )
+    _check_different(names, axis_name)
     slow, *fast = axes
     return Axes(slow, tuple(fast))
 
@@ -110,3 +130,11 @@ def find_axis(axis_name: Any) -> Axes:
             "Give the slow one, and use the collectives of jax.lax over the others."
         )
     return axes
+
+
+def _check_different(names: tuple[Any, ...], axis_name: Any) -> None:
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"axis_name={axis_name!r} does not name different axes. Give one, such as 'data', or "
+            "several with the slowest link first, such as ('hosts', 'local')."
+        )

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._buckets import driver, order
-from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
+from dynamiq_jax._buckets.axes import AxisName, axes_of_mesh, axis_names, find_axes
 from dynamiq_jax._buckets.casts import Cast
 from dynamiq_jax._buckets.fingerprint import key_of
 from dynamiq_jax._buckets.operations import AllReduce
@@ -43,12 +43,7 @@ class Replicas:
     specs: Any  # how one replica is split over other axes; see `find_shards`
 
     def __post_init__(self) -> None:
-        if not self.names or not set(self.names) <= set(self._mesh.shape):
-            raise ValueError(
-                f"axis_name={self.axis_name!r} is not an axis of the mesh, whose axes are "
-                f"{tuple(self._mesh.shape)}. Give one of them, and the mesh as mesh= or by "
-                "jax.set_mesh."
-            )
+        axes_of_mesh(self.axis_name, self._mesh)  # raises if it is not possible
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import numbers
 from collections.abc import Collection
 from typing import Any
 
+import jax
 import optax
 
 
@@ -25,6 +26,20 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> N
     if not whole or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name}={value!r} is not possible. Give an integer {span}.")
+
+
+def check_seed(value: Any) -> None:
+    """Raise ValueError unless a seed is an integer: JAX takes other numbers inside a map."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not (is_whole or is_whole_array(value)):
+        raise ValueError(
+            f"seed={value!r:.80} is not possible. Give an integer, the same on all workers."
+        )
+
+
+def is_whole_array(value: Any) -> bool:
+    """Return whether a value is an array of one integer, as `optax.inject_hyperparams` makes."""
+    return isinstance(value, jax.Array) and value.shape == () and value.dtype.kind in "iu"
 
 
 def check_number(name: str, value: Any, low: float, high: float, remedy: str = "") -> None:

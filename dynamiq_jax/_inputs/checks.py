@@ -51,7 +51,7 @@ def check_key(key: Any, axis_names: Sequence[str]) -> Array:
       ValueError: not one key, or not the same one on all workers.
     """
     if getattr(key, "dtype", None) == jnp.uint32 and key.ndim == 1:  # of jax.random.PRNGKey
-        key = jax.random.wrap_key_data(jnp.asarray(key))
+        key = _typed_key(jnp.asarray(key))
     if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
             f"key={key!r:.80} is not a PRNG key. Give one, such as jax.random.key(step), the same "
@@ -71,6 +71,22 @@ def check_key(key: Any, axis_names: Sequence[str]) -> Array:
                 "errors cancel."
             )
     return key
+
+
+def _typed_key(raw: Array) -> Array:
+    """Return a raw key as one of the default generator.
+
+    Raises:
+      ValueError: keys of the default generator have another length.
+    """
+    default = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    if raw.shape != default.shape:
+        raise ValueError(
+            f"key has shape {raw.shape}, but raw keys of the default generator have shape "
+            f"{default.shape}. Give a typed key of the other generator, such as "
+            "jax.random.key(step, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')."
+        )
+    return jax.random.wrap_key_data(raw)
 
 
 def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._buckets.axes import AxisName, axis_names
+from dynamiq_jax._buckets.axes import AxisName, axes_of_mesh, axis_names
 from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import axes_in, check_whole, is_explicit, is_function, leaf_specs
@@ -58,11 +58,7 @@ class WorkerLoss:
     check_vma: bool | None
 
     def __post_init__(self) -> None:
-        if not self._axes or not set(self._axes) <= set(self.mesh.axis_names):
-            raise ValueError(
-                f"axis_name={self.axis_name!r} is not an axis of the mesh. Give one of "
-                f"{self.mesh.axis_names}."
-            )
+        axes_of_mesh(self.axis_name, self.mesh)  # raises if it is not possible
         check_axes(self.roles.in_specs, self._axes)
         auxiliary.check_roles(self.aux, self.has_aux)
         self.workers.check()

@@ -16,7 +16,12 @@ from dynamiq_jax._api.wire_report import WireReport, report_of
 from dynamiq_jax._buckets import agreement, driver
 from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._core.validation import check_integer, check_number, check_optimizer
+from dynamiq_jax._core.validation import (
+    check_integer,
+    check_number,
+    check_optimizer,
+    check_seed,
+)
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import is_explicit, leaf_specs
@@ -101,6 +106,7 @@ class LocalSGD:
         check_integer("fragments", self.fragments, 1, self.every)
         check_integer("delay", self.delay, 0, self.every - 1)
         check_number("mixing", self.mixing, 0, 1)
+        check_seed(self.seed)
 
     @property
     def state_specs(self) -> LocalSGDState:

@@ -18,7 +18,7 @@ from dynamiq_jax._buckets.driver import PlannedTree
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
 from dynamiq_jax._buckets.operations import Leaves
 from dynamiq_jax._buckets.order import token_of
-from dynamiq_jax._core.validation import check_number, check_optimizer
+from dynamiq_jax._core.validation import check_number, check_optimizer, check_seed
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules
@@ -88,6 +88,7 @@ class Pipelined:
         for method in self._compression.policy.known:
             checks.check_chunked(method, "dq.training.Pipelined")
         check_optimizer("optimizer", self.optimizer, "optax.adamw(1e-3)")
+        check_seed(self.seed)
         if self.clip_norm is not None:
             positive = np.nextafter(0, 1)
             check_number("clip_norm", self.clip_norm, positive, np.inf, "more than 0, or None")

@@ -473,7 +473,7 @@ def test_a_report_needs_both_a_mesh_and_specs(data_mesh):
 
 
 def test_value_and_grad_over_an_axis_that_the_mesh_does_not_have(data_mesh):
-    with raises(ValueError, "axis_name='model'", "Give one of ('data',)"):
+    with raises(ValueError, "axis_name='model'", "whose axes are ('data',)", "Give one of them"):
         dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="model")
 
 

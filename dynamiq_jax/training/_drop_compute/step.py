@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
 from dynamiq_jax._api.wire_report import WireReport, wire_report
 from dynamiq_jax._buckets.axes import AxisName, axis_names
-from dynamiq_jax._core.validation import check_integer, check_number
+from dynamiq_jax._core.validation import check_integer, check_number, check_seed
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import context_or_automatic
@@ -113,6 +113,7 @@ class DropCompute:
         resolve(self.method, self.topology, self.options)
         check_integer("min_done", self.min_done, 1)
         check_integer("in_flight", self.in_flight, 0)
+        check_seed(self.seed)
         if not isinstance(self.threshold, Calibration):
             check_number("threshold", self.threshold, 0, math.inf, "seconds, or a Calibration")
         _ = self._workers  # checks mesh, axis_name and devices_per_worker
