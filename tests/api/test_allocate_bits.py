@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._bit_allocation.error_curve import ErrorCurve, RowNorms, distortions
+from dynamiq_jax._bit_allocation.shared_budget import SharedBudget
 from pallas_kernels.codec import place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 from tests.support.gradients import heavy_tailed, vnmse
@@ -106,6 +108,25 @@ def test_the_expected_error_is_that_of_the_widths_that_the_codec_takes(method, z
     lost = distortions(layout.quantizer)[widths]
     assert found[0] == pytest.approx(np.sum(norms.squares * lost), rel=0.02)
     assert found[1] == pytest.approx(np.sum(norms.squares**method.exponent * lost), rel=0.02)
+
+
+@given(
+    points=st.lists(
+        st.tuples(st.integers(1, 1000), st.floats(0, 1)),
+        min_size=3,
+        max_size=12,
+        unique_by=lambda point: point[0],
+    )
+)
+def test_pieces_of_a_group_save_less_and_less_for_each_byte(points):
+    """So taking the best ones first takes them in their order."""
+    sent, costs = zip(*sorted(points), strict=True)
+    group = SimpleNamespace(grid=range(len(sent)), bytes_sent=lambda bits: sent[bits])
+    budget = SharedBudget((group,), np.ones(1), (np.array(costs),), (np.array(costs),))
+    pieces = list(budget._pieces(0))
+    returns = [piece.saved / piece.bytes for piece in pieces]
+    assert returns == sorted(returns, reverse=True)
+    assert sum(piece.saved for piece in pieces) == pytest.approx(costs[0] - min(costs))
 
 
 # ------------------------------------------------------------------------------------------ bytes
