@@ -110,6 +110,7 @@ def test_the_expected_error_is_that_of_the_widths_that_the_codec_takes(method, z
     assert found[1] == pytest.approx(np.sum(norms.squares**method.exponent * lost), rel=0.02)
 
 
+@settings(max_examples=500)
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 1000), st.floats(0, 1)),
