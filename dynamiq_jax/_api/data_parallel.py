@@ -142,7 +142,7 @@ def data_parallel(
         args, kwargs = by_position(loss_fn, args, kwargs)
         signature, placed, arrays = work.bind(args, kwargs)
         salt = jnp.uint32(salt_of_call(work.called(signature)))
-        arrays[DIFFERENTIATED], ticket = order.enter(arrays[DIFFERENTIATED])
+        ticket = order.enter(arrays[DIFFERENTIATED])
         loss, ticket, others, rests = work.run(_run, signature, placed, arrays, salt, ticket)
         loss = order.leave(loss, ticket)
         work.give_back(signature, args, kwargs, rests)

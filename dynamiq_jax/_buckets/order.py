@@ -77,29 +77,29 @@ def token_of(values: Sequence[Array | None]) -> Array | None:
     return functools.reduce(operator.or_, flags).astype(jnp.float32) if flags else None
 
 
-def enter(leaves: list[Array]) -> tuple[list[Array], Array]:
-    """Return leaves of a function that `jax.jit` compiles, and a ticket, a float32 zero.
+@jax.custom_vjp
+def enter(leaves: list[Array]) -> Array:
+    """Return a ticket, a float32 zero, for a function of leaves that `jax.jit` compiles.
 
     A collective of its backward pass is traced apart from those of the caller. The cotangents of
     the ticket order them: `leave` makes one of the caller's last token, the function passes it
-    through its collectives, and it becomes the caller's last token here.
+    through its collectives, and here it becomes the caller's last token.
     """
+    del leaves
+    return jnp.zeros((), jnp.float32)
 
-    @jax.custom_vjp
-    def entrance(leaves: list[Array]) -> tuple[list[Array], Array]:
-        return leaves, jnp.zeros((), jnp.float32)
 
-    def forward(leaves: Any) -> tuple[tuple[list[Array], Array], None]:
-        return ([leaf.value for leaf in leaves], jnp.zeros((), jnp.float32)), None
+def _enter_forward(leaves: Any) -> tuple[Array, list[None]]:
+    return enter([leaf.value for leaf in leaves]), [None for _ in leaves]
 
-    def backward(_: None, cotangents: Any) -> tuple[list[Any]]:
-        of_leaves, of_ticket = cotangents
-        if not isinstance(of_ticket, SymbolicZero):
-            remember(of_ticket)
-        return ([None if isinstance(each, SymbolicZero) else each for each in of_leaves],)
 
-    entrance.defvjp(forward, backward, symbolic_zeros=True)
-    return entrance(leaves)
+def _enter_backward(nothing: list[None], cotangent: Any) -> tuple[list[None]]:
+    if not isinstance(cotangent, SymbolicZero):
+        remember(cotangent)
+    return (nothing,)
+
+
+enter.defvjp(_enter_forward, _enter_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp

@@ -1,10 +1,10 @@
 """Weight of a worker in a mean over workers, by the number of its targets."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 
 class Weight(NamedTuple):
@@ -23,10 +23,26 @@ class Weight(NamedTuple):
         weighted = value * self.share.astype(value.dtype)
         return jnp.where(self.takes_part, weighted, jnp.zeros_like(weighted))
 
-    def mask_gradients(self, leaves: Sequence[Array]) -> list[Array]:
-        """Return the same leaves, whose gradients are zero if the worker takes no part.
+    def mask_gradients(self, leaves: list[Array]) -> list[Array]:
+        """Return the same leaves, with finite gradients if the worker takes no part.
 
-        The derivative of 0/0 is NaN also where its cotangent is zero. So the gradients themselves
-        are masked: the transpose of a selection is one.
+        The derivative of 0/0 is NaN also where its cotangent is zero. So gradients that are not
+        finite become zero. Others are kept: they may be those of aux, which has weights of its own.
         """
-        return [jnp.where(self.takes_part, leaf, lax.stop_gradient(leaf)) for leaf in leaves]
+        return _masked(leaves, self.takes_part)
+
+
+@jax.custom_vjp
+def _masked(leaves: list[Array], takes_part: Array) -> list[Array]:
+    del takes_part
+    return leaves
+
+
+def _backward(takes_part: Array, cotangents: list[Array]) -> tuple[list[Array], None]:
+    return [
+        jnp.where(takes_part | jnp.isfinite(each), each, jnp.zeros_like(each))
+        for each in cotangents
+    ], None
+
+
+_masked.defvjp(lambda leaves, takes_part: (leaves, takes_part), _backward)
