@@ -236,11 +236,12 @@ def reported_bytes(case: Case) -> float:
     assert report.compressed_bytes > 0
     if case.collective in HALVES:
         return report.compressed_bytes / 2
-    words = 0
+    # The loss, whose sum comes first where collectives are ordered.
+    words = int(case.collective in ("data_parallel", "value_and_grad"))
     if case.collective == "data_parallel":
         # Without a key, noise follows the batch: two words, which are summed. The transpose of a
         # map without `check_vma` sums the cotangent of the loss.
-        words = 2 * (case.method == "dynamiq") + (not compat.can_check_erf())
+        words += 2 * (case.method == "dynamiq") + (not compat.can_check_erf())
     return report.bytes_per_worker + words * 4 * 2 * (NUM_WORKERS - 1) / NUM_WORKERS
 
 
