@@ -30,7 +30,7 @@ def gradients() -> np.ndarray:
     return values * np.float32([1, 1000]).reshape(1, MODELS, 1, 1)
 
 
-def check_equals_loop(mesh, fn):
+def check_equals_loop(mesh, fn, atol=0.0):
     """Check a function of one model on one worker under `vmap` against a loop over models."""
 
     def mapped(fn, *, check_vma=True):
@@ -48,7 +48,8 @@ def check_equals_loop(mesh, fn):
     one = mapped(fn)
     expected = [one(values[:, model]) for model in range(MODELS)]
     expected = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    is_near = functools.partial(np.testing.assert_allclose, rtol=0, atol=atol)
+    jax.tree.map(is_near, found, expected)
     untyped = jax.eval_shape(mapped(jax.vmap(fn), check_vma=False), values)
     assert jax.tree.map(jnp.shape, untyped) == jax.tree.map(jnp.shape, expected)
 
@@ -76,7 +77,8 @@ def test_steps_with_a_state(name, data_mesh):
         mean, state = reduce.update(gradient, state)
         return mean, state
 
-    check_equals_loop(data_mesh(NUM_WORKERS), fn)
+    # XLA fuses the choice of the states to go on with, and so rounds a residual, in another way.
+    check_equals_loop(data_mesh(NUM_WORKERS), fn, atol=2e-5)
 
 
 @pytest.mark.parametrize(
