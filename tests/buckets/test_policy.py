@@ -100,7 +100,8 @@ def test_every_method_works_beside_another_one(name):
     for one, other in zip(*map(jax.tree.leaves, ((means, after), (again, state))), strict=True):
         np.testing.assert_array_equal(one, other)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, saved)
-    assert set(after.metrics) == set(resolve_method(name).metrics)
+    assert set(after.metrics) == {*resolve_method(name).metrics, "reset_states"}
+    assert (after.metrics["reset_states"] == 0).all()
     assert vnmse(means["kernel"][:1], tree["kernel"].mean(0, keepdims=True)) < 1e-4
     for leaf in jax.tree.leaves(means):
         assert (leaf == leaf[:1]).all()
