@@ -104,7 +104,7 @@ def test_error_feedback_keeps_what_thc_leaves_out():
     np.testing.assert_array_equal(applied, expected)
     reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=PATCHED))
     _, state = simulated(lambda _, x: reduce.update(x, reduce.init(x)))(KEY, g)
-    assert set(state.metrics) == {"coarse", "filled"}
+    assert set(state.metrics) == {"coarse", "filled", "reset_states"}
 
 
 # -------------------------------------------------------------------------------------- the bytes
