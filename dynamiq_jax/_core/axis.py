@@ -58,6 +58,8 @@ class Axis:
         """
 
         def own_sum(values: Array) -> Array:
+            if not values.size:  # JAX exchanges nothing in another shape, under vmap
+                return fused(values)
             before, after = values.shape[:dimension], values.shape[dimension + 1 :]
             part = (values.shape[dimension] // self.size,) if tiled else ()
             parts = values.reshape(*before, self.size, *part, *after)

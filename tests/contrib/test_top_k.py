@@ -144,7 +144,9 @@ def test_the_compiled_program_has_one_gather(data_mesh, topology, values):
     assert [one.kind for one in found] == ["all-gather"]
     assert found[0].sent_bytes(4) == report.bytes_per_worker
     inside = ErrorFeedback(inner=method)
-    assert sent_bytes(data_mesh(4), TREE, inside, topology) == report.bytes_per_worker
+    of_state = dq.wire_report(TREE, 4, method=inside, topology=topology)
+    assert of_state.compressed_bytes == report.compressed_bytes
+    assert sent_bytes(data_mesh(4), TREE, inside, topology) == of_state.bytes_per_worker
 
 
 @pytest.mark.parametrize("check_vma", (True, False))
