@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import agreement, exact, order, recording
 from dynamiq_jax._buckets.leaves import named_leaves
-from dynamiq_jax._buckets.loop import States, send_all
+from dynamiq_jax._buckets.loop import Sender, States, send_all
 from dynamiq_jax._buckets.operations import Operation
 from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
@@ -83,9 +83,8 @@ def run(
             before, of_states, token = reset_foreign(
                 states[OWNER][0], own, before, operation.axes, token
             )
-        result, after_step, metrics, token = send_all(
-            operation, plan, leaves, key, compression, before, token
-        )
+        sender = Sender(operation, plan, leaves, key, compression)
+        result, after_step, metrics, token = send_all(sender, before, token)
         metrics = {**planned_tree.no_metrics(), **metrics, **of_states}
         if shards.axes:
             metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}

@@ -26,7 +26,7 @@ from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Compression, Options
+from dynamiq_jax._inputs.options import Options
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
 from pallas_kernels.compat import override
 
@@ -145,66 +145,48 @@ def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
     return Dealing(pieces, size // (bucket.call.topology.chunks_per_worker * granule), granule)
 
 
-def scatter(
-    operation: ScatterMean,
-    plan: Plan,
-    leaves: Leaves,
-    key: Array,
-    compression: Compression,
-    token: Array | None,
-) -> tuple[tuple[Array, ...], Array | None]:
+def scatter(sender: Sender, token: Array | None) -> tuple[tuple[Array, ...], Array | None]:
     """Run the first half on the leaves of one device.
 
     Args:
-      operation: axes of the collective.
-      plan: buckets.
-      leaves: local values by their index in the flattened tree.
-      key: typed PRNG key, the same on all workers.
-      compression: method, topology and options.
+      sender: a `ScatterMean`.
       token: token that the first transfer waits for; see `order.after`.
 
     Returns:
       The worker's shard of each bucket's mean, and behind it what the method carries over, float32
       [held_size]; and a token that is available once all has arrived.
     """
-    states = ((),) * len(plan.buckets)
-    sent = send_buckets(operation, plan, leaves, key, compression, states, token)
+    sent = send_buckets(sender, ((),) * len(sender.plan.buckets), token)
     if sent:
         token = token_of([[*sent.values()][-1].token])
     return tuple(sent[number].total for number in range(len(sent))), token
 
 
 def gather(
-    operation: GatherMean,
-    plan: Plan,
-    leaves: Leaves,
-    shards: tuple[Array, ...],
-    key: Array,
-    compression: Compression,
-    token: Array | None,
+    sender: Sender, shards: tuple[Array, ...], token: Array | None
 ) -> tuple[Leaves, Array | None]:
     """Run the second half on the shards of one device.
 
     Args:
-      operation: axes of the collective.
-      plan: buckets of the first half.
-      leaves: anything with the shapes and dtypes of the leaves, by index.
+      sender: a `GatherMean`, with the buckets of the first half, and anything with the shapes and
+        dtypes of the leaves. The key of the first half may be used again.
       shards: those of the first half.
-      key: typed PRNG key, the same on all workers; that of the first half may be used again.
-      compression: method, topology and options.
       token: token that the first transfer waits for; see `order.after`.
 
     Returns:
       Means of the leaves in buckets, by index, the same bits on all workers; and a token that is
       available once all has arrived.
     """
+    operation, plan, leaves = sender.operation, sender.plan, sender.leaves
+    assert isinstance(operation, GatherMean)
     of_shards = tuple(
         dataclasses.replace(bucket, leaves=(number,), part=None)
         for number, bucket in enumerate(plan.buckets)
     )
     all_shards = Plan(of_shards, (), ())
-    sender = Sender(operation, all_shards, dict(enumerate(shards)), key, compression)
-    groups = groups_in_order(all_shards, operation.last_first, compression.options.unrolled_buckets)
+    sender = dataclasses.replace(sender, plan=all_shards, leaves=dict(enumerate(shards)))
+    unrolled = sender.compression.options.unrolled_buckets
+    groups = groups_in_order(all_shards, operation.last_first, unrolled)
     # All shards are here. If one was encoded after the gather of another, the chain of transfers
     # would be as much longer as that takes, and what workers exchange before they encode would
     # wait for it too.

@@ -39,22 +39,12 @@ class Sent(Reduced):
 
 
 def send_all(
-    operation: Operation,
-    plan: Plan,
-    leaves: Leaves,
-    key: Array,
-    compression: Compression,
-    states: States,
-    token: Array | None,
+    sender: "Sender", states: States, token: Array | None
 ) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
     """Run a collective on the leaves of one device, one bucket after the other.
 
     Args:
-      operation: kind of collective, and its axes.
-      plan: buckets and exact leaves.
-      leaves: arrays by their index in the flattened tree; untouched ones may be missing.
-      key: typed PRNG key, the same on all workers.
-      compression: method, topology and options.
+      sender: the collective.
       states: states of the method for every bucket.
       token: token that the first transfer waits for; see `order.after`.
 
@@ -62,11 +52,12 @@ def send_all(
       Results by index, states for the next step, metrics of the method, which are means over
       buckets weighted by coordinates, and a token that is available once all has arrived.
     """
-    sent = send_buckets(operation, plan, leaves, key, compression, states, token)
+    operation, plan, leaves = sender.operation, sender.plan, sender.leaves
+    sent = send_buckets(sender, states, token)
     if sent:
         token = [*sent.values()][-1].token
     metrics = _means([(plan.buckets[number].size, sent[number].metrics) for number in sent])
-    if compression.measures:
+    if sender.compression.measures:
         checks = [check for n in range(len(sent)) if (check := sent[n].check) is not None]
         exactly = [leaves[index] for index, _ in plan.exact]
         metrics |= summary(plan, operation.axes, checks, exactly)
@@ -97,25 +88,15 @@ def _means(metrics: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Arra
     return {name: total / np.float32(sizes[name]) for name, total in sums.items()}
 
 
-def send_buckets(
-    operation: Operation,
-    plan: Plan,
-    leaves: Leaves,
-    key: Array,
-    compression: Compression,
-    states: States,
-    token: Array | None = None,
-) -> dict[int, Sent]:
+def send_buckets(sender: "Sender", states: States, token: Array | None) -> dict[int, Sent]:
     """Send the buckets of a plan, one after the other; see `send_all`.
 
     Returns:
       Results by the number of a bucket, in the order in which they are sent.
     """
-    sender = Sender(operation, plan, leaves, key, compression)
     sent: dict[int, Sent] = {}
-    for numbers in groups_in_order(
-        plan, operation.last_first, compression.options.unrolled_buckets
-    ):
+    unrolled = sender.compression.options.unrolled_buckets
+    for numbers in groups_in_order(sender.plan, sender.operation.last_first, unrolled):
         group = sender.send(numbers, states, token)
         sent |= dict(zip(numbers, group, strict=True))
         token = group[-1].token
@@ -142,12 +123,12 @@ def groups_in_order(plan: Plan, last_first: bool, unrolled: int) -> list[tuple[i
 
 @dataclasses.dataclass(frozen=True)
 class Sender:
-    """Everything that the buckets of one collective have in common."""
+    """One collective on the leaves of one device."""
 
-    operation: Operation
-    plan: Plan
-    leaves: Leaves
-    key: Array
+    operation: Operation  # kind of collective, and its axes
+    plan: Plan  # buckets and exact leaves
+    leaves: Leaves  # by their index in the flattened tree; untouched ones may be missing
+    key: Array  # typed PRNG key, the same on all workers
     compression: Compression
 
     def send(self, numbers: tuple[int, ...], states: States, token: Array | None) -> list[Sent]:

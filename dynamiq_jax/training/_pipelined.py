@@ -16,6 +16,7 @@ from dynamiq_jax._buckets import exact, halves, order, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.driver import PlannedTree
 from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
+from dynamiq_jax._buckets.loop import Sender
 from dynamiq_jax._buckets.operations import Leaves
 from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._core.validation import check_number, check_optimizer, check_seed
@@ -268,7 +269,8 @@ class Pipelined:
         def local(
             leaves: Leaves, key: Array, token: Array | None
         ) -> tuple[tuple[Array, ...], Leaves, Array | None]:
-            shards, token = halves.scatter(operation, planned.plan, leaves, key, compression, token)
+            sender = Sender(operation, planned.plan, leaves, key, compression)
+            shards, token = halves.scatter(sender, token)
             exact = {index: leaves[index][None] for index, _ in planned.plan.exact}
             return tuple(shard[None] for shard in shards), exact, planned.shards.same(token)
 
@@ -323,9 +325,8 @@ class Pipelined:
             with scopes.scope(scopes.EXACT):
                 means, _ = operation.exact({i: leaf[0] for i, leaf in exact.items()}, token)
             norm = _norm(own, means, planned)  # of the exact means, so it comes after them
-            gathered, token = halves.gather(
-                operation, plan, local_leaves, own, key, planned.compression, token_of([norm])
-            )
+            sender = Sender(operation, plan, local_leaves, key, planned.compression)
+            gathered, token = halves.gather(sender, own, token_of([norm]))
             return means | gathered, norm, planned.shards.same(token)
 
         mapped = planned.shards.map(

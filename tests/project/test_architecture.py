@@ -289,6 +289,8 @@ def test_the_library_neither_prints_nor_logs():
         assert not names & {"print", "breakpoint", "input"}, module
         if module == "dynamiq_jax._buckets.exchange":
             imported.remove("warnings")  # of a check that could not be made, which is no error
+        if module == "pallas_kernels.compat":
+            imported.remove("warnings")  # of a version of JAX in which processes are not compared
         if module == "pallas_kernels.first_use":
             imported.remove("warnings")  # of kernels that the base replaces
         assert not imported & {"logging", "warnings", "rich", "tqdm", "tyro", "matplotlib"}, module
