@@ -113,7 +113,7 @@ def test_an_update_waits_for_its_own_bucket_and_those_before_it(data_mesh):
         count(lambda state, name=name: run.gather(state).params[name]["w"], state)
         for name in LAYERS
     ]
-    assert gathers == [1, 2, 3]
+    assert gathers == [2, 3, 4]  # with the sum of the norm, which comes first
     specs = run.pipelined.state_specs
 
     def scatter(number, params, grads):
