@@ -174,7 +174,12 @@ WAYS: dict[str, Means] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+FAST = ("pmean", "pcast several times", "data_parallel with steps", "data_parallel of one loss")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
+)
 def test_noise_of_repeated_reductions_averages_out(
     way: str, data_mesh: Callable[[int], Mesh]
 ) -> None:

@@ -85,8 +85,14 @@ INSIDE: dict[str, Callable[[jax.Array], Any]] = {
 }
 
 
-FORMS = [(name, True) for name in INSIDE]
-FORMS += [(name, False) for name in ("twice", "exact leaves beside", "gather and mean", "casts")]
+FAST = ("twice", "exact leaves beside", "gather and mean")
+FORMS = [
+    pytest.param(name, True, marks=() if name in FAST else pytest.mark.slow) for name in INSIDE
+]
+FORMS += [
+    pytest.param(name, False, marks=() if name == "casts" else pytest.mark.slow)
+    for name in ("twice", "exact leaves beside", "gather and mean", "casts")
+]
 
 
 @pytest.mark.parametrize(("name", "check_vma"), FORMS)
@@ -136,13 +142,20 @@ def with_keys(mesh: Mesh) -> Callable[..., Any]:
     return lambda w, x: (first(w, x, key=key(0)), second(w, x, key=key(1)))
 
 
-@pytest.mark.parametrize("form", [gradients_of_each, gradient_of_sum, with_keys])
+@pytest.mark.parametrize(
+    "form",
+    [
+        gradients_of_each,
+        *(pytest.param(form, marks=pytest.mark.slow) for form in (gradient_of_sum, with_keys)),
+    ],
+)
 def test_collectives_of_losses_are_ordered(
     form: Callable[[Mesh], Callable[..., Any]], data_mesh: Callable[[int], Mesh]
 ) -> None:
     assert not unordered(text_of(form(data_mesh(4)), jnp.ones(SIZE), jnp.ones((8, SIZE))))
 
 
+@pytest.mark.slow
 def test_collectives_of_shards_and_fast_axes_are_ordered() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "fast", "model"), axis_types=(AxisType.Auto,) * 3)
 
