@@ -16,7 +16,8 @@ SCRIPTS = sorted({path.stem for path in FOLDER.glob("*.py")} - NO_SCRIPTS)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_report_of_a_user_has_the_right_outcome(script, capsys):
+def test_a_report_of_a_user_has_the_right_outcome(script, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [script])  # as of a command without options
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         runpy.run_module(f"tests.reports.{script}", run_name="__main__")
     assert capsys.readouterr() == ("", "")  # of Python: XLA logs what a busy machine delays
