@@ -72,7 +72,7 @@ def salt_of_call(called: str) -> np.uint32:
     a first call, so that a call can be repeated.
 
     Args:
-      called: what is called, such as the name of a loss function and its settings.
+      called: what is called, such as the name of a loss function.
     """
     here = get_opaque_trace_state()
     counts = next((counts for trace, counts in _calls.of_traces if trace == here), None)
