@@ -68,8 +68,8 @@ def data_parallel(
     constant of the first call with their shapes: pass what changes, such as a flag for evaluation.
 
     No key is needed. The noise of a call follows from all bits of its arguments, which are read
-    once more for it, from the name of the loss function, and from the number of the call among those
-    of one trace. So every step has its own noise, and so has each part of a step that
+    once more for it, from the name of the loss function, and from the number of the call among
+    those of one trace. So every step has its own noise, and so has each part of a step that
     accumulates gradients. Noise repeats where a program is run again with equal arguments, as at a
     learning rate of 0. To exclude that, give the loss a further argument that differs, such as
     the number of the step or a key: `loss_fn = lambda params, batch, step: ...`. The loss need not
