@@ -12,7 +12,7 @@ from dynamiq_jax._measurement.kernel_speed import STEPS, least_bytes, operation_
 from pallas_kernels.codec import Layout
 
 KERNELS = STEPS
-IMPLEMENTATIONS = ("triton", "xla")
+IMPLEMENTATIONS = ("triton", "mosaic_gpu", "xla")
 _INPUTS = {
     "statistics": ("rows",),
     "compress": ("local", "chunk", "first turn"),

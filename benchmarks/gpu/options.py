@@ -54,6 +54,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the gradient")
     add("--rows", type=int, nargs="+", default=[4, 8, 16, 32], help="of the sweep")
     add("--warps", type=int, nargs="+", default=[2, 4, 8], help="of the sweep")
+    add("--cases", nargs="+", default=list(CASES), help="of the check, as of `dynamiq-jax verify`")
     add("--workers", type=int, default=8, help="of the simulated all-reduce")
     add("--minutes", type=float, default=7.5, help="what does not fit is left out")
     add("--batches", type=int, default=7, help="of calls; the median batch counts")
@@ -74,7 +75,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
         dtypes=tuple(given.dtypes),
         sweep_rows=(8,) if small else tuple(given.rows),
         sweep_warps=(4,) if small else tuple(given.warps),
-        check_cases=("two widths",) if small else tuple(CASES),
+        check_cases=("two widths",) if small else tuple(given.cases),
         workers=min(given.workers, 4) if small else given.workers,
         worker_size=64 * row if small else 4 * 2**20,
         copy_bytes=2**20 if small else 2 * 2**30,

@@ -10,7 +10,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.jobs import KERNELS, program_key
 
 SHORT_US = 50.0  # calls below this are near what the host needs to start one
-ALTERNATIVES = ("xla", *PLAIN_CODECS)  # to the kernels
+ALTERNATIVES = ("mosaic_gpu", "xla", *PLAIN_CODECS)  # to the default kernels
 
 Row = dict[str, Any]
 
@@ -104,13 +104,14 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("dtype", 9, lambda row: row["dtype"]),
     ("Mi", 6, lambda row: f"{row['size'] / 2**20:.4g}"),
     ("bits", 4, lambda row: "" if row["bits"] is None else f"{row['bits']:g}"),
-    ("operation", 16, _operation),
+    ("operation", 21, _operation),
     ("us", 10, lambda row: f"{row['us']:.1f}" + ("*" if row["short"] else " ")),
     ("+-%", 4, lambda row: f"{100 * row['spread']:.0f}"),
     ("ps/co", 8, lambda row: f"{row['ps_per_coordinate']:.3f}"),
     ("B/co", 6, lambda row: f"{row['bytes_per_coordinate']:.3f}"),
     ("GB/s", 7, lambda row: f"{row['gigabytes_per_second']:.0f}"),
     ("of copy", 7, lambda row: f"{row['fraction_of_copy']:.3f}"),
+    ("mg/t", 6, _ratio("mosaic_gpu")),
     ("xla/t", 6, _ratio("xla")),
     ("int8/t", 6, _ratio("int8")),
     ("mx/t", 6, _ratio("mxfp8")),
@@ -141,7 +142,7 @@ def _draw(bench: Bench, path: Path) -> None:
 def _draw_hop(axis: Any, bench: Bench, dtype: str, color: str) -> None:
     hops = matching(bench.rows, operation="hop", dtype=dtype, size=bench.options.sizes[0])
     triton = matching(hops, implementation="triton")
-    for name, style in {"triton": "-o", "xla": "--s"}.items():
+    for name, style in {"triton": "-o", "mosaic_gpu": "-.^", "xla": "--s"}.items():
         points = [
             (row["bits"], row["ps_per_coordinate"]) for row in matching(hops, implementation=name)
         ]
