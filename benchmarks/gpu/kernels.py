@@ -10,7 +10,7 @@ a run that is cut short leaves what it had.
 
 A time is that of back-to-back calls over their number, in a batch long enough to hide the host; the
 median of several batches. Where a call is shorter than the host needs to start one, that is what
-the figure shows: such rows are marked, and the profiler's own times are in the last section.
+the figure shows: such rows are marked, and the section `profiler` has the times of the device alone.
 """
 
 import contextlib
@@ -57,12 +57,12 @@ def sections(options: Options) -> dict[str, Callable[[Bench, Results], None]]:
         "correctness": correctness.check,
         "main": functools.partial(speed.measure, sizes=first, bits=bits),
         "prediction": device.predict,
-        "sweep": speed.sweep,
         "all_reduce": correctness.simulate,
+        "profiler": profiling.profile,
+        "sweep": speed.sweep,
         "bits": functools.partial(speed.measure, sizes=first, bits=other_bits),
         # Size by size: what is left out when time is short is the largest.
         "sizes": functools.partial(speed.measure, sizes=others, bits=options.bits_of_sizes),
-        "profiler": profiling.profile,
     }
 
 

@@ -13,8 +13,8 @@ from benchmarks.gpu.record import Results
 
 
 def profile(bench: Bench, results: Results) -> None:
-    """Profile all operations that were compiled, at the first two sizes, on one set of inputs,
-    which a cache may hold if it is small. Last, because a machine may not allow it.
+    """Profile all operations that were compiled so far, at the size and bits that matter most, on
+    one set of inputs. A machine may not allow it.
     """
     if jax.default_backend() != "gpu":
         results["note"] = "no GPU to profile"
@@ -23,7 +23,7 @@ def profile(bench: Bench, results: Results) -> None:
 
     options = bench.options
     bits = options.bits[0]
-    for size in options.sizes[:2]:
+    for size in options.sizes[:1]:
         for dtype in options.dtypes:
             case = Case(bench, size, dtype, bits)
             label = f"{dtype} {size / 2**20:g} Mi {bits:g} bits"

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
-import functools
+import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from pallas_kernels.own_thread import in_own_thread
 from pallas_kernels.trial import CALLS, Trial, make_trial
 
 BASE = "xla"
+_MOST_THREADS = 16
+_MESSAGES = "messages"
 _ROWS, _MANY_ROWS = 37, 2085  # of a chunk: blocks of any usual size overhang
 
 
@@ -113,13 +117,15 @@ def check_kernels(
       A check of every operation of every backend in every case, in this order of nesting: cases,
       backends, operations.
     """
+    pairs = [(backend, operation) for backend in backends for operation in CALLS]
     checks: list[Check] = []
-    for name in cases:
-        case = _CaseRun(name, interpret, timeout)
-        for backend in backends:
-            for operation in CALLS:
-                checks.append(case.check(backend, operation))
-                done(checks[-1].name)
+    # Nearly all of the time is that of the compiler, which takes one core for an operation.
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for name in cases:
+            case = _CaseRun(name, interpret, timeout)
+            for check in pool.map(case.check, *zip(*pairs, strict=True)):
+                checks.append(check)
+                done(check.name)
     return checks
 
 
@@ -160,7 +166,9 @@ class _CaseRun:
         self._interpret, self._timeout = interpret, timeout
         self._trial = self._case.trial()
         self._device = jax.local_devices()[0]
-        self._known: dict[str, np.ndarray] = {}  # outputs of the base, once they are needed
+        # What the base makes, once it is needed, and by one thread.
+        self._known: dict[str, np.ndarray] = {}
+        self._locks = {name: threading.Lock() for name in (_MESSAGES, *CALLS)}
 
     def check(self, backend: str, operation: str) -> Check:
         """Compare one operation of a backend."""
@@ -196,16 +204,17 @@ class _CaseRun:
         )
 
     def _of_base(self, operation: str) -> np.ndarray:
-        if operation not in self._known:
-            self._known[operation], _ = self._run(BASE, operation, self._device)
-        return self._known[operation]
+        with self._locks[operation]:
+            if operation not in self._known:
+                self._known[operation], _ = self._run(BASE, operation, self._device)
+            return self._known[operation]
 
     def _run(
         self, backend: str, operation: str, device: jax.Device
     ) -> tuple[np.ndarray, np.ndarray]:
         """Compile an operation and return the outputs of two runs."""
         module = operations.BACKENDS[backend]
-        call = self._trial.calls(self._messages)[operation]
+        call = self._trial.calls(self._messages())[operation]
 
         def run(*arrays: Any) -> Any:
             return call._replace(arrays=arrays).by(module)
@@ -215,11 +224,13 @@ class _CaseRun:
             compiled = jax.jit(run).lower(*call.arrays).compile()
             return np.asarray(compiled(*call.arrays)), np.asarray(compiled(*call.arrays))
 
-    @functools.cached_property
     def _messages(self) -> np.ndarray:
-        """Messages that arrive, by the base."""
-        with jax.default_device(self._device):
-            return np.asarray(jax.jit(lambda: self._trial.send(operations.BACKENDS[BASE]))())
+        """Return messages that arrive, by the base."""
+        with self._locks[_MESSAGES], jax.default_device(self._device):
+            if _MESSAGES not in self._known:
+                sent = jax.jit(lambda: self._trial.send(operations.BACKENDS[BASE]))()
+                self._known[_MESSAGES] = np.asarray(sent)
+            return self._known[_MESSAGES]
 
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:
