@@ -10,7 +10,7 @@ a run that is cut short leaves what it had.
 
 A time is that of back-to-back calls over their number, in a batch long enough to hide the host; the
 median of several batches. Where a call is shorter than the host needs to start one, that is what
-the figure shows: such rows are marked, and the section `profiler` has the times of the device alone.
+the figure shows: such rows are marked. The section `profiler` has the times of the device alone.
 """
 
 import contextlib
