@@ -36,16 +36,22 @@ from tests.support.covering import PACKAGES, covering_files
 
 ROOT = Path(__file__).parents[1]
 CONFIG = load_config(str(ROOT / "cosmic-ray.toml"))
-# Decorators without an effect on results.
-NO_EFFECT = ("cache", "functools.cache", "functools.lru_cache", "override", "compat.override")
+# Decorators without an effect on results, and an argument of `zip` without one on a right program.
+NO_EFFECT = (
+    *("cache", "functools.cache", "functools.lru_cache"),
+    *("abstractmethod", "abc.abstractmethod", "override", "compat.override"),
+)
+ONLY_A_CHECK = "strict"
 
 
 def without_meaning(path: Path) -> Iterator[range]:
-    """Yield the lines and columns of annotations and decorators whose changes mean nothing, as
-    ranges of `place`.
+    """Yield the lines and columns of annotations, decorators and arguments whose changes mean
+    nothing, as ranges of `place`.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         skipped = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.keyword) and node.arg == ONLY_A_CHECK:
+            skipped.append(node.value)
         decorators = getattr(node, "decorator_list", ())
         skipped += [d for d in decorators if ast.unparse(d).partition("(")[0] in NO_EFFECT]
         for part in filter(None, skipped):
