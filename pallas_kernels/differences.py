@@ -89,13 +89,17 @@ def _of_messages(
     counts = _counted(lost, layout, widths)
     differing = int(np.sum((ours != base) & counts))
     kept = ~lost & (base_supers >= _TINY_SUPER_SCALE)
+    # A maximum that rounds in another way moves its super-scale by one step, and then up to 255
+    # parts of it by 2 and a rounding.
+    super_steps = np.abs(supers.astype(np.int64) - base_supers.astype(np.int64))
+    same_super = super_steps[:, None] == 0
     steps = np.abs(groups - base_groups)
     # Where a scale has moved, its codes count in other steps.
-    same_scale = np.repeat(steps == 0, layout.group_size, axis=1)
+    same_scale = np.repeat(same_super & (steps == 0), layout.group_size, axis=1)
     moved = np.where(same_scale, np.abs(codes - base_codes), 0)
     is_rounding = (
-        np.array_equal(supers[kept], base_supers[kept])
-        and np.max(steps[kept], initial=0) <= 1
+        np.max(super_steps[kept], initial=0) <= 1
+        and np.all(steps[kept] <= np.where(same_super, 1, 3)[kept])
         and np.max(moved[kept], initial=0) <= 1
         and not np.any(_unused(ours, layout, widths))
     )

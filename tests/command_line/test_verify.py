@@ -175,7 +175,7 @@ def test_an_output_of_another_shape_is_named():
 
 
 def test_steps_of_rounding_are_told_from_wrong_bytes():
-    """A code or a group scale by one step is a rounding; any other byte is not."""
+    """A code or a scale by one step is a rounding; any other byte is not."""
     trial = CASES[CASE].trial()
     layout, widths = trial.layout, trial.widths
     base = np.asarray(jax.jit(lambda: trial.send(_xla))())[1]
@@ -186,8 +186,14 @@ def test_steps_of_rounding_are_told_from_wrong_bytes():
     plane_rows = [int(np.sum(widths > bit)) for bit in range(2)]
     byte = 32 * (plane_rows[0] + place) + lane % 32  # of bit 1: the lowest of the magnitude
     group = layout.group_scales_start + place * layout.groups
-    by_one = {byte: np.uint8(1 << lane // 32), group: np.uint8(base[group] ^ (base[group] - 1))}
-    wrong = {layout.super_scales_start + 2 * place: np.uint8(1), len(base) - 1: np.uint8(1)}
+    super_scale = layout.super_scales_start + 2 * place
+    by_one = {
+        byte: np.uint8(1 << lane // 32),
+        group: np.uint8(base[group] ^ (base[group] - 1)),
+        super_scale: np.uint8(base[super_scale] ^ (base[super_scale] - 1)),
+    }
+    by_two = {at: np.uint8(base[at] ^ (base[at] - 2)) for at in (group, super_scale)}
+    wrong = by_two | {len(base) - 1: np.uint8(1)}
     for changes, is_rounding in ((by_one, True), (wrong, False)):
         for at, bits in changes.items():
             ours = base.copy()
