@@ -119,8 +119,10 @@ def check_kernels(
     """
     pairs = [(backend, operation) for backend in backends for operation in CALLS]
     checks: list[Check] = []
-    # Nearly all of the time is that of the compiler, which takes one core for an operation.
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+    # Nearly all of the time is that of the compiler, which takes one core for an operation. The
+    # interpreters of Pallas keep state for all threads of a process.
+    threads = 1 if interpret else min(_MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
         for name in cases:
             case = _CaseRun(name, interpret, timeout)
             for check in pool.map(case.check, *zip(*pairs, strict=True)):

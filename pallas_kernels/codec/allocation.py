@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ ENERGY_LIMIT = 1 << 15  # above all of these logarithms
 _BELOW_ALL = -8 * ENERGY_LIMIT  # no threshold is as low
 # Prices that are tried at a time. The fewer steps, the fewer kernels on a GPU. A TPU takes as long
 # for twice as many. They follow the backend of this process, and the result is the same.
-_PRICES = {"tpu": 33}
+_PRICES = {"gpu": 33, "tpu": 33}
 _USUAL_PRICES = 16
 
 
@@ -98,8 +99,8 @@ class Allocation:
                 energies,
                 thresholds,
                 cpu=search_at_least,
-                tpu=count_by_blocks,
-                default=count_at_least,
+                tpu=functools.partial(count_by_blocks, select=select_by_product),
+                default=functools.partial(count_by_blocks, select=select_by_gather),
             )
 
         # The largest price at which the rows take too much, some digits of it at a time.
@@ -117,7 +118,9 @@ class Allocation:
 
         nothing = jnp.zeros((2, len(sizes)), jnp.int32)
         start = match_varying((jnp.int32(lowest), nothing), energies)
-        _, (wider, rows) = lax.fori_loop(0, rounds, narrow, start)
+        # A GPU takes as long for the turns of a loop as for what they hold.
+        unroll = jax.default_backend() == "gpu"
+        _, (wider, rows) = lax.fori_loop(0, rounds, narrow, start, unroll=unroll)
         # What is left at the next price goes to some of those that would be wider at this one.
         more = wider - rows
         before = jnp.cumsum(more * sizes) - more * sizes
@@ -149,18 +152,19 @@ def search_at_least(values: Array, thresholds: Array) -> Array:
     return lax.fori_loop(0, rounds, narrow, jnp.zeros_like(thresholds, jnp.int32))
 
 
-def count_at_least(values: Array, thresholds: Array) -> Array:
-    """Compute `search_at_least` without a search, which takes a launch a step on a GPU."""
-    values = jnp.expand_dims(values, range(thresholds.ndim))
-    return jnp.sum(values >= thresholds[..., None], axis=-1, dtype=jnp.int32)
-
-
-def count_by_blocks(values: Array, thresholds: Array) -> Array:
-    """Compute `search_at_least` in two steps without a gather, which is slow on a TPU.
+def count_by_blocks(
+    values: Array, thresholds: Array, *, select: Callable[[Array, Array], Array]
+) -> Array:
+    """Compute `search_at_least` in two steps, which take a GPU or a TPU less time than a search.
 
     The values are cut into about as many blocks as a block has values. Blocks whose last value is
-    at least a threshold count as a whole. A matrix product selects the next block, exactly: it adds
-    zeros to an integer below 2^24.
+    at least a threshold count as a whole. Of the next block, each value is compared.
+
+    Args:
+      values: values, largest first: int32 [n].
+      thresholds: thresholds, int32 of any shape.
+      select: function of blocks, int32 [count, size], and of indices, int32 [m], that returns the
+        selected blocks, [m, size]. What it returns for the index `count` does not matter.
     """
     size = 1 << math.ceil(values.size.bit_length() / 2)
     count = -(-values.size // size)
@@ -168,9 +172,23 @@ def count_by_blocks(values: Array, thresholds: Array) -> Array:
     blocks = padded.reshape(count, size)
     flat = thresholds.reshape(-1, 1)
     whole = jnp.sum(blocks[None, :, -1] >= flat, axis=1, dtype=jnp.int32)
-    next_block = (jnp.arange(count, dtype=jnp.int32)[None] == whole[:, None]).astype(jnp.float32)
-    selected = jnp.dot(next_block, blocks.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    # If all blocks count, the product is zeros, which are no values.
-    inside = (selected >= flat.astype(jnp.float32)) & (whole[:, None] < count)
+    selected = select(blocks, whole)
+    inside = (selected >= flat.astype(selected.dtype)) & (whole[:, None] < count)
     reached = whole * size + jnp.sum(inside, axis=1, dtype=jnp.int32)
     return reached.reshape(thresholds.shape)
+
+
+def select_by_gather(blocks: Array, indices: Array) -> Array:
+    """Select blocks as a GPU does; see `count_by_blocks`."""
+    return blocks.at[jnp.minimum(indices, len(blocks) - 1)].get(mode="promise_in_bounds")
+
+
+def select_by_product(blocks: Array, indices: Array) -> Array:
+    """Select blocks as a TPU does, where a gather is slow; see `count_by_blocks`.
+
+    A product with zeros and one 1 is exact: it adds zeros to an integer below 2^24.
+    """
+    chosen = (jnp.arange(len(blocks), dtype=jnp.int32)[None] == indices[:, None]).astype(
+        jnp.float32
+    )
+    return jnp.dot(chosen, blocks.astype(jnp.float32), precision=lax.Precision.HIGHEST)

@@ -19,12 +19,13 @@ from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import Call, _norms
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import operations
-from pallas_kernels.codec import WIDTHS, Allocation
+from pallas_kernels.codec import WIDTHS, Allocation, allocation
 from pallas_kernels.codec.allocation import (
     ENERGY_LIMIT,
-    count_at_least,
     count_by_blocks,
     search_at_least,
+    select_by_gather,
+    select_by_product,
 )
 from pallas_kernels.codec.levels import distortion
 from tests.support import oracle
@@ -99,8 +100,23 @@ def test_thresholds_are_counted_as_they_are_searched(seed):
     energies = jnp.asarray(some_energies(seed))
     thresholds = jnp.append(energies, energies + 1).reshape(2, ROWS)
     searched = search_at_least(energies, thresholds)
-    for count in (count_at_least, count_by_blocks):
-        np.testing.assert_array_equal(count(energies, thresholds), searched)
+    np.testing.assert_array_equal(
+        searched, np.sum(energies[:, None, None] >= thresholds[None], axis=0, dtype=np.int32)
+    )
+    for select in (select_by_gather, select_by_product):
+        counted = count_by_blocks(energies, thresholds, select=select)
+        np.testing.assert_array_equal(counted, searched)
+
+
+@pytest.mark.parametrize("select", [select_by_gather, select_by_product])
+def test_other_devices_find_the_same_widths(select, monkeypatch):
+    """They count in another way, and try other numbers of prices at a time."""
+    energies = jnp.asarray(np.stack([some_energies(seed) for seed in range(8)]), jnp.int32)
+    found = Allocation(ALL, 0.1).solve(energies, 5 * ROWS)
+    counted = functools.partial(count_by_blocks, select=select)
+    monkeypatch.setattr(allocation, "search_at_least", counted)
+    monkeypatch.setattr(allocation, "_USUAL_PRICES", 33)
+    np.testing.assert_array_equal(Allocation(ALL, 0.1).solve(energies, 5 * ROWS), found)
 
 
 @given(seed=seeds, units=st.integers(2 * ROWS, 16 * ROWS))
