@@ -10,7 +10,7 @@ DeviceKind = Literal["gpu", "cpu", "tpu_v5e", "tpu_v5p", "tpu_v6e"]
 DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
 
 # DynamiQ at 5 bits from float32. CPU: two cores for one worker, benchmarks/speed/codec.py. GPU: an
-# H200, whose kernels move 18.5 bytes a coordinate, at 60 % of its copy speed; not measured yet.
+# H200, for a worker of a ring of 8, benchmarks/gpu/kernels.py; the time of a step is a guess.
 # TPU: about the cycles that the compiler schedules, benchmarks/aot/tpu.py, for 8 chips and for two
 # slices; not measured yet.
 CODEC_SPEEDS: dict[DeviceKind, CodecSpeed] = {

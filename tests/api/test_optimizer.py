@@ -1,5 +1,7 @@
 """The optax transformation: a mean, a plain state, and a stream of noise that can be resumed."""
 
+import re
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -276,6 +278,12 @@ def test_every_step_has_its_own_noise_and_the_seed_fixes_all_of_it():
     # A run that starts at step 1 takes that step as the run that got there does.
     late, _ = Reducer(seed=1, start_step=1)(tree)
     assert_same_bits(late, second)
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "3", 2**31])
+def test_a_first_step_that_is_none_is_refused(step):
+    with pytest.raises(ValueError, match=re.escape(f"start_step={step!r}")):
+        dq.all_reduce_gradients("data", start_step=step)
 
 
 # ------------------------------------------------------------------------------------- exact leaves

@@ -2,12 +2,13 @@
 
 import math
 import re
+from collections import Counter
 from statistics import stdev
 
 import pytest
 
 from benchmarks.real_lm.losses import by_method, final
-from docs.scripts import choice_tables, real_lm_tables, tables
+from docs.scripts import choice_tables, gpu_tables, real_lm_tables, tables
 from docs.scripts.advised import break_even_gbit, gain_of_a_step
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, mean, results_of
@@ -16,6 +17,8 @@ from dynamiq_jax.methods import METHODS, WRAPPERS
 from dynamiq_jax.topologies import TOPOLOGIES, Ring
 from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 from tests.project.test_docs import PAGES
+
+GPUS = "docs/recipes/gpus.md"
 
 LINKS = (1e8, 1e9, 1e10)  # bit/s
 _ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
@@ -80,6 +83,37 @@ def test_break_evens_of_a_cpu_come_from_a_measured_codec():
             sums[row["size"]] = sums.get(row["size"], 0.0) + row["ns"]
     assert len(sums) == 2
     assert min(sums.values()) < CODEC_SPEEDS["cpu"].ns_per_coordinate < max(sums.values())
+
+
+def test_break_evens_of_a_gpu_come_from_measured_kernels():
+    measured = 1e-3 * gpu_tables.gpu_worker_ps()
+    assert 0.95 < CODEC_SPEEDS["gpu"].ns_per_coordinate / measured < 1.05
+    shares = []
+    for dtype in ("float32", "bfloat16"):
+        times = gpu_tables.gpu_times(dtype)
+        shares += [row["fraction_of_copy"] for key, row in times.items() if key[1] == "triton"]
+        hops = [times["hop", name]["us"] for name in ("triton", "mosaic_gpu", "xla")]
+        assert 1.8 < hops[1] / hops[0] < 2 and 10 < hops[2] / hops[0] < 11.5
+        if dtype == "float32":
+            assert f"this took {times['places', 'xla']['us'] / 1e3:.2f} ms" in PAGES[GPUS]
+    assert f"{min(shares):.0%} to {max(shares):.0%} of the copy speed" in PAGES["README.md"]
+    copy = gpu_tables.gpu_sections()["device"]["copy_bytes_per_second"]
+    assert f"a copy in memory, {copy / 1e12:.2f} TB/s" in PAGES[GPUS]
+
+
+def test_the_page_on_gpus_counts_the_comparisons():
+    for backend in ("triton", "mosaic_gpu"):
+        checks = [check for check in results_of("gpu_checks") if check["backend"] == backend]
+        verdicts = Counter(check["verdict"] for check in checks)
+        megabytes = sum(check["compared"] for check in checks) / 1e6
+        by_more = sum(c["differing"] for c in checks if c["verdict"] == "different")
+        assert f"{megabytes:.1f} MB for each" in PAGES[GPUS]
+        assert (
+            f"Of {len(checks)} operations, {verdicts['same']} wrote the same bytes, and "
+            f"{verdicts['rounding']} differed by single steps"
+        ) in PAGES[GPUS]
+        assert f"In the other three, {by_more} bytes differed by more" in PAGES[GPUS]
+        assert verdicts["different"] == 3
 
 
 def test_nothing_is_gained_on_nvlink():

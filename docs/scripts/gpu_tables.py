@@ -1,0 +1,55 @@
+"""Tables of the speed of the kernels on a GPU."""
+
+import json
+from typing import Any
+
+from docs.scripts.result_files import RESULTS, markdown
+
+# Operations of a ring among this many workers, for the time of a whole all-reduce.
+WORKERS = 8
+_NAMES = {
+    "triton": "Triton",
+    "mosaic_gpu": "Mosaic GPU",
+    "xla": "XLA",
+    "int8": "int8 blocks",
+    "mxfp8": "MXFP8",
+}
+_OPERATIONS = ("statistics", "compress", "hop", "decompress")
+
+
+def gpu_sections() -> dict[str, Any]:
+    """Return the results of all sections of gpu_kernels.json."""
+    sections = json.loads((RESULTS / "gpu_kernels.json").read_text())["sections"]
+    return {name: section["results"] for name, section in sections.items()}
+
+
+def gpu_times(dtype: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of the size and bits that matter most, by operation and implementation."""
+    rows = gpu_sections()["main"]["rows"]
+    return {(row["operation"], row["implementation"]): row for row in rows if row["dtype"] == dtype}
+
+
+def gpu_worker_ps() -> float:
+    """Return the time of a worker of a ring for each coordinate of float32, in picoseconds."""
+    ps = {
+        operation: row["ps_per_coordinate"]
+        for (operation, implementation), row in gpu_times("float32").items()
+        if implementation == "triton" or operation == "places"
+    }
+    whole = ps["statistics"] + ps["places"] + ps["decompress"]
+    return whole + (ps["compress"] + (WORKERS - 1) * ps["hop"]) / WORKERS
+
+
+def gpu_kernels() -> str:
+    """Write the times of the operations on a GPU, by backend: gpu_kernels.json."""
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        times = gpu_times(dtype)
+        for operation in _OPERATIONS:
+            ours = times[operation, "triton"]
+            cells = [
+                f"{times[key]['ps_per_coordinate']:.2f}" if key in times else ""
+                for key in ((operation, name) for name in _NAMES)
+            ]
+            rows.append([dtype, operation, *cells, f"{ours['fraction_of_copy']:.0%}"])
+    return markdown(["rows", "operation", *_NAMES.values(), "Triton, of copy"], rows)
