@@ -224,6 +224,22 @@ def _warn_of_no_client(reason: str) -> None:
     )
 
 
+def only_traces() -> bool:
+    """Return whether the call that traces here does not run what it traces: `jit(f).lower`,
+    `eval_shape`, `make_jaxpr` and alike.
+
+    The names of JAX's own functions show it. False where this version of JAX has other names.
+    """
+    found = False
+    frame = sys._getframe().f_back
+    while frame is not None:  # the outermost one decides
+        name = frame.f_code.co_name
+        if name in ("jit_trace", "cache_miss") and frame.f_globals["__name__"] == "jax._src.pjit":
+            found = name == "jit_trace"
+        frame = frame.f_back
+    return found
+
+
 def concrete_mesh() -> Mesh | None:
     """Return the mesh of `jax.set_mesh`, also while tracing, where `jax.sharding.get_mesh` raises.
 

@@ -83,7 +83,7 @@ def check(
         **_of_process(),
         **_of_leaves(compression, tree, specs),
     }
-    exchange_of(job).agree(description, processes)
+    exchange_of(job).agree(description, processes, only_traces=compat.only_traces())
 
 
 def exchange_of(job: compat.Job) -> Exchange:

@@ -47,7 +47,9 @@ class Exchange:
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._lock = threading.Lock()
 
-    def agree(self, description: Description, processes: tuple[int, ...]) -> None:
+    def agree(
+        self, description: Description, processes: tuple[int, ...], *, only_traces: bool = False
+    ) -> None:
         """Compare a new description with those of other processes; return at once for a known one.
 
         A process goes on with a warning if others have not come within `PATIENCE` seconds. They
@@ -57,6 +59,9 @@ class Exchange:
         Args:
           description: what has to be the same.
           processes: numbers of the processes that compare, ascending, this one among them.
+          only_traces: whether the call does not run the collective, as `jit(f).lower`. The process
+            may trace that alone, for a log, while others wait with the collective that they run:
+            it goes on, and they wait until it comes.
 
         Raises:
           RuntimeError: processes wait for each other with descriptions that differ, and all of them
@@ -66,7 +71,7 @@ class Exchange:
             with self._lock:  # held while a group begins, but not while a process waits
                 if processes not in self._groups:
                     self._groups[processes] = _Group(self.client, self._process, processes)
-            warning = self._groups[processes].agree(description)
+            warning = self._groups[processes].agree(description, only_traces)
         except jax.errors.JaxRuntimeError as error:
             reason = f"The coordination service reports an error: {error!s:.200}"
             warning = disagreement.unchecked(reason)
@@ -87,7 +92,7 @@ class _Group:
         self._unanswered: dict[str, int] = {}  # round by digest, of the last ones that went on
         self._patience: float | None = None
 
-    def agree(self, description: Description) -> str | None:
+    def agree(self, description: Description, only_traces: bool) -> str | None:
         """Compare a description; return a warning if it stays unanswered."""
         text = _packed(description)
         digest = _digest(text)
@@ -97,7 +102,7 @@ class _Group:
         try:
             self._settle()
             self._ledger.publish(digest, text)
-            verdict = self._compare(digest)
+            verdict = self._compare(digest, only_traces)
         except jax.errors.JaxRuntimeError:
             self._known.add(digest)
             raise
@@ -122,12 +127,12 @@ class _Group:
                 self._known.discard(digest)
                 raise RuntimeError(self._difference(verdict))
 
-    def _compare(self, digest: str) -> Verdict:
+    def _compare(self, digest: str, only_traces: bool) -> Verdict:
         """Return the verdict about a description, once there is one about this process."""
         while True:
             number, record = self._come(digest)
             if self._missing(record):
-                verdict = self._await(digest, number)
+                verdict = self._await(digest, number, only_traces)
             else:
                 self._ledger.decide(digest, record.next_round, AGREED)
                 verdict = AGREED
@@ -147,28 +152,38 @@ class _Group:
     def _missing(self, record: Record) -> set[int]:
         return {*self._processes} - {*record.present}
 
-    def _await(self, digest: str, number: int) -> Verdict:
+    def _await(self, digest: str, number: int, only_traces: bool) -> Verdict:
         """Wait for a verdict, and give one if there is none in time."""
         verdict = self._ledger.await_verdict(digest, number, _GLANCE)
         if verdict is None or verdict == WENT_ON:
-            self._ledger.open_wait(digest, number, _is_only_thread())
-            verdict = verdict or self._await_others(digest, number)
+            self._ledger.open_wait(digest, number, _is_only_thread(), only_traces)
+            verdict = verdict or self._await_others(digest, number, only_traces)
             if verdict == WENT_ON:
                 self._unanswered[digest] = number
             else:
                 self._ledger.close_wait(digest)
         return verdict
 
-    def _await_others(self, digest: str, number: int) -> Verdict:
+    def _await_others(self, digest: str, number: int, only_traces: bool) -> Verdict:
+        def stands(wait: Wait) -> bool:
+            """Return whether the other process waits as this one does."""
+            return not wait.is_over and wait.only_traces == only_traces
+
+        def may_come(wait: Wait) -> bool:
+            """Return whether the other process may come later, or be stuck elsewhere."""
+            if only_traces and not wait.only_traces:
+                return False  # it waits, or is stuck, until this process has traced and comes
+            return not wait.is_over or time.time() - wait.since < _HELD
+
         # Processes whose only thread waits for another one can never come.
-        verdict = self._find(digest, lambda wait: not wait.is_over and wait.only_thread)
+        verdict = self._find(digest, lambda wait: stands(wait) and wait.only_thread)
         if verdict is None or not _is_only_thread():
             patience = PATIENCE if self._patience is None else self._patience
             verdict = self._ledger.await_verdict(digest, number, max(patience - _GLANCE, 0))
-            verdict = verdict or self._find(digest, lambda wait: not wait.is_over)
-        if verdict is None and self._find(digest, _is_recent):
+            verdict = verdict or self._find(digest, stands)
+        if verdict is None and self._find(digest, may_come):
             verdict = self._ledger.await_verdict(digest, number, DOUBT)
-            verdict = verdict or self._find(digest, _is_recent)
+            verdict = verdict or self._find(digest, may_come)
         return self._decide(digest, number, verdict or WENT_ON)
 
     def _find(self, digest: str, counts: Callable[[Wait], bool]) -> Verdict | None:
@@ -210,10 +225,6 @@ class _Group:
         }
         descriptions = {entry.process: known[entry.digest] for entry in verdict.entries}
         return disagreement.difference(descriptions, verdict.kind == "differ late")
-
-
-def _is_recent(wait: Wait) -> bool:
-    return not wait.is_over or time.time() - wait.since < _HELD
 
 
 def _is_only_thread() -> bool:

@@ -66,6 +66,7 @@ class Wait:
     entry: Entry
     since: float  # seconds of the clock
     only_thread: bool  # nothing else in the process can trace
+    only_traces: bool  # the call does not run the collective
     is_over: bool = False  # the process went on
 
 
@@ -137,9 +138,9 @@ class Ledger:
         except jax.errors.JaxRuntimeError:  # a service that is gone fails in the next call too
             return None
 
-    def open_wait(self, digest: str, number: int, only_thread: bool) -> None:
-        """Let others see that this process waits."""
-        text = json.dumps([number, time.time(), only_thread])
+    def open_wait(self, digest: str, number: int, only_thread: bool, only_traces: bool) -> None:
+        """Let others see that this process waits; see `Wait`."""
+        text = json.dumps([number, time.time(), only_thread, only_traces])
         self._set(f"{self._place}/waits/{self._process}/{digest}", text)
 
     def close_wait(self, digest: str) -> None:
@@ -152,13 +153,14 @@ class Ledger:
         records: dict[str, Record] = {}
         for key, value in self._client.key_value_dir_get(f"{self._place}/waits/"):
             process, digest = key.split("/")[-2:]
-            number, since, only_thread = json.loads(value)
+            number, since, only_thread, only_traces = json.loads(value)
             if digest not in records:
                 records[digest] = self.record(digest)
             verdict = records[digest].verdicts.get(number)
             if verdict is None or verdict == WENT_ON:
                 entry = Entry(int(process), digest, number)
-                found.append(Wait(entry, since, only_thread, verdict == WENT_ON))
+                is_over = verdict == WENT_ON
+                found.append(Wait(entry, since, only_thread, only_traces, is_over))
         return sorted(found, key=lambda wait: wait.since)
 
     def _set(self, place: str, value: str) -> None:

@@ -154,14 +154,14 @@ class Client:
             return self.store.values[key]
 
 
-def agree(exchanges, descriptions, group=None):
+def agree(exchanges, descriptions, group=None, **how):
     """Run one comparison in a thread for each process: errors, None where there is none."""
     results = [None] * len(exchanges)
     group = tuple(range(len(exchanges))) if group is None else group
 
     def run(index):
         try:
-            exchanges[index].agree(descriptions[index], group)
+            exchanges[index].agree(descriptions[index], group, **how)
         except RuntimeError as error:
             results[index] = str(error)
 
@@ -276,7 +276,11 @@ def described(monkeypatch) -> list[tuple[dict, tuple[int, ...]]]:
     """What this process would send as one of two."""
     sent = []
     monkeypatch.setattr(compat, "job", lambda: compat.Job(object(), 0, 2))
-    monkeypatch.setattr(exchange.Exchange, "agree", lambda self, *arguments: sent.append(arguments))
+
+    def record(self, *arguments, only_traces):
+        sent.append(arguments)
+
+    monkeypatch.setattr(exchange.Exchange, "agree", record)
     return sent
 
 
@@ -352,9 +356,34 @@ def test_a_description_has_no_addresses_of_objects():
     assert "Thing" in agreement._text([Thing(), Thing])
 
 
+def test_a_call_runs_what_it_traces_and_lowering_does_not():
+    found = []
+
+    def traced(x):
+        found.append(compat.only_traces())
+        return x + 1
+
+    def called_within(x):
+        jax.eval_shape(traced, x)
+        return jax.jit(traced)(x)
+
+    x = jnp.ones(3)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(traced, mesh=mesh, in_specs=P(), out_specs=P())
+    for call in (traced, jax.jit(called_within), jax.grad(lambda x: traced(x).sum()), mapped):
+        call(x)
+    assert found and not any(found)
+    found.clear()
+    jax.jit(called_within).lower(x)
+    jax.eval_shape(jax.jit(traced), x)
+    jax.make_jaxpr(traced)(x)
+    jax.jit(mapped).trace(x)
+    assert found and all(found)
+
+
 def test_one_process_compares_nothing(monkeypatch):
     assert compat.job() is None
-    monkeypatch.setattr(exchange.Exchange, "agree", lambda *args: pytest.fail("compared"))
+    monkeypatch.setattr(exchange.Exchange, "agree", lambda *args, **how: pytest.fail("compared"))
     on_mesh(jax.device_count()).lower()
 
 
@@ -385,9 +414,9 @@ def pair(short) -> list[exchange.Exchange]:
     return exchanges_of(2)[1]
 
 
-def trace_alone(one: exchange.Exchange, description: dict[str, str]) -> None:
+def trace_alone(one: exchange.Exchange, description: dict[str, str], **how) -> None:
     with pytest.warns(UserWarning, match="had not traced the same step"):
-        one.agree(description, (0, 1))
+        one.agree(description, (0, 1), **how)
 
 
 def test_a_process_that_traces_alone_leaves_nothing_behind(pair):
@@ -470,6 +499,44 @@ def test_a_late_process_waits_for_one_that_went_on_elsewhere(pair, monkeypatch):
     pair[0].agree({"a": "1"}, (0, 1))
     thread.join(60)
     assert results == [None]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_process_may_lower_a_step_while_others_wait_with_another(pair, monkeypatch, earlier):
+    """It comes when it has lowered it, whether the others have gone on by then or not."""
+    monkeypatch.setattr(exchange, "DOUBT", 60.0)
+    results = []
+
+    def run() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it may have gone on
+            pair[1].agree({"a": "1"}, (0, 1))
+        results.append(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(2 * exchange.PATIENCE if earlier else 0.1)
+    assert bool(results) == earlier
+    trace_alone(pair[0], {"a": "for a log"}, only_traces=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair[0].agree({"a": "1"}, (0, 1))
+    thread.join(60)
+    assert results == [None]
+
+
+def test_a_process_that_runs_what_it_lowered_alone_is_missed(pair):
+    trace_alone(pair[0], {"a": "1"}, only_traces=True)
+    with pytest.raises(RuntimeError, match="a: 1 in process 0; 2 in process 1"):
+        pair[1].agree({"a": "2"}, (0, 1))
+
+
+def test_processes_that_all_lower_programs_that_differ_hear_of_it(pair):
+    first, second = agree(pair, [{"a": "1"}, {"a": "2"}], only_traces=True)
+    assert first == second and "a: 1 in process 0; 2 in process 1" in first
+    trace_alone(pair[0], {"a": "3"}, only_traces=True)
+    with pytest.raises(RuntimeError, match="a: 3 in process 0; 4 in process 1"):
+        pair[1].agree({"a": "4"}, (0, 1), only_traces=True)
 
 
 def test_what_a_process_went_on_with_does_not_count_for_ever(pair, monkeypatch):

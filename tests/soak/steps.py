@@ -54,9 +54,17 @@ class Step:
         return jax.tree.map(place, tree)
 
     def compile(self) -> None:
-        """Trace and compile the first state and the step."""
+        """Trace and compile the first state and the step.
+
+        Where a process traces another step alone, calls do so. While it lowers that one, the others
+        may wait with theirs: of two programs that are lowered, nobody knows which one is for a log.
+        """
         sharding = NamedSharding(self.mesh, self.stacked)
-        start = jax.jit(self._start, out_shardings=sharding).lower(self.values, self.weights)
+        start = jax.jit(self._start, out_shardings=sharding)
+        if self.program.alone is not None:
+            self.start, self.run = start, jax.jit(self._step, out_shardings=sharding)
+            return
+        start = start.lower(self.values, self.weights)
         self.start = start.compile()
         state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -242,7 +250,7 @@ def another(program: Program) -> Program:
         dataclasses.replace(each, leaves=(*each.leaves, Leaf(1, 7, "float32")))
         for each in program.collectives
     )
-    return dataclasses.replace(program, collectives=collectives)
+    return dataclasses.replace(program, collectives=collectives, alone=None)
 
 
 def _drawn(random: Any, shape: tuple[int, ...], leaf: Leaf, each: Collective) -> np.ndarray:

@@ -82,7 +82,7 @@ def pipelined(name: str, half: str, **fields: Any) -> Any:
 
 @contextlib.contextmanager
 def without_agreement():
-    with unittest.mock.patch.object(exchange.Exchange, "agree", lambda *args: None):
+    with unittest.mock.patch.object(exchange.Exchange, "agree", lambda *args, **how: None):
         yield
 
 
