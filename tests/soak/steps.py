@@ -237,8 +237,8 @@ class Step:
 
         if each.kind == "value_and_grad":
             _, gradients = dq.value_and_grad(loss, **arguments)(weights, *own, key=key)
-        else:
-            gradients = jax.grad(dq.data_parallel(loss, **arguments))(weights, *own, key=key)
+        else:  # its key follows from what it is given
+            gradients = jax.grad(dq.data_parallel(loss, **arguments))(weights, *own)
         return jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf[None], (self.workers, *leaf.shape)), gradients
         )
