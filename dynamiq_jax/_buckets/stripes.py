@@ -5,6 +5,7 @@ after the last whole turn is joined, and dealt as well.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 
 # Stripes beyond the fewest that are tried for a number that no leaf has a structure of.
 _TRIED = 32
+# Coordinates of a small leaf, and of neighbors that are dealt as one. Compilers take long for loops
+# that carry thousands of arrays. A leaf that is dealt with others needs memory once more.
+_SMALL, _TOGETHER = 2**17, 2**20
 # A row on a TPU is two lines of 128 lanes, one after the other. As one line of 256, rows of several
 # stripes are interleaved in a register: XLA then needs another copy of all leaves to take them.
 _LINES = (2, ROW // 2)
@@ -61,10 +65,30 @@ class Stripes:
     def _turns_of_rest(self) -> int:
         return -(-self._rest // self._turn)
 
+    @property
+    def _groups(self) -> list[list[int]]:
+        """Return the columns of whole turns of each leaf, in groups that are dealt as one.
+
+        Rows keep their order, so that stripes are the same as without groups.
+        """
+        groups: list[list[int]] = []
+        for turns in filter(None, self._turns):
+            columns = turns * self._turn
+            room = _TOGETHER - sum(groups[-1]) if groups else 0
+            if columns <= min(room, _SMALL) and groups[-1][0] <= _SMALL:
+                groups[-1].append(columns)
+            else:
+                groups.append([columns])
+        return groups
+
     def deal(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
-        """Return leaves [rows, columns] and their rest, each as [rows, turns, count, 2, 128]."""
+        """Return leaves [rows, columns] and their rest, as [rows, turns, count, 2, 128].
+
+        Small neighbors are joined.
+        """
         ends = [turns * self._turn for turns in self._turns]
-        parts = [_columns(leaf, 0, end) for leaf, end in zip(leaves, ends, strict=True) if end]
+        whole = iter(_columns(leaf, 0, end) for leaf, end in zip(leaves, ends, strict=True) if end)
+        parts = [_joined(list(itertools.islice(whole, len(group)))) for group in self._groups]
         if self._rest:
             left = [
                 _columns(leaf, end, leaf.shape[1])
@@ -109,12 +133,18 @@ class Stripes:
         rests = iter(
             cut(_columns(flat.pop(), 0, self._rest), filter(None, left)) if self._rest else ()
         )
-        whole, joined = iter(flat), []
+        whole = itertools.chain.from_iterable(map(cut, flat, self._groups))
+        joined = []
         for turns, rest in zip(self._turns, left, strict=True):
             parts = [next(whole)] if turns else []
             parts += [next(rests)] if rest else []
-            joined.append(parts[0] if len(parts) == 1 else lax.concatenate(parts, 1))
+            joined.append(_joined(parts))
         return joined
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    """Return arrays joined along their columns."""
+    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
 def _columns(leaf: Array, start: int, stop: int) -> Array:

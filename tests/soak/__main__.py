@@ -47,6 +47,8 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.minutes <= 0 or options.patience <= 0 or options.times < 1:
         parser.error("--minutes, --patience and --times are more than 0.")
+    if options.logs and options.logs.exists() and any(options.logs.iterdir()):
+        parser.error(f"--logs {options.logs} is not empty. Give a new folder.")
     return options
 
 

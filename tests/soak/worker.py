@@ -44,7 +44,8 @@ class Worker:
             self.tell(event="program", program=number)
             if number not in ready:
                 self._trace_alone(program)
-                together = [number, number + 1] if self.round.threads and number == 0 else [number]
+                pair = self.round.threads and number == 0 and len(self.round.programs) > 1
+                together = [0, 1] if pair else [number]
                 ready |= self._compiled(together)
             self._run_program(number, ready.pop(number), step if number == first else 0)
         self.tell(event="end")
