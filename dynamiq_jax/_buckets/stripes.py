@@ -21,8 +21,9 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 # Stripes beyond the fewest that are tried for a number that no leaf has a structure of.
 _TRIED = 32
 # Coordinates of a small leaf, and of neighbors that are dealt as one. Compilers take long for loops
-# that carry thousands of arrays. A leaf that is dealt with others needs memory once more.
-_SMALL, _TOGETHER = 2**17, 2**20
+# that carry thousands of arrays. A leaf that is dealt with others needs memory once more, so that
+# only a part of all coordinates is.
+_SMALL, _TOGETHER, _PART = 2**17, 2**20, 0.75
 # A row on a TPU is two lines of 128 lanes, one after the other. As one line of 256, rows of several
 # stripes are interleaved in a register: XLA then needs another copy of all leaves to take them.
 _LINES = (2, ROW // 2)
@@ -72,11 +73,13 @@ class Stripes:
         Rows keep their order, so that stripes are the same as without groups.
         """
         groups: list[list[int]] = []
+        left = _PART * sum(self.columns)
         for turns in filter(None, self._turns):
             columns = turns * self._turn
-            room = _TOGETHER - sum(groups[-1]) if groups else 0
+            room = min(_TOGETHER - sum(groups[-1]), left) if groups else 0
             if columns <= min(room, _SMALL) and groups[-1][0] <= _SMALL:
                 groups[-1].append(columns)
+                left -= columns
             else:
                 groups.append([columns])
         return groups
