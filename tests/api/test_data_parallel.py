@@ -1,6 +1,7 @@
 """dq.data_parallel: the loss of the whole batch, whose gradients are compressed means."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,13 @@ def test_noise_follows_parameters_and_batch(data_mesh):
         grad_fn({"w": change(weights, (5, 5))}, x, y),
     ):
         assert np.mean(np.asarray(first) != np.asarray(other["w"])) > 0.3
+
+
+def test_it_has_the_name_and_the_signature_of_the_loss(data_mesh):
+    """Trainers look arguments up by name."""
+    found = wrapped(data_mesh)
+    assert found.__name__ == loss_fn.__name__
+    assert inspect.signature(found) == inspect.signature(loss_fn)
 
 
 def test_the_loss_alone_sends_no_gradient(data_mesh):
