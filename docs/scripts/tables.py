@@ -81,10 +81,12 @@ _COMMANDS = {
     "gpu_checks": "dynamiq-jax verify",
     "gpu_kernels": "python -m benchmarks.gpu.kernels",
     "halves": "python -m benchmarks.training.halves",
+    "in_flight": "python -m benchmarks.speed.in_flight",
     "islands": "python -m benchmarks.contrib.islands",
     "islands_links": "python -m benchmarks.contrib.islands_links",
     "local_sgd": "python -m benchmarks.training.local_sgd",
     "locality": "python -m benchmarks.error.locality",
+    "many_leaves": "python -m benchmarks.speed.many_leaves",
     "maxtext": "python -m benchmarks.trainers.maxtext",
     "moshpit": "python -m benchmarks.contrib.moshpit",
     "packet_loss": "python -m benchmarks.contrib.packet_loss",
@@ -305,6 +307,44 @@ def compile_times() -> str:
     return markdown(["workers", "`lax.pmean`", *kinds], rows)
 
 
+def many_leaves() -> str:
+    """Write compile time, memory and step time of trees of many leaves: many_leaves.json."""
+    names = {"mixed": "layers of a decoder", "large": "128 x 128", "small": "128"}
+    rows = []
+    for row in results_of("many_leaves"):
+        exact, ours = row["exact"], row["compressed"]
+        cells = [f"{_until_compiled(program):.1f} s" for program in (exact, ours)]
+        one = row.get("one bucket")
+        cells.append(f"{_until_compiled(one):.1f} s" if one else "")
+        if "step" in exact:
+            cells += [f"{ours[key] / exact[key]:.2f}" for key in ("bytes", "step")]
+        rows.append([f"{row['leaves']:,}", names[row["kind"]], *cells, *[""] * (5 - len(cells))])
+    header = ["leaves", "shapes", "`lax.pmean`", "`dq.pmean`", "`dq.pmean` of one leaf as large"]
+    return markdown([*header, "memory over `lax.pmean`", "time of a step over it"], rows)
+
+
+def _until_compiled(program: dict[str, float]) -> float:
+    return sum(program.get(stage, 0.0) for stage in ("trace", "lower", "compile"))
+
+
+def in_flight() -> str:
+    """Write how often two collectives at once hang: in_flight.json."""
+    calls = {
+        "in one function": "`dq.pmean` twice in one function",
+        "beside lax.pmean": "`dq.pmean` and `lax.pmean` in one function",
+        "in two scans": "`dq.pmean` in two scans that are independent",
+        "in two programs": "`dq.pmean` in two programs, called one after the other",
+        "in two programs, each waited for": "the same, with `jax.block_until_ready` between them",
+        "lax.pmean, in two programs": "`lax.pmean` in two programs, called one after the other",
+    }
+    found = json.loads((RESULTS / "in_flight.json").read_text())
+    runs, results = found["config"]["runs"], found["results"]
+    return markdown(
+        ["collectives of a step", "runs that hung"],
+        [[calls[way], f"{counts['hangs']} of {runs}"] for way, counts in results.items()],
+    )
+
+
 def big_models() -> str:
     """Write compile times and memory of large programs: big_models.json."""
     rows = []
@@ -391,6 +431,8 @@ _ALL = (
     gpu_tables.gpu_kernels,
     executed_reasons,
     compile_times,
+    many_leaves,
+    in_flight,
     big_models,
     transforms,
     maxtext,
