@@ -233,6 +233,7 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
         ("feedback", 1),
         ("store_every", 0),
         ("poll", -1),
+        ("seed", 0.5),
     ):
         with pytest.raises(ValueError, match=f"{field}={value!r}"):
             Islands(**{"transport": transport, "name": "a", field: value})

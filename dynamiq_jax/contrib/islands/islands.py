@@ -89,6 +89,7 @@ class Islands:
         check_flag("feedback", self.feedback)
         check_integer("store_every", self.store_every, 1)
         check_number("poll", self.poll, 0, float("inf"))
+        check_integer("seed", self.seed, -(2**31), 2**32 - 1)
         check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
         # Raises for a method that no message can hold: not after a round of local steps.
         dq.encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
