@@ -38,7 +38,7 @@ def check(implementation: str | None) -> None:
             f"implementation={implementation!r} is not a backend of this version. Use None (the "
             f"fastest one) or one of {IMPLEMENTATIONS}."
         )
-    reason = _why_not(implementation)
+    reason = why_not(implementation)
     if reason:
         raise ValueError(
             f"implementation={implementation!r} cannot run here: {reason}. Use None (the fastest "
@@ -69,7 +69,7 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
         fastest["tpu"] = lambda *args: backends["mosaic_tpu"](*args, **kwargs)
     else:
         for name in _CAPABILITIES if small else ():
-            if name in backends and _why_not(name) is None:
+            if name in backends and why_not(name) is None:
                 fastest["cuda"] = lambda *args, name=name: backends[name](*args, **kwargs)
                 break
     return lax.platform_dependent(*args, **fastest)
@@ -77,7 +77,7 @@ def run(implementation: str | None, backends: Backends, *args: Any, **kwargs: An
 
 def runs_on_tpu() -> bool:
     """Return whether kernels for TPUs are the default of programs that are traced here."""
-    return jax.default_backend() == "tpu" and _why_not("mosaic_tpu") is None
+    return jax.default_backend() == "tpu" and why_not("mosaic_tpu") is None
 
 
 def message_dtype(implementation: str | None) -> DTypeLike:
@@ -112,7 +112,7 @@ def is_for_this_machine() -> bool:
     return _without_gpu.get() is None
 
 
-def _why_not(implementation: str) -> str | None:
+def why_not(implementation: str) -> str | None:
     """Return the reason why this machine cannot run a backend; None if it can."""
     if implementation == "triton" and not compat.has_triton():
         return f"JAX {jax.__version__} has no Triton backend of Pallas"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS
 from benchmarks.gpu.bench import Bench, Program
-from benchmarks.gpu.jobs import IMPLEMENTATIONS, JobName, kernel_jobs, plain_jobs, program_key
+from benchmarks.gpu.jobs import JobName, implementations, kernel_jobs, plain_jobs, program_key
 from dynamiq_jax._measurement.device_gradients import device_gradient
 from pallas_kernels.codec import SUPER_GROUP_SIZE, LocalRows
 
@@ -95,9 +95,8 @@ class Case:
         }
         # The neighbor's messages, of whichever backend compiled.
         theirs = inputs | {"local": local._replace(rows=other)}
-        compressor = next(
-            job for job in (("compress", name) for name in IMPLEMENTATIONS) if self.key(job) in run
-        )
+        compressors = [("compress", name) for name in implementations()]
+        compressor = next(job for job in compressors if self.key(job) in run)
         inputs["payload"] = run[self.key(compressor)](*self.arguments(compressor, theirs))[None]
         for name in PLAIN_CODECS:
             key = self.key(("compress", name))

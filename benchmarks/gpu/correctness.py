@@ -14,7 +14,7 @@ from jax import Array
 
 import dynamiq_jax as dq
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.jobs import IMPLEMENTATIONS
+from benchmarks.gpu.jobs import implementations
 from benchmarks.gpu.record import Results
 from dynamiq_jax._measurement.device_gradients import device_gradient
 from dynamiq_jax._measurement.kernel_checks import Verdict, check_kernels
@@ -35,7 +35,7 @@ def check(bench: Bench, results: Results) -> None:
             continue
         with bench.record.case(case):
             checks = check_kernels(
-                IMPLEMENTATIONS,
+                implementations(),
                 [case],
                 interpret=bench.options.interpret,
                 timeout=_TIMEOUT,
@@ -58,7 +58,7 @@ def simulate(bench: Bench, results: Results) -> None:
     gradients = jnp.stack([device_gradient(w, size, 8, dtype) for w in range(workers)])
     total = np.sum(_host(gradients), axis=0)
     errors: dict[str, float] = {}
-    for name in IMPLEMENTATIONS:
+    for name in implementations():
         method = options.method(options.bits[0], name)
         key, route = ("all_reduce", name), "vmap"
         try:

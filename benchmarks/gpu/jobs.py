@@ -10,9 +10,10 @@ from jax import Array
 from benchmarks.error.plain_codecs import PLAIN_CODECS, PlainCodec
 from dynamiq_jax._measurement.kernel_speed import STEPS, least_bytes, operation_of, places_of
 from pallas_kernels.codec import Layout
+from pallas_kernels.implementation import why_not
 
 KERNELS = STEPS
-IMPLEMENTATIONS = ("triton", "mosaic_gpu", "xla")
+_KERNELS_OF_GPUS = ("triton", "mosaic_gpu")  # the default one first
 _INPUTS = {
     "statistics": ("rows",),
     "compress": ("local", "chunk", "first turn"),
@@ -21,6 +22,16 @@ _INPUTS = {
 }
 
 JobName = tuple[str, str]  # operation, implementation
+
+
+def implementations() -> tuple[str, ...]:
+    """Return the backends that run on this machine: kernels, the default ones first, and XLA."""
+    return (*(name for name in _KERNELS_OF_GPUS if not why_not(name)), "xla")
+
+
+def left_out() -> dict[str, str]:
+    """Return why kernels do not run on this machine, by the name of the backend."""
+    return {name: reason for name in _KERNELS_OF_GPUS if (reason := why_not(name))}
 
 
 class Job(NamedTuple):
@@ -33,7 +44,7 @@ class Job(NamedTuple):
 def kernel_jobs(layout: Layout) -> dict[JobName, Job]:
     """Return the four kernels of every backend, and the places, which all take from XLA."""
     jobs = {("places", "xla"): Job(functools.partial(places_of, layout=layout), ("norms",))}
-    for name in IMPLEMENTATIONS:
+    for name in implementations():
         for operation in KERNELS:
             function = operation_of(operation, name, layout)
             jobs[operation, name] = Job(function, _INPUTS[operation])

@@ -1,4 +1,4 @@
-"""Speed of the Triton kernels on an NVIDIA GPU, beside what a user would compare them with.
+"""Speed of the kernels for NVIDIA GPUs, Triton and Mosaic GPU, beside what a user would use instead.
 
     python -m benchmarks.gpu.kernels
 
@@ -24,6 +24,7 @@ import jax
 from benchmarks import common
 from benchmarks.gpu import correctness, device, profiling, report, speed
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.jobs import left_out
 from benchmarks.gpu.options import Options, parse
 from benchmarks.gpu.record import Record, Results
 from pallas_kernels.implementation import without_gpu
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.interpret:  # compiling is then most of the time
         jax.config.update("jax_disable_most_optimizations", True)
     with without_gpu("interpret") if options.interpret else contextlib.nullcontext():
-        environment = common.environment() | device.facts()
+        environment = common.environment() | device.facts() | {"left_out": left_out()}
         print(" ".join(f"{k}={v}" for k, v in environment.items()), flush=True)
         if options.interpret:
             print("INTERPRETED: no time below means anything")

@@ -142,10 +142,12 @@ def main(config: Config) -> None:
                 values = [of[f][stage] / unit for f in functions if stage in of[f]]
                 cells.append(", ".join(f"{value:.{digits}f}" for value in values))
             table.add_row(f"{leaves} {kind}", *cells)
+            console.print(f"{leaves} {kind}: {', '.join(cells)}")
+            if config.save:  # after each tree, since all of them take long
+                common.save("many_leaves", dataclasses.asdict(config), results)
     console.print(table)
     if config.save:
-        path = common.save("many_leaves", dataclasses.asdict(config), results)
-        console.print(f"Written to {path}")
+        console.print(f"Written to {common.RESULTS / 'many_leaves.json'}")
 
 
 if __name__ == "__main__":

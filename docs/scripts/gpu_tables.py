@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from docs.scripts.result_files import RESULTS, markdown
+from dynamiq_jax._measurement.kernel_speed import STEPS
 
 # Operations of a ring among this many workers, for the time of a whole all-reduce.
 WORKERS = 8
@@ -14,7 +15,6 @@ _NAMES = {
     "int8": "int8 blocks",
     "mxfp8": "MXFP8",
 }
-_OPERATIONS = ("statistics", "compress", "hop", "decompress")
 
 
 def gpu_sections() -> dict[str, Any]:
@@ -45,7 +45,7 @@ def gpu_kernels() -> str:
     rows = []
     for dtype in ("float32", "bfloat16"):
         times = gpu_times(dtype)
-        for operation in _OPERATIONS:
+        for operation in STEPS:
             ours = times[operation, "triton"]
             cells = [
                 f"{times[key]['ps_per_coordinate']:.2f}" if key in times else ""

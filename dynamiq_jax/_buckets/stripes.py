@@ -73,13 +73,15 @@ class Stripes:
         Rows keep their order, so that stripes are the same as without groups.
         """
         groups: list[list[int]] = []
-        left = _PART * sum(self.columns)
-        for turns in filter(None, self._turns):
-            columns = turns * self._turn
-            room = min(_TOGETHER - sum(groups[-1]), left) if groups else 0
-            if columns <= min(room, _SMALL) and groups[-1][0] <= _SMALL:
-                groups[-1].append(columns)
-                left -= columns
+        left = _PART * sum(self.columns)  # that may still be joined
+        for columns in (turns * self._turn for turns in self._turns if turns):
+            group = groups[-1] if groups else []
+            # A leaf that is alone so far is joined along with the one that comes to it.
+            joined = columns + sum(group[:1] if len(group) == 1 else [])
+            small = max([columns, *group]) <= _SMALL and columns + sum(group) <= _TOGETHER
+            if group and small and joined <= left:
+                group.append(columns)
+                left -= joined
             else:
                 groups.append([columns])
         return groups

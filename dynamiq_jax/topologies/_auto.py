@@ -25,7 +25,7 @@ class Auto(Topology):
     """
 
     network: Network = dataclasses.field(default_factory=Network)
-    # None: `CODEC_SPEEDS` of the device, measured for DynamiQ on a CPU, estimated elsewhere.
+    # None: `CODEC_SPEEDS` of the device, those of DynamiQ.
     codec: CodecSpeed | None = None
 
     def __post_init__(self):

@@ -89,6 +89,29 @@ def test_every_coordinate_is_in_one_stripe(columns, rows, count):
 
 
 @given(
+    columns=st.lists(st.integers(1, 3 * 2**17), min_size=1, max_size=60),
+    count=st.integers(1, 40),
+)
+def test_small_neighbors_are_dealt_as_one(columns, count):
+    """Groups keep the order of leaves, and join small ones, and at most 3/4 of all coordinates."""
+    groups = Stripes(tuple(columns), count)._groups
+    turn = 256 * count
+    whole = [n // turn * turn for n in columns if n >= turn]
+    assert [n for group in groups for n in group] == whole
+    joined = [group for group in groups if len(group) > 1]
+    assert sum(map(sum, joined)) <= 0.75 * sum(columns)
+    assert all(max(group) <= 2**17 and sum(group) <= 2**20 for group in joined)
+
+
+@pytest.mark.parametrize("size", (2**12, 2**14, 2**17))
+def test_many_small_leaves_are_few_arrays(size):
+    """All leaves of a size are joined until 3/4 of their coordinates are."""
+    groups = Stripes((size,) * 1000, 4)._groups
+    assert len(groups) <= 250 + 2**20 // size + 1000 * size // 2**20
+    assert sum(len(group) for group in groups if len(group) > 1) >= 749
+
+
+@given(
     fewest=st.integers(1, 40),
     shapes=st.lists(
         st.sampled_from(((5000,), (64, 576), (32, 1024), (16, 4096), (9, 3584))), max_size=4

@@ -65,7 +65,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, module: types.SimpleNamespace) -> No
 
     monkeypatch.setitem(operations.BACKENDS, NAME, module)
     monkeypatch.setattr(
-        implementation, "_why_not", lambda name: None if name == NAME else "it is another one"
+        implementation, "why_not", lambda name: None if name == NAME else "it is another one"
     )
     monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
     monkeypatch.setattr(first_use, "_reasons", {})
