@@ -1,4 +1,4 @@
-"""Speed of the kernels for NVIDIA GPUs, Triton and Mosaic GPU, beside what a user would use instead.
+"""Speed of the kernels for NVIDIA GPUs, Triton and Mosaic GPU, beside what users have instead.
 
     python -m benchmarks.gpu.kernels
 
