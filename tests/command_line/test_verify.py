@@ -202,6 +202,17 @@ def test_steps_of_rounding_are_told_from_wrong_bytes():
             assert (found.differing, found.is_rounding) == (1, is_rounding)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 256)])
+def test_results_that_hardware_may_flush_are_told_from_lost_ones(shape):
+    """A zero in place of 2^-110 is a rounding, and one in place of 2^-109 is not."""
+    trial = CASES[CASE].trial()
+    for exponent, is_rounding in ((-110, True), (-109, False)):
+        base = np.zeros(shape, np.float32)
+        base[0] = 2.0**exponent
+        found = differences.compare(np.zeros_like(base), base, trial.layout, trial.widths)
+        assert found.is_rounding == is_rounding
+
+
 @pytest.mark.parametrize(
     ("others", "verdict", "text"),
     [

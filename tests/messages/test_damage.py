@@ -80,6 +80,7 @@ def test_what_is_no_message_is_refused():
         (lambda h: h["formats"][1].update(widths=[2, 2]), "has widths"),
         (lambda h: h["formats"][1].update(widths=[2, 99]), "has widths"),
         (lambda h: h["formats"][1].update(widths=[8]), "has bits=4"),
+        (lambda h: h["formats"][1].update(widths=[2]), "has bits=4"),
         (lambda h: h["formats"][1].update(group_size=7), "has group_size"),
         (lambda h: h["formats"][1].update(exponent=0), "has exponent"),
         (lambda h: h["formats"][1].update(spacing="log"), "has spacing"),
