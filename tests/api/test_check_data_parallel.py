@@ -146,12 +146,17 @@ def test_a_wrong_loss_is_named_with_any_weights_and_number_of_workers(data_mesh,
         ("a sum over rows", lambda w, x: jnp.sum(per_row(w, x) ** 2) / ROWS),
         ("a function of a mean", lambda w, x: jnp.mean(per_row(w, x)) ** 2),
         ("a function of a mean", lambda w, x: jnp.sqrt(jnp.mean(per_row(w, x)))),
-        ("groups that are cut", grouped(8, cut=False)),
     ),
 )
 def test_further_forms_of_wrong_losses(data_mesh, cause, loss_fn):
     with pytest.raises(ValueError, match=f"Likely cause: {cause}\\."):
         dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), inputs())
+
+
+def test_groups_that_no_worker_has_a_whole_one_of_are_named(data_mesh):
+    """The loss raises an error for the rows of a worker, and none for those of a group."""
+    with pytest.raises(ValueError, match=r"Likely cause: groups that are cut\."):
+        dq.check_data_parallel(wrap(data_mesh, grouped(8, cut=False)), weights(), inputs())
 
 
 @pytest.mark.parametrize("function", [jnp.sqrt, jnp.log])

@@ -432,6 +432,27 @@ def test_leaves_that_a_policy_keeps_exact_change_nothing_else(name):
         run(tree, {"kernel": STOCHASTIC})
 
 
+@pytest.mark.parametrize("dtype", ("bool", "int8", "uint16", "int32", "float16", "float64"))
+def test_parts_of_an_exact_sum_keep_the_digits_of_their_type(dtype):
+    """Integers wrap, a boolean says whether any is True, and small floats are added as float32."""
+    values = np.random.default_rng(0).normal(size=(4, 64)) * 60
+    values = values > 50 if dtype == "bool" else values.astype(dtype)
+    expected = {
+        "bool": values.any(0),
+        "float16": values.astype(np.float32).sum(0).astype(dtype),
+    }.get(dtype, values.sum(0, dtype=dtype))
+
+    def local(key, leaf):
+        return dq.psum_scatter(leaf, "data", key=key, method="exact", tiled=True)
+
+    with jax.enable_x64(dtype == "float64"):
+        found = np.asarray(simulated(local)(KEY, jnp.asarray(values)))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(
+        found.reshape(-1), expected, rtol=1e-15 if dtype == "float64" else 0, atol=1e-12
+    )
+
+
 @every_collective
 @pytest.mark.parametrize("options", (None, {"exact_below": 0}, 1024))
 def test_options_of_another_type_are_refused(name, options):
