@@ -65,7 +65,7 @@ def select_bits(mask: np.uint32, ones: Array, zeros: Array) -> Array:
 
 
 def join_low(first: Array, second: Array, bits: int) -> Array:
-    """Join the low 8 or 16 `bits` of uint32 words to twice as many."""
+    """Join the low 8 or 16 `bits` of uint32 words to twice as many. Those above have no meaning."""
     if implementation.interpreting():
         mask = np.uint32(2**bits - 1)
         return (first & mask) | ((second & mask) << np.uint32(bits))
@@ -73,7 +73,7 @@ def join_low(first: Array, second: Array, bits: int) -> Array:
 
 
 def join_top(first: Array, second: Array) -> Array:
-    """Join the top bytes of words: uint32 below 2^16."""
+    """Join the top bytes of words: the low 16 bits of uint32. The others have no meaning."""
     if implementation.interpreting():
         return (first >> np.uint32(24)) | ((second >> np.uint32(24)) << np.uint32(8))
     return _permute(first, second, np.int32(0x0073))

@@ -65,6 +65,13 @@ def test_bodies_of_loops_count_as_often_as_they_run(runs):
     }
 
 
+@pytest.mark.parametrize("limit", (2, 1))
+def test_bodies_of_loops_that_end_at_once_do_not_run(limit):
+    """The loop begins at 2."""
+    program = hlo_costs.Program(PROGRAM.replace("constant(7)", f"constant({limit})"))
+    assert {run.instruction.name: run.times for run in program.runs()}["next"] == 0
+
+
 def test_update_in_place_costs_the_update_alone(runs):
     assert runs["updated"].bytes == 2 * SMALL + 4
     assert runs["updated"].far_bytes == SMALL + 4  # the large array is in vector memory

@@ -94,6 +94,20 @@ def test_the_message_has_all_widths_and_hard_rows():
         assert not ((largest > 0) & (largest < 2.0**-110)).any()  # hardware may flush them
 
 
+def test_results_of_all_operations_on_messages_depend_on_them():
+    """A backend that decodes something else is then found by any of them."""
+    trial = first_use.small_trial()
+    messages = jax.jit(lambda: trial.send(_xla))()
+    calls, of_others = trial.calls(messages), trial.calls(jnp.zeros_like(messages))
+    reading = set(calls) - {"statistics", "compress", "widths"}
+    assert {name for name in calls if depends(calls[name], of_others[name])} == reading
+
+
+def depends(call, other):
+    one, two = (jax.tree.leaves(jax.jit(lambda c=c: c.by(_xla))()) for c in (call, other))
+    return any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(one, two, strict=True))
+
+
 def test_a_right_backend_is_checked_once_under_every_transformation(chosen_backend, monkeypatch):
     """The check runs while JAX traces, with arrays that are not part of the program."""
     hops = []

@@ -45,14 +45,15 @@ def definitions(text: str) -> dict[str, range]:
 
 
 def direct(module: Path, library: dict[Path, str], tests: dict[Path, str]) -> list[Path]:
-    """Return the test files with the name of a module or of its folder, and those that import it
-    or what it defines. Those that use most of it come first.
+    """Return the test files with the name of a module or of its folder, in a folder of this name,
+    and those that import it or what it defines. Those that use most of it come first.
     """
     defined = {name for name in definitions(library[module]) if not name.startswith(".")}
     stems = [stem.strip("_") for stem in dotted(module).split(".")[1:]]
     scores = {}
     for path, text in tests.items():
         same = sum(f"_{stem}_" in f"_{path.stem}_" for stem in stems)
+        same += path.parent.name in stems
         scores[path] = 50 * same + sum(used(text)[name] for name in {*defined, dotted(module)})
     return sorted((path for path in tests if scores[path]), key=lambda path: -scores[path])
 
