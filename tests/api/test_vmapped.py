@@ -81,9 +81,8 @@ def test_steps_with_a_state(name, data_mesh):
     check_equals_loop(data_mesh(NUM_WORKERS), fn, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "topology", (pytest.param("butterfly", marks=pytest.mark.slow), "all_to_all")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
 def test_topologies(topology, data_mesh):
     arguments = {"key": KEY, "topology": topology, "method": TWO_WIDTHS}
     check_equals_loop(

@@ -19,7 +19,7 @@ from pallas_kernels import compat
 from tests.support import processes
 from tests.support.agreement_worker import DISAGREEING
 
-NUMBERS = (2, 4)
+NUMBERS = (2, pytest.param(4, marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", params=NUMBERS)

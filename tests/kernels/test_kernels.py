@@ -181,8 +181,8 @@ def test_the_cases_have_all_choices():
 @kernels
 @pytest.mark.parametrize(
     "name",
-    # The widest codes, and the paper's, are those of slower programs.
-    [pytest.param(n, marks=pytest.mark.slow if n in ("wide", "paper") else ()) for n in CASES],
+    # The others compile for longer.
+    [pytest.param(n, marks=() if n == "groups of 8" else pytest.mark.slow) for n in CASES],
 )
 def test_a_hop_writes_the_bytes_of_the_base(kernel, name):
     ours, expected = (without_lost_rows(name, hop_of(k, name, 1)) for k in (kernel, "xla"))
@@ -191,6 +191,7 @@ def test_a_hop_writes_the_bytes_of_the_base(kernel, name):
     assert 0 < 2 * int(np.sum(np.asarray(super_scales) == oracle.BF16_NAN)) < ROWS
 
 
+@pytest.mark.slow
 @kernels
 def test_any_number_of_messages_is_added(kernel):
     """Two here, and none where blocks have another size."""
@@ -284,6 +285,7 @@ def test_factors_of_norms_are_not_subnormal(monkeypatch):
     np.testing.assert_allclose(norms, rows[:, 3], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_blocks_of_any_size_write_every_byte(monkeypatch):
     """Onto memory that holds ones, which no byte of the message may keep, padding included."""
 
@@ -330,7 +332,10 @@ def lower_for_gpu(function, *args) -> str:
 
 
 @kernels
-@pytest.mark.parametrize("name", ("all widths", "paper", "groups of 8"))
+@pytest.mark.parametrize(
+    "name",
+    ("all widths", *(pytest.param(n, marks=pytest.mark.slow) for n in ("paper", "groups of 8"))),
+)
 def test_every_kernel_lowers_for_a_gpu(kernel, name, gpu_target):
     layout = CASES[name].method.layout(256 * NUM_CHUNKS * 1000 - 100, NUM_CHUNKS)
     shape = jax.ShapeDtypeStruct

@@ -349,7 +349,7 @@ def mean_in_a_scan(topology, steps, key, gradient):
     ("topology", "kernels", "check_vma", "axis_type"),
     [
         ("ring", 5, True, AxisType.Explicit),
-        ("ring", 5, False, AxisType.Auto),
+        pytest.param("ring", 5, False, AxisType.Auto, marks=slow),
         pytest.param("all_to_all", 10, True, AxisType.Auto, marks=slow),
     ],
 )

@@ -39,7 +39,7 @@ COMMANDS = (
     "verify",
 )
 slow = pytest.mark.slow
-LONG = ("recipes/", "contrib/", "workers/", "extensions")  # pages
+LONG = ("recipes/", "contrib/", "workers/", "extensions", "troubleshooting")  # pages
 
 
 def code_blocks(text: str, language: str) -> list[str]:

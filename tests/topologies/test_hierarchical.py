@@ -81,7 +81,7 @@ def summed(topology, method):
     ("topology", "check_vma", "method"),
     (
         ("ring", True, STOCHASTIC),
-        ("ring", False, TWO_WIDTHS),
+        pytest.param("ring", False, TWO_WIDTHS, marks=pytest.mark.slow),
         ("butterfly", True, STOCHASTIC),
         ("all_to_all", True, TWO_WIDTHS),
         ("all_to_all", False, STOCHASTIC),

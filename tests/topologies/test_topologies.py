@@ -255,7 +255,7 @@ def test_sums_are_right_and_padding_is_cut_off(name):
     [
         *((name, True, STOCHASTIC) for name in TOPOLOGIES),
         *((name, False, STOCHASTIC) for name in ("bidirectional", "butterfly", "all_to_all")),
-        ("all_to_all", True, TWO_WIDTHS),
+        pytest.param("all_to_all", True, TWO_WIDTHS, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, name, check_vma, method):
@@ -422,7 +422,8 @@ def reducer(name: str, rounding: str):
     )
 
 
-@pytest.mark.parametrize("agreement", (pytest.param(0.0, marks=pytest.mark.slow), 0.5))
+@pytest.mark.slow
+@pytest.mark.parametrize("agreement", (0.0, 0.5))
 def test_the_error_law_is_what_the_codec_does(agreement):
     """Independent roundings of gradients of known agreement: the error of one compression, which
     the law asks for, is the same on paths of 8, 4 and 2 compressions.
