@@ -93,6 +93,7 @@ def test_the_message_has_all_widths_and_hard_rows():
     assert trial.layout.units > trial.widths.sum()  # a backend has to clear the others
     for rows in (trial.local.rows, trial.other.rows):
         assert np.isnan(rows).any() and np.isinf(rows).any() and (rows == 0).all(axis=1).any()
+        assert np.signbit(rows[rows == 0]).any()  # -0.0
         largest = np.max(np.abs(rows), axis=1)
         assert not ((largest > 0) & (largest < 2.0**-110)).any()  # hardware may flush them
 
