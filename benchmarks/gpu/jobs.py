@@ -26,7 +26,7 @@ JobName = tuple[str, str]  # operation, implementation
 
 def implementations() -> tuple[str, ...]:
     """Return the backends that run on this machine: kernels, the default ones first, and XLA."""
-    return (*(name for name in _KERNELS_OF_GPUS if not why_not(name)), "xla")
+    return (*(name for name in _KERNELS_OF_GPUS if name not in left_out()), "xla")
 
 
 def left_out() -> dict[str, str]:
