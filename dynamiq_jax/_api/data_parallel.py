@@ -10,7 +10,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import AxisName
-from dynamiq_jax._buckets.fingerprint import salt_of_call, word_of
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import automatic
@@ -23,6 +22,7 @@ from dynamiq_jax._worker_loss.arguments import (
     by_position,
     unwrap_single,
 )
+from dynamiq_jax._worker_loss.fingerprint import salt_of_call, word_of
 from dynamiq_jax._worker_loss.transforms import Transform
 from dynamiq_jax._worker_loss.worker_loss import Specs, WorkerLoss, inexact_leaves
 from dynamiq_jax.methods import DynamiQ, Method

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._buckets import gathered
+from dynamiq_jax._api import _gathered
 from dynamiq_jax._inputs.policy import paths_of
 from dynamiq_jax.messages.decoding import leaves_of, weighted_sum
 from dynamiq_jax.messages.formats import Format
@@ -82,7 +82,7 @@ def _decoded(arrays: Sequence[Array], form: Format, size: int) -> Array:
     fields = dict(vars(form))
     method = METHODS[fields.pop("method")](**fields)
     assert isinstance(method, ChunkedMethod)
-    return gathered.received(method, -(-size // method.granule) * method.granule, arrays)
+    return _gathered.received(method, -(-size // method.granule) * method.granule, arrays)
 
 
 def _check_dtypes(leaves: Sequence[Leaf]) -> None:

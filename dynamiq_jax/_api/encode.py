@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._buckets import gathered
+from dynamiq_jax._api import _gathered
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.leaves import join, named_leaves
 from dynamiq_jax._buckets.operations import AllGather
@@ -112,7 +112,7 @@ def _sent(leaves: Sequence[Array], key: Array, plan: Plan) -> list[list[Array]]:
         rows = [_OPERATION.rows(leaves[index]) for index in bucket.leaves]
         part = join(rows, _OPERATION.multiple(bucket))
         assert isinstance(bucket.method, ChunkedMethod)
-        found.append(gathered.sent(bucket.method, part, jax.random.fold_in(key, number)))
+        found.append(_gathered.sent(bucket.method, part, jax.random.fold_in(key, number)))
     return found
 
 

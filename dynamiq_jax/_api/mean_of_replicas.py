@@ -8,9 +8,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dynamiq_jax._buckets.axes import AxisName
-from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._worker_loss.replicas import Replicas
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 

@@ -8,11 +8,11 @@ from jax import Array
 
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
-from dynamiq_jax._buckets.casts import Cast
-from dynamiq_jax._buckets.fingerprint import key_of, salt_of_call
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._worker_loss.casts import Cast
+from dynamiq_jax._worker_loss.fingerprint import key_of, salt_of_call
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import compat

@@ -7,9 +7,9 @@ from jax import Array
 from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._buckets.operations import AllReduce
-from dynamiq_jax._buckets.unreduced import is_unreduced, reduce_unreduced
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from dynamiq_jax._buckets.replicas import place
 from dynamiq_jax._inputs.shards import context_or_automatic, names_of
 from dynamiq_jax._worker_loss.in_specs import axes_of
+from dynamiq_jax._worker_loss.replicas import place
 from pallas_kernels import compat
 
 P = PartitionSpec

@@ -13,7 +13,6 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._buckets.axes import AxisName, axes_of_mesh, axis_names
-from dynamiq_jax._buckets.replicas import Replicas
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import axes_in, check_whole, is_explicit, is_function, leaf_specs
 from dynamiq_jax._worker_loss import aux as auxiliary
@@ -30,6 +29,7 @@ from dynamiq_jax._worker_loss.arguments import (
 )
 from dynamiq_jax._worker_loss.batch import in_order_of_workers, resolve_batch, split_axis
 from dynamiq_jax._worker_loss.in_specs import check_axes
+from dynamiq_jax._worker_loss.replicas import Replicas
 from dynamiq_jax._worker_loss.transforms import Transform, Workers
 from dynamiq_jax._worker_loss.weight import Weight
 from pallas_kernels import compat

@@ -22,7 +22,7 @@ from dynamiq_jax.training._drop_compute.step import (
     DropComputeState,
 )
 from dynamiq_jax.training._local_sgd import LocalSGD, LocalSGDState
-from dynamiq_jax.training._pipelined import (
+from dynamiq_jax.training._pipelined.step import (
     Pipelined,
     PipelinedReport,
     PipelinedState,

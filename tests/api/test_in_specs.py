@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets.fingerprint import word_of
+from dynamiq_jax._worker_loss.fingerprint import word_of
 
 WORKERS, ROWS, IN, CLASSES = 4, 32, 12, 8
 KEY = jax.random.key(0)

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._buckets import plan
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.halves import ScatterMean
 from dynamiq_jax._buckets.plan import Cuts, make_plan
 from dynamiq_jax._core import MOST_IN_BUCKET, Axis
 from dynamiq_jax._inputs.options import resolve
 from dynamiq_jax.topologies import _all_to_all
+from dynamiq_jax.training._pipelined.halves import ScatterMean
 from tests.support.gradients import of_workers
 from tests.support.indices import too_large
 from tests.support.workers import STOCHASTIC, simulated

@@ -18,7 +18,6 @@ from jax import Array
 from dynamiq_jax import topologies
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.loop import Sender, groups_in_order, restored, send_buckets
 from dynamiq_jax._buckets.operations import AllGather, Leaves, WholeLeaves
 from dynamiq_jax._buckets.order import after, token_of
@@ -28,6 +27,7 @@ from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
+from dynamiq_jax.training._pipelined.dealing import Dealing
 from pallas_kernels.compat import override
 
 

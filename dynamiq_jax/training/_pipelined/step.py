@@ -12,10 +12,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.wire_report import plan_without_arrays
-from dynamiq_jax._buckets import exact, halves, order, scopes
+from dynamiq_jax._buckets import exact, order, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.driver import PlannedTree
-from dynamiq_jax._buckets.halves import GatherMean, ScatterMean
 from dynamiq_jax._buckets.loop import Sender
 from dynamiq_jax._buckets.operations import Leaves
 from dynamiq_jax._buckets.order import token_of
@@ -26,7 +25,9 @@ from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Ring, Topology
 from dynamiq_jax.training._params import check_shared_params
-from dynamiq_jax.training._pipelined_state import (
+from dynamiq_jax.training._pipelined import halves
+from dynamiq_jax.training._pipelined.halves import GatherMean, ScatterMean
+from dynamiq_jax.training._pipelined.state import (
     PipelinedReport,
     PipelinedState,
     PipelinedUpdate,

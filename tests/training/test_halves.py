@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax.contrib import THC
 from dynamiq_jax.topologies import Ring
 from dynamiq_jax.training import Pipelined
+from dynamiq_jax.training._pipelined.dealing import Dealing
 from tests.support.gradients import of_workers, vnmse
 
 ROW, SIZE = 256, 2**17

@@ -16,8 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._buckets import driver, order
 from dynamiq_jax._buckets.axes import AxisName, axes_of_mesh, axis_names, find_axes
-from dynamiq_jax._buckets.casts import Cast
-from dynamiq_jax._buckets.fingerprint import key_of
 from dynamiq_jax._buckets.operations import AllReduce
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import (
@@ -28,6 +26,8 @@ from dynamiq_jax._inputs.shards import (
     managed_axes,
     over,
 )
+from dynamiq_jax._worker_loss.casts import Cast
+from dynamiq_jax._worker_loss.fingerprint import key_of
 from pallas_kernels import compat
 
 P = PartitionSpec

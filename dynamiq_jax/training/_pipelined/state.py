@@ -7,9 +7,9 @@ import numpy as np
 import optax
 from jax import Array
 
-from dynamiq_jax._buckets import halves
 from dynamiq_jax._buckets.driver import PlannedTree
 from dynamiq_jax._buckets.state_names import check_names
+from dynamiq_jax.training._pipelined import halves
 
 _REMEDY = (
     "To go on with other leaves, workers or options, keep the result of gather, and give it to "

@@ -1,0 +1,1 @@
+"""The pipelined train step: a mean in two halves, each under computation."""
