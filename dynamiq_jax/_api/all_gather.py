@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._buckets import driver, order
+from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axis
-from dynamiq_jax._buckets.operations import AllGather, ReduceScatter
+from dynamiq_jax._collectives.all_gather import AllGather
+from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import leaf_specs
+from dynamiq_jax._run.driver import run
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import compat
@@ -73,16 +75,16 @@ def all_gather(
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r} is not supported. Give 'varying' or 'invarying'.")
     compression = resolve(method, topology, options)
-    operation = AllGather(find_axis(axis_name), axis, tiled)
-    names = operation.axes.names
+    collective = AllGather(find_axis(axis_name), axis, tiled)
+    names = collective.axes.names
     tracked = all(map(compat.tracks_varying, names))
-    whole_specs = None if specs is None else _gathered(operation, tree, specs)
+    whole_specs = None if specs is None else _gathered(collective, tree, specs)
 
     # Its own trace: a token of the last collective goes in and comes out.
     @jax.custom_vjp
     def gather(tree: Tree, key: Array, token: Array | None) -> tuple[Tree, Array | None]:
         order.remember(token)
-        whole = driver.run(operation, tree, key, compression, specs=specs).tree
+        whole = run(collective, tree, key, compression, specs=specs).tree
         whole = compat.vary_over(whole, names) if to == "varying" else whole
         return whole, order.last_token()
 
@@ -95,8 +97,8 @@ def all_gather(
                 "to='invarying', but the result of dq.all_gather is differentiated: JAX has summed "
                 "its gradient already, exactly and uncompressed. Give to='varying'."
             )
-        scatter = ReduceScatter(operation.axes, axis, tiled)
-        outcome = driver.run(scatter, cotangents[0], key, compression, specs=whole_specs)
+        scatter = ReduceScatter(collective.axes, axis, tiled)
+        outcome = run(scatter, cotangents[0], key, compression, specs=whole_specs)
         return outcome.tree, None, None
 
     gather.defvjp(forward, backward)
@@ -105,8 +107,8 @@ def all_gather(
     return whole
 
 
-def _gathered(operation: AllGather, tree: Any, specs: Any) -> Any:
+def _gathered(collective: AllGather, tree: Any, specs: Any) -> Any:
     """Return how gathered leaves are split: a tree of specs."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    split = map(operation.result_spec, leaves, leaf_specs(tree, specs))
+    split = map(collective.result_spec, leaves, leaf_specs(tree, specs))
     return jax.tree.unflatten(jax.tree.structure(tree), split)

@@ -11,12 +11,15 @@ import optax
 from jax import Array, lax
 
 from dynamiq_jax._api.schedule import Schedule
-from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._check.check import check_plan
+from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._core.validation import check_integer, check_seed, is_whole_array
-from dynamiq_jax._inputs.options import Compression, Options, resolve
+from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._plan.plan import plan_tree
+from dynamiq_jax._run.driver import run_plan
+from dynamiq_jax._states.states import all_names, check_state_names, first_states
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
@@ -123,7 +126,9 @@ def all_reduce_gradients(
         states: dict[str, Any] = {}
         for compression in compressions:
             if compression.is_stateful(params):
-                states |= driver.first_states(_mean(axis_name), params, compression, specs=specs)
+                plan, _ = plan_tree(_mean(axis_name), params, compression, specs)
+                check_plan(plan)
+                states |= first_states(plan)
         return AllReduceState(
             jnp.asarray(start_step, jnp.int32),
             states,
@@ -135,24 +140,14 @@ def all_reduce_gradients(
     ) -> tuple[Any, AllReduceState]:
         del params
         no_metrics = {name: jnp.zeros((), jnp.float32) for name in names_of(updates)}
-
-        def names_of_states(compression: Compression) -> tuple[str, ...]:
-            if not compression.is_stateful(updates):
-                return ()
-            return driver.names_of_states(_mean(axis_name), updates, compression, specs=specs)
-
-        own = [names_of_states(compression) for compression in compressions]
-        driver.check_state_names(state.method, itertools.chain(*own))
+        planned = [plan_tree(_mean(axis_name), updates, each, specs) for each in compressions]
+        own = [all_names(plan) for plan, _ in planned]
+        check_state_names(state.method, itertools.chain(*own))
 
         def run(number: int) -> tuple[Any, dict[str, Any], dict[str, Array]]:
-            outcome = driver.run(
-                _mean(axis_name),
-                updates,
-                jax.random.fold_in(jax.random.key(seed), state.step),
-                compressions[number],
-                specs=specs,
-                states={name: state.method[name] for name in own[number]},
-            )
+            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            own_states = {name: state.method[name] for name in own[number]}
+            outcome = run_plan(*planned[number], key, own_states)
             states = {**state.method, **outcome.states}
             return outcome.tree, states, {**no_metrics, **outcome.metrics}
 

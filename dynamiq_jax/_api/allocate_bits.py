@@ -221,14 +221,15 @@ def _scopes(tree: Any, axis_size: Any, compression: Compression, layers: str | N
     Raises:
       ValueError: `layers` is no part of the tree, or its leaves have no common leading axis.
     """
-    axes, _, named = plan_without_arrays(tree, axis_size, compression)
+    plan = plan_without_arrays(tree, axis_size, compression)
+    axes = plan.collective.axes
     paths, methods = paths_of(tree), compression.policy.methods(tree)
     inside = {
         index
         for index, path in enumerate(paths)
         if layers is not None and (path == layers or path.startswith(f"{layers}/"))
     }
-    sizes = sorted({np.shape(leaf)[:1] for index, (_, leaf) in enumerate(named) if index in inside})
+    sizes = sorted({leaf.shape[:1] for index, leaf in enumerate(plan.parts) if index in inside})
     if layers is not None and (len(sizes) != 1 or not sizes[0] or not sizes[0][0]):
         raise ValueError(
             f"layers={layers!r}: "
@@ -241,7 +242,7 @@ def _scopes(tree: Any, axis_size: Any, compression: Compression, layers: str | N
         parts = {"": list(range(len(paths)))}
     scopes = []
     for prefix, indices in parts.items():
-        leaves = [named[index][1] for index in indices]
+        leaves = [plan.parts[index] for index in indices]
         if prefix:
             leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         scopes.append(

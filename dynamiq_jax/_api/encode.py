@@ -11,22 +11,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api import _gathered
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.leaves import join, named_leaves
-from dynamiq_jax._buckets.operations import AllGather
-from dynamiq_jax._buckets.plan import Cuts, Plan, make_plan
+from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules, paths_of
+from dynamiq_jax._inputs.shards import Shards
+from dynamiq_jax._plan.plan import make_plan
 from dynamiq_jax.messages.formats import FORMATS, Format
 from dynamiq_jax.messages.message import DTYPES, Leaf, Message
 from dynamiq_jax.methods import METHODS, ChunkedMethod, DynamiQ, Method
+from pallas_kernels.compat import override
 
-# A message is what one of two workers sends: sizes are those of the parts of both.
-_OPERATION = AllGather(Axes(Axis("message", 2)))
+
+@dataclasses.dataclass(frozen=True)
+class _OneMessage(AllGather):
+    """All-gather of which one worker's part is a message. Sizes are those of the parts of both."""
+
+    @override
+    def rules(self, options: Options) -> CutRules:
+        return CutRules("in_order", into_parts=False, into_stripes=False, copies=2)
+
+
+_COLLECTIVE = _OneMessage(Axes(Axis("message", 2)))
 
 
 def encode(
@@ -76,21 +89,16 @@ def encode(
     leaves = [jnp.asarray(leaf) for _, leaf in named_leaves(tree)[0]]
     _check_leaves(names, leaves)
     plan = make_plan(
-        [_OPERATION.planned(leaf) for leaf in leaves],
-        _OPERATION.axes,
+        _COLLECTIVE,
+        [(f"[{name!r}]", leaf) for name, leaf in zip(names, leaves, strict=True)],
+        jax.tree.structure(tree),
+        Shards((), (), (PartitionSpec(),) * len(leaves)),
         compression,
         compression.policy.methods(tree),
-        cuts=Cuts(
-            "in_order",
-            into_parts=False,
-            into_stripes=False,
-            copies=2,
-            names=tuple(f"tree[{name!r}]" for name in names),
-        ),
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)
-    sent = _sent(leaves, key, plan)
+    sent = _sent(leaves, key, plan.buckets)
     body = [array for bucket in sent for array in bucket]
     body += [leaf for index, leaf in enumerate(leaves) if index not in bucket_of]
     return Message(
@@ -103,14 +111,14 @@ def encode(
     )
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _sent(leaves: Sequence[Array], key: Array, plan: Plan) -> list[list[Array]]:
+@functools.partial(jax.jit, static_argnames="buckets")
+def _sent(leaves: Sequence[Array], key: Array, buckets: tuple[Bucket, ...]) -> list[list[Array]]:
     """Return what a worker sends of each bucket."""
-    assert _OPERATION.salt is not None
-    key, found = jax.random.fold_in(key, _OPERATION.salt), []
-    for number, bucket in enumerate(plan.buckets):
-        rows = [_OPERATION.rows(leaves[index]) for index in bucket.leaves]
-        part = join(rows, _OPERATION.multiple(bucket))
+    assert _COLLECTIVE.salt is not None
+    key, found = jax.random.fold_in(key, _COLLECTIVE.salt), []
+    for number, bucket in enumerate(buckets):
+        rows = [_COLLECTIVE.rows(leaves[index]) for index in bucket.leaves]
+        part = join(rows, _COLLECTIVE.multiple(bucket))
         assert isinstance(bucket.method, ChunkedMethod)
         found.append(_gathered.sent(bucket.method, part, jax.random.fold_in(key, number)))
     return found

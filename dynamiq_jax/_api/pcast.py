@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._run.driver import run
 from dynamiq_jax._worker_loss.casts import Cast
 from dynamiq_jax._worker_loss.fingerprint import key_of, salt_of_call
 from dynamiq_jax.methods import DynamiQ, Method
@@ -71,8 +71,8 @@ def pcast(
     if to != "varying":
         raise ValueError(f"to={to!r} is not supported. Give to='varying', or use jax.lax.pcast.")
     compression = resolve(method, topology, options, stateless="pcast")
-    operation = AllReduce(find_axes(axis_name), mean=mean)
-    names = operation.axes.names
+    collective = AllReduce(find_axes(axis_name), mean=mean)
+    names = collective.axes.names
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         varying = sorted(compat.varying_axes(leaf) & set(names))
         if varying:
@@ -83,7 +83,7 @@ def pcast(
             )
 
     def summed(cotangents: Tree, key: Array) -> Tree:
-        return driver.run(operation, cotangents, key, compression, specs=specs).tree
+        return run(collective, cotangents, key, compression, specs=specs).tree
 
     cast = Cast(
         spread=lambda tree: compat.vary_over(tree, names),

@@ -4,11 +4,11 @@ from typing import Any, TypeVar
 
 from jax import Array
 
-from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import AxisName, find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._run.driver import Outcome, run
 from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -88,8 +88,8 @@ def psum(
     compression = resolve(method, topology, options, stateless="psum", measures=with_metrics)
 
     def reduce(tree: Tree) -> Any:
-        operation = AllReduce(find_axes(axis_name))
-        return _result(driver.run(operation, tree, key, compression, specs=specs), with_metrics)
+        collective = AllReduce(find_axes(axis_name))
+        return _result(run(collective, tree, key, compression, specs=specs), with_metrics)
 
     if not is_unreduced(tree):
         return reduce(tree)
@@ -121,9 +121,9 @@ def pmean(
             f"The leaves are unreduced over axis_name={axis_name!r}: each device holds its term of "
             "a sum. Use dq.psum. The sum is the gradient of a loss that is a mean over the batch."
         )
-    operation = AllReduce(find_axes(axis_name), mean=True)
-    return _result(driver.run(operation, tree, key, compression, specs=specs), with_metrics)
+    collective = AllReduce(find_axes(axis_name), mean=True)
+    return _result(run(collective, tree, key, compression, specs=specs), with_metrics)
 
 
-def _result(outcome: driver.Outcome, with_metrics: bool) -> Any:
+def _result(outcome: Outcome, with_metrics: bool) -> Any:
     return (outcome.tree, dict(outcome.metrics)) if with_metrics else outcome.tree

@@ -4,11 +4,11 @@ from typing import Any, TypeVar
 
 from jax import Array
 
-from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import find_axis
-from dynamiq_jax._buckets.operations import ReduceScatter
+from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._run.driver import run
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 
@@ -60,5 +60,5 @@ def psum_scatter(
     (2, 256, 64)
     """
     compression = resolve(method, topology, options)
-    operation = ReduceScatter(find_axis(axis_name), scatter_dimension, tiled)
-    return driver.run(operation, tree, key, compression, specs=specs).tree
+    collective = ReduceScatter(find_axis(axis_name), scatter_dimension, tiled)
+    return run(collective, tree, key, compression, specs=specs).tree

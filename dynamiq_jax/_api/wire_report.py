@@ -10,16 +10,19 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import exact, state_owner
+from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.error_estimate import sample_bytes
-from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan, make_plan
+from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules, paths_of
 from dynamiq_jax._inputs.shards import Shards, leaf_specs, split_over
+from dynamiq_jax._plan.plan import Plan, make_plan
+from dynamiq_jax._states import owner
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.compat import override
@@ -113,8 +116,8 @@ def report_of(
     compression: Compression, tree: Any, axis_size: Any, *, mesh: Any = None, specs: Any = None
 ) -> WireReport:
     """Count bytes; see `wire_report`."""
-    axes, plan, named = plan_without_arrays(tree, axis_size, compression, mesh=mesh, specs=specs)
-    names, leaves = zip(*named, strict=True) if named else ((), ())
+    plan = plan_without_arrays(tree, axis_size, compression, mesh=mesh, specs=specs)
+    axes, names, leaves = plan.collective.axes, plan.names, plan.parts
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     in_buckets = {index for bucket in plan.buckets for index in bucket.leaves}
@@ -124,7 +127,7 @@ def report_of(
         sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if compression.estimates else 0
     )
     is_stateful = any(bucket.method.is_stateful for bucket in plan.buckets)
-    checked = state_owner.bytes_sent(axes) if is_stateful else 0
+    checked = owner.bytes_sent(axes) if is_stateful else 0
     total = compressed + exactly + sampled + checked
     shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
     by_leaf: dict[int, Method] = {}
@@ -169,27 +172,16 @@ def report_of(
 
 def plan_without_arrays(
     tree: Any, axis_size: Any, compression: Compression, *, mesh: Any = None, specs: Any = None
-) -> tuple[Axes, Plan, list[tuple[str, jax.ShapeDtypeStruct]]]:
-    """Plan a collective outside of a program; see `wire_report`.
-
-    Returns:
-      Axes, the plan of each device, and the names of leaves with a device's shard of each.
-    """
+) -> Plan:
+    """Plan an all-reduce outside of a program; see `wire_report`."""
     axes = _axes(axis_size, mesh)
-    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
     shards = _shards(names, leaves, tree, mesh, specs, axes)
-    leaves = [shards.local(index, leaf) for index, leaf in enumerate(leaves)]
-    plan = make_plan(
-        leaves,
-        axes,
-        compression,
-        compression.policy.methods(tree),
-        split_over=[shards.axes_of(index) for index in range(len(leaves))],
-        cuts=Cuts(compression.options.bucketing, names=tuple(f"tree{name}" for name in names)),
-    )
-    return axes, plan, list(zip(names, leaves, strict=True))
+    methods = compression.policy.methods(tree)
+    named = list(zip(names, leaves, strict=True))
+    return make_plan(AllReduce(axes), named, structure, shards, compression, methods)
 
 
 def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

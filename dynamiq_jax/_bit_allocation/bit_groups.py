@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dynamiq_jax._bit_allocation.error_curve import ErrorCurve, RowNorms
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.plan import Bucket, Plan, make_plan
+from dynamiq_jax._buckets.buckets import Bucket, Sorted, sort_leaves
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax.methods import DynamiQ, Method
 
@@ -36,9 +36,9 @@ class Scope:
     axes: Axes
     compression: Compression
 
-    def plan(self, methods: Sequence[Method | None]) -> Plan:
-        """Plan the call with a method for each of its leaves."""
-        return make_plan(self.leaves, self.axes, self.compression, methods)
+    def plan(self, methods: Sequence[Method | None]) -> Sorted:
+        """Sort the leaves of the call into buckets, with a method for each."""
+        return sort_leaves(self.leaves, self.axes, self.compression, methods)
 
     def bytes_sent(self, methods: Sequence[Method | None]) -> int:
         """Count the bytes that each worker sends over the slow axis, in all calls."""

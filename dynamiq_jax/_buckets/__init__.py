@@ -1,1 +1,1 @@
-"""From a tree to buckets and back: the parts that all collectives share."""
+"""Buckets of leaves, the axes that they cross, and the order in which they are sent."""

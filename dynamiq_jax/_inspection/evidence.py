@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-from dynamiq_jax._buckets.recording import Record
 from dynamiq_jax._inspection.collectives import Collective
+from dynamiq_jax._plan.recording import Record
 
 
 class Argument(NamedTuple):

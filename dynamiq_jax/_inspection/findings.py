@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
-from dynamiq_jax._buckets.recording import Record
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import Collective
 from dynamiq_jax._inspection.evidence import Evidence, Sharing
+from dynamiq_jax._plan.recording import Record
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter

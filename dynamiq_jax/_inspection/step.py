@@ -11,7 +11,6 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 
-from dynamiq_jax._buckets.recording import recording
 from dynamiq_jax._core import check_integer
 from dynamiq_jax._inputs.mistakes import MistakeError
 from dynamiq_jax._inputs.shards import names_of
@@ -22,6 +21,7 @@ from dynamiq_jax._inspection.findings import Finding, findings, wasted_bits
 from dynamiq_jax._inspection.hlo import Instruction, Program
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
 from dynamiq_jax._inspection.places import Places
+from dynamiq_jax._plan.recording import recording
 
 _numbers = itertools.count()
 

@@ -17,13 +17,13 @@ import jax
 from jax import Array, lax
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets import driver
 from dynamiq_jax._buckets.axes import find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._core.naming import field_names
 from dynamiq_jax._inputs.options import Compression, Options
 from dynamiq_jax._inputs.policy import Policy
+from dynamiq_jax._run.driver import run
 from dynamiq_jax.methods import (
     METHODS,
     PRESETS,
@@ -57,7 +57,7 @@ class Setting:
         if self.method is None or self.topology is None:
             return lax.psum(tree, axis_name)
         compression = Compression(Policy(self.method), self.topology, Options(exact_below=0))
-        return driver.run(AllReduce(find_axes(axis_name)), tree, key, compression).tree
+        return run(AllReduce(find_axes(axis_name)), tree, key, compression).tree
 
     def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:
         """Report the bytes of one all-reduce: of a float32 vector of some size, or of a tree.

@@ -14,9 +14,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._buckets import driver, order
+from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import AxisName, axes_of_mesh, axis_names, find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import (
     check_whole,
@@ -26,6 +26,7 @@ from dynamiq_jax._inputs.shards import (
     managed_axes,
     over,
 )
+from dynamiq_jax._run.driver import run
 from dynamiq_jax._worker_loss.casts import Cast
 from dynamiq_jax._worker_loss.fingerprint import key_of
 from pallas_kernels import compat
@@ -80,7 +81,7 @@ class Replicas:
                 sent[n][0] if n in sent else np.zeros(np.shape(leaf)[1:], leaf.dtype)
                 for n, leaf in enumerate(leaves)
             ]
-            outcome = driver.run(
+            outcome = run(
                 AllReduce(find_axes(self.axis_name), mean=mean),
                 jax.tree.unflatten(structure, own),
                 key,

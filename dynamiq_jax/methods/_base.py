@@ -74,6 +74,7 @@ class Reduced:
     state: State = ()  # for the next step
     applied: Array | None = None  # float32 [size]: this worker's values as they entered the sum
     metrics: Mapping[str, Array] = dataclasses.field(default_factory=dict)  # see `Method.metrics`
+    measured: Any = ()  # pytree of a collective that estimates errors; methods leave it empty
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

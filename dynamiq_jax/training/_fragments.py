@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets.state_names import state_name
 from dynamiq_jax._inputs.shards import names_of
+from dynamiq_jax._plan.state_names import state_name
 
 Tree = TypeVar("Tree")
 

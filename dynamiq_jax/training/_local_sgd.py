@@ -13,9 +13,10 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.wire_report import WireReport, report_of
-from dynamiq_jax._buckets import agreement, driver
 from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
-from dynamiq_jax._buckets.operations import AllReduce
+from dynamiq_jax._check import agreement
+from dynamiq_jax._check.check import check_plan
+from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._core.validation import (
     check_integer,
     check_number,
@@ -25,6 +26,9 @@ from dynamiq_jax._core.validation import (
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import is_explicit, leaf_specs
+from dynamiq_jax._plan.plan import Plan, plan_tree
+from dynamiq_jax._run.driver import run
+from dynamiq_jax._states.states import all_names, first_states
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.training._fragments import Fragments
@@ -165,11 +169,7 @@ class LocalSGD:
         parts = dict(zip(fragments.names, _parts(fragments, params), strict=True))
         method: dict[str, Mapping[str, State]] = {}
         if self._compression.is_stateful(params):
-            operation, compression = AllReduce(axes, mean=True), self._of_fragments
-            method = {
-                name: driver.first_states(operation, part, compression, specs=self.specs)
-                for name, part in parts.items()
-            }
+            method = {name: first_states(self._plan(part)) for name, part in parts.items()}
         return LocalSGDState(
             step=jnp.zeros((), jnp.int32),
             reference=params,
@@ -227,13 +227,8 @@ class LocalSGD:
 
     def _check_agreement(self, axes: Axes, params: Any) -> None:
         """Check that all processes have the same settings, also in a step that sends nothing."""
-        agreement.check(
-            AllReduce(axes, mean=True),
-            self._compression,
-            params,
-            jax.random.key(self.seed),
-            None if self.specs is None else leaf_specs(params, self.specs),
-        )
+        plan, _ = plan_tree(AllReduce(axes, mean=True), params, self._compression, self.specs)
+        agreement.check(plan, jax.random.key(self.seed))
 
     def _check_due(self, due: Any) -> None:
         known = (None, *range(self.fragments))
@@ -250,16 +245,22 @@ class LocalSGD:
 
     def _check_state(self, state: LocalSGDState, fragments: Fragments, params: Any) -> None:
         """Raise ValueError for a state of another configuration, or of other parameters."""
-        is_stateful, compression = self._compression.is_stateful(params), self._of_fragments
+        is_stateful = self._compression.is_stateful(params)
         check_fragments(state, fragments.names)
         check_timing(state, self._timing)
         for name, part in zip(fragments.names, _parts(fragments, params), strict=True):
             check_outer(state, name, jax.eval_shape(self.outer.init, part))
             names: tuple[str, ...] = ()
             if is_stateful:
-                operation = AllReduce(find_axes(self.axis_name), mean=True)
-                names = driver.names_of_states(operation, part, compression, specs=self.specs)
+                names = all_names(self._plan(part))
             check_method(state, name, names)
+
+    def _plan(self, part: Any) -> Plan:
+        """Plan the mean of a fragment."""
+        collective = AllReduce(find_axes(self.axis_name), mean=True)
+        plan, _ = plan_tree(collective, part, self._of_fragments, self.specs)
+        check_plan(plan)
+        return plan
 
     @property
     def _compression(self) -> Compression:
@@ -322,7 +323,7 @@ class LocalSGD:
             fragments.take(state.reference, fragment),
             fragments.take(params, fragment),
         )
-        outcome = driver.run(
+        outcome = run(
             AllReduce(find_axes(self.axis_name), mean=True),
             change,
             jax.random.fold_in(jax.random.key(self.seed), state.step),

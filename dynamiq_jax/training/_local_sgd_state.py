@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from dynamiq_jax._buckets.state_names import check_names
+from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax.methods import State
 
 _ANEW = "or start anew with init(state.reference)"

@@ -54,6 +54,11 @@ WRONG = {
     "a tuple": (lambda w, x: (mean(w, x), x), {}, r"a scalar is needed.*has_aux=True, and aux="),
     "rows": (lambda w, x: jnp.mean(x @ w, axis=1), {}, r"of shape \(4,\), and a scalar is needed"),
     "no aux": (mean, {"has_aux": True}, r"has_aux=True, but the loss returns .*leave out has_aux"),
+    "three results": (
+        lambda w, x: (mean(w, x), x, x),
+        {"has_aux": True},
+        r"has_aux=True, but the loss returns .*leave out has_aux",
+    ),
     "targets by row": (
         mean,
         {"num_targets": lambda w, x: x[:, 0]},

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets.recording import recording
+from dynamiq_jax._plan.recording import recording
 from dynamiq_jax.methods import METHODS, resolve_method
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import of_workers, vnmse

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets import agreement, disagreement, exchange
+from dynamiq_jax._check import agreement, disagreement, exchange
 from pallas_kernels import compat
 from tests.support import processes
 from tests.support.agreement_worker import DISAGREEING

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.buckets import sort_leaves
 from dynamiq_jax._buckets.leaves import join, split_rows
-from dynamiq_jax._buckets.loop import after
-from dynamiq_jax._buckets.plan import make_plan
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs.options import resolve
+from dynamiq_jax._run.loop import after
 from dynamiq_jax.methods import ChunkedMethod, RecodedChunks, WireCost
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
@@ -66,7 +66,7 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
         for size, dtype in zip(sizes, kinds, strict=False)
     ]
     arguments = resolve("dynamiq", "ring", in_order(bucket_bytes=bucket_bytes))
-    plan = make_plan(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
+    plan = sort_leaves(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
     assert plan.exact == ()
     covered = {index: [] for index in range(len(leaves))}
     for bucket in plan.buckets:
@@ -103,7 +103,9 @@ def test_parts_of_a_large_leaf_are_alike():
 
     def sizes(slices: int) -> list[int]:
         leaf = jax.ShapeDtypeStruct((slices, width), jnp.float32)
-        plan = make_plan([leaf], Axes(Axis("data", 4)), arguments, arguments.policy.methods([leaf]))
+        plan = sort_leaves(
+            [leaf], Axes(Axis("data", 4)), arguments, arguments.policy.methods([leaf])
+        )
         return [bucket.size // width for bucket in plan.buckets]
 
     assert sizes(32) == [4] * 8

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets.error_estimate import Estimate
-from dynamiq_jax._buckets.sharing import gain_of_sharing
+from dynamiq_jax._collectives.error_estimate import Estimate
+from dynamiq_jax._collectives.sharing import gain_of_sharing
 from tests.support.gradients import heavy_tailed
 from tests.support.workers import simulated
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._buckets import plan
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.plan import Cuts, make_plan
+from dynamiq_jax._buckets.buckets import CutRules, sort_leaves
 from dynamiq_jax._core import MOST_IN_BUCKET, Axis
 from dynamiq_jax._inputs.options import resolve
 from dynamiq_jax.topologies import _all_to_all
@@ -40,10 +40,10 @@ def leaf(*shape, dtype=jnp.bfloat16):
 # ------------------------------------------------------------------------------------------ plans
 
 
-def plan_of(leaves, axes, method="dynamiq", topology="ring", cuts=None, **options):
+def plan_of(leaves, axes, method="dynamiq", topology="ring", rules=None, **options):
     arguments = resolve(method, topology, dq.Options(**options))
     methods = arguments.policy.methods(leaves)
-    return make_plan(leaves, axes, arguments, methods, cuts=cuts)
+    return sort_leaves(leaves, axes, arguments, methods, rules=rules)
 
 
 @given(
@@ -55,16 +55,16 @@ def plan_of(leaves, axes, method="dynamiq", topology="ring", cuts=None, **option
     method=st.sampled_from(("dynamiq", "dynamiq:16", "exact", "bf16", "mxfp8", "topk_chunked")),
     topology=st.sampled_from(("ring", "all_to_all")),
     fast=st.sampled_from((1, 2, 8)),
-    cuts=st.builds(Cuts, st.sampled_from(("auto", "striped", "in_order")), st.booleans()),
+    rules=st.builds(CutRules, st.sampled_from(("auto", "striped", "in_order")), st.booleans()),
     bucket_bytes=st.sampled_from((2**20, 2**27, MOST_IN_BUCKET)),
     workers=st.sampled_from((2, 3, 64, 65_536)),
 )
 def test_a_bucket_of_any_plan_can_be_indexed(
-    shape, others, dtype, method, topology, fast, cuts, bucket_bytes, workers
+    shape, others, dtype, method, topology, fast, rules, bucket_bytes, workers
 ):
     leaves = [leaf(*shape, dtype=dtype), *(leaf(size, dtype=dtype) for size in others)]
     axes = Axes(Axis("data", workers), (Axis("local", fast),) if fast > 1 else ())
-    planned = plan_of(leaves, axes, method, topology, cuts, bucket_bytes=bucket_bytes)
+    planned = plan_of(leaves, axes, method, topology, rules, bucket_bytes=bucket_bytes)
     buckets = planned.buckets
     for bucket in buckets:
         call = bucket.call
@@ -80,10 +80,10 @@ def test_a_bucket_of_any_plan_can_be_indexed(
 @pytest.mark.parametrize("size", BORDERS)
 def test_a_leaf_of_parts_that_are_too_large_is_cut_into_stripes(size):
     """In order, `all_gather` and fast axes send whole leaves, as long as these fit."""
-    axes, whole = Axes(Axis("data", WORKERS)), Cuts("in_order", into_parts=False)
-    (one,) = plan_of([leaf(MOST_IN_BUCKET)], axes, cuts=whole).buckets
+    axes, whole = Axes(Axis("data", WORKERS)), CutRules("in_order", into_parts=False)
+    (one,) = plan_of([leaf(MOST_IN_BUCKET)], axes, rules=whole).buckets
     assert one.stripe is None
-    several = plan_of([leaf(size), leaf(4096)], axes, cuts=whole).buckets
+    several = plan_of([leaf(size), leaf(4096)], axes, rules=whole).buckets
     assert [bucket.leaves for bucket in several if bucket.stripe is None] == [(1,)]
     assert {bucket.leaves for bucket in several if bucket.stripe is not None} == {(0,)}
     parts = plan_of([leaf(1, size)], HIERARCHY, bucketing="in_order").buckets
@@ -104,8 +104,8 @@ def test_a_leaf_that_cannot_be_cut_is_refused(size):
         f"tree['w'] has {2 * size:,} coordinates",
         "method=PowerSGD(",
     )
-    cuts = ScatterMean(HIERARCHY).cuts(dq.Options())
-    refused(lambda: plan_of([leaf(size)], HIERARCHY, cuts=cuts), f"leaf 0 has {size:,}")
+    rules = ScatterMean(HIERARCHY).rules(dq.Options())
+    refused(lambda: plan_of([leaf(size)], HIERARCHY, rules=rules), f"leaf 0 has {size:,}")
 
 
 def test_a_message_refuses_a_leaf_that_is_larger_than_a_bucket(monkeypatch):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.plan import make_plan
+from dynamiq_jax._buckets.buckets import sort_leaves
 from dynamiq_jax._buckets.stripes import Stripes, number_of_stripes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs.options import resolve
@@ -131,7 +131,7 @@ def test_no_stripe_has_the_same_columns_of_all_rows(fewest, shapes):
 def plan_of(sizes, num_workers=4, method="dynamiq", topology="ring", **options):
     leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
     arguments = resolve(method, topology, dq.Options(**options))
-    return make_plan(
+    return sort_leaves(
         leaves, Axes(Axis("data", num_workers)), arguments, arguments.policy.methods(leaves)
     )
 
@@ -216,7 +216,7 @@ def test_leaves_of_other_methods_or_dtypes_are_stripes_of_their_own():
     arguments = resolve(
         {"3": "dynamiq:4", ".*": "dynamiq"}, "ring", dq.Options(bucket_bytes=4 * LEAF)
     )
-    plan = make_plan(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
+    plan = sort_leaves(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
     # One bucket holds all of a leaf of 2-byte numbers.
     assert [bucket.leaves for bucket in plan.buckets] == [(0, 2)] * 4 + [(1,), (3,)]
 

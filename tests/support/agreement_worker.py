@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax import contrib, training
-from dynamiq_jax._buckets import exchange
+from dynamiq_jax._check import exchange
 from tests.support.hlo import collectives
 
 SIZE = 4096

@@ -8,15 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._buckets import agreement, driver
 from dynamiq_jax._buckets.axes import find_axis
+from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._buckets.leaves import join, named_leaves, split_rows
-from dynamiq_jax._buckets.operations import AllGather, Leaves, ReduceScatter
 from dynamiq_jax._buckets.order import after
-from dynamiq_jax._buckets.plan import Bucket
+from dynamiq_jax._check import agreement
+from dynamiq_jax._collectives.all_gather import AllGather
+from dynamiq_jax._collectives.collective import Leaves
+from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.shards import managed_axes
+from dynamiq_jax._plan.plan import plan_tree
+from dynamiq_jax._run.driver import run
 from dynamiq_jax.contrib.packet_loss.channel import LossyChannel
 from dynamiq_jax.contrib.packet_loss.spans import ByteSpans
 from dynamiq_jax.contrib.packet_loss.terms import terms_of
@@ -141,7 +145,7 @@ class LossyCollectives:
             find_axis(self.axis_name), lossy=self, key=jax.random.fold_in(key, _GRADIENTS)
         )
         rows = jax.tree.map(lambda leaf: _rows(leaf, axis.size), tree)
-        return driver.run(operation, rows, key, compression).tree
+        return run(operation, rows, key, compression).tree
 
     def own_parts(self, tree: Tree) -> Tree:
         """Return the parts of a pytree that this worker owns.
@@ -176,7 +180,8 @@ class LossyCollectives:
         key = checks.check_key(key, (self.axis_name,))
         _check_parts(parts, tree, axis.size)
         compression = resolve("exact", "all_to_all", self.options, settings=self._settings)
-        agreement.check(AllGather(find_axis(self.axis_name)), compression, parts, key)
+        plan, _ = plan_tree(AllGather(find_axis(self.axis_name)), parts, compression, None)
+        agreement.check(plan, key)
         leaves, structure = jax.tree.flatten(tree)
         words = [_as_words(part) for part in jax.tree.leaves(parts)]
         # The message is all parts, one after the other, those of wide numbers first: so no number

@@ -7,7 +7,6 @@ of a bucket are dealt over them, and each shard is about like the bucket.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import jax
@@ -18,14 +17,17 @@ from jax import Array
 from dynamiq_jax import topologies
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.loop import Sender, groups_in_order, restored, send_buckets
-from dynamiq_jax._buckets.operations import AllGather, Leaves, WholeLeaves
+from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.order import after, token_of
-from dynamiq_jax._buckets.plan import Bucket, Cuts, Plan
+from dynamiq_jax._collectives.all_gather import AllGather
+from dynamiq_jax._collectives.collective import Leaves, WholeLeaves
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._run.cuts import cut, joined, pieces_of
+from dynamiq_jax._run.loop import Sender
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.training._pipelined.dealing import Dealing
 from pallas_kernels.compat import override
@@ -41,13 +43,13 @@ class _Half(WholeLeaves):
         return self.axes.num_workers
 
     @override
-    def cuts(self, options: Options) -> Cuts:
+    def rules(self, options: Options) -> CutRules:
         if options.bucketing == "striped":
             raise ValueError(
                 "bucketing='striped' has no use in training.Pipelined, whose buckets leave while a "
                 "backward pass computes others. Leave it out."
             )
-        return Cuts("in_order", into_stripes=False)
+        return CutRules("in_order", into_stripes=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,71 +147,83 @@ def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
     return Dealing(pieces, size // (bucket.call.topology.chunks_per_worker * granule), granule)
 
 
-def scatter(sender: Sender, token: Array | None) -> tuple[tuple[Array, ...], Array | None]:
+def scatter(
+    plan: Plan, leaves: Leaves, key: Array, token: Array | None
+) -> tuple[tuple[Array, ...], Array | None]:
     """Run the first half on the leaves of one device.
 
     Args:
-      sender: a `ScatterMean`.
+      plan: plan of a `ScatterMean`.
+      leaves: leaves of this device, by index.
+      key: typed PRNG key, the same on all workers.
       token: token that the first transfer waits for; see `order.after`.
 
     Returns:
       The worker's shard of each bucket's mean, and behind it what the method carries over, float32
       [held_size]; and a token that is available once all has arrived.
     """
-    sent = send_buckets(sender, ((),) * len(sender.plan.buckets), token)
-    if sent:
-        token = token_of([[*sent.values()][-1].token])
-    return tuple(sent[number].total for number in range(len(sent))), token
+    sender, shards = Sender(plan, key), dict[int, Array]()
+    for numbers in plan.groups:
+        group = cut(plan.collective, [plan.buckets[number] for number in numbers], leaves)
+        sent, _ = sender.send(numbers, group, ((),) * len(plan.buckets), token)
+        shards |= {number: one.total for number, one in zip(numbers, sent, strict=True)}
+        token = sent[-1].token
+    if shards:
+        token = token_of([token])
+    return tuple(shards[number] for number in range(len(shards))), token
 
 
 def gather(
-    sender: Sender, shards: tuple[Array, ...], token: Array | None
+    plan: Plan, shards: tuple[Array, ...], key: Array, token: Array | None
 ) -> tuple[Leaves, Array | None]:
     """Run the second half on the shards of one device.
 
     Args:
-      sender: a `GatherMean`, with the buckets of the first half, and anything with the shapes and
-        dtypes of the leaves. The key of the first half may be used again.
+      plan: plan of the first half, with a `GatherMean` in place of its collective.
       shards: those of the first half.
+      key: typed PRNG key, the same on all workers. That of the first half may be used again.
       token: token that the first transfer waits for; see `order.after`.
 
     Returns:
       Means of the leaves in buckets, by index, the same bits on all workers; and a token that is
       available once all has arrived.
     """
-    operation, plan, leaves = sender.operation, sender.plan, sender.leaves
-    assert isinstance(operation, GatherMean)
+    collective = plan.collective
+    assert isinstance(collective, GatherMean)
     of_shards = tuple(
         dataclasses.replace(bucket, leaves=(number,), part=None)
         for number, bucket in enumerate(plan.buckets)
     )
-    all_shards = Plan(of_shards, (), ())
-    sender = dataclasses.replace(sender, plan=all_shards, leaves=dict(enumerate(shards)))
-    unrolled = sender.compression.options.unrolled_buckets
-    groups = groups_in_order(all_shards, operation.last_first, unrolled)
+    all_shards = dataclasses.replace(plan, buckets=of_shards)
+    sender, leaves = Sender(all_shards, key), dict(enumerate(shards))
     # All shards are here. If one was encoded after the gather of another, the chain of transfers
     # would be as much longer as that takes, and what workers exchange before they encode would
     # wait for it too.
     encoded = {
-        number: operation.encode(
+        number: collective.encode(
             of_shards[number], shards[number], sender.key_of(of_shards[number], number)
         )
-        for (number,) in (group for group in groups if len(group) == 1)
+        for (number,) in (group for group in all_shards.groups if len(group) == 1)
     }
     payloads = jax.tree.leaves([payload for _, payload in encoded.values()])
     token = token_of([token, *payloads])
     means: dict[int, Array] = {}
-    for group in groups:
-        if len(group) == 1:
-            codec, payload = encoded[group[0]]
+    for numbers in all_shards.groups:
+        if len(numbers) == 1:
+            codec, payload = encoded[numbers[0]]
             payload = jax.tree.map(functools.partial(after, token), payload)
-            sent: Sequence[Reduced] = [operation.deliver(of_shards[group[0]], codec, payload)]
+            sent = [collective.deliver(of_shards[numbers[0]], codec, payload)]
         else:
-            sent = sender.send(group, ((),) * len(shards), token)
-        means |= {number: one.total for number, one in zip(group, sent, strict=True)}
+            group = cut(collective, [of_shards[number] for number in numbers], leaves)
+            sent, _ = sender.send(numbers, group, ((),) * len(shards), token)
+        means |= {number: one.total for number, one in zip(numbers, sent, strict=True)}
         token = sent[-1].token
-    totals = [means[number] for number in range(len(means))]
-    return restored(operation, plan, leaves, totals), token_of([token])
+    parts = dict(enumerate(plan.parts))
+    pieces = [
+        pieces_of(collective, bucket, parts, means[number])
+        for number, bucket in enumerate(plan.buckets)
+    ]
+    return joined(collective, pieces, parts), token_of([token])
 
 
 def _call(bucket: Bucket, half: Literal["psum_scatter", "all_gather"]) -> Call:

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 from jax import Array
 
-from dynamiq_jax._buckets.driver import PlannedTree
-from dynamiq_jax._buckets.state_names import check_names
+from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax.training._pipelined import halves
 
 _REMEDY = (
@@ -61,12 +61,11 @@ class PipelinedReport(NamedTuple):
         return self.scattered_bytes + self.gathered_bytes + self.exact_bytes
 
 
-def shard_names(planned: PlannedTree) -> list[str]:
-    """Return what the shard of each bucket belongs to."""
-    workers = planned.operation.axes.slow.size
+def shard_names(plan: Plan) -> list[str]:
+    """Return the names of the shards of all buckets."""
+    workers = plan.collective.axes.slow.size
     return [
-        planned.name_of("shard", bucket, workers, halves.shard_size(bucket))
-        for bucket in planned.plan.buckets
+        plan.name_of("shard", bucket, workers, halves.shard_size(bucket)) for bucket in plan.buckets
     ]
 
 

@@ -14,14 +14,16 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._api.wire_report import plan_without_arrays
 from dynamiq_jax._buckets import exact, order, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
-from dynamiq_jax._buckets.driver import PlannedTree
-from dynamiq_jax._buckets.loop import Sender
-from dynamiq_jax._buckets.operations import Leaves
 from dynamiq_jax._buckets.order import token_of
+from dynamiq_jax._check import agreement
+from dynamiq_jax._check.check import check, check_plan
+from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._core.validation import check_number, check_optimizer, check_seed
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._plan import recording
+from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Ring, Topology
 from dynamiq_jax.training._params import check_shared_params
@@ -119,10 +121,9 @@ class Pipelined:
         """
         specs = P() if mesh is not None and self.specs is None else self.specs
         compression = self._compression
-        axes, plan, named = plan_without_arrays(
-            params, axis_size, compression, mesh=mesh, specs=specs
-        )
-        leaves = [named[index][1] for index, _ in plan.exact]
+        plan = plan_without_arrays(params, axis_size, compression, mesh=mesh, specs=specs)
+        axes = plan.collective.axes
+        leaves = [plan.parts[index] for index, _ in plan.exact]
         scattering, gathering = ScatterMean(axes), GatherMean(axes)
         sizes = [halves.held_size(bucket) for bucket in plan.buckets]
         return PipelinedReport(
@@ -153,9 +154,8 @@ class Pipelined:
         With it, a run goes on from what `gather` returned, also with another number of workers.
         """
         _check_updated(updated)
-        planned = self._plan(updated.params)
-        names, plan = planned.operation.axes.names, planned.plan
-        of_exact = _exact_specs(planned)
+        plan, _ = self._plan(updated.params)
+        names, of_exact = plan.collective.axes.names, _exact_specs(plan)
 
         def zeros() -> tuple[tuple[Array, ...], Leaves]:
             shards = tuple(
@@ -167,18 +167,17 @@ class Pipelined:
             )
             exact = {}
             for index, _ in plan.exact:
-                leaf = planned.shards.local(index, planned.leaves[index])
-                zero = jnp.zeros((1, *leaf.shape), leaf.dtype)
-                exact[index] = compat.vary_over(zero, (*names, *planned.split_over[index]))
+                zero = jnp.zeros((1, *plan.parts[index].shape), plan.parts[index].dtype)
+                exact[index] = compat.vary_over(zero, (*names, *plan.split_over[index]))
             return shards, exact
 
-        mapped = planned.shards.map(zeros, in_specs=(), out_specs=(planned.bucket_specs, of_exact))
+        mapped = plan.shards.map(zeros, in_specs=(), out_specs=(plan.bucket_specs, of_exact))
         shards, exact = mapped()
         return PipelinedState(
             step=updated.step,
             params=updated.params,
             opt_state=updated.opt_state,
-            shards=dict(zip(shard_names(planned), shards, strict=True)),
+            shards=dict(zip(shard_names(plan), shards, strict=True)),
             exact=tuple(exact[index] for index, _ in plan.exact),
             is_pending=jnp.zeros((), jnp.bool_),
         )
@@ -225,11 +224,11 @@ class Pipelined:
                 f"state is a {type(state).__name__}, not a PipelinedState. Give the result of init "
                 "or scatter."
             )
-        planned = self._plan(state.params)
+        plan, _ = self._plan(state.params)
         again = PipelinedUpdate(*state[:3], jnp.float32(0))
         check_state(state, jax.eval_shape(lambda: self.resume(again)))
-        planned.check_agreement(self._key(state.step))
-        means, norm = self._means(state, planned)
+        agreement.check(plan, self._key(state.step))
+        means, norm = self._means(state, plan)
         if self.clip_norm is not None:
             limit = np.float32(self.clip_norm)
             scale = jnp.where(norm < limit, np.float32(1), limit / norm)
@@ -261,34 +260,30 @@ class Pipelined:
         """
         _check_updated(updated)
         _check_like(grads, updated.params)
-        planned = self._plan(grads)
-        operation, compression = ScatterMean(find_axes(self.axis_name)), self._compression
-        for name, leaf in zip(planned.names, planned.leaves, strict=True):
-            operation.check_values(name, leaf)
-        planned.check_agreement(self._key(updated.step))
+        plan, leaves = self._plan(grads)
+        recording.record(plan)
+        key = check(plan, leaves, self._key(updated.step))
 
         def local(
             leaves: Leaves, key: Array, token: Array | None
         ) -> tuple[tuple[Array, ...], Leaves, Array | None]:
-            sender = Sender(operation, planned.plan, leaves, key, compression)
-            shards, token = halves.scatter(sender, token)
-            exact = {index: leaves[index][None] for index, _ in planned.plan.exact}
-            return tuple(shard[None] for shard in shards), exact, planned.shards.same(token)
+            shards, token = halves.scatter(plan, leaves, key, token)
+            exact = {index: leaves[index][None] for index, _ in plan.exact}
+            return tuple(shard[None] for shard in shards), exact, plan.shards.same(token)
 
-        mapped = planned.shards.map(
+        mapped = plan.shards.map(
             local,
-            in_specs=(dict(enumerate(planned.shards.specs)), P(), P()),
-            out_specs=(planned.bucket_specs, _exact_specs(planned), P()),
+            in_specs=(dict(enumerate(plan.shards.specs)), P(), P()),
+            out_specs=(plan.bucket_specs, _exact_specs(plan), P()),
         )
-        leaves = dict(enumerate(planned.leaves))
-        shards, exact, token = mapped(leaves, self._key(updated.step), order.last_token())
+        shards, exact, token = mapped(dict(enumerate(leaves)), key, order.last_token())
         order.remember(token)
         return PipelinedState(
             step=updated.step + 1,
             params=updated.params,
             opt_state=updated.opt_state,
-            shards=dict(zip(shard_names(planned), shards, strict=True)),
-            exact=tuple(exact[index] for index, _ in planned.plan.exact),
+            shards=dict(zip(shard_names(plan), shards, strict=True)),
+            exact=tuple(exact[index] for index, _ in plan.exact),
             # True, but no constant. A compiler that knows it would drop the selection in `gather`
             # where both are in one program, and fuse, and so round, the optimizer in another way.
             is_pending=~never(updated.step),
@@ -306,42 +301,42 @@ class Pipelined:
         settings = {"seed": self.seed, "clip_norm": self.clip_norm}
         return resolve(self.method, self.topology, self.options, settings=settings)
 
-    def _plan(self, tree: Any) -> PlannedTree:
-        return PlannedTree.of(
-            ScatterMean(find_axes(self.axis_name)), tree, self._compression, self.specs
-        )
+    def _plan(self, tree: Any) -> tuple[Plan, tuple[Array, ...]]:
+        collective = ScatterMean(find_axes(self.axis_name))
+        plan, leaves = plan_tree(collective, tree, self._compression, self.specs)
+        check_plan(plan)
+        return plan, leaves
 
     def _key(self, step: Array) -> Array:
         return jax.random.fold_in(jax.random.key(self.seed), step)
 
-    def _means(self, state: PipelinedState, planned: PlannedTree) -> tuple[Any, Array]:
+    def _means(self, state: PipelinedState, scattered: Plan) -> tuple[Any, Array]:
         """Gather the mean gradients, and compute their norm before that."""
-        plan, operation = planned.plan, GatherMean(find_axes(self.axis_name))
-        local_leaves = {i: planned.shards.local(i, leaf) for i, leaf in enumerate(planned.leaves)}
+        collective = GatherMean(scattered.collective.axes)
+        plan = dataclasses.replace(scattered, collective=collective)
 
         def local(
             shards: tuple[Array, ...], exact: Leaves, key: Array, token: Array | None
         ) -> tuple[Leaves, Array, Array | None]:
             own = tuple(shard[0] for shard in shards)
             with scopes.scope(scopes.EXACT):
-                means, _ = operation.exact({i: leaf[0] for i, leaf in exact.items()}, token)
-            norm = _norm(own, means, planned)  # of the exact means, so it comes after them
-            sender = Sender(operation, plan, local_leaves, key, planned.compression)
-            gathered, token = halves.gather(sender, own, token_of([norm]))
-            return means | gathered, norm, planned.shards.same(token)
+                means, _ = collective.exact({i: leaf[0] for i, leaf in exact.items()}, token)
+            norm = _norm(own, means, plan)  # of the exact means, so it comes after them
+            gathered, token = halves.gather(plan, own, key, token_of([norm]))
+            return means | gathered, norm, plan.shards.same(token)
 
-        mapped = planned.shards.map(
+        mapped = plan.shards.map(
             local,
-            in_specs=(planned.bucket_specs, _exact_specs(planned), P(), P()),
-            out_specs=(dict(enumerate(planned.shards.specs)), P(), P()),
+            in_specs=(plan.bucket_specs, _exact_specs(plan), P(), P()),
+            out_specs=(dict(enumerate(plan.shards.specs)), P(), P()),
         )
-        shards = tuple(state.shards[name] for name in shard_names(planned))
+        shards = tuple(state.shards[name] for name in shard_names(plan))
         exact = {index: leaf for (index, _), leaf in zip(plan.exact, state.exact, strict=True)}
         key = self._key(state.step - 1)
         means, norm, token = mapped(shards, exact, key, order.last_token())
         order.remember(token)
-        leaves = [means[index] for index in range(len(planned.leaves))]
-        return jax.tree.unflatten(planned.structure, leaves), norm
+        leaves = [means[index] for index in range(len(plan.leaves))]
+        return jax.tree.unflatten(plan.structure, leaves), norm
 
 
 def _check_updated(updated: Any) -> None:
@@ -353,12 +348,12 @@ def _check_updated(updated: Any) -> None:
         )
 
 
-def _exact_specs(planned: PlannedTree) -> dict[int, PartitionSpec]:
+def _exact_specs(plan: Plan) -> dict[int, PartitionSpec]:
     """Return how exact leaves with a leading axis are split over the axes of their shards."""
-    return {index: P(None, *planned.shards.specs[index]) for index, _ in planned.plan.exact}
+    return {index: P(None, *plan.shards.specs[index]) for index, _ in plan.exact}
 
 
-def _norm(shards: tuple[Array, ...], exact: Leaves, planned: PlannedTree) -> Array:
+def _norm(shards: tuple[Array, ...], exact: Leaves, plan: Plan) -> Array:
     """Return the global norm of a mean from what one device has of it."""
     squares: dict[tuple[str, ...], Array] = {}  # by the axes to sum them over
 
@@ -366,11 +361,11 @@ def _norm(shards: tuple[Array, ...], exact: Leaves, planned: PlannedTree) -> Arr
         square = jnp.sum(jnp.square(values.astype(jnp.float32)))
         squares[axes] = squares[axes] + square if axes in squares else square
 
-    for bucket, shard in zip(planned.plan.buckets, shards, strict=True):
+    for bucket, shard in zip(plan.buckets, shards, strict=True):
         own = shard[: halves.shard_size(bucket)]  # without what the method carries
-        add(own, (*planned.operation.axes.names, *bucket.split_over))
+        add(own, (*plan.collective.axes.names, *bucket.split_over))
     for index, mean in exact.items():
-        add(mean, planned.split_over[index])
+        add(mean, plan.split_over[index])
     sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
     return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))
 

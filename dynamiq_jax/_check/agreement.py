@@ -8,20 +8,16 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jaxlib
-import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import recording
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.exchange import Exchange
-from dynamiq_jax._buckets.operations import Operation
-from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._check.exchange import Exchange
+from dynamiq_jax._plan import recording
+from dynamiq_jax._plan.plan import Plan
 from pallas_kernels import codec, compat, operations
 
 # Flags of JAX on which random bits, or the rounding of sums and products, depend.
@@ -39,13 +35,7 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _exchange: Exchange | None = None
 
 
-def check(
-    operation: Operation,
-    compression: Compression,
-    tree: Any,
-    key: Array,
-    specs: Sequence[PartitionSpec] | None = None,
-) -> None:
+def check(plan: Plan, key: Array) -> None:
     """Check that all processes trace the same collective.
 
     Processes are compared through the coordination service of `jax.distributed`, once for each
@@ -58,30 +48,27 @@ def check(
     a part of a program.
 
     Args:
-      operation: kind of collective, and its axes.
-      compression: policy, topology, options and settings.
-      tree: pytree of arrays that it sends.
+      plan: plan of the collective.
       key: typed PRNG key.
-      specs: how the leaves are split over axes that are not manual here; None if none is.
 
     Raises:
       RuntimeError: processes differ. All of them raise it, and it names the differences.
     """
-    job = compat.job() if compression.options.check_agreement else None
+    job = compat.job() if plan.compression.options.check_agreement else None
     if job is None or recording.is_recording():
         return
-    processes = _processes(operation.axes, job.num_processes)
+    processes = _processes(plan.collective.axes, job.num_processes)
     if len(processes) < 2 or job.process not in processes:
         return
     description = {
-        **_of_collective(operation, compression, key),
+        **_of_collective(plan, key),
         **{
             field: text
-            for name, value in compression.settings
+            for name, value in plan.compression.settings
             for field, text in _fields(name, value).items()
         },
         **_of_process(),
-        **_of_leaves(compression, tree, specs),
+        **_of_leaves(plan),
     }
     exchange_of(job).agree(description, processes, only_traces=compat.only_traces())
 
@@ -108,19 +95,20 @@ def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in concrete.devices.flat}))
 
 
-def _of_collective(operation: Operation, compression: Compression, key: Array) -> dict[str, str]:
+def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
     """Describe a collective, but for its leaves."""
-    mesh, axes = jax.sharding.get_abstract_mesh(), operation.axes
+    collective, compression = plan.collective, plan.compression
+    mesh, axes = jax.sharding.get_abstract_mesh(), collective.axes
     texts = {
-        "collective": type(operation).__name__,
+        "collective": collective.name,
         "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
         "mesh": _text(dict(mesh.shape)),
         **_fields("topology", compression.topology),
         "with_metrics": _text(compression.measures),
         "implementation of the key": _text(str(jax.random.key_impl(key))),
     }
-    for field in dataclasses.fields(operation):
-        value = getattr(operation, field.name)
+    for field in dataclasses.fields(collective):
+        value = getattr(collective, field.name)
         if isinstance(value, bool | int | float | str):
             texts[field.name] = _text(value)
     return texts | _fields("options", compression.options)
@@ -148,20 +136,18 @@ def _flags(text: str) -> list[str]:
     return sorted(flag for flag in text.split() if any(part in flag for part in _XLA_FLAGS))
 
 
-def _of_leaves(
-    compression: Compression, tree: Any, specs: Sequence[PartitionSpec] | None
-) -> dict[str, str]:
+def _of_leaves(plan: Plan) -> dict[str, str]:
     """Describe the leaves of a tree and their methods."""
-    methods = [method or "exact" for method in compression.policy.methods(tree)]
+    methods = [method or "exact" for method in plan.methods]
     same = len({*methods}) == 1
     texts = {"number of leaves": _text(len(methods))}
     if same:
         texts |= _fields("method", methods[0])
-    for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-        name = f"tree{jax.tree_util.keystr(path)}"
-        dtype = getattr(leaf, "dtype", type(leaf).__name__)
-        split = f" split as {specs[number]}" if specs is not None and any(specs[number]) else ""
-        texts[f"leaf {number}"] = _text(f"{name} of {dtype}{list(np.shape(leaf))}{split}")
+    specs = plan.shards.specs
+    for number, (path, leaf) in enumerate(zip(plan.names, plan.leaves, strict=True)):
+        name = f"tree{path}"
+        split = f" split as {specs[number]}" if any(specs[number]) else ""
+        texts[f"leaf {number}"] = _text(f"{name} of {leaf.dtype}{list(leaf.shape)}{split}")
         if not same:
             texts[f"method of {name}"] = _text(methods[number])
     return texts

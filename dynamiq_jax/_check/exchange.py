@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from dynamiq_jax._buckets import disagreement
-from dynamiq_jax._buckets.disagreement import Description
-from dynamiq_jax._buckets.ledger import AGREED, WENT_ON, Entry, Ledger, Record, Verdict, Wait
+from dynamiq_jax._check import disagreement
+from dynamiq_jax._check.disagreement import Description
+from dynamiq_jax._check.ledger import AGREED, WENT_ON, Entry, Ledger, Record, Verdict, Wait
 
 PATIENCE = 10.0  # seconds that a process waits for the others, once
 SHORT_PATIENCE = 2.0  # the same after that, until the processes agree again

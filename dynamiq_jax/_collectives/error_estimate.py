@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.plan import Bucket
+from dynamiq_jax._buckets.buckets import Bucket
 from pallas_kernels import compat
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rows import inverse_unit

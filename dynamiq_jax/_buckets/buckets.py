@@ -1,4 +1,4 @@
-"""Static plan of a collective: which leaves are compressed together, which stay exact, and why."""
+"""Buckets: which leaves are compressed together, which stay exact, and why."""
 
 import dataclasses
 import functools
@@ -48,8 +48,8 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cuts:
-    """Rules of a collective for cutting leaves into buckets."""
+class CutRules:
+    """CutRules of a collective for cutting leaves into buckets."""
 
     into: Bucketing
     into_parts: bool = True  # whether a large leaf may be cut along its first dimension
@@ -60,23 +60,23 @@ class Cuts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Buckets and exact leaves of a tree: a function of shapes and dtypes."""
+class Sorted:
+    """Leaves of a tree, sorted into buckets and others: a function of shapes and dtypes."""
 
     buckets: tuple[Bucket, ...]
     exact: tuple[tuple[int, str], ...]  # (leaf index, why)
     untouched: tuple[int, ...]  # leaves of dtype float0, which hold nothing
 
 
-def make_plan(
+def sort_leaves(
     leaves: Sequence[Any],
     axes: Axes,
     compression: Compression,
     methods: Sequence[Method | None],
     *,
     split_over: Sequence[tuple[str, ...]] | None = None,
-    cuts: Cuts | None = None,
-) -> Plan:
+    rules: CutRules | None = None,
+) -> Sorted:
     """Sort leaves into buckets.
 
     Args:
@@ -87,12 +87,12 @@ def make_plan(
       split_over: further axes along which the values of each leaf differ. Leaves with different
         ones never share a bucket: those that are the same along an axis stay the same, since
         everything that their rounding depends on is.
-      cuts: how leaves are cut; None for an all-reduce.
+      rules: how leaves are cut; None for an all-reduce.
 
     Raises:
       ValueError: a leaf that is too large for one bucket, and cannot be cut.
     """
-    cuts = cuts or Cuts(compression.options.bucketing)
+    rules = rules or CutRules(compression.options.bucketing)
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
     by_kind: dict[_Kind, list[tuple[int, int]]] = {}
@@ -118,24 +118,24 @@ def make_plan(
         shapes = {index: leaves[index].shape for index, _ in members}
         limit = max(compression.options.bucket_bytes // kind.dtype.itemsize, 1)
         largest = min(limit, sum(size for _, size in members))
-        while not kind.fits(largest, cuts.copies):
+        while not kind.fits(largest, rules.copies):
             limit = largest = largest // 2
-        striped = () if cuts.into == "in_order" else kind.striped(members, shapes, limit)[0]
+        striped = () if rules.into == "in_order" else kind.striped(members, shapes, limit)[0]
         free = striped and striped[0].call.topology.is_loop and take_little_time()
-        if striped and (cuts.into == "striped" or free):
+        if striped and (rules.into == "striped" or free):
             buckets += striped
             continue
         for group in _group(members, limit):
-            in_order, why_exact = kind.in_order(group, shapes, limit if cuts.into_parts else None)
-            if any(_is_too_large(b.size, b.call, b.cost, cuts.copies) for b in in_order):
-                if not cuts.into_stripes or kind.method.uses_shapes:
-                    _refuse(max(group, key=lambda member: member[1]), kind.method, cuts)
+            in_order, why_exact = kind.in_order(group, shapes, limit if rules.into_parts else None)
+            if any(_is_too_large(b.size, b.call, b.cost, rules.copies) for b in in_order):
+                if not rules.into_stripes or kind.method.uses_shapes:
+                    _refuse(max(group, key=lambda member: member[1]), kind.method, rules)
                 in_order, why_exact = kind.striped(group, shapes, limit)
             buckets += in_order
             exact += [(index, why_exact) for index, _ in group if why_exact]
     # In the order of the leaves, whatever their methods: a backward pass has the last ones first.
     buckets.sort(key=lambda bucket: bucket.leaves[0])
-    return Plan(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
+    return Sorted(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,13 +226,13 @@ def _is_too_large(size: int, call: Call, cost: WireCost, copies: int) -> bool:
     return max(size, call.num_chunks * cost.payload_bytes) > copies * MOST_IN_BUCKET
 
 
-def _refuse(leaf: tuple[int, int], method: Method, cuts: Cuts) -> NoReturn:
+def _refuse(leaf: tuple[int, int], method: Method, rules: CutRules) -> NoReturn:
     """Raise ValueError for a leaf, (index, size), that is too large and cannot be cut."""
     index, size = leaf
-    name = cuts.names[index] if cuts.names else f"leaf {index}"
+    name = rules.names[index] if rules.names else f"leaf {index}"
     needs = f"method={method!r} needs the shape of" if method.uses_shapes else "this call sends"
     raise ValueError(
-        f"{name} has {size // cuts.copies:,} coordinates, too many for one bucket, "
+        f"{name} has {size // rules.copies:,} coordinates, too many for one bucket, "
         f"and {needs} whole leaves. A bucket has at most "
         f"{MOST_IN_BUCKET:,} coordinates, and as many bytes in its messages: indices are int32. "
         "Cut the leaf into several, shard it over more devices, or give it another method or "

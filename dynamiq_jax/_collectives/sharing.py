@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._buckets.error_estimate import Estimate
-from dynamiq_jax._buckets.plan import Bucket
+from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._collectives.error_estimate import Estimate
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels.codec.rows import inverse_unit
 

@@ -1,0 +1,1 @@
+"""Checks between the plan of a call and its run, the agreement of processes included."""

@@ -1,0 +1,68 @@
+"""All checks of a call, between its plan and its run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax import Array
+
+from dynamiq_jax._check import agreement
+from dynamiq_jax._collectives.measured import Measured
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._states.states import check_states
+
+
+def check(
+    plan: Plan, leaves: Sequence[Array], key: Any, states: Mapping[str, Any] | None = None
+) -> Array:
+    """Raise the errors of a call, and return its key as a typed one.
+
+    Args:
+      plan: the plan.
+      leaves: leaves of the tree.
+      key: PRNG key of the user.
+      states: states of methods by their names; None for those of a first step.
+
+    Raises:
+      ValueError: a leaf, a method, an option, a key or a state that does not fit the call.
+      TypeError: a key that is not a PRNG key.
+      RuntimeError: processes trace calls that differ.
+    """
+    key = checks.check_key(key, plan.collective.axes.names)
+    check_plan(plan)
+    for name, leaf in zip(plan.names, leaves, strict=True):
+        plan.collective.check_values(name, leaf)
+    if states is not None and (states or plan.state_names):
+        check_states(plan, states)
+    agreement.check(plan, key)
+    return key
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ValueError for a plan that cannot be run, whatever the values are."""
+    collective = plan.collective
+    for index, (name, leaf) in enumerate(zip(plan.names, plan.leaves, strict=True)):
+        collective.check(name, leaf)
+        collective.check_shards(name, leaf, plan.shards.specs[index])
+    for method in plan.used:
+        collective.check_method(method)
+        plan.compression.check_state(method)
+    _check_limit(plan)
+
+
+def _check_limit(plan: Plan) -> None:
+    """Raise ValueError for a limit of the error that a collective or a method cannot keep."""
+    limit = plan.compression.options.max_error
+    if limit is None:
+        return
+    if not isinstance(plan.collective, Measured):
+        raise ValueError(
+            f"max_error={limit!r} limits the error of an all-reduce, and this is half of one. Give "
+            "dq.Options() without it."
+        )
+    for method in plan.used:
+        if method.is_stateful:
+            raise ValueError(
+                f"max_error={limit!r} has no meaning with method={method!r}, which adds to a sum "
+                "what earlier ones left out. Give dq.Options() without it, or another method."
+            )

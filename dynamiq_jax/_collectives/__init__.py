@@ -1,0 +1,1 @@
+"""The collectives: layout of leaves, and transfer of one bucket."""

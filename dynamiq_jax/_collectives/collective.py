@@ -1,0 +1,143 @@
+"""Interface of collectives: layout of leaves, and transfer of a bucket of them."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._buckets import exact, scopes
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.buckets import Bucket, CutRules
+from dynamiq_jax._core.naming import spelled
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Options
+from dynamiq_jax.methods import Method, Reduced, State
+from pallas_kernels.compat import override
+
+Leaves = dict[int, Any]  # index in the flattened tree to leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective(abc.ABC):
+    """A kind of collective over the workers of some axes."""
+
+    axes: Axes
+
+    # In a backward pass the gradients of the last leaves are available first.
+    last_first: ClassVar[bool] = True
+    # Folded into the key, so that different kinds with the same key have different noise.
+    salt: ClassVar[int | None] = None
+
+    @property
+    def name(self) -> str:
+        """Name of the kind."""
+        return type(self).__name__
+
+    def check_method(self, method: Method) -> None:
+        """Raise ValueError for a method that this collective cannot use."""
+        return None
+
+    def check(self, name: str, leaf: Any) -> None:
+        """Raise ValueError for a leaf of a shape that this collective cannot use."""
+        return None
+
+    def check_values(self, name: str, leaf: Array) -> None:
+        """Raise ValueError for a leaf that is summed already."""
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            checks.check_not_reduced(name, leaf, self.axes.names)
+
+    def check_shards(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
+        """Raise ValueError for a leaf whose shards this collective cannot work on alone."""
+        return None
+
+    def planned(self, leaf: Any) -> Any:
+        """Return the leaf as the plan counts it: anything with `shape` and `dtype`."""
+        return leaf
+
+    @abc.abstractmethod
+    def rules(self, options: Options) -> CutRules:
+        """Return how leaves are cut into buckets."""
+
+    @property
+    def result_rows(self) -> int:
+        """Rows of the result, one for each worker whose values are in it."""
+        return 1
+
+    def rows(self, leaf: Array) -> Array:
+        """Reshape a leaf to [rows, coordinates], one row for each worker that gets a part."""
+        return leaf.reshape(1, -1)
+
+    def multiple(self, bucket: Bucket) -> int:
+        """Return the multiple of coordinates that rows of a bucket are padded to."""
+        return bucket.method.granule
+
+    @abc.abstractmethod
+    def shape(self, leaf: Array) -> tuple[int, ...]:
+        """Return the shape of the result of a leaf."""
+
+    def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
+        """Return how the result of a leaf is split over the axes of its shards."""
+        return spec
+
+    @abc.abstractmethod
+    def restore(self, rows: Array, leaf: Array) -> Array:
+        """Reshape result rows, [rows, coordinates], to the result of a leaf."""
+
+    @abc.abstractmethod
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
+        """Run the exact collective once a token is available.
+
+        Returns:
+          Results by index, and what arrived: an array of each message.
+        """
+
+    @abc.abstractmethod
+    def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
+        """Run the compressed collective of a bucket: rows that `restore` takes, of all leaves."""
+
+    def transfer(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
+        """Run `send` under the name of the method, which profiles show."""
+        with scopes.scope(spelled(bucket.method)):
+            return self.send(bucket, flat, key, state)
+
+    def summary(
+        self, buckets: Sequence[Bucket], measured: Sequence[Any], exact_leaves: Sequence[Any]
+    ) -> dict[str, Array]:
+        """Return metrics of all buckets together, float32 scalars.
+
+        Args:
+          buckets: buckets of the plan.
+          measured: `Reduced.measured` of each of them.
+          exact_leaves: leaves that are summed exactly.
+        """
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeLeaves(Collective):
+    """Collective whose result has the shapes of the leaves."""
+
+    @override
+    def multiple(self, bucket: Bucket) -> int:
+        return 1
+
+    @override
+    def shape(self, leaf: Array) -> tuple[int, ...]:
+        return leaf.shape
+
+    @override
+    def restore(self, rows: Array, leaf: Array) -> Array:
+        return rows.reshape(leaf.shape)
+
+    @override
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
+        return exact.all_reduce(leaves, self.axes, self.divisor, token)
+
+    @property
+    @abc.abstractmethod
+    def divisor(self) -> int:
+        """Number that sums are divided by."""

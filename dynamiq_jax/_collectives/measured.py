@@ -1,0 +1,126 @@
+"""An all-reduce whose error is estimated: a limit with a way back to the exact sum, and metrics."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax._buckets import exact, scopes
+from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._buckets.order import token_of
+from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.collective import Collective
+from dynamiq_jax._collectives.error_estimate import (
+    Estimate,
+    estimate,
+    joined,
+    sample_bytes,
+    without_error,
+)
+from dynamiq_jax._collectives.sharing import gain_of_sharing
+from dynamiq_jax._inputs.options import MEASURED, Compression
+from dynamiq_jax.methods import Reduced, State
+from pallas_kernels import compat
+from pallas_kernels.compat import override
+
+
+class Check(NamedTuple):
+    """Outcome of the check of a bucket."""
+
+    estimate: Estimate  # of what was returned
+    fell_back: Array  # 1 if the bucket was sent again, exactly, and 0 otherwise: float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured(AllReduce):
+    """All-reduce of which each bucket has an estimate of its error."""
+
+    limit: float | None = None  # largest vNMSE of a bucket
+    has_metrics: bool = False
+
+    @property
+    @override
+    def name(self) -> str:
+        return AllReduce.__name__
+
+    @override
+    def transfer(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
+        """Run the all-reduce, and run it again exactly if its error may be above the limit.
+
+        A result that is not finite is sent again too. No sample shows which coordinates of the
+        exact result are finite, and the exact sum has NaN and Inf in their own coordinates alone.
+        """
+        reduced = super().transfer(bucket, flat, key, state)
+        with scopes.scope(scopes.ESTIMATE):
+            estimated, variance = estimate(
+                self.axes, bucket, flat, reduced.total, key, self.divisor
+            )
+        total, check = reduced.total, Check(estimated, jnp.zeros_like(estimated.error))
+        if self.limit is not None:
+            is_over = estimated.may_exceed(self.limit, variance) | (estimated.bad_rows > 0)
+            total, kept = lax.cond(
+                is_over,
+                lambda: self._exactly(bucket, flat, reduced.total, estimated),
+                lambda: (reduced.total, estimated),
+            )
+            check = Check(kept, is_over.astype(jnp.float32))
+        token = token_of([total, check.estimate.error])
+        assert token is not None
+        return dataclasses.replace(reduced, total=total, token=token, measured=check)
+
+    @scopes.scope(scopes.FALLBACK)
+    def _exactly(
+        self, bucket: Bucket, flat: Array, total: Array, estimated: Estimate
+    ) -> tuple[Array, Estimate]:
+        results, _ = exact.all_reduce({0: flat}, self.axes, self.divisor)
+        again = results[0].astype(total.dtype)
+        return compat.match_varying(again, total), compat.match_varying(
+            without_error(bucket, again), estimated.error
+        )
+
+    @override
+    def summary(
+        self, buckets: Sequence[Bucket], measured: Sequence[Any], exact_leaves: Sequence[Any]
+    ) -> dict[str, Array]:
+        if not self.has_metrics:
+            return {}
+        sent = np.float32(exact.bytes_sent(self.axes, exact_leaves))
+        if not buckets:
+            nothing = {"bytes": jnp.float32(sent), "sharing_gain": jnp.float32(1)}
+            return dict.fromkeys(MEASURED, jnp.float32(0)) | nothing
+        estimates, fell_back = zip(*measured, strict=True)
+        whole, bytes_sent = joined(estimates), jnp.float32(sent)
+        for bucket, again in zip(buckets, fell_back, strict=True):
+            flat = jax.ShapeDtypeStruct((bucket.size,), bucket.dtype)
+            once = np.float32(bucket.bytes_sent + sample_bytes(bucket, self.axes))
+            whole_again = np.float32(exact.bytes_sent(self.axes, [flat]))
+            bytes_sent = bytes_sent + once + again * whole_again
+        errors = jnp.stack([each.vnmse for each in estimates])
+        gain, idle = gain_of_sharing(buckets, estimates)
+        return {
+            "error": whole.vnmse,
+            "worst_error": jnp.max(errors),
+            "worst_bucket": jnp.argmax(errors).astype(jnp.float32),
+            "sharing_gain": gain,
+            "idle_bucket": idle,
+            "norm": whole.scale * jnp.sqrt(whole.square),
+            "non_finite": whole.bad_rows / whole.rows,
+            "bytes": bytes_sent,
+            "fallbacks": sum(fell_back, jnp.float32(0)),
+        }
+
+
+def measured(collective: Collective, compression: Compression) -> Collective:
+    """Return a collective that estimates its errors where they are asked for, if it can."""
+    if not compression.estimates or type(collective) is not AllReduce:
+        return collective
+    return Measured(
+        collective.axes,
+        collective.mean,
+        limit=compression.options.max_error,
+        has_metrics=compression.measures,
+    )

@@ -1,0 +1,1 @@
+"""Plan of one call: everything about it that is static."""

@@ -1,0 +1,227 @@
+"""Plan of a call: everything about it that is static."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._buckets.buckets import Bucket, sort_leaves
+from dynamiq_jax._buckets.leaves import named_leaves
+from dynamiq_jax._collectives.collective import Collective
+from dynamiq_jax._collectives.measured import measured
+from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.shards import Shards, find_shards
+from dynamiq_jax._plan.state_names import state_name
+from dynamiq_jax.methods import Method
+from pallas_kernels import compat
+from pallas_kernels.compat import override
+
+P = PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything about a call that shapes, dtypes and arguments decide.
+
+    It holds no array. The run takes it along with the leaves, the key and the states.
+    """
+
+    collective: Collective
+    compression: Compression
+    structure: Any  # of the tree
+    names: tuple[str, ...]  # paths of the leaves, as in errors
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # whole along the axes of `shards`
+    shards: Shards
+    parts: tuple[jax.ShapeDtypeStruct, ...]  # of one device, as the collective counts them
+    split_over: tuple[tuple[str, ...], ...]  # further axes along which values of each leaf differ
+    methods: tuple[Method | None, ...]  # of each leaf by the policy; None for exact ones
+    buckets: tuple[Bucket, ...]
+    exact: tuple[tuple[int, str], ...]  # (leaf index, why)
+    untouched: tuple[int, ...]  # leaves of dtype float0, which hold nothing
+
+    @override
+    def __str__(self) -> str:
+        """Return a line for each bucket and for each exact leaf."""
+        lines = [f"{self.collective!r} of {len(self.leaves)} leaves"]
+        for number, bucket in enumerate(self.buckets):
+            names = ", ".join(self.names[index] or "tree" for index in bucket.leaves[:3])
+            more = f" and {len(bucket.leaves) - 3} more" if len(bucket.leaves) > 3 else ""
+            cut = "" if bucket.part is None else "[{}:{}]".format(*bucket.part)
+            if bucket.stripe is not None:
+                cut = f", stripe {bucket.stripe.number} of {bucket.stripe.count}"
+            lines.append(
+                f"  bucket {number}: {names}{more}{cut}: {bucket.size:,} coordinates, "
+                f"{bucket.method!r} on {bucket.call.topology!r}, {bucket.bytes_sent:,} bytes"
+            )
+        lines += [
+            f"  {self.names[index] or 'tree'} stays exact: {why}" for index, why in self.exact
+        ]
+        return "\n".join(lines)
+
+    @property
+    def used(self) -> tuple[Method, ...]:
+        """Methods of compressed leaves, each once."""
+        return tuple(dict.fromkeys(method for method in self.methods if method is not None))
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """Indices of the leaves that hold something."""
+        return tuple(i for i in range(len(self.leaves)) if i not in self.untouched)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics."""
+        return self.compression.metrics(self.used)
+
+    @property
+    def bucket_specs(self) -> tuple[PartitionSpec, ...]:
+        """Specs of the leading axis of what devices hold of each bucket."""
+        axes = [
+            tuple(axis for axis in bucket.split_over if axis in self.shards.axes)
+            for bucket in self.buckets
+        ]
+        return tuple(P(names) if names else P() for names in axes)
+
+    @functools.cached_property
+    def state_names(self) -> dict[int, str]:
+        """Names of states by the numbers of their buckets, of those whose method carries one.
+
+        They are for methods of the same kind, for the same leaves, and of the same shapes.
+        """
+        names = {}
+        for number, bucket in enumerate(self.buckets):
+            if bucket.method.is_stateful:
+                first = jax.eval_shape(functools.partial(bucket.method.init_state, bucket.call))
+                shapes = [[str(leaf.dtype), list(leaf.shape)] for leaf in jax.tree.leaves(first)]
+                names[number] = self.name_of(bucket.method.state_kind, bucket, shapes)
+        return names
+
+    def name_of(self, kind: str, bucket: Bucket, *facts: Any) -> str:
+        """Return the name of something that belongs to the leaves of a bucket.
+
+        Dtypes are no part of it: a residual of parameters in float32 is one of gradients in
+        bfloat16 too. With fast axes, it belongs to a worker's part of a bucket.
+        """
+        leaves = [self.names[index] for index in bucket.leaves]
+        if bucket.part is not None:
+            leaves = [f"{leaves[0]}[{bucket.part[0]}:{bucket.part[1]}]"]
+        if bucket.stripe is not None:
+            leaves = [f"stripe {bucket.stripe.number} of {bucket.stripe.count}", *leaves]
+        members = [
+            [list(self.leaves[index].shape), self.shards.split_of(index)] for index in bucket.leaves
+        ]
+        fast = [[axis.name, axis.size] for axis in self.collective.axes.fast]
+        return state_name(kind, leaves, members, bucket.part, bucket.size, fast, *facts)
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the buckets in the order in which they are sent; groups share one codec."""
+        options = self.compression.options
+        return groups_in_order(self.buckets, self.collective.last_first, options.unrolled_buckets)
+
+
+def plan_tree(
+    collective: Collective, tree: Any, compression: Compression, specs: Any
+) -> tuple[Plan, tuple[Array, ...]]:
+    """Plan a call inside a program.
+
+    Args:
+      collective: kind of collective, and its axes.
+      tree: pytree of arrays.
+      compression: policy, topology and options.
+      specs: how the leaves are split over axes that are not manual here; see `find_shards`.
+
+    Returns:
+      The plan, and the leaves of the tree.
+    """
+    named, structure = named_leaves(tree)
+    leaves = tuple(leaf for _, leaf in named)
+    shards = find_shards([name for name, _ in named], leaves, tree, specs)
+    methods = compression.policy.methods(tree)
+    return make_plan(collective, named, structure, shards, compression, methods), leaves
+
+
+def make_plan(
+    collective: Collective,
+    named: Sequence[tuple[str, Any]],
+    structure: Any,
+    shards: Shards,
+    compression: Compression,
+    methods: Sequence[Method | None],
+) -> Plan:
+    """Plan a call.
+
+    Args:
+      collective: kind of collective, and its axes.
+      named: path and leaf: anything with `shape` and `dtype`, whole along the axes of the shards.
+      structure: structure of the tree.
+      shards: how devices split the leaves.
+      compression: policy, topology and options.
+      methods: method of each leaf; None for those that stay exact.
+    """
+    collective = measured(collective, compression)
+    own = set(collective.axes.names)
+    whole = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named)
+    parts = tuple(collective.planned(shards.local(n, leaf)) for n, leaf in enumerate(whole))
+    split_over = tuple(
+        (*sorted(_varying_axes(leaf) - own), *shards.axes_of(index))
+        for index, (_, leaf) in enumerate(named)
+    )
+    found = sort_leaves(
+        parts,
+        collective.axes,
+        compression,
+        methods,
+        split_over=split_over,
+        rules=dataclasses.replace(
+            collective.rules(compression.options), names=tuple(f"tree{name}" for name, _ in named)
+        ),
+    )
+    return Plan(
+        collective=collective,
+        compression=compression,
+        structure=structure,
+        names=tuple(name for name, _ in named),
+        leaves=whole,
+        shards=shards,
+        parts=parts,
+        split_over=split_over,
+        methods=tuple(methods),
+        buckets=found.buckets,
+        exact=found.exact,
+        untouched=found.untouched,
+    )
+
+
+def groups_in_order(
+    buckets: Sequence[Bucket], last_first: bool, unrolled: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of buckets in the order in which they are sent.
+
+    Stripes of the same leaves come together, the first one first: they share one compiled codec. Of
+    the others, the first `unrolled` ones are alone. Neighbors behind them that are alike come
+    together too.
+    """
+    numbers = range(len(buckets))
+    order = list(reversed(numbers) if last_first else numbers)
+    apart = set([n for n in order if buckets[n].stripe is None][:unrolled])
+
+    def together(number: int) -> Hashable:
+        bucket = buckets[number]
+        of_leaves = () if bucket.stripe is None else bucket.leaves
+        return number if number in apart else (bucket.program, of_leaves)
+
+    groups = (tuple(group) for _, group in itertools.groupby(order, key=together))
+    return tuple(
+        group if buckets[group[0]].stripe is None else tuple(sorted(group)) for group in groups
+    )
+
+
+def _varying_axes(leaf: Any) -> frozenset[str]:
+    """Return the axes over which an array varies; a shape alone has none."""
+    return frozenset() if isinstance(leaf, jax.ShapeDtypeStruct) else compat.varying_axes(leaf)

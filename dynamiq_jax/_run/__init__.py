@@ -1,0 +1,1 @@
+"""The run of a call: a loop over its buckets, on each device."""

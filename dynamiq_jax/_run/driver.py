@@ -1,0 +1,47 @@
+"""One call of a collective: plan, check, run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import Array
+
+from dynamiq_jax._check.check import check
+from dynamiq_jax._collectives.collective import Collective
+from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._plan import recording
+from dynamiq_jax._plan.plan import Plan, plan_tree
+from dynamiq_jax._run.on_devices import Outcome, run_on_devices
+from dynamiq_jax._states.states import NamedStates
+
+
+def run(
+    collective: Collective,
+    tree: Any,
+    key: Any,
+    compression: Compression,
+    *,
+    specs: Any = None,
+    states: NamedStates | None = None,
+) -> Outcome:
+    """Run a collective on a tree.
+
+    Args:
+      collective: kind of collective, and its axes.
+      tree: pytree of arrays.
+      key: PRNG key, the same on all workers.
+      compression: policy, topology and options.
+      specs: how the leaves are split over axes that are not manual here; see `find_shards`.
+      states: states of the methods by their names, as from `first_states`; None for those of a
+        first step.
+    """
+    plan, leaves = plan_tree(collective, tree, compression, specs)
+    return run_plan(plan, leaves, key, states)
+
+
+def run_plan(
+    plan: Plan, leaves: Sequence[Array], key: Any, states: NamedStates | None = None
+) -> Outcome:
+    """Check a plan and run it on its leaves; see `run`."""
+    recording.record(plan)
+    key = check(plan, leaves, key, states)
+    return run_on_devices(plan, leaves, key, states)

@@ -1,0 +1,162 @@
+"""Loop of all collectives over the buckets of a plan, on the leaves of one device."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dynamiq_jax._buckets import scopes
+from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._buckets.leaves import join
+from dynamiq_jax._buckets.order import after, token_of
+from dynamiq_jax._collectives.collective import Leaves
+from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._run.cuts import Carried, Cut, cut, joined
+from dynamiq_jax._run.no_gradient import refuse_gradient
+from dynamiq_jax.methods import Reduced, State
+
+States = tuple[State, ...]  # of a method, for every bucket
+
+
+def send_all(
+    plan: Plan, leaves: Leaves, key: Array, states: States, token: Array | None
+) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
+    """Run a collective on the leaves of one device, one bucket after the other.
+
+    Args:
+      plan: the plan.
+      leaves: leaves of this device by index; untouched ones may be missing.
+      key: typed PRNG key, the same on all workers.
+      states: states of the method for every bucket.
+      token: token that the first transfer waits for; see `order.after`.
+
+    Returns:
+      Results by index, states for the next step, metrics of the method, which are means over
+      buckets weighted by coordinates, and a token that is available once all has arrived.
+    """
+    collective, sender = plan.collective, Sender(plan, key)
+    sent: dict[int, Reduced] = {}
+    pieces: dict[int, Leaves] = {}
+    for numbers in plan.groups:
+        group = cut(collective, [plan.buckets[number] for number in numbers], leaves)
+        of_group, carried = sender.send(numbers, group, states, token)
+        rows = group.pieces(carried, [one.total for one in of_group])
+        sent |= dict(zip(numbers, of_group, strict=True))
+        pieces |= dict(zip(numbers, rows, strict=True))
+        token = of_group[-1].token
+    order = sorted(sent, reverse=collective.last_first)
+    metrics = _means([(plan.buckets[number].size, sent[number].metrics) for number in order])
+    in_order = [sent[number] for number in range(len(plan.buckets))]
+    exactly = {index: leaves[index] for index, _ in plan.exact}
+    metrics |= collective.summary(
+        plan.buckets, [one.measured for one in in_order], [*exactly.values()]
+    )
+    with scopes.scope(scopes.EXACT):
+        # The last ones: a backward pass has all exact leaves only at its end.
+        result, arrived = collective.exact(exactly, token)
+    result |= joined(collective, [pieces[number] for number in range(len(pieces))], leaves)
+    return result, tuple(one.state for one in in_order), metrics, token_of(arrived or [token])
+
+
+def _means(metrics: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
+    """Average metrics of buckets, (coordinates, metrics), over those buckets that have them."""
+    sums: dict[str, Array] = {}
+    sizes = collections.Counter[str]()
+    for size, of_bucket in metrics:
+        for name, value in of_bucket.items():
+            sums[name] = sums.get(name, jnp.float32(0)) + value * np.float32(size)
+            sizes[name] += size
+    return {name: total / np.float32(sizes[name]) for name, total in sums.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sender:
+    """Transfer of the groups of a plan."""
+
+    plan: Plan
+    key: Array  # typed PRNG key, the same on all workers
+
+    def send(
+        self, numbers: tuple[int, ...], group: Cut, states: States, token: Array | None
+    ) -> tuple[list[Reduced], Carried]:
+        """Send the buckets of a group, in a loop if there are several.
+
+        Args:
+          numbers: numbers of the buckets.
+          group: their leaves.
+          states: states of the method for every bucket of the plan.
+          token: token that the first transfer waits for.
+
+        Returns:
+          Results of the buckets, and what the loop carried.
+        """
+        first = self.plan.buckets[numbers[0]]
+        multiple = self.plan.collective.multiple(first)
+
+        def turn(carried: Carried, each: Any) -> tuple[Carried, Reduced]:
+            place, number, state = each
+            flat = refuse_gradient(join(group.take(carried, place), multiple))
+            sent = self._send_one(first, after(token, flat), number, state)
+            carried, total = group.put(carried, place, sent.total)
+            return carried, dataclasses.replace(sent, total=total)
+
+        if len(numbers) == 1:
+            carried, sent = turn(group.start, (0, numbers[0], states[numbers[0]]))
+            return [sent], carried
+        return _looped(turn, numbers, group.start, states)
+
+    def key_of(self, bucket: Bucket, number: Any) -> Array:
+        """Return the key of a bucket."""
+        key = jax.random.fold_in(self.key, number)
+        if bucket.split_over:  # errors of different shards differ, whatever axes number them
+            key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
+        return key
+
+    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
+        key = self.key_of(bucket, number)
+        # Operation by operation, the loops of a codec would take minutes.
+        with jax.disable_jit(False):
+            sent = self._program(bucket.program, flat, key, state)
+        total, token, after_step, all_metrics, measured = sent
+        names = self.plan.compression.metrics([bucket.method])
+        metrics = {name: all_metrics[name] for name in names if name in all_metrics}
+        return Reduced(total, token, after_step, metrics=metrics, measured=measured)
+
+    @functools.cached_property
+    def _program(self) -> Callable[[Bucket, Array, Array, State], Any]:
+        """`transfer`, which is traced once for all buckets of one program."""
+
+        def transfer(bucket: Bucket, flat: Array, key: Array, state: State) -> Any:
+            reduced = self.plan.collective.transfer(bucket, flat, key, state)
+            return reduced.total, reduced.token, reduced.state, reduced.metrics, reduced.measured
+
+        return jax.jit(transfer, static_argnums=0)
+
+
+def _looped(
+    turn: Callable[[Carried, Any], tuple[Carried, Reduced]],
+    numbers: tuple[int, ...],
+    start: Carried,
+    states: States,
+) -> tuple[list[Reduced], Carried]:
+    """Run the turns of a loop over buckets; return their results, and what the loop carried."""
+
+    def body(carried: Carried, each: Any) -> tuple[Carried, Any]:
+        carried, sent = turn(carried, each)
+        return carried, (sent.total, sent.token, sent.state, sent.metrics, sent.measured)
+
+    places = np.arange(len(numbers), dtype=np.int32)
+    stacked_states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
+    carried, stacked = lax.scan(body, start, (places, np.array(numbers, np.int32), stacked_states))
+    results = []
+    for place in range(len(numbers)):
+        of_bucket = jax.tree.map(lambda leaf, n=place: leaf[n], stacked)
+        total, token, state, metrics, measured = of_bucket
+        results.append(Reduced(total, token, state, metrics=metrics, measured=measured))
+    return results, carried

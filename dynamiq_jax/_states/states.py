@@ -1,0 +1,126 @@
+"""States of methods in a call: their names, their specs, and those of the first step."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._plan.state_names import check_names
+from dynamiq_jax._states.owner import OWNER, owner, reset_foreign
+from dynamiq_jax.methods import State
+from pallas_kernels import compat
+
+P = PartitionSpec
+States = tuple[State, ...]  # of the method, for every bucket; () for one without state
+# States by their names, see `state_names`, and the record of `state_owner`. Every array has a
+# leading axis: the devices over which leaves of the bucket are split by axes that are not manual
+# here, which is one where there are none.
+NamedStates = Mapping[str, State]
+
+
+def all_names(plan: Plan) -> tuple[str, ...]:
+    """Return the names of all states, and of the record of their worker, if there is a state."""
+    names = tuple(plan.state_names.values())
+    return (*names, OWNER) if names else ()
+
+
+def specs_of(plan: Plan) -> dict[str, PartitionSpec]:
+    """Return the specs of the leading axis of the arrays of each state, and of the record."""
+    specs = plan.bucket_specs
+    of_states = {name: specs[number] for number, name in plan.state_names.items()}
+    return of_states | ({OWNER: P()} if of_states else {})
+
+
+def first_states(plan: Plan) -> NamedStates:
+    """Return the states before the first step, of all devices."""
+    mapped = plan.shards.map(
+        lambda: by_name(plan, of_first_step(plan)), in_specs=(), out_specs=specs_of(plan)
+    )
+    return mapped()
+
+
+def of_first_step(plan: Plan) -> States:
+    """Return first states of one device, marked like those after the first step."""
+    return tuple(
+        compat.vary_over(
+            bucket.method.init_state(bucket.call),
+            (*plan.collective.axes.names, *bucket.split_over),
+        )
+        for bucket in plan.buckets
+    )
+
+
+def by_name(plan: Plan, states: States) -> NamedStates:
+    """Return states of one device by their names, with a leading axis."""
+    named = {name: states[number] for number, name in plan.state_names.items()}
+    if named:
+        named[OWNER] = owner(plan.collective.axes)
+    return jax.tree.map(lambda leaf: leaf[None], named)
+
+
+def to_go_on_with(
+    plan: Plan, states: NamedStates | None, token: Array | None
+) -> tuple[States, dict[str, Array], Array | None]:
+    """Return the states of one device for a step, from those by name.
+
+    Args:
+      plan: the plan.
+      states: states of the step before by their names; None before the first step.
+      token: token that a comparison of workers waits for; see `order.after`.
+
+    Returns:
+      States, metrics about them, and the token to go on with.
+    """
+    first, names = of_first_step(plan), plan.state_names
+    if not states:
+        return first, {}, token
+    local = jax.tree.map(lambda leaf: leaf[0], dict(states))
+    own = tuple(local[names[n]] if n in names else () for n in range(len(plan.buckets)))
+    return reset_foreign(states[OWNER][0], own, first, plan.collective.axes, token)
+
+
+def check_states(plan: Plan, states: NamedStates) -> None:
+    """Raise ValueError for states of other buckets, or of several workers at once."""
+    check_state_names(states, all_names(plan))
+    if not states:
+        return
+    wanted = shapes_of(jax.eval_shape(lambda: first_states(plan)))
+    for (path, shape), (_, needed) in zip(shapes_of(dict(states)), wanted, strict=True):
+        if shape != needed:
+            names = plan.collective.axes.names
+            raise ValueError(
+                f"state.method{path} has shape {shape}, not {needed}: its first axis is not one "
+                "worker. Give shard_map the specs of dq.AllReduceState: "
+                f"method=P({names if len(names) > 1 else names[0]!r})."
+            )
+
+
+def check_state_names(states: Any, wanted: Iterable[str]) -> None:
+    """Raise an error for states of methods that are not those of some names."""
+    wanted = tuple(wanted)
+    if isinstance(states, Mapping) and {*wanted} - {*states} == {OWNER}:
+        raise ValueError(
+            f"state.method has no {OWNER!r}, which records the worker that states belong to: it is "
+            "from before states had one. If each worker has its own states, give "
+            "state._replace(method={**init(params).method, **state.method}), or else init(params)."
+        )
+    check_names(
+        "state.method",
+        states,
+        wanted,
+        user="these gradients",
+        remedy="Call init with gradients like these, or go on with the leaves, method, "
+        "exact_below, bucket_bytes and specs that the state was made with.",
+    )
+
+
+def shapes_of(states: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Return paths and shapes of all arrays of states."""
+    return [
+        (jax.tree_util.keystr(path), np.shape(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(states)
+    ]
