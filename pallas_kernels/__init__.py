@@ -11,13 +11,16 @@
         solve                  energies of rows to their widths
         energies, scaled_sums, decompress_sums
                                sums whose rows have an order of their own
-    sums            operations that a backend lacks, by the others that it has
+    backend         interface of a backend: the operations, and the places where it can run them
+    registry        all backends, by name
+    choice          choice of the backend that runs an operation
     _xla            backend in pure JAX: available everywhere, and the reference for the others
+    pallas_backend  base of the backends with kernels of Pallas
     _triton         fused kernels for NVIDIA GPUs from Ampere on
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
     _mosaic_tpu     fused kernels for TPUs from v5e on
+    modes           kernels that are interpreted, or compiled for another machine
     message_types   messages as bytes and as words
-    implementation  choice of the backend
     first_use       check of a backend before it is used on a kind of device
     trial           hard inputs of all operations, for comparisons of backends
     differences     bytes in which an output differs from that of the base

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.backend import Backend
 from pallas_kernels.codec import bit_planes
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
@@ -19,6 +20,7 @@ from pallas_kernels.codec.ordering import LocalRows, Places
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import decode_rows, encode_rows, l2_norm
+from pallas_kernels.compat import override
 from pallas_kernels.dependencies import zeros_after
 from pallas_kernels.row_blocks import block_rows, for_each_block
 
@@ -116,6 +118,26 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
 
     empty = zeros_after(payloads, (num_chunks * rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32)
     return lax.fori_loop(0, num_chunks, chunk_step, empty)
+
+
+class Xla(Backend):
+    """The base."""
+
+    name = "xla"
+    platform = "default"  # every platform for which no other backend is chosen
+
+    statistics = staticmethod(statistics)
+    hop = staticmethod(hop)
+    decompress_accumulate = staticmethod(decompress_accumulate)
+    decompress = staticmethod(decompress)
+
+    @override
+    def why_not_here(self) -> None:
+        return None
+
+    @override
+    def needs_check(self) -> bool:
+        return False
 
 
 def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -> _RowsAt:

@@ -11,29 +11,26 @@ Where they do not, such as after a time-out on one host, `dynamiq_jax` compares 
 backends of all processes before they send anything.
 
 `DYNAMIQ_CHECK_KERNELS=0` switches the check off. Nothing is checked for the base, nor where kernels
-are interpreted or compiled for another machine.
+are interpreted or compiled for another machine (`Backend.needs_check`).
 """
 
 import dataclasses
-import functools
 import os
 import threading
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import implementation
+from pallas_kernels.backend import Backend
 from pallas_kernels.codec import LocalRows, Quantizer
 from pallas_kernels.differences import compare
 from pallas_kernels.own_thread import in_own_thread
 from pallas_kernels.trial import Trial, make_trial
 
 SWITCH = "DYNAMIQ_CHECK_KERNELS"
-_BASE = "xla"
 _PATIENCE = 120.0  # seconds for the compiler and the run of one backend on one kind of device
 
 # All widths, and four rows more of one width. What differs between correct backends is left out:
@@ -50,35 +47,33 @@ _reasons: dict[tuple[str, str], str | None] = {}
 _lock = threading.Lock()
 
 
-def checked(
-    functions: implementation.Backends, backends: Mapping[str, Any], *, is_named: bool
-) -> implementation.Backends:
-    """Return an operation in each backend, so that a backend is checked when it is first called.
+def reason_against(backend: Backend, base: Backend) -> str | None:
+    """Check a backend on each kind of device of this process, unless that was done before.
 
     Args:
-      functions: the operation in each backend.
-      backends: all backends by name, the base among them.
-      is_named: whether the user named the backend. It is then refused if it is wrong; otherwise the
-        base takes its place.
+      backend: the backend.
+      base: the base, with which it is compared.
+
+    Returns:
+      The reason why the backend is refused; None if it is right, or is not checked.
     """
-    if not implementation.is_for_this_machine():
-        return functions
-
-    def run(name: str, *args: Any, **kwargs: Any) -> Any:
-        reason = _reason(name, backends) if _is_on() else None
-        if reason is None:
-            return functions[name](*args, **kwargs)
-        if is_named:
-            raise ValueError(
-                f"implementation={name!r} is refused: {reason}. Use None or 'xla', or set "
-                f"{SWITCH}=0 to use it all the same. `dynamiq-jax verify` says more."
+    if not (backend.needs_check() and _is_on()):
+        return None
+    devices = {device.device_kind: device for device in jax.local_devices()}
+    with _lock:
+        new = {k: each for k, each in devices.items() if (backend.name, k) not in _reasons}
+        for kind, device in new.items():
+            _reasons[backend.name, kind] = _tried(backend, base, device)
+        reasons = {kind: _reasons[backend.name, kind] for kind in devices}
+    for kind, reason in reasons.items():
+        if reason and kind in new:
+            warnings.warn(
+                f"The kernels of {backend.name!r} are not used on {kind}: {reason}. The base, "
+                f"{base.name!r}, takes their place: its results are right, and it is slower. "
+                "`dynamiq-jax verify` says more.",
+                stacklevel=2,
             )
-        return functions[_BASE](*args, **kwargs)
-
-    return {
-        name: function if name == _BASE else functools.partial(run, name)
-        for name, function in functions.items()
-    }
+    return next((f"on {kind}, {reason}" for kind, reason in reasons.items() if reason), None)
 
 
 def refused() -> tuple[str, ...]:
@@ -93,7 +88,7 @@ def small_trial() -> Trial:
     return make_trial(quantizer, _WIDTHS, hard=_HARD, dense_width=_DENSE_WIDTH, apart=0)
 
 
-def difference(backend: Any, base: Any) -> str | None:
+def difference(backend: Backend, base: Backend) -> str | None:
     """Describe how a backend differs from the base in the small message; None if it does not.
 
     Messages are compared bit for bit. Norms and decoded values may differ by a rounding.
@@ -106,7 +101,7 @@ def difference(backend: Any, base: Any) -> str | None:
 
     messages = jax.jit(send)(trial.other)
 
-    def outputs(module: Any) -> dict[str, Any]:
+    def outputs(of: Backend) -> dict[str, Any]:
         def run(local: LocalRows, narrow: Any, messages: Any) -> dict[str, Any]:
             calls = dataclasses.replace(trial, local=local).calls(messages)
             # Loads of both usual dtypes are tried. Another call takes the compiler longer, and
@@ -114,7 +109,8 @@ def difference(backend: Any, base: Any) -> str | None:
             of_narrow = local._replace(rows=narrow)
             calls["hop"] = dataclasses.replace(trial, local=of_narrow).calls(messages)["hop"]
             del calls["hop of several"]
-            return {n: c.by(module) for n, c in calls.items() if hasattr(backend, c.operation)}
+            # The others are made of these.
+            return {n: c.by(of) for n, c in calls.items() if not backend.derives(c.operation)}
 
         return jax.tree.map(np.asarray, jax.jit(run)(local, narrow, messages))
 
@@ -127,26 +123,7 @@ def difference(backend: Any, base: Any) -> str | None:
     return None
 
 
-def _reason(name: str, backends: Mapping[str, Any]) -> str | None:
-    """Return the reason why a backend is refused on devices of this process, after its check."""
-    devices = {device.device_kind: device for device in jax.local_devices()}
-    with _lock:
-        new = {kind: each for kind, each in devices.items() if (name, kind) not in _reasons}
-        for kind, device in new.items():
-            _reasons[name, kind] = _tried(backends[name], backends[_BASE], device)
-        reasons = {kind: _reasons[name, kind] for kind in devices}
-    for kind, reason in reasons.items():
-        if reason and kind in new:
-            warnings.warn(
-                f"The kernels of {name!r} are not used on {kind}: {reason}. The base, 'xla', takes "
-                "their place: its results are right, and it is slower. `dynamiq-jax verify` says "
-                "more.",
-                stacklevel=2,
-            )
-    return next((f"on {kind}, {reason}" for kind, reason in reasons.items() if reason), None)
-
-
-def _tried(backend: Any, base: Any, device: jax.Device) -> str | None:
+def _tried(backend: Backend, base: Backend, device: jax.Device) -> str | None:
     def run() -> str | None:
         with jax.default_device(device):
             return difference(backend, base)

@@ -15,11 +15,6 @@ from jax.typing import DTypeLike
 _WORD = 4  # bytes
 
 
-def of_backend(backend: Any) -> DTypeLike:
-    """Return the type of the messages of a backend, a module: bytes, unless it has words."""
-    return jnp.uint32 if getattr(backend, "HAS_WORDS", False) else jnp.uint8
-
-
 def length(num_bytes: int, dtype: DTypeLike) -> int:
     """Return the elements of a message of some bytes, a multiple of 4."""
     return num_bytes // jnp.dtype(dtype).itemsize

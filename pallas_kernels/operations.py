@@ -8,30 +8,16 @@ Every operation takes both. A `hop` writes the type that it receives, and `compr
 type that suits the backend.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
-from pallas_kernels import _mosaic_gpu, _mosaic_tpu, _triton, _xla, first_use, message_types, sums
-from pallas_kernels import implementation as backends
+from pallas_kernels import choice, first_use, message_types
+from pallas_kernels.backend import Backend
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.ordering import LocalRows, Places
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-
-# A backend is a module with functions of these names: `statistics`, `hop`, which also encodes a
-# chunk of which nothing was received, `decompress_accumulate` and `decompress`. It may have
-# `HAS_WORDS`, for messages of words, and `why_too_large`, for messages that it cannot hold. It may
-# also have the operations of `sums`, which are otherwise made of these.
-BACKENDS: dict[str, Any] = {
-    "xla": _xla,
-    "triton": _triton,
-    "mosaic_gpu": _mosaic_gpu,
-    "mosaic_tpu": _mosaic_tpu,
-}
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> Array:
@@ -39,12 +25,12 @@ def statistics(rows: Array, *, implementation: str | None = None) -> Array:
 
     Args:
       rows: float32, bfloat16 or float16 [rows, 256].
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       float32 [rows]; the norm of a row that holds NaN or Inf is not finite.
     """
-    return _run(implementation, "statistics", rows)
+    return choice.run(implementation, Backend.statistics, rows)
 
 
 def compress(
@@ -62,12 +48,12 @@ def compress(
       chunk: index of the chunk.
       turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
       layout: static layout of the message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       The message.
     """
-    dtype = backends.message_dtype(implementation)
+    dtype = choice.message_dtype(implementation)
     nothing = jnp.zeros((0, message_types.length(layout.payload_bytes, dtype)), dtype)
     return hop(nothing, local, chunk, turn, layout=layout, implementation=implementation)
 
@@ -89,12 +75,12 @@ def hop(
       chunk: index of the chunk that the messages are of.
       turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       The message of the new partial sum.
     """
-    return _run(implementation, "hop", payloads, local, chunk, turn, layout=layout)
+    return choice.run(implementation, Backend.hop, payloads, local, chunk, turn, layout=layout)
 
 
 def decompress_accumulate(
@@ -112,12 +98,14 @@ def decompress_accumulate(
       local: rows of the bucket and their places.
       chunk: index of the chunk that the messages are of.
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       The sum, float32 [rows_per_chunk, 256], rows in the order of the message.
     """
-    return _run(implementation, "decompress_accumulate", payloads, local, chunk, layout=layout)
+    return choice.run(
+        implementation, Backend.decompress_accumulate, payloads, local, chunk, layout=layout
+    )
 
 
 def decompress(
@@ -129,12 +117,12 @@ def decompress(
       payloads: messages [num_chunks, length].
       places: places of all rows.
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       float32 [num_rows, 256].
     """
-    return _run(implementation, "decompress", payloads, places, layout=layout)
+    return choice.run(implementation, Backend.decompress, payloads, places, layout=layout)
 
 
 def solve(energies: Array, *, layout: Layout, implementation: str | None = None) -> Array:
@@ -144,12 +132,12 @@ def solve(energies: Array, *, layout: Layout, implementation: str | None = None)
       energies: logarithms of the energies of rows, int32 [chunks, rows_per_chunk], largest first;
         see `codec.Allocation.solve`.
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       The number of rows whose codes have bit 0, 1, ..., int32 [chunks, 16].
     """
-    return _run(implementation, "solve", energies, layout=layout)
+    return choice.run(implementation, Backend.solve, energies, layout=layout)
 
 
 def scaled_sums(
@@ -167,12 +155,12 @@ def scaled_sums(
       local: rows of the bucket and their places.
       chunk: index of the chunk that the messages are of.
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       The sum, float32 [rows_per_chunk, 256], and a message that holds its scales, but no codes.
     """
-    return _run(implementation, "scaled_sums", payloads, local, chunk, layout=layout)
+    return choice.run(implementation, Backend.scaled_sums, payloads, local, chunk, layout=layout)
 
 
 def energies(payloads: Array, *, layout: Layout, implementation: str | None = None) -> Array:
@@ -181,12 +169,12 @@ def energies(payloads: Array, *, layout: Layout, implementation: str | None = No
     Args:
       payloads: messages [count, length].
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       Logarithms, int32 [count, rows_per_chunk]; see `codec.scales.row_energies`.
     """
-    return _run(implementation, "energies", payloads, layout=layout)
+    return choice.run(implementation, Backend.energies, payloads, layout=layout)
 
 
 def decompress_sums(
@@ -205,12 +193,14 @@ def decompress_sums(
       table: where a message has the scales of the row of each place, int32 [num_chunks,
         rows_per_chunk].
       layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.implementation.run`.
+      implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:
       float32 [num_rows, 256].
     """
-    return _run(implementation, "decompress_sums", payloads, places, table, layout=layout)
+    return choice.run(
+        implementation, Backend.decompress_sums, payloads, places, table, layout=layout
+    )
 
 
 def refused_backends() -> tuple[str, ...]:
@@ -218,35 +208,3 @@ def refused_backends() -> tuple[str, ...]:
     rows = jax.ShapeDtypeStruct((1, SUPER_GROUP_SIZE), jnp.float32)
     jax.eval_shape(statistics, rows)  # any operation chooses the backend, which is then checked
     return first_use.refused()
-
-
-def _run(name: str | None, operation: str, *args: Any, **static: Any) -> Any:
-    functions: backends.Backends = {
-        backend: getattr(module, operation, None) or sums.operation(module, operation)
-        for backend, module in BACKENDS.items()
-    }
-    if operation not in ("statistics", "solve"):
-        # A kernel holds the messages of all chunks one by one, and others all at once.
-        one_by_one = operation in ("energies", "decompress", "decompress_sums")
-        held = 1 if one_by_one else len(args[0]) + 1
-        functions = _that_hold(functions, name, held, args[0].dtype, static["layout"])
-    safe = first_use.checked(functions, BACKENDS, is_named=name is not None)
-    return backends.run(name, safe, *args, **static)
-
-
-def _that_hold(
-    functions: backends.Backends, name: str | None, count: int, dtype: DTypeLike, layout: Layout
-) -> backends.Backends:
-    """Return the operation in the backends that can hold `count` messages, all of type `dtype`."""
-    able = {}
-    for backend, function in functions.items():
-        module = BACKENDS[backend]
-        reason = module.why_too_large(layout, count) if hasattr(module, "why_too_large") else None
-        if reason and backend == name:
-            raise ValueError(
-                f"implementation={name!r} cannot run this: {reason}. Use smaller buckets, None "
-                "(the fastest one) or 'xla'."
-            )
-        if reason is None:
-            able[backend] = message_types.adapt(function, dtype, message_types.of_backend(module))
-    return able

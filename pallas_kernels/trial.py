@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from pallas_kernels import message_types, sums
+from pallas_kernels.backend import Backend, Operation
 from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     Allocation,
@@ -25,18 +25,18 @@ from pallas_kernels.codec.rounding import mix
 
 CHUNK = 1  # that is encoded: neither the first nor the last
 _SEED: Any = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
-# Name of a call to the function of a backend that it calls.
-CALLS = {
-    "statistics": "statistics",
-    "compress": "hop",
-    "hop": "hop",
-    "hop of several": "hop",
-    "decompress_accumulate": "decompress_accumulate",
-    "decompress": "decompress",
-    "widths": "solve",
-    "energies": "energies",
-    "scales of sums": "scaled_sums",
-    "decompress of sums": "decompress_sums",
+# Name of a call to the operation that it calls.
+CALLS: Mapping[str, Operation] = {
+    "statistics": Backend.statistics,
+    "compress": Backend.hop,
+    "hop": Backend.hop,
+    "hop of several": Backend.hop,
+    "decompress_accumulate": Backend.decompress_accumulate,
+    "decompress": Backend.decompress,
+    "widths": Backend.solve,
+    "energies": Backend.energies,
+    "scales of sums": Backend.scaled_sums,
+    "decompress of sums": Backend.decompress_sums,
 }
 # With this one, no other rounding of single operations changes the message of `first_use`.
 _STREAM = 4
@@ -48,19 +48,15 @@ Row = NDArray[np.float32]
 class Call(NamedTuple):
     """One call of an operation."""
 
-    operation: str  # name of the function of a backend
+    operation: Operation  # such as `Backend.hop`
     arrays: tuple[Any, ...]
     static: dict[str, Any]
 
-    def by(self, backend: Any) -> Any:
+    def by(self, backend: Backend) -> Any:
         """Run the call by a backend, with messages of bytes."""
-        function = getattr(backend, self.operation, None) or sums.operation(backend, self.operation)
-        if self.operation not in ("statistics", "solve"):
-            taken = message_types.of_backend(backend)
-            function = message_types.adapt(function, np.uint8, taken)
-        result = function(*self.arrays, **self.static)
+        result = backend.run(self.operation, *self.arrays, **self.static)
         # The sums themselves are those of `decompress_accumulate`.
-        return result[1] if self.operation == "scaled_sums" else result
+        return result[1] if self.operation is Backend.scaled_sums else result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +68,13 @@ class Trial:
     local: LocalRows
     other: LocalRows
 
-    def send(self, backend: Any) -> Any:
+    def send(self, backend: Backend) -> Any:
         """Return the first messages of the other worker, of all chunks, by a backend."""
-        nothing = np.zeros((0, self.layout.payload_bytes), np.uint8)
+        nothing: Any = np.zeros((0, self.layout.payload_bytes), np.uint8)
+        first: Any = np.int32(0)
 
         def send_chunk(chunk: Any) -> Any:
-            return backend.hop(nothing, self.other, chunk, np.int32(0), layout=self.layout)
+            return backend.hop(nothing, self.other, chunk, first, layout=self.layout)
 
         return jax.lax.map(send_chunk, np.arange(self.layout.num_chunks, dtype=np.int32))
 
@@ -108,7 +105,7 @@ class Trial:
             name: Call(
                 operation,
                 arrays[name],
-                {} if operation == "statistics" else {"layout": self.layout},
+                {} if operation is Backend.statistics else {"layout": self.layout},
             )
             for name, operation in CALLS.items()
         }

@@ -112,7 +112,7 @@ def data_mesh() -> Callable[[int], Mesh]:
 
 @pytest.fixture
 def chosen_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
-    """`chosen_backend(module)`: take a backend for the fastest kernels of this machine."""
+    """`chosen_backend(backend)`: take a backend for the fastest kernels of this machine."""
     broken_backends.released.clear()
     yield functools.partial(broken_backends.choose, monkeypatch)
     broken_backends.released.set()

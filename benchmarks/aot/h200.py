@@ -38,7 +38,7 @@ from benchmarks import common
 from benchmarks.aot import kernels, pmean, training_step
 from benchmarks.gpu import h200_model as h200
 from dynamiq_jax.topologies import TOPOLOGIES
-from pallas_kernels.implementation import without_gpu
+from pallas_kernels.modes import without_gpu
 
 Item = TypeVar("Item")
 

@@ -17,7 +17,7 @@ from benchmarks import common
 from benchmarks.aot import pipelined_step
 from benchmarks.aot.h200 import progress
 from benchmarks.gpu import h200_model as h200
-from pallas_kernels.implementation import without_gpu
+from pallas_kernels.modes import without_gpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

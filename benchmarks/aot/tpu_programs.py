@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.implementation import without_gpu
+from pallas_kernels.modes import without_gpu
 
 INSTALL = "pip install -e '.[cli,tpu-aot]'"
 

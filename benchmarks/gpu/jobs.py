@@ -10,10 +10,11 @@ from jax import Array
 from benchmarks.error.plain_codecs import PLAIN_CODECS, PlainCodec
 from dynamiq_jax._measurement.kernel_speed import STEPS, least_bytes, operation_of, places_of
 from pallas_kernels.codec import Layout
-from pallas_kernels.implementation import why_not
+from pallas_kernels.registry import BACKENDS, BASE
 
 KERNELS = STEPS
-_KERNELS_OF_GPUS = ("triton", "mosaic_gpu")  # the default one first
+# The default one first.
+_KERNELS_OF_GPUS = [backend for backend in BACKENDS.values() if backend.platform == "cuda"]
 _INPUTS = {
     "statistics": ("rows",),
     "compress": ("local", "chunk", "first turn"),
@@ -26,12 +27,13 @@ JobName = tuple[str, str]  # operation, implementation
 
 def implementations() -> tuple[str, ...]:
     """Return the backends that run on this machine: kernels, the default ones first, and XLA."""
-    return (*(name for name in _KERNELS_OF_GPUS if name not in left_out()), "xla")
+    names = [backend.name for backend in _KERNELS_OF_GPUS]
+    return (*(name for name in names if name not in left_out()), BASE.name)
 
 
 def left_out() -> dict[str, str]:
     """Return why kernels do not run on this machine, by the name of the backend."""
-    return {name: reason for name in _KERNELS_OF_GPUS if (reason := why_not(name))}
+    return {b.name: reason for b in _KERNELS_OF_GPUS if (reason := b.why_not_here())}
 
 
 class Job(NamedTuple):

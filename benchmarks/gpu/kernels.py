@@ -27,7 +27,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.jobs import left_out
 from benchmarks.gpu.options import Options, parse
 from benchmarks.gpu.record import Record, Results
-from pallas_kernels.implementation import without_gpu
+from pallas_kernels.modes import without_gpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

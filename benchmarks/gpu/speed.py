@@ -13,8 +13,8 @@ from benchmarks.gpu.record import Results
 from benchmarks.gpu.report import Row, add_ratios, make_row, matching, print_rows, print_title
 
 # Rows of a program and its warps are no choice of users: the sweep takes the backend itself.
-from pallas_kernels._triton import hop
 from pallas_kernels._triton.blocks import Config
+from pallas_kernels._triton.kernels import hop
 
 _HOP = ("hop", "triton")
 

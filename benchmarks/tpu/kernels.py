@@ -36,8 +36,8 @@ from dynamiq_jax._measurement.kernel_speed import copy_speed, measure_kernels
 from dynamiq_jax._measurement.measure import measure
 from dynamiq_jax._measurement.settings import DEFAULTS, parse_settings
 from dynamiq_jax._prediction.break_even import record
-from pallas_kernels import operations
-from pallas_kernels.implementation import without_gpu
+from pallas_kernels.modes import without_gpu
+from pallas_kernels.registry import BACKENDS
 
 _TIMEOUT = 300.0  # seconds for the compiler and the run of one operation
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         common.write(path, vars(options), results)
 
     checks = check_kernels(
-        tuple(operations.BACKENDS),
+        tuple(BACKENDS),
         options.cases,
         interpret=options.interpret,
         timeout=_TIMEOUT,
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     wrong = {check.backend for check in checks if check.verdict > Verdict.ROUNDING}
     with without_gpu("interpret") if options.interpret else contextlib.nullcontext():
-        _time_operations(options, [name for name in operations.BACKENDS if name not in wrong], keep)
+        _time_operations(options, [name for name in BACKENDS if name not in wrong], keep)
     if jax.device_count() > 1:
         _time_sums(options, keep)
     print(f"Written to {path}")

@@ -41,6 +41,7 @@ from dynamiq_jax._measurement.settings import (
 from dynamiq_jax._prediction.break_even import RING_WORKERS, rate_of_kernels, record
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import operations
+from pallas_kernels.registry import BACKENDS
 from pallas_kernels.trial import CALLS
 
 _METHOD = DEFAULTS[-1]  # of the all-reduce
@@ -72,7 +73,7 @@ class Verify:
     Slurm, MPI or Kubernetes.
     """
 
-    backends: tuple[str, ...] = tuple(operations.BACKENDS)
+    backends: tuple[str, ...] = tuple(BACKENDS)
     """Backends to compare with the base."""
 
     cases: tuple[str, ...] = ()
@@ -114,7 +115,7 @@ class Verify:
     def run(self) -> int:
         """Verify and report; return the exit status."""
         size = parse_size(self.size, "--size")
-        _check_names("--backends", self.backends, tuple(operations.BACKENDS))
+        _check_names("--backends", self.backends, tuple(BACKENDS))
         _check_names("--cases", self.cases, tuple(CASES))
         options.check_least("--timeout", self.timeout, 1)
         options.check_least("--repeats", self.repeats, 1)

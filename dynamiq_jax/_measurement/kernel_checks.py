@@ -15,12 +15,12 @@ import numpy as np
 
 from dynamiq_jax._measurement.joining import on_all_processes
 from dynamiq_jax.methods import DynamiQ
-from pallas_kernels import implementation, operations
+from pallas_kernels import modes, registry
 from pallas_kernels.differences import Difference, compare
 from pallas_kernels.own_thread import in_own_thread
 from pallas_kernels.trial import CALLS, Trial, make_trial
 
-BASE = "xla"
+BASE = registry.BASE.name
 _MOST_THREADS = 16
 _MESSAGES = "messages"
 _ROWS, _MANY_ROWS = 37, 2085  # of a chunk: blocks of any usual size overhang
@@ -29,7 +29,7 @@ _ROWS, _MANY_ROWS = 37, 2085  # of a chunk: blocks of any usual size overhang
 class Verdict(IntEnum):
     """Outcome of one operation, from the best to the worst."""
 
-    ABSENT = 0  # the backend does not have the operation
+    ABSENT = 0  # the backend makes the operation of its others
     NOT_HERE = 1  # the backend cannot run on this machine
     SAME = 2  # no byte differs
     ROUNDING = 3  # bytes differ by one step of rounding
@@ -153,11 +153,7 @@ def worst_of_processes(checks: Sequence[Check]) -> list[Check]:
 
 def reason_against(backend: str) -> str:
     """Return the reason why a backend cannot run on this machine, or nothing if it can."""
-    try:
-        implementation.check(backend)
-    except ValueError as error:
-        return str(error).partition(". Use None")[0]
-    return ""
+    return registry.BACKENDS[backend].why_not_here() or ""
 
 
 class _CaseRun:
@@ -182,7 +178,7 @@ class _CaseRun:
             reason = "the base, with which others are compared"
         if reason:
             return dataclasses.replace(check, verdict=Verdict.NOT_HERE, text=reason)
-        if not hasattr(operations.BACKENDS[backend], CALLS[operation]):
+        if registry.BACKENDS[backend].derives(CALLS[operation]):
             return dataclasses.replace(check, verdict=Verdict.ABSENT)
         try:
             base = in_own_thread(lambda: self._of_base(operation), self._timeout)
@@ -215,11 +211,10 @@ class _CaseRun:
         self, backend: str, operation: str, device: jax.Device
     ) -> tuple[np.ndarray, np.ndarray]:
         """Compile an operation and return the outputs of two runs."""
-        module = operations.BACKENDS[backend]
         call = self._trial.calls(self._messages())[operation]
 
         def run(*arrays: Any) -> Any:
-            return call._replace(arrays=arrays).by(module)
+            return call._replace(arrays=arrays).by(registry.BACKENDS[backend])
 
         # The mode is a context variable, and a thread begins without it.
         with self._mode(), jax.default_device(device):
@@ -230,13 +225,13 @@ class _CaseRun:
         """Return messages that arrive, by the base."""
         with self._locks[_MESSAGES], jax.default_device(self._device):
             if _MESSAGES not in self._known:
-                sent = jax.jit(lambda: self._trial.send(operations.BACKENDS[BASE]))()
+                sent = jax.jit(lambda: self._trial.send(registry.BASE))()
                 self._known[_MESSAGES] = np.asarray(sent)
             return self._known[_MESSAGES]
 
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:
-        interpreting = implementation.without_gpu("interpret")
+        interpreting = modes.without_gpu("interpret")
         with interpreting if self._interpret else contextlib.nullcontext():
             yield
 

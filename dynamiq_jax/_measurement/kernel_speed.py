@@ -17,7 +17,13 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, Places, pl
 from pallas_kernels.codec.scales import bfloat16_bits
 
 # Operations of a step of a ring, in the order in which a bucket meets them.
-STEPS = ("statistics", "compress", "hop", "decompress")
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "statistics": operations.statistics,
+    "compress": operations.compress,
+    "hop": operations.hop,
+    "decompress": operations.decompress,
+}
+STEPS = tuple(_OPERATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +99,7 @@ def measure_kernels(
 def operation_of(operation: str, backend: str, layout: Layout) -> Callable[..., Any]:
     """Return an operation by a named backend, of arrays alone."""
     chosen: dict[str, Any] = {} if operation == "statistics" else {"layout": layout}
-    return functools.partial(getattr(operations, operation), implementation=backend, **chosen)
+    return functools.partial(_OPERATIONS[operation], implementation=backend, **chosen)
 
 
 def places_of(norms: jax.Array, *, layout: Layout) -> Places:

@@ -13,8 +13,7 @@ from dynamiq_jax._core import ChunkCodec, WireCost, check_choice, check_number
 from dynamiq_jax.methods import _norms as norms
 from dynamiq_jax.methods._base import Call, ChunkedMethod
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks, reorders_sums
-from pallas_kernels import implementation as backends
-from pallas_kernels import operations
+from pallas_kernels import choice, operations
 from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     WIDTHS,
@@ -86,7 +85,7 @@ class DynamiQ(ChunkedMethod):
     implementation: str | None = None  # backend of the codec; None picks the fastest one
 
     def __post_init__(self):
-        backends.check(self.implementation)
+        choice.check(self.implementation)
         check_number("bits", self.bits, _MIN_BITS, _MAX_BITS)
         if not isinstance(self.widths, tuple) or not 0 < len(set(self.widths)) == len(self.widths):
             raise ValueError(

@@ -7,8 +7,9 @@ From the bottom up:
     message  their part of a message
     rows     from memory to a message and back
     kernels  the operations
+    backend  their interface
 """
 
-from pallas_kernels._mosaic_gpu.kernels import decompress, decompress_accumulate, hop, statistics
+from pallas_kernels._mosaic_gpu.backend import MosaicGpu
 
-__all__ = ["decompress", "decompress_accumulate", "hop", "statistics"]
+__all__ = ["MosaicGpu"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, implementation
+from pallas_kernels import compat, modes
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
@@ -52,7 +52,7 @@ def launch(
             # The other semantics infer layouts, which takes a minute.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        interpret=plgpu.InterpretGPUParams() if implementation.interpreting() else None,
+        interpret=plgpu.InterpretGPUParams() if modes.interpreting() else None,
     )(*arrays)
 
 
@@ -109,7 +109,7 @@ def load(ref, shape: Shape, column: int | None = None) -> Array:
     """Load an array as one of some shape, or a column of that."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    if implementation.interpreting():  # it cannot reshape refs
+    if modes.interpreting():  # it cannot reshape refs
         values = ref[...].reshape(shape)
         return values if column is None else values[:, column]
     ref = ref.reshape(shape)
@@ -118,7 +118,7 @@ def load(ref, shape: Shape, column: int | None = None) -> Array:
 
 def store(ref, shape: Shape, values: Array, column: int | None = None) -> None:
     """Store what `load` loads."""
-    if implementation.interpreting():
+    if modes.interpreting():
         if column is not None:
             values = ref[...].reshape(shape).at[:, column].set(values)
         ref[...] = values.reshape(ref.shape)

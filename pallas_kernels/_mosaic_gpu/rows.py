@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels import implementation
+from pallas_kernels import modes
 from pallas_kernels._mosaic_gpu import message
 from pallas_kernels._mosaic_gpu.blocks import Block
 from pallas_kernels._mosaic_gpu.launch import LANES, PIECES, U32, load_rows, store_rows
@@ -177,7 +177,7 @@ def _ceil(values: Array) -> tuple[Array, Array]:
 
 
 def _nearest_whole(values: Array) -> tuple[Array, Array]:
-    if implementation.interpreting():  # XLA cancels the other form
+    if modes.interpreting():  # XLA cancels the other form
         return PLAIN.nearest_whole(values)
     whole = values + WHOLE
     return whole - WHOLE, lax.bitcast_convert_type(whole, U32)

@@ -12,29 +12,9 @@ From the bottom up:
     kernels      the operations on rows
     norms        norms of rows, and energies of sums
     solver       the widths of rows
+    backend      their interface
 """
 
-from pallas_kernels._mosaic_tpu.kernels import (
-    decompress,
-    decompress_accumulate,
-    decompress_sums,
-    hop,
-    scaled_sums,
-)
-from pallas_kernels._mosaic_tpu.norms import energies, statistics
-from pallas_kernels._mosaic_tpu.solver import solve
-from pallas_kernels._mosaic_tpu.words import why_too_large
+from pallas_kernels._mosaic_tpu.backend import MosaicTpu
 
-HAS_WORDS = True  # messages are uint32
-
-__all__ = [
-    "decompress",
-    "decompress_accumulate",
-    "decompress_sums",
-    "energies",
-    "hop",
-    "scaled_sums",
-    "solve",
-    "statistics",
-    "why_too_large",
-]
+__all__ = ["MosaicTpu"]

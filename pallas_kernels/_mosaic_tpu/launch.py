@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import implementation
+from pallas_kernels import modes
 from pallas_kernels._mosaic_tpu.vectors import I32
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.ordering import Places
@@ -83,7 +83,7 @@ def launch_several(
         ),
         out_shape=[shape for shape, _ in results],
         name=name,
-        interpret=pltpu.InterpretParams() if implementation.interpreting() else False,
+        interpret=pltpu.InterpretParams() if modes.interpreting() else False,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,

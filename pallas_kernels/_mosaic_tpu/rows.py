@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import implementation
+from pallas_kernels import modes
 from pallas_kernels._mosaic_tpu import message
 from pallas_kernels._mosaic_tpu.blocks import Block
 from pallas_kernels._mosaic_tpu.vectors import (
@@ -169,7 +169,7 @@ def _zeros() -> Array:
 
 def _arithmetic() -> Arithmetic:
     """Return operations for a TPU, whose plain root has checks that no level needs."""
-    if implementation.interpreting():  # XLA cancels the other rounding
+    if modes.interpreting():  # XLA cancels the other rounding
         return PLAIN
     return PLAIN._replace(nearest_whole=_nearest_whole, sqrt=lambda x: x * lax.rsqrt(x))
 

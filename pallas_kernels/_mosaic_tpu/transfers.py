@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from pallas_kernels import implementation
+from pallas_kernels import modes
 from pallas_kernels._mosaic_tpu.vectors import (
     F32,
     HALVES,
@@ -32,7 +32,7 @@ def as_lines(rows: Array) -> Array:
     """View rows [num_rows, 256] as kernels copy them."""
     if rows.dtype == jnp.bfloat16:
         halves = rows.reshape(-1, HALVES, LANES)
-        if not implementation.interpreting():
+        if not modes.interpreting():
             return halves
         # The interpreter does not view a ref in another type.
         low, high = (lax.bitcast_convert_type(halves[:, i], jnp.uint16).astype(U32) for i in (0, 1))

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat, implementation
+from pallas_kernels import compat, modes
 from pallas_kernels._mosaic_tpu.vectors import (
     LANES,
     SUBLANES,
@@ -73,7 +73,7 @@ def why_too_large(layout: Layout, count: int) -> str | None:
         return None
     return (
         f"{count} messages of {layout.payload_bytes:,} bytes are more than the {_LIMIT:,} bytes of "
-        "vector memory that its kernels use"
+        "vector memory that its kernels use, into which smaller buckets fit"
     )
 
 
@@ -90,7 +90,7 @@ def _operand_shape(layout: Layout, count: int) -> tuple[int, ...]:
 
 def _has_vectors() -> bool:
     """Return whether lines can be viewed as a vector, which the interpreter does not copy to."""
-    return compat.mosaic_tpu_views_vectors() and not implementation.interpreting()
+    return compat.mosaic_tpu_views_vectors() and not modes.interpreting()
 
 
 def _used(lines_ref, size: int) -> Any:

@@ -7,8 +7,9 @@ From the bottom up:
     message     words of codes and scales in a message
     rows        rows gathered, decoded and encoded
     kernels     the operations
+    backend     their interface
 """
 
-from pallas_kernels._triton.kernels import decompress, decompress_accumulate, hop, statistics
+from pallas_kernels._triton.backend import Triton
 
-__all__ = ["decompress", "decompress_accumulate", "hop", "statistics"]
+__all__ = ["Triton"]

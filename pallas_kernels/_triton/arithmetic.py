@@ -9,14 +9,14 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import implementation
+from pallas_kernels import modes
 from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float
 from pallas_kernels.codec.rounding import half_to_offset
 
 
 def arithmetic() -> Arithmetic:
     """Return the operations of a Triton kernel; the plain ones if it is interpreted."""
-    return PLAIN if implementation.interpreting() else _PTX
+    return PLAIN if modes.interpreting() else _PTX
 
 
 def bytes_to_float(words: Array, index: Array) -> tuple[Array, Array]:
@@ -28,7 +28,7 @@ def bytes_to_float(words: Array, index: Array) -> tuple[Array, Array]:
       Magnitudes in float32, and words whose top bit is the sign.
     """
     magnitudes = words & np.uint32(0x7F7F7F7F)
-    if implementation.interpreting():
+    if modes.interpreting():
         above = np.uint32(24) - index.astype(jnp.uint32) * np.uint32(8)
         return code_to_float((magnitudes << above) >> np.uint32(24)), words << above
     # One byte permutation makes the bits of 2^23 + magnitude, with the sign. Its bytes from the
@@ -41,7 +41,7 @@ def bytes_to_float(words: Array, index: Array) -> tuple[Array, Array]:
 
 def halves_to_offsets(words: Array, half: int, place: Array) -> Array:
     """Convert the low or the high half of uint32 words to rounding offsets / `offset_unit()`."""
-    if implementation.interpreting():
+    if modes.interpreting():
         return half_to_offset(words >> np.uint32(16 * half))
     # A float32 whose bits are an integer below 2^24 is that integer * 2^-149. The integer here is
     # (h + 1/2) * 2^8: a byte permutation makes it, and no constant has to be subtracted.
@@ -53,12 +53,12 @@ def halves_to_offsets(words: Array, half: int, place: Array) -> Array:
 
 def offset_unit() -> np.float32:
     """Return what the offsets of `halves_to_offsets` are multiples of."""
-    return np.float32(1 if implementation.interpreting() else 2.0**125)
+    return np.float32(1 if modes.interpreting() else 2.0**125)
 
 
 def select_bits(mask: np.uint32, ones: Array, zeros: Array) -> Array:
     """Take the bits of `ones` where a mask has ones and those of `zeros` elsewhere, uint32."""
-    if implementation.interpreting():
+    if modes.interpreting():
         return (ones & mask) | (zeros & ~mask)
     # The compiler makes two instructions of it, with a constant in each.
     return _on_words("lop3.b32 $0, $1, $2, $3, 0xe4;", ones, zeros, mask.view(np.int32))
@@ -66,7 +66,7 @@ def select_bits(mask: np.uint32, ones: Array, zeros: Array) -> Array:
 
 def join_low(first: Array, second: Array, bits: int) -> Array:
     """Join the low 8 or 16 `bits` of uint32 words to twice as many. Those above have no meaning."""
-    if implementation.interpreting():
+    if modes.interpreting():
         mask = np.uint32(2**bits - 1)
         return (first & mask) | ((second & mask) << np.uint32(bits))
     return _permute(first, second, np.int32(0x5410 if bits == 16 else 0x0040))
@@ -74,7 +74,7 @@ def join_low(first: Array, second: Array, bits: int) -> Array:
 
 def join_top(first: Array, second: Array) -> Array:
     """Join the top bytes of words: the low 16 bits of uint32. The others have no meaning."""
-    if implementation.interpreting():
+    if modes.interpreting():
         return (first >> np.uint32(24)) | ((second >> np.uint32(24)) << np.uint32(8))
     return _permute(first, second, np.int32(0x0073))
 
@@ -85,7 +85,7 @@ def signs_to_halves(low: Array, high: Array, index: Array) -> Array:
     Returns:
       uint32: that of `low` in all of the low half, and that of `high` in all of the high one.
     """
-    if implementation.interpreting():
+    if modes.interpreting():
         top = index.astype(jnp.uint32) * np.uint32(8) + np.uint32(7)
         low, high = ((word >> top) & np.uint32(1) for word in (low, high))
         return low * np.uint32(0xFFFF) | high * np.uint32(0xFFFF0000)
@@ -94,7 +94,7 @@ def signs_to_halves(low: Array, high: Array, index: Array) -> Array:
 
 def to_float32(values: Array) -> Array:
     """Convert to float32."""
-    if values.dtype != jnp.bfloat16 or implementation.interpreting():
+    if values.dtype != jnp.bfloat16 or modes.interpreting():
         return values.astype(jnp.float32)
     # From the word that two share: the compiler would take it apart first.
     split = "shl.b32 a, $2, 16; and.b32 b, $2, -65536; mov.b32 $0, a; mov.b32 $1, b;"
@@ -106,7 +106,7 @@ def magnitude_bits(values: Array) -> Array:
 
     Magnitudes are compared as integers, since Triton's maximum of floats drops NaN.
     """
-    if implementation.interpreting():
+    if modes.interpreting():
         bounds = jnp.abs(values)
     else:
         # Two neighbors both get their maximum. It takes signs off for free, and the compiler drops

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import implementation
+from pallas_kernels import modes
 from pallas_kernels._triton.arithmetic import join_low, join_top
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.bit_planes import UNIT
@@ -66,7 +66,7 @@ def launch(
         kernel,
         out_shape=out_shape,
         grid=grid,
-        interpret=implementation.interpreting(),
+        interpret=modes.interpreting(),
         compiler_params=triton.CompilerParams(num_warps=config.warps, num_stages=1),
     )(*arrays)
 

@@ -17,11 +17,12 @@ from dynamiq_jax._measurement.batches import Batches
 from dynamiq_jax._measurement.kernel_checks import CASES, Verdict
 from dynamiq_jax._prediction.break_even import rate_of_kernels
 from dynamiq_jax.methods import DynamiQ
-from pallas_kernels import _xla, differences, operations
+from pallas_kernels import differences
 from pallas_kernels.codec.levels import SPACINGS
 from pallas_kernels.codec.rounding import ROUNDINGS
+from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import CALLS, HARD
-from tests.support.broken_backends import BROKEN, OPERATIONS, backend
+from tests.support.broken_backends import BROKEN, backend
 from tests.support.commands import command
 
 CASE = "two widths"
@@ -87,13 +88,13 @@ def test_a_right_backend_is_compared_and_timed(chosen_backend, here, tmp_path, c
     status, results = run(tmp_path / "out.json")
     assert status == 0 and results["problems"] == results["refused"] == []
     verdicts = {(c["operation"], c["case"]): c["verdict"] for c in results["checks"]}
-    had = {name: "same" if CALLS[name] in OPERATIONS else "absent" for name in CALLS}
+    had = {name: "absent" if BASE.derives(CALLS[name]) else "same" for name in CALLS}
     assert verdicts == {(operation, CASE): verdict for operation, verdict in had.items()}
     compared = [c for c in results["checks"] if c["verdict"] == "same"]
     assert all(c["compared"] > 400 and c["differing"] == 0 for c in compared)
     timed = {(row["backend"], row["operation"], row["dtype"]) for row in results["speeds"]}
     assert len(timed) == 2 * 4 * 2
-    assert {*results["not_compared"]} == {*operations.BACKENDS} - {"triton"}
+    assert {*results["not_compared"]} == {*BACKENDS} - {"triton"}
     assert results["all_reduce"] == []  # of one device
     assert results["pays_below_bits_per_second"]["bf16:ring"] > 0
     shown = capsys.readouterr().out
@@ -156,7 +157,7 @@ def test_the_cases_have_all_choices():
 
 def test_bytes_without_a_meaning_are_not_compared():
     trial = CASES[CASE].trial()
-    base = np.asarray(jax.jit(lambda: trial.send(_xla))())[1]
+    base = np.asarray(jax.jit(lambda: trial.send(BASE))())[1]
     _, _, supers = differences._sections(base, trial.layout, trial.widths)
     (lost, *_), (kept, *_) = np.flatnonzero(supers == 0x7FC0), np.flatnonzero(supers != 0x7FC0)
     for place, counts in ((lost, False), (kept, True)):
@@ -178,7 +179,7 @@ def test_steps_of_rounding_are_told_from_wrong_bytes():
     """A code or a scale by one step is a rounding; any other byte is not."""
     trial = CASES[CASE].trial()
     layout, widths = trial.layout, trial.widths
-    base = np.asarray(jax.jit(lambda: trial.send(_xla))())[1]
+    base = np.asarray(jax.jit(lambda: trial.send(BASE))())[1]
     codes, groups, supers = differences._sections(base, layout, widths)
     kept = np.flatnonzero((supers != 0x7FC0) & (supers > 0x2000) & (groups.min(axis=1) > 9))
     place = kept[-1]
@@ -249,7 +250,7 @@ def test_interpreted_kernels_on_this_cpu(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     kept = json.loads(path.read_text())
     found = [c for c in kept["results"]["checks"] if c["backend"] == "triton"]
-    had = ["same" if CALLS[c["operation"]] in OPERATIONS else "absent" for c in found]
+    had = ["absent" if BASE.derives(CALLS[c["operation"]]) else "same" for c in found]
     assert [c["verdict"] for c in found] == had and len(had) == len(CALLS)
     assert {"platform", "devices", "processes", "jax", "device"} <= {*kept["environment"]}
     assert kept["results"]["speeds"] == [] and len(kept["results"]["all_reduce"]) == 3

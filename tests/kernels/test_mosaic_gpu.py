@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from pallas_kernels import compat, implementation, operations
+from pallas_kernels import compat, modes, operations
 from pallas_kernels.codec import Layout, LocalRows
 from tests.support.kernel_cases import run, small_layout, some_messages, some_rows
 
@@ -101,7 +101,7 @@ def test_all_operations_lower_for_a_gpu(group_size, rows):
         added = operations.decompress_accumulate(received, local, 1, layout=layout, **backend)
         return sent, decoded, added, operations.statistics(local.rows, **backend)
 
-    with implementation.without_gpu("compile"), jax.sharding.use_abstract_mesh(mesh):
+    with modes.without_gpu("compile"), jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(all_operations).trace(payload, local)
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 4

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
-from pallas_kernels import implementation, message_types, operations
+from pallas_kernels import choice, message_types, modes, operations
 from pallas_kernels._mosaic_tpu import launch
 from pallas_kernels.codec import Layout, LocalRows, Places
 from pallas_kernels.codec.allocation import ENERGY_LIMIT
@@ -165,7 +165,7 @@ def both(operation, *args, **static):
             jax.jit(functools.partial(operation, implementation=name, **static))
             for name in ("mosaic_tpu", "xla")
         ]
-    with implementation.without_gpu("interpret"):
+    with modes.without_gpu("interpret"):
         return [jax.tree.map(np.asarray, function(*args)) for function in compiled[key]]
 
 
@@ -251,7 +251,7 @@ def test_sums_in_an_order_of_their_own_are_those_of_the_base():
         values = sums.decompress(jnp.stack([payload] * layout.num_chunks))
         return message_types.convert(payload, jnp.uint8), values
 
-    implementation_dtype = implementation.message_dtype
+    implementation_dtype = choice.message_dtype
     args = some_messages(layout, "float32", 1, 2), hard_rows(layout)
     ours, expected = (run(k, sum_and_values, *args) for k in ("mosaic_tpu", "xla"))
     for found, of_base in zip(*map(layout.scales, (ours[0], expected[0])), strict=True):
@@ -312,7 +312,7 @@ def test_all_operations_lower_for_a_tpu(rows, dtype, changes, tpu_target):
     layout = small_layout(rows, **changes)
     function = functools.partial(all_operations, layout, "mosaic_tpu")
     local = some_rows(layout, dtype)
-    with implementation.without_gpu("compile"), tpu_target:
+    with modes.without_gpu("compile"), tpu_target:
         traced = jax.jit(function).trace(local)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("@tpu_custom_call") == 5
@@ -324,7 +324,7 @@ def test_they_are_the_default_on_a_tpu_and_nowhere_else(monkeypatch, tpu_target)
     local = some_rows(layout)
     assert "uint32" not in str(jax.make_jaxpr(function)(local).out_avals[0])
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    with implementation.without_gpu("compile"), tpu_target:
+    with modes.without_gpu("compile"), tpu_target:
         traced = jax.jit(function).trace(local)
         for platform, kernels in (("tpu", 5), ("cpu", 0)):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -335,7 +335,7 @@ def mean_in_a_scan(topology, steps, key, gradient):
     """Return the mean of the gradients of a few steps, each compressed."""
 
     def step(total, number):
-        with implementation.without_gpu("compile"):
+        with modes.without_gpu("compile"):
             ours = dq.DynamiQ(implementation="mosaic_tpu")
             step_key = jax.random.fold_in(key, number)
             mean = dq.pmean(gradient[0], "data", key=step_key, method=ours, topology=topology)
@@ -410,11 +410,11 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("TPU v5 lite"), Device("TPU v3")])
     with pytest.raises(ValueError, match="v5e, v5p and v6e, and this is a 'TPU v3'"):
-        implementation.check("mosaic_tpu")
-    assert implementation.message_dtype(None) == jnp.uint8
+        choice.check("mosaic_tpu")
+    assert choice.message_dtype(None) == jnp.uint8
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("TPU v6 lite")])
-    implementation.check("mosaic_tpu")
-    assert implementation.message_dtype(None) == jnp.uint32
+    choice.check("mosaic_tpu")
+    assert choice.message_dtype(None) == jnp.uint32
 
 
 def test_messages_that_vector_memory_cannot_hold_are_left_to_the_base(monkeypatch):
@@ -425,7 +425,7 @@ def test_messages_that_vector_memory_cannot_hold_are_left_to_the_base(monkeypatc
     rows = jax.ShapeDtypeStruct((layout.num_rows, 256), "bfloat16")
     local = LocalRows(rows, places, jax.ShapeDtypeStruct((2,), "uint32"))
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    with implementation.without_gpu("compile"):
+    with modes.without_gpu("compile"):
         hop = functools.partial(operations.compress, chunk=0, turn=0, layout=layout)
         assert "vmem_limit_bytes" not in str(jax.make_jaxpr(hop)(local))
         with pytest.raises(ValueError, match=r"1 messages of [\d,]+ bytes are more than"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton import arithmetic
-from pallas_kernels.implementation import without_gpu
+from pallas_kernels.modes import without_gpu
 
 RNG = np.random.default_rng(0)
 FIRST, SECOND = RNG.integers(2**32, size=(2, 64), dtype=np.uint32)

@@ -1,32 +1,34 @@
 """Backends with one fault, and a machine that takes one of them for its fastest kernels."""
 
 import threading
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import _xla, first_use, implementation, operations
+from pallas_kernels import first_use
+from pallas_kernels._xla import Xla
+from pallas_kernels.backend import Backend
+from pallas_kernels.registry import BACKENDS, BASE
 
-OPERATIONS = ("statistics", "hop", "decompress_accumulate", "decompress")
-RIGHT = {name: getattr(_xla, name) for name in OPERATIONS}
 NAME = "triton"  # in whose place they are
 
 
-def backend(**faults) -> types.SimpleNamespace:
-    """Return the base with some operations replaced."""
-    return types.SimpleNamespace(**(RIGHT | faults))
+def backend(**faults) -> Backend:
+    """Return kernels for this machine: the base with some operations replaced."""
+    replaced = {name: staticmethod(function) for name, function in faults.items()}
+    kind = {"name": NAME, "platform": "cuda", "needs_check": lambda self: True}
+    return type("Faulty", (Xla,), kind | replaced)()
 
 
 def _one_wrong_bit(*args, **kwargs):
-    message = _xla.hop(*args, **kwargs)
+    message = BASE.hop(*args, **kwargs)
     return message.at[32 * 14].set(message[32 * 14] ^ np.uint8(1))
 
 
 def _one_wrong_value(*args, **kwargs):
-    rows = _xla.decompress(*args, **kwargs)
+    rows = BASE.decompress(*args, **kwargs)
     usual = jnp.argmax(jnp.where(jnp.abs(rows) < 1, jnp.abs(rows), 0))
     return rows.reshape(-1).at[usual].multiply(np.float32(1 + 2**-12)).reshape(rows.shape)
 
@@ -54,7 +56,7 @@ BROKEN = {
 }
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, module: types.SimpleNamespace) -> None:
+def choose(monkeypatch: pytest.MonkeyPatch, chosen: Backend) -> None:
     """Take a backend for the kernels that are the fastest on this machine."""
     by_platform = lax.platform_dependent
 
@@ -63,9 +65,6 @@ def choose(monkeypatch: pytest.MonkeyPatch, module: types.SimpleNamespace) -> No
             return platforms["cuda"](*args)
         return by_platform(*args, default=default, **platforms)
 
-    monkeypatch.setitem(operations.BACKENDS, NAME, module)
-    monkeypatch.setattr(
-        implementation, "why_not", lambda name: None if name == NAME else "it is another one"
-    )
+    monkeypatch.setitem(BACKENDS, NAME, chosen)
     monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
     monkeypatch.setattr(first_use, "_reasons", {})

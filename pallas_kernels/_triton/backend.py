@@ -1,0 +1,29 @@
+"""The backend of the Triton kernels."""
+
+import jax
+
+from pallas_kernels._triton import kernels
+from pallas_kernels.compat import has_triton, override
+from pallas_kernels.pallas_backend import PallasBackend, why_not_on_gpus
+
+_CAPABILITY = 8.0  # Ampere
+
+
+class Triton(PallasBackend):
+    """Triton kernels for NVIDIA GPUs from Ampere on."""
+
+    name = "triton"
+    platform = "cuda"
+
+    statistics = staticmethod(kernels.statistics)
+    hop = staticmethod(kernels.hop)
+    decompress_accumulate = staticmethod(kernels.decompress_accumulate)
+    decompress = staticmethod(kernels.decompress)
+
+    @override
+    def why_not_lowered(self) -> str | None:
+        return None if has_triton() else f"JAX {jax.__version__} has no Triton backend of Pallas"
+
+    @override
+    def why_not_on_devices(self) -> str | None:
+        return why_not_on_gpus(_CAPABILITY)

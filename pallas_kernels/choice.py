@@ -1,0 +1,118 @@
+"""Choice of the backend that runs an operation."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels import first_use
+from pallas_kernels.backend import Backend, Operation
+from pallas_kernels.registry import BACKENDS, BASE
+
+
+def check(implementation: str | None) -> None:
+    """Check that a backend can run on this machine.
+
+    Args:
+      implementation: name of the backend; None for the fastest one, which always can.
+
+    Raises:
+      ValueError: the named backend does not exist, or this machine cannot run it.
+    """
+    if implementation is not None:
+        _named(implementation)
+
+
+def message_dtype(implementation: str | None) -> DTypeLike:
+    """Return the type of messages in a program: uint8, or uint32 where kernels for TPUs make them.
+
+    A TPU takes longer to turn words into bytes than the kernels take for all the rest.
+
+    Args:
+      implementation: name of a backend; None for the fastest one on the default devices.
+    """
+    if implementation is not None:
+        return _named(implementation).message_dtype
+    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    able = (b for b in BACKENDS.values() if b.platform == here and b.why_not_here() is None)
+    return next(able, BASE).message_dtype
+
+
+def run(implementation: str | None, operation: Operation, *arrays: Any, **static: Any) -> Any:
+    """Run an operation by the named backend, or by the fastest one for the target platform.
+
+    Args:
+      implementation: name of a backend; None for the fastest one.
+      operation: the operation, such as `Backend.hop`.
+      *arrays: arrays that it takes.
+      **static: static arguments that it takes.
+
+    Raises:
+      ValueError: the named backend does not exist, cannot run here, cannot run this operation, or
+        is refused by the check of its first use.
+    """
+    if implementation is not None:
+        backend = _named(implementation)
+        _check_for(backend, operation, *arrays, **static)
+        return backend.run(operation, *arrays, **static)
+    by_platform = {
+        platform: functools.partial(backend.run, operation, **static)
+        for platform, backend in fastest(operation, *arrays, **static).items()
+    }
+    return lax.platform_dependent(*arrays, **by_platform)
+
+
+def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Backend]:
+    """Return the backend that runs an operation by default, for each platform.
+
+    It is the first one of the registry that can run here, and can run this operation, if it passes
+    the check of its first use. Elsewhere it is the base, under the name "default".
+
+    A program has one type of messages, that of the default devices. Backends of other types take no
+    part: to convert messages takes longer than the base.
+    """
+    chosen, dtype = {BASE.platform: BASE}, message_dtype(None)
+    for backend in BACKENDS.values():
+        if (
+            backend.platform not in chosen
+            and backend.message_dtype == dtype
+            and backend.why_not_here() is None
+            and backend.why_not_for(operation, *arrays, **static) is None
+        ):
+            chosen[backend.platform] = backend
+    return {
+        platform: backend
+        for platform, backend in chosen.items()
+        if first_use.reason_against(backend, BASE) is None
+    }
+
+
+def _named(name: str) -> Backend:
+    """Return a backend that the user named, and that can run on this machine."""
+    if name not in tuple(BACKENDS):
+        raise ValueError(
+            f"implementation={name!r} is not a backend of this version. Use None (the fastest one) "
+            f"or one of {tuple(BACKENDS)}."
+        )
+    if reason := BACKENDS[name].why_not_here():
+        raise ValueError(
+            f"implementation={name!r} cannot run here: {reason}. Use None (the fastest one) or "
+            "'xla'."
+        )
+    return BACKENDS[name]
+
+
+def _check_for(backend: Backend, operation: Operation, *arrays: Any, **static: Any) -> None:
+    """Check that a backend that the user named can run an operation, and passed its check."""
+    if reason := backend.why_not_for(operation, *arrays, **static):
+        raise ValueError(
+            f"implementation={backend.name!r} cannot run this: {reason}. Use None (the fastest "
+            "one) or 'xla'."
+        )
+    if reason := first_use.reason_against(backend, BASE):
+        raise ValueError(
+            f"implementation={backend.name!r} is refused: {reason}. Use None or 'xla', or set "
+            f"{first_use.SWITCH}=0 to use it all the same. `dynamiq-jax verify` says more."
+        )

@@ -1,0 +1,78 @@
+"""Base of backends whose operations are kernels of Pallas."""
+
+import abc
+from typing import Any
+
+import jax
+
+from pallas_kernels import modes
+from pallas_kernels.backend import Backend, Operation
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.compat import override
+
+_INDEX_LIMIT = 2**31  # elements of an array that kernels reach by 32-bit indices
+
+
+class PallasBackend(Backend):
+    """Kernels that can also be interpreted, or compiled for another machine.
+
+    `pallas_kernels.modes` has both modes. In these, the devices of this machine do not matter, and
+    nothing is checked.
+    """
+
+    @abc.abstractmethod
+    def why_not_lowered(self) -> str | None:
+        """Return the reason why this version of JAX has no such kernels; None if it has."""
+
+    @abc.abstractmethod
+    def why_not_on_devices(self) -> str | None:
+        """Return the reason why the devices of this process cannot run kernels; None if they can.
+
+        The default devices of the process count, and each of them.
+        """
+
+    @override
+    def why_not_here(self) -> str | None:
+        reason = self.why_not_lowered()
+        if reason or not modes.is_for_this_machine():
+            return reason
+        return self.why_not_on_devices()
+
+    @override
+    def why_not_for(
+        self, operation: Operation, *arrays: Any, layout: Layout | None = None
+    ) -> str | None:
+        largest = max(getattr(leaf, "size", 1) for leaf in jax.tree.leaves(arrays))
+        if largest < _INDEX_LIMIT:
+            return None
+        return (
+            f"an array has {largest:,} elements, and its kernels count to {_INDEX_LIMIT - 1:,}, "
+            "which smaller buckets do not reach"
+        )
+
+    @override
+    def needs_check(self) -> bool:
+        return modes.is_for_this_machine()
+
+
+def why_not_on_gpus(capability: float) -> str | None:
+    """Return the reason why the GPUs of this process cannot run kernels; None if they can.
+
+    Args:
+      capability: compute capability of NVIDIA that the kernels need.
+    """
+    if jax.default_backend() != "gpu":
+        return "the default devices are not GPUs"
+    devices = [device for device in jax.local_devices() if device.platform == "gpu"]
+    least = min(map(_compute_capability, devices))
+    if least < capability:
+        return f"it needs compute capability {capability}, and this GPU has {least}"
+    return None
+
+
+def _compute_capability(device: jax.Device) -> float:
+    """Return the compute capability of a GPU of NVIDIA; 0 for others, which name architectures."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except ValueError:
+        return 0.0
