@@ -183,7 +183,8 @@ class Job(NamedTuple):
     num_processes: int
 
 
-# Methods of the client of the coordination service that the agreement of processes calls.
+_SERVICE = "The coordination service of jax.distributed"
+# Methods of its client that the agreement of processes calls.
 _CLIENT = (
     "blocking_key_value_get",
     "key_value_delete",
@@ -202,24 +203,26 @@ def job() -> Job | None:
         state = importlib.import_module("jax._src.distributed").global_state
         client, process, number = state.client, state.process_id, state.num_processes
     except (ImportError, AttributeError) as error:
-        if jax.process_count() > 1:
-            _warn_of_no_client(f"{error}")
+        _warn_that_nothing_is_compared(_SERVICE, f"{error}")
         return None
     if client is None or number < 2:
         return None
     if missing := [name for name in _CLIENT if not hasattr(client, name)]:
-        _warn_of_no_client(f"the client has no {', '.join(missing)}")
+        _warn_that_nothing_is_compared(_SERVICE, f"the client has no {', '.join(missing)}")
         return None
     return Job(client, process, number)
 
 
 @functools.cache  # once
-def _warn_of_no_client(reason: str) -> None:
+def _warn_that_nothing_is_compared(what: str, reason: str) -> None:
+    """Warn of a private name of JAX that this version does not have, if there are processes."""
+    if jax.process_count() == 1:
+        return
     warnings.warn(
-        f"The coordination service of jax.distributed was not found in JAX {jax.__version__} "
-        f"({reason}). It is not checked that all processes run the same collective: if they do "
-        "not, they hang or their results are wrong. Install a version of dynamiq-jax that supports "
-        "this version of JAX, or give dq.Options(check_agreement=False) to all collectives.",
+        f"{what} was not found in JAX {jax.__version__} ({reason}). It is not checked that all "
+        "processes run the same collective: if they do not, they hang or their results are wrong. "
+        "Install a version of dynamiq-jax that supports this version of JAX, or give "
+        "dq.Options(check_agreement=False) to all collectives.",
         stacklevel=3,
     )
 
@@ -243,10 +246,12 @@ def only_traces() -> bool:
 def concrete_mesh() -> Mesh | None:
     """Return the mesh of `jax.set_mesh`, also while tracing, where `jax.sharding.get_mesh` raises.
 
-    None if there is none, or if this version of JAX does not say.
+    None if there is none. Where another version of JAX has it elsewhere, a warning says that
+    collectives over a part of the devices are not compared.
     """
     try:
         mesh = importlib.import_module("jax._src.mesh").get_concrete_mesh()
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        _warn_that_nothing_is_compared("The mesh of jax.set_mesh", f"{error}")
         return None
     return mesh if isinstance(mesh, Mesh) and not mesh.empty else None

@@ -585,20 +585,22 @@ def test_agreement_that_cannot_be_checked_is_said_once(monkeypatch):
         ),
     )
     for module in moved:
-        compat._warn_of_no_client.cache_clear()
+        compat._warn_that_nothing_is_compared.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(compat.importlib, "import_module", module)
-            with pytest.warns(UserWarning, match="not found.*check_agreement=False"):
-                assert compat.job() is None
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert compat.job() is None
-                assert compat.concrete_mesh() is None
-    compat._warn_of_no_client.cache_clear()
+            for look, name in ((compat.job, "service"), (compat.concrete_mesh, "mesh of")):
+                with pytest.warns(UserWarning, match=f"The .*{name}.* not found.*agreement=False"):
+                    assert look() is None
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    assert look() is None
+    compat._warn_that_nothing_is_compared.cache_clear()
 
 
 def test_one_process_needs_no_coordination_service(monkeypatch):
     monkeypatch.setattr(compat.importlib, "import_module", lambda name: object())
+    compat._warn_that_nothing_is_compared.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compat.job() is None and compat.concrete_mesh() is None
+    compat._warn_that_nothing_is_compared.cache_clear()
