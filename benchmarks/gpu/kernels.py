@@ -24,19 +24,29 @@ import jax
 from benchmarks import common
 from benchmarks.gpu import correctness, device, profiling, report, speed
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.jobs import left_out
+from benchmarks.gpu.jobs import implementations, left_out
 from benchmarks.gpu.options import Options, parse
 from benchmarks.gpu.record import Record, Results
 from pallas_kernels.modes import without_gpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all sections; return 1 if one failed or a kernel was wrong."""
+    """Run all sections; return 1 if one failed or a kernel was wrong.
+
+    Raises:
+      SystemExit: no kernel can run here, and none is interpreted.
+    """
     started = time.perf_counter()
     options = parse(__doc__, arguments)
     if options.interpret:  # compiling is then most of the time
         jax.config.update("jax_disable_most_optimizations", True)
     with without_gpu("interpret") if options.interpret else contextlib.nullcontext():
+        if len(implementations()) == 1:  # the base
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out().items())
+            raise SystemExit(
+                f"No kernel for GPUs can run here: {reasons}. Run on a machine with an NVIDIA GPU, "
+                "or give --interpret to try the script."
+            )
         environment = common.environment() | device.facts() | {"left_out": left_out()}
         print(" ".join(f"{k}={v}" for k, v in environment.items()), flush=True)
         if options.interpret:

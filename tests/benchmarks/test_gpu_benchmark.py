@@ -9,6 +9,7 @@ import pytest
 from benchmarks.gpu import kernels as gpu_kernels
 from dynamiq_jax._measurement.device_gradients import device_gradient
 from dynamiq_jax._measurement.gradients import worker_gradient
+from pallas_kernels.registry import BACKENDS
 
 SECTIONS = (
     "device",
@@ -34,6 +35,8 @@ def test_every_section_runs_without_a_gpu(tmp_path):
     errors = [section["errors"] for section in record["sections"].values() if section["errors"]]
     assert (status, errors) == (0, [])
     assert record["timings"].startswith("meaningless")
+    missing = {name: BACKENDS[name].why_not_lowered() for name in ("triton", "mosaic_gpu")}
+    assert record["environment"]["left_out"] == {n: why for n, why in missing.items() if why}
     assert {
         name: section["status"] for name, section in record["sections"].items()
     } == dict.fromkeys(SECTIONS, "ok")
@@ -43,6 +46,16 @@ def test_every_section_runs_without_a_gpu(tmp_path):
     assert {("hop", name) for name in ("triton", "xla", "int8", "mxfp8")} <= timed
     all_reduce = record["sections"]["all_reduce"]["results"]
     assert all_reduce["triton"]["replicas_are_equal"] and all_reduce["vnmse_apart"] <= 0.01
+
+
+def test_a_machine_without_a_gpu_is_named_at_the_start(tmp_path):
+    output = tmp_path / "result.json"
+    reasons = (
+        "triton: the default devices are not GPUs; mosaic_gpu: .*Run on .*, or give --interpret"
+    )
+    with pytest.raises(SystemExit, match=f"^No kernel for GPUs can run here: {reasons}"):
+        gpu_kernels.main(["--small", "--output", str(output)])
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
