@@ -1,7 +1,7 @@
 """Parts that methods, topologies and train steps of one's own are made of.
 
 The interfaces themselves are in `dynamiq_jax.methods` and `dynamiq_jax.topologies`. The codec is
-in `pallas_kernels.codec`, and `pallas_kernels.compat` has what differs between versions of JAX.
+in `pallas_kernels.codec`.
 """
 
 from dynamiq_jax._core import (
@@ -21,11 +21,20 @@ from dynamiq_jax.methods._budgeted_blocks import BudgetedBlocks
 from dynamiq_jax.methods._feedback import Feedback
 from dynamiq_jax.methods._norms import combine_norms, combined_bytes, gather_norms, gathered_bytes
 from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, Chosen
+from pallas_kernels._jax.compat import (
+    match_varying,
+    override,
+    same_over,
+    vary_over,
+    varying_axes,
+)
 
 # What every method needs.
 __all__ = ["Payload", "as_chunks", "take_chunk"]
 __all__ += ["check_axis", "check_choice", "check_flag", "check_integer", "check_key"]
 __all__ += ["check_number", "check_optimizer"]
+# The axes over which JAX takes values for different, and the mark of a method that overrides one.
+__all__ += ["match_varying", "override", "same_over", "vary_over", "varying_axes"]
 # What a kind of method needs: blocks with scales, norms of all workers, some blocks or coordinates
 # within a number of bits, and what a method leaves out.
 __all__ += ["BLOCKS", "covering_step", "in_blocks", "rows_per_chunk"]

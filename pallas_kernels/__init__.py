@@ -24,12 +24,10 @@
     first_use       check of a backend before it is used on a kind of device
     trial           hard inputs of all operations, for comparisons of backends
     differences     bytes in which an output differs from that of the base
-    own_thread      calls outside of a trace, with a limit of time
-    dependencies    values that tie the schedule of a program to its data
     row_blocks      loops over blocks of rows, for backends without kernels
-    compat          differences between versions of JAX
+    _jax            base of the whole project: versions of JAX, threads, order of operations
 
 A module whose name starts with an underscore belongs to the package that holds it: nothing outside
-imports it. `codec` and `_xla` need no Pallas, and the whole project takes its `compat`. The package
-imports JAX and NumPy, and nothing of `dynamiq_jax`.
+imports it, but for `_jax`, which is private to the project. `codec` and `_xla` need no Pallas. The
+package imports JAX and NumPy, and nothing of `dynamiq_jax`.
 """

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.compat import override
+from pallas_kernels._jax.dependencies import zeros_after
 from pallas_kernels.backend import Backend
 from pallas_kernels.codec import bit_planes
 from pallas_kernels.codec.arithmetic import Index
@@ -20,8 +22,6 @@ from pallas_kernels.codec.ordering import LocalRows, Places
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import decode_rows, encode_rows, l2_norm
-from pallas_kernels.compat import override
-from pallas_kernels.dependencies import zeros_after
 from pallas_kernels.row_blocks import block_rows, for_each_block
 
 # Sums of 256 squares in this range are as precise as those of scaled values: nothing overflows, and

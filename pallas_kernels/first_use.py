@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._jax.own_thread import in_own_thread
 from pallas_kernels.backend import Backend
 from pallas_kernels.codec import LocalRows, Quantizer
 from pallas_kernels.differences import compare
-from pallas_kernels.own_thread import in_own_thread
 from pallas_kernels.trial import Trial, make_trial
 
 SWITCH = "DYNAMIQ_CHECK_KERNELS"

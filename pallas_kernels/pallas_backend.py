@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from pallas_kernels import modes
+from pallas_kernels._jax.compat import override
 from pallas_kernels.backend import Backend, Operation
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.compat import override
 
 _INDEX_LIMIT = 2**31  # elements of an array that kernels reach by 32-bit indices
 

@@ -12,12 +12,12 @@ import dynamiq_jax as dq
 from benchmarks.error.plain_tables import print_table
 from benchmarks.gpu import h200_model as h200
 from pallas_kernels import operations
+from pallas_kernels._jax.compat import has_mosaic_gpu
 
 # Rows of a program are no choice of users: coordinates of a thread follow from the backends.
 from pallas_kernels._mosaic_gpu.launch import MOST_ROWS
 from pallas_kernels._triton.blocks import Config as TritonConfig
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, place_rows
-from pallas_kernels.compat import has_mosaic_gpu
 
 _EXCESS = 1.10  # memory that a kernel may touch, over what it has to
 _SHAPE = jax.ShapeDtypeStruct

@@ -36,7 +36,7 @@ from dynamiq_jax.methods import (
     TopKChunked,
     WireCost,
 )
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 BLOCK, BLOCKS, OPPOSED = 10, 200, 150  # coordinates of a block; blocks; those that cancel
 SIZE = BLOCK * BLOCKS

@@ -19,7 +19,7 @@ import dynamiq_jax as dq
 from dynamiq_jax._emulation.host import Host, serve
 from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax.training import Pipelined
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 class PipelinedHost(Host):

@@ -10,7 +10,7 @@ from jax import Array
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import Call, ChunkedMethod
 from dynamiq_jax.topologies import Ring
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._run.driver import run
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 Tree = TypeVar("Tree")
 

@@ -25,7 +25,7 @@ from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules, paths_of
 from dynamiq_jax.methods import DynamiQ, Exact, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 _ATTEMPTS = 8  # to meet the bytes: leaves of equal bits join buckets, which changes the padding
 _NEAR = 0.998  # of the bytes: near enough

@@ -27,7 +27,7 @@ from dynamiq_jax._plan.plan import make_plan
 from dynamiq_jax.messages.formats import FORMATS, Format
 from dynamiq_jax.messages.message import DTYPES, Leaf, Message
 from dynamiq_jax.methods import METHODS, ChunkedMethod, DynamiQ, Method
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dynamiq_jax._worker_loss.casts import Cast
 from dynamiq_jax._worker_loss.fingerprint import key_of, salt_of_call
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 Tree = TypeVar("Tree")
 

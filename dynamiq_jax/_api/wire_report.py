@@ -25,7 +25,7 @@ from dynamiq_jax._plan.plan import Plan, make_plan
 from dynamiq_jax._states import owner
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 class LeafReport(NamedTuple):

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pallas_kernels.dependencies import never
+from pallas_kernels._jax.dependencies import never
 
 
 def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:

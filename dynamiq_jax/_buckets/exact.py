@@ -13,7 +13,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.cutting import cut
 from dynamiq_jax._buckets.order import after
 from dynamiq_jax._core import Axis
-from pallas_kernels.compat import varying_axes
+from pallas_kernels._jax.compat import varying_axes
 
 
 def all_reduce(

@@ -18,8 +18,8 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
-from pallas_kernels import compat
-from pallas_kernels.dependencies import never
+from pallas_kernels._jax import compat
+from pallas_kernels._jax.dependencies import never
 
 
 class _Tokens(threading.local):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax._buckets.cutting import cut
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 
 # Stripes beyond the fewest that are tried for a number that no leaf has a structure of.

@@ -18,7 +18,8 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._check.exchange import Exchange
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan
-from pallas_kernels import codec, compat, operations
+from pallas_kernels import codec, operations
+from pallas_kernels._jax import compat
 
 # Flags of JAX on which random bits, or the rounding of sums and products, depend.
 _JAX_FLAGS = (

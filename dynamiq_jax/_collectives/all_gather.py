@@ -14,7 +14,7 @@ from dynamiq_jax._collectives.collective import Collective, Leaves
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._collectives.collective import WholeLeaves
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax.methods import Reduced, State
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True)

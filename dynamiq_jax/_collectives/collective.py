@@ -16,7 +16,7 @@ from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax.methods import Method, Reduced, State
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 Leaves = dict[int, Any]  # index in the flattened tree to leaf
 

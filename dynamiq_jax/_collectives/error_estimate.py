@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rows import inverse_unit
 

@@ -24,8 +24,8 @@ from dynamiq_jax._collectives.error_estimate import (
 from dynamiq_jax._collectives.sharing import gain_of_sharing
 from dynamiq_jax._inputs.options import MEASURED, Compression
 from dynamiq_jax.methods import Reduced, State
-from pallas_kernels import compat
-from pallas_kernels.compat import override
+from pallas_kernels._jax import compat
+from pallas_kernels._jax.compat import override
 
 
 class Check(NamedTuple):

@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 Tree = TypeVar("Tree")
 

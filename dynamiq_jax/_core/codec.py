@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import Index
-from pallas_kernels.compat import override
 
 Payload = Any  # pytree of arrays: one chunk on the wire in one hop
 

@@ -15,7 +15,7 @@ from dynamiq_jax._measurement.all_reduce import AllReduce
 from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax._measurement.settings import parse_setting
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 class MeasuringHost(Host):

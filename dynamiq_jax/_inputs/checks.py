@@ -11,7 +11,7 @@ from jax import Array, lax
 from dynamiq_jax._inputs.mistakes import MistakeError
 from dynamiq_jax._inputs.shards import managed_axes
 from dynamiq_jax.methods import ChunkedMethod, Method
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 
 def check_axis(name: Any, axis_name: Any) -> int:

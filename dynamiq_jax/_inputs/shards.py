@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.mistakes import MistakeError
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 

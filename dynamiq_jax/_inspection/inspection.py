@@ -8,7 +8,7 @@ from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import Collective
 from dynamiq_jax._inspection.findings import Finding
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 HEADINGS = ("what", "over", "link", "type", "messages", "sent", "where")
 

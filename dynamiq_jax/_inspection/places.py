@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 import pallas_kernels
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 # The caller of a collective is of interest, not the lines of this library.
 _OURS = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(pallas_kernels.__file__).parent))

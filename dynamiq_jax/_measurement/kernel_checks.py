@@ -16,8 +16,8 @@ import numpy as np
 from dynamiq_jax._measurement.joining import on_all_processes
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import modes, registry
+from pallas_kernels._jax.own_thread import in_own_thread
 from pallas_kernels.differences import Difference, compare
-from pallas_kernels.own_thread import in_own_thread
 from pallas_kernels.trial import CALLS, Trial, make_trial
 
 BASE = registry.BASE.name

@@ -18,8 +18,8 @@ from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import Shards, find_shards
 from dynamiq_jax._plan.state_names import state_name
 from dynamiq_jax.methods import Method
-from pallas_kernels import compat
-from pallas_kernels.compat import override
+from pallas_kernels._jax import compat
+from pallas_kernels._jax.compat import override
 
 P = PartitionSpec
 

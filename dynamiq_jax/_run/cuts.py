@@ -18,8 +18,8 @@ from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._buckets.leaves import split_rows
 from dynamiq_jax._buckets.stripes import Stripes
 from dynamiq_jax._collectives.collective import Collective, Leaves
-from pallas_kernels import compat
-from pallas_kernels.compat import override
+from pallas_kernels._jax import compat
+from pallas_kernels._jax.compat import override
 
 Rows = list[Array]  # of leaves, or of parts of them: [rows, coordinates]
 Carried = tuple[Array, ...]

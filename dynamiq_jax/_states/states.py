@@ -12,7 +12,7 @@ from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax._states.owner import OWNER, owner, reset_foreign
 from dynamiq_jax.methods import State
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 States = tuple[State, ...]  # of the method, for every bucket; () for one without state

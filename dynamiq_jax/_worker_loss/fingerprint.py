@@ -15,8 +15,8 @@ from jax.extend.core import get_opaque_trace_state
 
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._inputs.shards import P, find_shards
+from pallas_kernels._jax.own_thread import in_own_thread
 from pallas_kernels.codec.rounding import mix
-from pallas_kernels.own_thread import in_own_thread
 
 
 def key_of(tree: Any, specs: Any) -> Array:

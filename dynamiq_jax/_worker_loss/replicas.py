@@ -29,7 +29,7 @@ from dynamiq_jax._inputs.shards import (
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._worker_loss.casts import Cast
 from dynamiq_jax._worker_loss.fingerprint import key_of
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 

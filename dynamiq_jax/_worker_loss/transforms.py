@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dynamiq_jax._inputs.shards import context_or_automatic, names_of
 from dynamiq_jax._worker_loss.in_specs import axes_of
 from dynamiq_jax._worker_loss.replicas import place
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 Transform = Literal["vmap", "shard_map"]

@@ -32,7 +32,7 @@ from dynamiq_jax._worker_loss.in_specs import check_axes
 from dynamiq_jax._worker_loss.replicas import Replicas
 from dynamiq_jax._worker_loss.transforms import Transform, Workers
 from dynamiq_jax._worker_loss.weight import Weight
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 Specs = tuple[PartitionSpec, ...] | None  # of the leaves of the differentiated trees

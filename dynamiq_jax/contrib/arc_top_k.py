@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.methods import Axis
-from dynamiq_jax.parts import BudgetedBlocks, check_integer
+from dynamiq_jax.parts import BudgetedBlocks, check_integer, override
 from pallas_kernels.codec import l2_norm
 from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
-from pallas_kernels.compat import override
 
 _BYTES = 2  # of a number of a sketch and of a score: bits of bfloat16
 

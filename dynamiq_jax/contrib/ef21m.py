@@ -9,8 +9,7 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax.methods import Call, Method, Reduced, State
-from dynamiq_jax.parts import Feedback, check_number
-from pallas_kernels.compat import override, same_over
+from dynamiq_jax.parts import Feedback, check_number, override, same_over
 
 
 class EF21MState(NamedTuple):

@@ -18,6 +18,7 @@ from dynamiq_jax.parts import (
     check_integer,
     covering_step,
     in_blocks,
+    override,
 )
 from pallas_kernels.codec.scales import (
     LARGEST_BITS,
@@ -27,7 +28,6 @@ from pallas_kernels.codec.scales import (
     group_maxima,
     reciprocal,
 )
-from pallas_kernels.compat import override
 
 _LARGEST_INT = np.int32(2**31 - 1)
 

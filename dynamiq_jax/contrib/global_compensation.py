@@ -8,8 +8,7 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax.methods import Call, Exact, Method, Reduced, State, WireCost
-from dynamiq_jax.parts import Feedback, check_flag
-from pallas_kernels.compat import match_varying, override
+from dynamiq_jax.parts import Feedback, check_flag, match_varying, override
 
 
 class CompensationState(NamedTuple):

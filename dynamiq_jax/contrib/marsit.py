@@ -16,12 +16,13 @@ from dynamiq_jax.parts import (
     combined_bytes,
     gather_norms,
     gathered_bytes,
+    match_varying,
+    override,
     rows_per_chunk,
     take_chunk,
 )
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, offsets, packing, row_bytes
 from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
-from pallas_kernels.compat import match_varying, override
 
 _WEIGHT_BYTES = 2  # of a message, uint16
 

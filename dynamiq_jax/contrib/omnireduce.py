@@ -10,9 +10,8 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.methods import Axis, Call, SparseBlocks
-from dynamiq_jax.parts import NOT_FINITE, check_number
+from dynamiq_jax.parts import NOT_FINITE, check_number, override
 from pallas_kernels.codec import l2_norm, packing, rank, scales
-from pallas_kernels.compat import override
 
 _REQUEST_BITS = 2
 _REQUEST_NOT_FINITE = np.uint16(2)  # 0: not requested, 1: requested

@@ -11,8 +11,8 @@ from jax import Array
 from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, Payload, WireCost, as_chunks
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.topologies import FixedTopology, Gathered, Scattered, gather
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import SUPER_GROUP_SIZE
-from pallas_kernels.compat import override
 
 State = Any  # pytree of arrays that a method carries between steps; () if none
 Shapes = tuple[tuple[int, ...], ...]

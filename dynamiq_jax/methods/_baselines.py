@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from dynamiq_jax._core import RecodedChunks, SummedChunks, WireCost
 from dynamiq_jax.methods._base import Call, ChunkedMethod
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from dynamiq_jax.methods._blockwise import (
     covering_step,
     in_blocks,
 )
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec.scales import (
     LARGEST_BITS,
     NAN_BITS,
@@ -22,7 +23,6 @@ from pallas_kernels.codec.scales import (
     group_maxima,
     reciprocal,
 )
-from pallas_kernels.compat import override
 
 BlockRounding = Literal["nearest", "stochastic"]
 

@@ -16,9 +16,9 @@ from jax import Array, lax
 
 from dynamiq_jax._core import RecodedChunks, WireCost
 from dynamiq_jax.methods._base import Call, ChunkedMethod
+from pallas_kernels._jax.compat import match_varying, override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, offsets, packing, row_bytes
 from pallas_kernels.codec.scales import bfloat16_value
-from pallas_kernels.compat import match_varying, override
 from pallas_kernels.row_blocks import for_each_block
 
 BLOCKS = (32, 64, 128, 256)  # coordinates of a block: rows are whole, and an index fits a byte

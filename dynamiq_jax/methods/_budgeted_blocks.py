@@ -6,7 +6,7 @@ import dataclasses
 from dynamiq_jax.methods._base import Call
 from dynamiq_jax.methods._budget import check_bits, most_within
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

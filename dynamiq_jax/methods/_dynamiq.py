@@ -14,6 +14,7 @@ from dynamiq_jax.methods import _norms as norms
 from dynamiq_jax.methods._base import Call, ChunkedMethod
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks, reorders_sums
 from pallas_kernels import choice, operations
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     WIDTHS,
@@ -27,7 +28,6 @@ from pallas_kernels.codec import (
 from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
 from pallas_kernels.codec.scales import bfloat16_value
-from pallas_kernels.compat import override
 
 _GROUP_SIZES = (8, 16, 32)
 _MIN_BITS, _MAX_BITS = 2.375, 16.0  # the least: codes of 2 bits, scales and norms

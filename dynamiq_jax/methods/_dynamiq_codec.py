@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from dynamiq_jax._core import ChunkCodec, SumCodec
 from pallas_kernels import operations
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import (
     Index,
     Layout,
@@ -18,7 +19,6 @@ from pallas_kernels.codec import (
     rank,
     restore_rows,
 )
-from pallas_kernels.compat import override
 
 # Workers from which on it pays to order the rows of sums again. With fewer, the rounding of the sum
 # still cancels those before it, as long as rows stay in their places.

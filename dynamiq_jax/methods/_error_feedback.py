@@ -9,7 +9,7 @@ from jax import Array
 
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
 from dynamiq_jax.methods._feedback import Feedback
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 class FeedbackState(NamedTuple):

@@ -4,7 +4,7 @@ import dataclasses
 
 from dynamiq_jax._core import WireCost
 from dynamiq_jax.methods._base import Call, Method
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,9 @@ from dynamiq_jax.methods._blockwise import (
     rows_per_chunk,
 )
 from dynamiq_jax.methods._minifloat import BLOCK_SIZE, ELEMENTS, NAN_SCALE, Element
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index
 from pallas_kernels.codec.scales import group_maxima
-from pallas_kernels.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from dynamiq_jax._core import WireCost, check_integer
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
 from dynamiq_jax.methods._baselines import Exact
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 # Sums a message over the axis. Several views of it may come back: the sum first, then the values
 # that this worker applies.

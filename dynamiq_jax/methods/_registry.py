@@ -15,7 +15,7 @@ from dynamiq_jax.methods._error_feedback import ErrorFeedback
 from dynamiq_jax.methods._mx import MXFP4, MXFP6, MXFP8, MXINT8
 from dynamiq_jax.methods._powersgd import PowerSGD
 from dynamiq_jax.methods._topk_chunked import TopKChunked
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 Factory = Callable[..., Method]
 

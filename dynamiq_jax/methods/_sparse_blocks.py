@@ -16,8 +16,8 @@ from jax import Array
 from dynamiq_jax._core import Axis, WireCost, as_chunks, check_integer
 from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.methods._baselines import BF16
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, rank
-from pallas_kernels.compat import override
 
 NOT_FINITE = np.uint16(0x7F80)  # scores from here on: blocks that hold NaN or Inf
 _SCORES = 0x73636F72  # folded into the key of scores

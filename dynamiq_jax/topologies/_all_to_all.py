@@ -8,8 +8,8 @@ from jax import Array, lax
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload
 from dynamiq_jax.topologies._base import Arrival, FixedTopology, Gathered, gather
-from pallas_kernels import compat
-from pallas_kernels.compat import override
+from pallas_kernels._jax import compat
+from pallas_kernels._jax.compat import override
 
 _LARGEST_INDEX = 2**31 - 1  # int32
 

@@ -13,7 +13,7 @@ from dynamiq_jax.topologies._cost_model import (
 )
 from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS, default_device_kind
 from dynamiq_jax.topologies._ring import Ring
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload, SumCodec, WireCost
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 Choice = tuple["FixedTopology", str | None]
 CostOf = Callable[["FixedTopology"], WireCost]

@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload
 from dynamiq_jax.topologies._base import Arrival, FixedTopology
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from jax import Array, lax
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload, check_flag
 from dynamiq_jax.topologies._base import Arrival, FixedTopology
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import Index
-from pallas_kernels.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from dynamiq_jax.training._local_sgd_state import (
     check_timing,
 )
 from dynamiq_jax.training._params import check_shared_params
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 

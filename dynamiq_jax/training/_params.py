@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 
 def check_shared_params(params: Any, axes: Axes, what: str) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels._jax.compat import shape_like
 from pallas_kernels._mosaic_gpu import launch, message, rows
 from pallas_kernels._mosaic_gpu.blocks import for_each_block
 from pallas_kernels._mosaic_gpu.launch import ROW
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import LARGEST_UNIT
-from pallas_kernels.compat import shape_like
 
 
 def statistics(values: Array) -> Array:

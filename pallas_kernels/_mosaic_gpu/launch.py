@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import compat, modes
+from pallas_kernels import modes
+from pallas_kernels._jax import compat
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 

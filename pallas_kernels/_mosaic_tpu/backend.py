@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._jax.compat import has_mosaic_tpu, override
 from pallas_kernels._mosaic_tpu import kernels, norms, solver, words
 from pallas_kernels.backend import Backend, Operation, takes_messages
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.compat import has_mosaic_tpu, override
 from pallas_kernels.pallas_backend import PallasBackend
 
 # TPUs that kernels compile for, by the names that JAX gives them: v5e, v5p and v6e.

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels._jax.compat import shape_like
 from pallas_kernels._mosaic_tpu import launch, message, rows, transfers, words
 from pallas_kernels._mosaic_tpu.blocks import Block, Shape, level_table
 from pallas_kernels._mosaic_tpu.launch import AS_SCALARS, IN_MEMORY, IN_VECTOR_MEMORY, Operand
@@ -29,7 +30,6 @@ from pallas_kernels._mosaic_tpu.vectors import (
 )
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.compat import shape_like
 
 # Lanes whose copies start before a block is decoded. The compiler does not spread copies among the
 # arithmetic that they are next to, and takes fewest bundles for two parts in two places.

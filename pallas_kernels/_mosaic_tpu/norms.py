@@ -4,6 +4,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels._jax.compat import shape_like
 from pallas_kernels._mosaic_tpu import launch, message, transfers, words
 from pallas_kernels._mosaic_tpu.blocks import Shape
 from pallas_kernels._mosaic_tpu.vectors import (
@@ -18,7 +19,6 @@ from pallas_kernels._mosaic_tpu.vectors import (
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import l2_norm
-from pallas_kernels.compat import shape_like
 
 _BLOCKS_OF_STEP = 8  # of the statistics
 

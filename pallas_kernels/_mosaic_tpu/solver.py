@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels._jax.compat import shape_like
 from pallas_kernels._mosaic_tpu import launch
 from pallas_kernels._mosaic_tpu.vectors import (
     F32,
@@ -25,7 +26,6 @@ from pallas_kernels._mosaic_tpu.vectors import (
 from pallas_kernels.codec.allocation import ENERGY_LIMIT, Allocation
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import MAX_WIDTH
-from pallas_kernels.compat import shape_like
 
 _NO_ROW = -(2**30)  # below all thresholds
 _VECTORS_OF_TURN = 8

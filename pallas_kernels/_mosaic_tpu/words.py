@@ -13,7 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat, modes
+from pallas_kernels import modes
+from pallas_kernels._jax import compat
 from pallas_kernels._mosaic_tpu.vectors import (
     LANES,
     SUBLANES,

@@ -2,8 +2,8 @@
 
 import jax
 
+from pallas_kernels._jax.compat import has_triton, override
 from pallas_kernels._triton import kernels
-from pallas_kernels.compat import has_triton, override
 from pallas_kernels.pallas_backend import PallasBackend, why_not_on_gpus
 
 _CAPABILITY = 8.0  # Ampere

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels._jax.compat import shape_like
 from pallas_kernels._triton import message, rows
 from pallas_kernels._triton.blocks import Blocks, Config, launch
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
-from pallas_kernels.compat import shape_like
 
 
 def statistics(values: Array, *, config: Config = Config()) -> Array:

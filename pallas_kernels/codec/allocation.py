@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.compat import match_varying
 from pallas_kernels.codec.levels import distortion
 from pallas_kernels.codec.packing import MAX_WIDTH
-from pallas_kernels.compat import match_varying
 
 ENERGY_STEPS = 32  # of a logarithm of an energy for each octave
 ENERGY_LIMIT = 1 << 15  # above all of these logarithms

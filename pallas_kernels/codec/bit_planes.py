@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.compat import match_varying
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
-from pallas_kernels.compat import match_varying
 
 UNIT = SUPER_GROUP_SIZE // 8  # bytes of a row in a plane
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.compat import override
 from pallas_kernels.codec.allocation import Allocation
 from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.levels import (
@@ -20,7 +21,6 @@ from pallas_kernels.codec.levels import (
 )
 from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import Rounding
-from pallas_kernels.compat import override
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
 

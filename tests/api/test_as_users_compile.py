@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, PRESETS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Auto, Butterfly, Network, Ring, Topology
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 from tests.support import speed
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import Collective, collectives

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 from tests.support.gradients import vnmse
 from tests.support.workers import STOCHASTIC
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._check import agreement, disagreement, exchange
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 from tests.support import processes
 from tests.support.agreement_worker import DISAGREEING
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from pallas_kernels import compat, modes, operations
+from pallas_kernels import modes, operations
+from pallas_kernels._jax import compat
 from pallas_kernels.codec import Layout, LocalRows
 from tests.support.kernel_cases import run, small_layout, some_messages, some_rows
 

@@ -44,6 +44,8 @@ LAYERS = (
     "dynamiq_jax.__main__",
 )
 WING = "dynamiq_jax.contrib"
+# Private to the project, and the base of all its packages.
+ROOM_OF_ALL = "pallas_kernels._jax"
 # The command line and its rooms.
 ON_TOP = LAYERS[LAYERS.index(WING) + 1 :]
 # Functions with one keyword for each choice of a user.
@@ -201,7 +203,8 @@ def test_the_page_on_architecture_names_every_package_from_the_bottom_up():
     diagram, table = page.split("## The path of one call")[0].split("| package | content |")
     rooms = [layer for layer in LAYERS if "__" not in layer]
     entries = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
-    assert entries == ["pallas_kernels.codec", *rooms]  # in which every module has its place
+    # Every module has its place in one of them.
+    assert entries == [ROOM_OF_ALL, "pallas_kernels.codec", *rooms]
     drawn = re.findall(r"[\w.]+", diagram.split("```")[1])
     last_lines = [name.removeprefix("dynamiq_jax.") for name in reversed(entries)]
     assert [name for name in drawn if name in last_lines] == last_lines
@@ -254,8 +257,9 @@ def private_parts(name: str) -> Iterator[tuple[str, str]]:
 
 
 def test_what_is_private_is_imported_only_where_it_lives():
-    """A name with an underscore is for the package that holds it. The command line and its
-    rooms belong to `dynamiq_jax` and may use all of that. The examples may use these rooms.
+    """A name with an underscore is for the package that holds it, and the base for the project but
+    its research. The command line and its rooms belong to `dynamiq_jax` and may use all of that.
+    The examples may use these rooms.
     """
     examples = [(n, o) for n, tree in parsed("examples").items() for o in imports(tree)]
     wrong = []
@@ -267,6 +271,7 @@ def test_what_is_private_is_imported_only_where_it_lives():
                 on_top = any(inside(name, folder) for folder in ON_TOP)
                 # `parts` shows what other packages hold.
                 known = (on_top or name == "dynamiq_jax.parts") and inside(holder, "dynamiq_jax")
+                known |= private == ROOM_OF_ALL and not inside(name, WING)
             if not (inside(name, holder) or known):
                 wrong.append((name, private))
     assert wrong == []
@@ -294,7 +299,7 @@ def test_the_library_neither_prints_nor_logs():
         assert not names & {"print", "breakpoint", "input"}, module
         if module == "dynamiq_jax._check.exchange":
             imported.remove("warnings")  # of a check that could not be made, which is no error
-        if module == "pallas_kernels.compat":
+        if module == f"{ROOM_OF_ALL}.compat":
             imported.remove("warnings")  # of a version of JAX in which processes are not compared
         if module == "pallas_kernels.first_use":
             imported.remove("warnings")  # of kernels that the base replaces

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax.parts import match_varying, override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, packing, row_bytes
-from pallas_kernels.compat import match_varying, override
 
 _PATCH_BYTES = 2  # of an integer in the list
 _PATCH_SPREAD = 4  # standard deviations of the number of patches that there is room for

@@ -20,9 +20,8 @@ from dynamiq_jax.contrib.entropy_coded.rans import RansCoder
 from dynamiq_jax.contrib.packet_loss import Terms
 from dynamiq_jax.contrib.thc import THC
 from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod, SummedChunks, WireCost
-from dynamiq_jax.parts import Payload, check_choice, check_number, take_chunk
+from dynamiq_jax.parts import Payload, check_choice, check_number, override, take_chunk
 from pallas_kernels.codec import Index, offsets
-from pallas_kernels.compat import override
 
 Coder = Literal["rans", "patched"]
 

@@ -15,8 +15,8 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from dynamiq_jax.contrib.entropy_coded.integer_coders import Encoded, IntegerCoder, ordinals
+from dynamiq_jax.parts import match_varying, override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, packing, row_bytes
-from pallas_kernels.compat import match_varying, override
 
 SYMBOLS = 64
 _CENTER = SYMBOLS // 2  # symbol of the integers from 0 on

@@ -13,9 +13,15 @@ from jax.typing import ArrayLike
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Exact, Method
-from dynamiq_jax.parts import check_axis, check_integer, check_key
+from dynamiq_jax.parts import (
+    check_axis,
+    check_integer,
+    check_key,
+    same_over,
+    vary_over,
+    varying_axes,
+)
 from dynamiq_jax.topologies import Topology
-from pallas_kernels import compat
 
 Tree = TypeVar("Tree")
 
@@ -130,7 +136,7 @@ class _Line:
         total = summed(
             jax.tree.map(lambda leaf: self._as_of_one_line(leaf, others), sent),
             self.axis,
-            key=functools.reduce(compat.same_over, others, key),
+            key=functools.reduce(same_over, others, key),
         )
         living: Array | int = lax.axis_size(self.axis)
         if not everybody:
@@ -138,7 +144,7 @@ class _Line:
             living = jnp.maximum(count, 1)
 
         def merged(total: Array, sent: Array, own: Array) -> Array:
-            for name in sorted(compat.varying_axes(sent) & set(others)):
+            for name in sorted(varying_axes(sent) & set(others)):
                 total = _vary(total, name)
             mean = total / jnp.asarray(living, total.dtype)
             return mean if everybody else jnp.where(alive, mean, own)
@@ -147,7 +153,7 @@ class _Line:
 
     def _as_of_one_line(self, leaf: Array, others: Sequence[str]) -> Array:
         """Mark a value as varying along the line alone: `dq.psum` does not see the others."""
-        return functools.reduce(compat.same_over, others, _vary(leaf, self.axis))
+        return functools.reduce(same_over, others, _vary(leaf, self.axis))
 
 
 def _is_always(alive: Array) -> bool:
@@ -157,9 +163,9 @@ def _is_always(alive: Array) -> bool:
 
 def _vary(leaf: Array, axis_name: str) -> Array:
     """Mark a value as varying over an axis; workers may hold the same one."""
-    if axis_name in compat.varying_axes(leaf):
+    if axis_name in varying_axes(leaf):
         return leaf
-    return compat.vary_over(leaf, (axis_name,))
+    return vary_over(leaf, (axis_name,))
 
 
 def _check_axes(axis_name: Any) -> tuple[str, ...]:

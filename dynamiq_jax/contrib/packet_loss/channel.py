@@ -11,8 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.contrib.packet_loss.spans import ByteSpans
-from dynamiq_jax.parts import check_integer, check_number
-from pallas_kernels.compat import match_varying
+from dynamiq_jax.parts import check_integer, check_number, match_varying
 
 _GRANULE = 16  # bytes: a packet holds whole numbers of any dtype
 

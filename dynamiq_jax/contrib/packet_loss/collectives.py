@@ -33,9 +33,8 @@ from dynamiq_jax.methods import (
     Reduced,
     State,
 )
-from dynamiq_jax.parts import Payload, as_chunks, check_choice, take_chunk
+from dynamiq_jax.parts import Payload, as_chunks, check_choice, override, take_chunk
 from dynamiq_jax.topologies import AllToAll
-from pallas_kernels.compat import override
 
 Tree = TypeVar("Tree")
 Estimator = Literal["others", "count", "inverse"]

@@ -23,11 +23,10 @@ from dynamiq_jax.methods import (
     RecodedChunks,
     SummedChunks,
 )
-from dynamiq_jax.parts import Payload, take_chunk
+from dynamiq_jax.parts import Payload, override, take_chunk
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, packing, restore_rows, row_bytes
 from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.packing import MAX_WIDTH
-from pallas_kernels.compat import override
 
 
 class Terms(abc.ABC):

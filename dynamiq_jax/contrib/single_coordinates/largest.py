@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.compat import match_varying
+from dynamiq_jax.parts import match_varying
 
 _BITS = 32  # of a key
 

@@ -8,8 +8,7 @@ from jax import Array, lax
 
 from dynamiq_jax.contrib.single_coordinates.largest import largest
 from dynamiq_jax.methods import Call, Method, Reduced, State, WireCost
-from dynamiq_jax.parts import check_bits, check_choice, take_chunk
-from pallas_kernels.compat import match_varying, override
+from dynamiq_jax.parts import check_bits, check_choice, match_varying, override, take_chunk
 
 _INDEX_BYTES = 4
 _VALUE_BYTES = {"bfloat16": 2, "float32": 4}

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax.parts import as_chunks
+from dynamiq_jax.parts import as_chunks, match_varying
 from pallas_kernels.codec.rounding import mix
-from pallas_kernels.compat import match_varying
 
 MOST_ROWS = 32  # a sketch row takes one bit of each word of signs
 _SIGN = np.uint32(1 << 31)

@@ -14,11 +14,19 @@ from jax import Array
 
 from dynamiq_jax.contrib.split_sketch.count_sketch import CountSketch, num_stretches
 from dynamiq_jax.methods import BF16, Call, ChunkedMethod, Method, Reduced, State, WireCost
-from dynamiq_jax.parts import Chosen, as_chunks, check_choice, check_integer, check_number
+from dynamiq_jax.parts import (
+    Chosen,
+    as_chunks,
+    check_choice,
+    check_integer,
+    check_number,
+    match_varying,
+    override,
+    same_over,
+)
 from pallas_kernels.codec import l2_norm
 from pallas_kernels.codec.rounding import mix
 from pallas_kernels.codec.scales import bfloat16_bits
-from pallas_kernels.compat import match_varying, override, same_over
 
 _ROWS = (1, 3, 5, 7)  # odd: the median is one of the estimates
 _MAX_BITS = 32.0

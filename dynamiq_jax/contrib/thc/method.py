@@ -11,9 +11,8 @@ from jax import Array, lax
 
 from dynamiq_jax.contrib.thc import hadamard
 from dynamiq_jax.methods import Call, ChunkedMethod, SummedChunks, WireCost
-from dynamiq_jax.parts import check_choice, check_integer, check_number
+from dynamiq_jax.parts import check_choice, check_integer, check_number, override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, l2_norm, offsets, packing, row_bytes, scales
-from pallas_kernels.compat import override
 
 _MAX_WIRE_BITS = packing.WIDTHS[-1]
 _BLOCKS = tuple(2**bits for bits in range(8, 21))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.training._drop_compute.workers import LOCAL, Workers
 from dynamiq_jax.training.stragglers import Table
-from pallas_kernels import compat
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 # Seconds at an event of a worker's step: 0 is its start, m the end of its m-th micro-batch, and one

@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from pallas_kernels._jax.dependencies import zeros_after
 from pallas_kernels.codec.rounding import mix
-from pallas_kernels.dependencies import zeros_after
 
 _ORDERS = 16
 

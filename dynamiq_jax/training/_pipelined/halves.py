@@ -30,7 +30,7 @@ from dynamiq_jax._run.cuts import cut, joined, pieces_of
 from dynamiq_jax._run.loop import Sender
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.training._pipelined.dealing import Dealing
-from pallas_kernels.compat import override
+from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,8 @@ from dynamiq_jax.training._pipelined.state import (
     check_state,
     shard_names,
 )
-from pallas_kernels import compat
-from pallas_kernels.dependencies import never
+from pallas_kernels._jax import compat
+from pallas_kernels._jax.dependencies import never
 
 P = PartitionSpec
 Value = TypeVar("Value")
