@@ -5,7 +5,7 @@
     bench        programs, compiled and timed, that sections share
     jobs         the operations that are timed: kernels of every backend, and plain codecs
     cases        a bucket of some size, dtype and bits: programs and inputs of all jobs
-    report       timed operations as rows of the results, on the terminal and in a plot
+    report       timed operations as rows of the results and on the terminal
     device       sections `device` and `prediction`: copy bandwidth, and what follows from it
     correctness  sections `correctness` and `all_reduce`: results of every backend
     speed        sections `main`, `bits`, `sizes` and `sweep`: times of every operation

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from benchmarks import common
-from benchmarks.gpu import correctness, device, profiling, report, speed
+from benchmarks.gpu import correctness, device, profiling, speed
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.jobs import implementations, left_out
 from benchmarks.gpu.options import Options, parse
@@ -55,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(options, record)
         for name, run in sections(options).items():
             record.section(name, functools.partial(run, bench))
-        report.save_plot(bench)
     return record.finish()
 
 

@@ -1,13 +1,10 @@
-"""Timed operations as rows of the results, as lines on the terminal, and in a plot."""
+"""Timed operations as rows of the results and as lines on the terminal."""
 
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.jobs import KERNELS, program_key
+from benchmarks.gpu.jobs import program_key
 
 SHORT_US = 50.0  # calls below this are near what the host needs to start one
 ALTERNATIVES = ("mosaic_gpu", "xla", *PLAIN_CODECS)  # to the default kernels
@@ -74,18 +71,6 @@ def print_rows(rows: Sequence[Row]) -> None:
         print(f"* below {SHORT_US:g} us: starting calls may be what is measured")
 
 
-def save_plot(bench: Bench) -> None:
-    """Draw the results beside the JSON file, if matplotlib is installed."""
-    path = bench.record.path
-    if path is None or importlib.util.find_spec("matplotlib") is None:
-        return
-    if matching(bench.rows, implementation="triton"):
-        try:
-            _draw(bench, path.with_suffix(".png"))
-        except Exception as error:  # measuring went well all the same
-            print(f"no plot: {type(error).__name__}: {error}")
-
-
 def _operation(row: Row) -> str:
     name = row["implementation"]
     return row["operation"] + ("" if name == "triton" else f" {name}")
@@ -116,55 +101,3 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("int8/t", 6, _ratio("int8")),
     ("mx/t", 6, _ratio("mxfp8")),
 )
-
-
-def _draw(bench: Bench, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for number, dtype in enumerate(bench.options.dtypes):
-        _draw_hop(axes[0], bench, dtype, f"C{number}")
-        _draw_bandwidth(axes[1], bench, dtype, f"C{number}")
-    size, bits = bench.options.sizes[0], bench.options.bits[0]
-    axes[0].set(xlabel="bits", ylabel="ps per coordinate", yscale="log")
-    axes[0].set_title(f"hop, {size / 2**20:g} Mi coordinates")
-    axes[1].set(xlabel="Mi coordinates", xscale="log", ylim=(0, None))
-    axes[1].set_title(f"bandwidth over that of a copy, {bits:g} bits")
-    for axis in axes:
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _draw_hop(axis: Any, bench: Bench, dtype: str, color: str) -> None:
-    hops = matching(bench.rows, operation="hop", dtype=dtype, size=bench.options.sizes[0])
-    triton = matching(hops, implementation="triton")
-    for name, style in {"triton": "-o", "mosaic_gpu": "-.^", "xla": "--s"}.items():
-        points = [
-            (row["bits"], row["ps_per_coordinate"]) for row in matching(hops, implementation=name)
-        ]
-        _line(axis, points, style, color=color, label=f"{name}, {dtype}")
-    floor = [
-        (row["bits"], row["bytes_per_coordinate"] / bench.copy_bytes_per_second * 1e12)
-        for row in triton
-    ]
-    _line(axis, floor, ":", color=color, label=f"its bytes, {dtype}")
-
-
-def _draw_bandwidth(axis: Any, bench: Bench, dtype: str, color: str) -> None:
-    for operation, marker in zip(KERNELS, "osv^", strict=True):
-        rows = matching(bench.rows, operation=operation, implementation="triton", dtype=dtype)
-        points = [
-            (row["size"] / 2**20, row["fraction_of_copy"])
-            for row in rows
-            if row["bits"] in (None, bench.options.bits[0])
-        ]
-        _line(axis, points, f"-{marker}", color=color, label=f"{operation}, {dtype}")
-
-
-def _line(axis: Any, points: list[tuple[float, float]], style: str, **kwargs: Any) -> None:
-    if points:
-        axis.plot(*zip(*sorted(points), strict=True), style, **kwargs)

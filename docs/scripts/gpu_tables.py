@@ -1,9 +1,10 @@
-"""Tables of the speed of the kernels on a GPU."""
+"""Tables of the bytes and the speed of the kernels on a GPU."""
 
 import json
+from collections import Counter
 from typing import Any
 
-from docs.scripts.result_files import RESULTS, markdown
+from docs.scripts.result_files import RESULTS, markdown, results_of
 from dynamiq_jax._measurement.kernel_speed import STEPS
 
 # Operations of a ring among this many workers, for the time of a whole all-reduce.
@@ -53,3 +54,29 @@ def gpu_kernels() -> str:
             ]
             rows.append([dtype, operation, *cells, f"{ours['fraction_of_copy']:.0%}"])
     return markdown(["rows", "operation", *_NAMES.values(), "Triton, of copy"], rows)
+
+
+def gpu_checks() -> str:
+    """Write how many operations differ from the pure-JAX codec, by backend: gpu_checks.json."""
+    rows = []
+    for backend in ("triton", "mosaic_gpu"):
+        checks = [check for check in results_of("gpu_checks") if check["backend"] == backend]
+        verdicts = Counter(check["verdict"] for check in checks)
+        by_more = sum(c["differing"] for c in checks if c["verdict"] == "different")
+        rows.append(
+            [
+                _NAMES[backend],
+                f"{sum(check['compared'] for check in checks) / 1e6:.1f} MB",
+                str(len(checks)),
+                *(str(verdicts[kind]) for kind in ("same", "rounding", "different")),
+                str(by_more),
+            ]
+        )
+    header = ["kernels", "compared", "operations", "same bytes", "single steps of rounding"]
+    return markdown([*header, "by more", "bytes that differ by more"], rows)
+
+
+ALL = (
+    gpu_kernels,
+    gpu_checks,
+)

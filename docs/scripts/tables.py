@@ -1,4 +1,4 @@
-"""Tables of the pages that come from result files or from the library itself, and scripts.
+"""Tables and sentences of the pages that come from result files or from the library, and scripts.
 
     python -m docs.scripts.tables
 
@@ -23,6 +23,7 @@ from docs.scripts import (
     loss_tables,
     method_tables,
     real_lm_tables,
+    sentences,
     tpu_tables,
     training_tables,
 )
@@ -38,77 +39,6 @@ from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
 EXAMPLES = ROOT / "examples"
-
-# Outputs of the operations of the codec.
-_KINDS = {
-    **dict.fromkeys(("compress", "hop", "hop2"), "messages"),
-    **dict.fromkeys(("decompress", "decompress_accumulate"), "decoded rows"),
-    "statistics": "norms",
-}
-
-# Of each result file, without options that choose how much is measured.
-_COMMANDS = {
-    "allocation": "python -m benchmarks.error.allocation",
-    "allocation_real_lm": "python -m benchmarks.error.allocation",
-    "allocation_fitted": "",  # made by an earlier version, which fitted widths
-    "aot_h200": "python -m benchmarks.aot.h200",
-    "aot_tpu": "python -m benchmarks.aot.tpu",
-    "arc_synthetic": "python -m benchmarks.contrib.arc_synthetic",
-    "big_models": "python -m benchmarks.training.big_models",
-    "codec": "python -m benchmarks.speed.codec",
-    **dict.fromkeys(
-        (
-            "compare_bf16",
-            "compare_decoder",
-            "compare_low_bits",
-            "compare_real_lm",
-            "compare_ring",
-            "compare_topologies",
-        ),
-        "dynamiq-jax compare",
-    ),
-    "compile_time": "python -m benchmarks.speed.compile_time",
-    "cost_model": "python -m benchmarks.speed.cost_model",
-    "drop_compute": "python -m benchmarks.training.drop_compute",
-    "entropy": "python -m benchmarks.contrib.entropy",
-    "entropy_network": "dynamiq-jax network",
-    "error": "python -m benchmarks.error.codecs",
-    "error_estimate": "python -m benchmarks.error.estimate",
-    "error_law": "python -m benchmarks.error.error_law",
-    "executed_ptx": "",  # made by an interpreter that is not in this repository
-    "final_loss": "python -m benchmarks.training.final_loss",
-    "final_loss_muon": "python -m benchmarks.training.final_loss --optimizer muon",
-    "gpu_checks": "dynamiq-jax verify",
-    "gpu_kernels": "python -m benchmarks.gpu.kernels",
-    "halves": "python -m benchmarks.training.halves",
-    "in_flight": "python -m benchmarks.speed.in_flight",
-    "islands": "python -m benchmarks.contrib.islands",
-    "islands_links": "python -m benchmarks.contrib.islands_links",
-    "local_sgd": "python -m benchmarks.training.local_sgd",
-    "locality": "python -m benchmarks.error.locality",
-    "many_leaves": "python -m benchmarks.speed.many_leaves",
-    "maxtext": "python -m benchmarks.trainers.maxtext",
-    "moshpit": "python -m benchmarks.contrib.moshpit",
-    "packet_loss": "python -m benchmarks.contrib.packet_loss",
-    "paper_tables": "python -m benchmarks.error.paper_tables",
-    "paper_tables_real_lm": "python -m benchmarks.error.paper_tables",
-    "pipelined": "python -m benchmarks.training.pipelined",
-    "pipelined_h200": "python -m benchmarks.aot.pipelined",
-    "rate_distortion": "python -m benchmarks.error.rate_distortion",
-    "rate_distortion_real_lm": "python -m benchmarks.error.rate_distortion",
-    "real_lm_errors": "python -m benchmarks.real_lm.errors",
-    "real_lm_estimates": "python -m benchmarks.real_lm.estimates",
-    "real_lm_time_to_accuracy": "python -m benchmarks.real_lm.time_to_accuracy",
-    "real_lm_training": "python -m benchmarks.real_lm.training",
-    "real_lm_training_muon": "python -m benchmarks.real_lm.training --optimizer muon",
-    "shared_budget": "python -m benchmarks.error.shared_budget",
-    "split_sketch": "python -m benchmarks.contrib.split_sketch",
-    "transforms": "python -m benchmarks.speed.transforms",
-    **dict.fromkeys(
-        ("time_to_accuracy", "time_to_accuracy_local_sgd", "time_to_accuracy_low_bits"),
-        "python -m benchmarks.training.time_to_accuracy",
-    ),
-}
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 _SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -260,40 +190,17 @@ def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], l
     return ["", "bits", *(f"{rate / 1e6:g} Mbit/s" for rate in rates)], rows
 
 
-def executed() -> str:
-    """Write how many bytes of executed kernels differ from the base: executed_ptx.json."""
-    approximations = {"nearest": "nearest", "up:1": "one above", "down:1": "one below"}
-    names = {"triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
-    cells = results_of("executed_ptx")
-    rows = []
-    for backend, name in names.items():
-        for data in ("gradient", "hard"):
-            for kind in ("messages", "decoded rows", "norms"):
-                of_kind = [
-                    cell
-                    for cell in cells
-                    if (cell["backend"], cell["data"]) == (backend, data)
-                    and _KINDS[cell["operation"]] == kind
-                ]
-                differ = [
-                    sum(cell["differing_bytes"] for cell in of_kind if cell["approximation"] == key)
-                    for key in approximations
-                ]
-                compared = sum(cell["bytes"] for cell in of_kind) // len(approximations)
-                rows.append([name, data, kind, f"{compared:,}", *(f"{n:,}" for n in differ)])
-    heads = (f"differ, {label}" for label in approximations.values())
-    return markdown(["kernels", "rows", "outputs", "bytes", *heads], rows)
-
-
-def executed_reasons() -> str:
-    """Write why rows of executed kernels differ from the base: executed_ptx.json."""
-    counts: dict[tuple[str, str], int] = {}
-    for cell in results_of("executed_ptx"):
-        for reason, number in cell["rows"].items():
-            key = _KINDS[cell["operation"]], reason
-            counts[key] = counts.get(key, 0) + number
-    rows = [[kind, reason, f"{counts[kind, reason]:,}"] for kind, reason in sorted(counts)]
-    return markdown(["outputs", "reason", "rows"], rows)
+def cpu_codec() -> str:
+    """Write the time of each operation of the codec on a CPU: codec.json."""
+    results = results_of("codec")
+    size = max(row["size"] for row in results)
+    ns = {(r["operation"], r["method"]): r["ns"] for r in results if r["size"] == size}
+    budgets = [method for operation, method in ns if operation == "hop" and "," not in method]
+    rows = [
+        [operation, *(f"{ns[operation, bits]:.2f}" for bits in budgets)]
+        for operation in ("statistics", "reorder", "compress", "hop", "decompress")
+    ]
+    return markdown(["operation", *budgets], rows)
 
 
 def compile_times() -> str:
@@ -402,21 +309,21 @@ def maxtext() -> str:
 
 
 def environments() -> str:
-    """Write command, date, hardware and versions of every result file."""
-    rows = []
+    """Write the result files of each machine and version of JAX, with the days of the runs."""
+    files: dict[tuple[str, str], list[str]] = {}
+    days: dict[tuple[str, str], list[str]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         of = json.loads(path.read_text())["environment"]
-        command = _COMMANDS[path.stem]
-        rows.append(
-            [
-                f"`{path.name}`",
-                f"`{command}`" if command else "none",
-                of["date"],
-                f"{of['cpu']}, {of['cores']} cores" if of["cores"] > 1 else f"{of['cpu']}, 1 core",
-                f"{of['jax']}, {of['python']}",
-            ]
-        )
-    return markdown(["file", "command", "date", "hardware", "JAX, Python"], rows)
+        cores = f"{of['cores']} cores" if of["cores"] > 1 else "1 core"
+        machine = f"{of['cpu']}, {cores}", f"{of['jax']}, {of['python']}"
+        files.setdefault(machine, []).append(f"`{path.stem}`")
+        days.setdefault(machine, []).append(of["date"].split()[0])
+    rows = []
+    for machine in sorted(files, key=lambda machine: -len(files[machine])):
+        first, last = min(days[machine]), max(days[machine])
+        names = ", ".join(files[machine]) if len(files[machine]) < 10 else "all others"
+        rows.append([names, *machine, first if first == last else f"{first} to {last}"])
+    return markdown(["files", "hardware", "JAX, Python", "date"], rows)
 
 
 _ALL = (
@@ -427,9 +334,6 @@ _ALL = (
     emulated,
     accuracy,
     headline,
-    executed,
-    gpu_tables.gpu_kernels,
-    executed_reasons,
     compile_times,
     many_leaves,
     in_flight,
@@ -437,13 +341,16 @@ _ALL = (
     transforms,
     maxtext,
     environments,
+    cpu_codec,
     choice_tables.which_method,
     bucket_tables.buckets_errors,
     bucket_tables.buckets_steps,
     *error_tables.ALL,
+    *gpu_tables.ALL,
     *loss_tables.ALL,
     *method_tables.ALL,
     *real_lm_tables.ALL,
+    *sentences.ALL,
     *tpu_tables.ALL,
     *training_tables.ALL,
 )

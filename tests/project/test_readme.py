@@ -1,6 +1,9 @@
-"""The README: its example runs on one CPU and prints what it shows, and its diffs are true."""
+"""First pages: the example of the README runs on one CPU and prints what it shows, and the diffs of
+the page on how to start are true.
+"""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,8 +17,13 @@ import dynamiq_jax as dq
 from tests.project.test_docs import PAGES, ROOT, code_blocks, printed_by
 
 README = PAGES["README.md"]
-AROUND_A_LOSS, IN_A_SHARD_MAP = code_blocks(README, "diff")
+AROUND_A_LOSS, IN_A_SHARD_MAP = code_blocks(PAGES["docs/getting_started.md"], "diff")
 CAST = '  params = jax.lax.pcast(params, "data", to="varying")\n'
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 700
+    assert len(re.findall(r"^- \[.*\]\(", README, flags=re.MULTILINE)) == 8
 
 
 def applied(diff: str, sign: str) -> str:

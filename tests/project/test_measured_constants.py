@@ -1,0 +1,59 @@
+"""Speeds in the library's cost model: they are those of the result files."""
+
+import pytest
+
+from docs.scripts.advised import gain_of_a_step
+from docs.scripts.gpu_tables import gpu_worker_ps
+from docs.scripts.result_files import results_of
+from dynamiq_jax.topologies import Ring
+from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
+
+
+def test_the_speed_of_a_cpu_is_that_of_a_measured_codec():
+    """Its rounded time is between those of the parts at both sizes that were measured."""
+    sums: dict[int, float] = {}
+    for row in results_of("codec"):
+        if row["method"] == "5 bits":
+            sums[row["size"]] = sums.get(row["size"], 0.0) + row["ns"]
+    assert len(sums) == 2
+    assert min(sums.values()) < CODEC_SPEEDS["cpu"].ns_per_coordinate < max(sums.values())
+
+
+def test_the_speed_of_a_gpu_is_that_of_measured_kernels():
+    measured = 1e-3 * gpu_worker_ps()
+    assert 0.95 < CODEC_SPEEDS["gpu"].ns_per_coordinate / measured < 1.05
+
+
+def test_nothing_is_gained_on_nvlink():
+    """As the README says: steps are as long as before, within a few percent."""
+    gains = [gain_of_a_step("3600gbit", overlap) for overlap in (0.0, 0.5)]
+    assert 1 < gains[0] < 1.02 and 0.96 < gains[1] < 0.98
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [("tpu_v5e", "v5e:2x4"), ("tpu_v5p", "v5p:2x2x2"), ("tpu_v6e", "v6e:2x4")],
+)
+def test_speeds_of_tpus_are_about_those_of_the_schedules(kind, topology):
+    """A ring of 8 chips with 8 Mi coordinates, and two slices of 8 chips with 1 Mi on each."""
+    result = results_of("aot_tpu")[topology]
+    sums = {
+        (program["sum"], program["slices"]): program
+        for program in result["programs"]
+        if program["size"] == 2**23
+    }
+
+    def seconds(name: str, slices: int) -> float:
+        program = sums[name, slices]
+        cycles = program["kernel_cycles"] + program["other_cycles"]
+        return 1e-6 * cycles / result["clock_mhz"]
+
+    between_slices = seconds("kernels between slices", 2) - seconds("exact", 2)
+    for size, workers, expected in (
+        (2**23, 8, seconds("kernels, ring", 1)),
+        (2**20, 2, between_slices),
+    ):
+        predicted = CODEC_SPEEDS[kind].seconds(size, Ring().steps(workers) + 2)
+        assert 0.75 < predicted / expected < 1.25
+    more = seconds("kernels, all-to-all", 1) - seconds("kernels, ring", 1)
+    assert 0.9 < 2**23 * 1e-9 * CODEC_SPEEDS[kind].ns_of_order / more < 1.1
