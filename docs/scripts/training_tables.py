@@ -171,17 +171,6 @@ def messages_under_loss() -> str:
     return markdown(headings, rows)
 
 
-def contributors_under_loss() -> str:
-    """Write how many workers are in a sum, on average, in a ring and in a direct exchange."""
-    rows = []
-    for workers in (8, 64):
-        for rate in (0.01, 0.1, 0.2):
-            ring = (1 - (1 - rate) ** workers) / rate
-            direct = 1 + (workers - 1) * (1 - rate)
-            rows.append([str(workers), f"{rate:.0%}", f"{ring:.1f}", f"{direct:.1f}"])
-    return markdown(["workers", "lost", "in a ring", "directly"], rows)
-
-
 def pipelined_schedules() -> str:
     """Write shares of bytes under computation in schedules for H200: pipelined_h200.json."""
     rows = [
@@ -318,7 +307,6 @@ ALL: tuple[Callable[[], str], ...] = (
     moshpit_schemes,
     moshpit_errors,
     moshpit_training,
-    contributors_under_loss,
     messages_under_loss,
     packet_loss,
     islands,
