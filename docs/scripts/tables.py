@@ -45,11 +45,10 @@ _SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DO
 
 
 def methods() -> str:
-    """Write the bits of every method with its defaults, its errors and its time."""
-    real = {row["method"]: row["vnmse"] for row in real_lm_tables.rows_of("ring", "auto")}
-    tenth = {row["method"]: row["vnmse"] for row in results_of("compare_real_lm")}
+    """Write the bits of every method with its defaults, its error and its time."""
+    errors = {row["method"]: row["vnmse"] for row in results_of("compare_real_lm")}
     compared = [*results_of("compare_ring"), *results_of("compare_low_bits")]
-    measured = {row["setting"]: row for row in compared if row["workers"] == 8}
+    times = {row["setting"]: row["codec_ns"] for row in compared if row["workers"] == 8}
     # How the settings of the result files spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
     settings["flash_communication"] = "flash_communication:5"
@@ -61,16 +60,11 @@ def methods() -> str:
         method = resolve_method(name)
         bits = [f"{dq.wire_report(gradient, n, method=method).bits:.2f}" for n in (8, 64)]
         setting = settings.get(name, name)
-        found = measured.get(f"{setting}:ring")
-        on_real = [exponent(of[setting]) if setting in of else "" for of in (real, tenth)]
-        error, time = ("", "")
-        if found:
-            error = exponent(mean([step["vnmse"] for step in found["steps"].values()]))
-            time = f"{found['codec_ns']:.0f}"
-        rows.append([f'`"{name}"`', *bits, *on_real, error, time])
-    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE, SmolLM2", "a tenth of it"]
-    header.append("small model")
-    return markdown([*header, "codec ns a coordinate"], rows)
+        error = exponent(errors[setting]) if setting in errors else ""
+        time = times.get(f"{setting}:ring")
+        rows.append([f'`"{name}"`', *bits, error, "" if time is None else f"{time:.0f}"])
+    header = ["name", "bits, 8 workers", "bits, 64 workers", "vNMSE", "codec ns a coordinate"]
+    return markdown(header, rows)
 
 
 def break_even() -> str:
