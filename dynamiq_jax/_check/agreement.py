@@ -98,10 +98,10 @@ def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:
 
 def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
     """Describe a collective, but for its leaves."""
-    collective, compression = plan.collective, plan.compression
+    collective, compression = plan.collective.unmeasured, plan.compression
     mesh, axes = jax.sharding.get_abstract_mesh(), collective.axes
     texts = {
-        "collective": collective.name,
+        "collective": type(collective).__name__,
         "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
         "mesh": _text(dict(mesh.shape)),
         **_fields("topology", compression.topology),

@@ -33,9 +33,9 @@ class Collective(abc.ABC):
     salt: ClassVar[int | None] = None
 
     @property
-    def name(self) -> str:
-        """Name of the kind."""
-        return type(self).__name__
+    def unmeasured(self) -> "Collective":
+        """The collective without an estimate of its error."""
+        return self
 
     def check_method(self, method: Method) -> None:
         """Raise ValueError for a method that this collective cannot use."""

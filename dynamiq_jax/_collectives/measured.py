@@ -44,8 +44,8 @@ class Measured(AllReduce):
 
     @property
     @override
-    def name(self) -> str:
-        return AllReduce.__name__
+    def unmeasured(self) -> AllReduce:
+        return AllReduce(self.axes, self.mean)
 
     @override
     def transfer(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
