@@ -15,6 +15,7 @@ from dynamiq_jax._core import (
     take_chunk,
 )
 from dynamiq_jax._inputs.checks import check_axis, check_key
+from dynamiq_jax._inputs.shards import context_or_automatic
 from dynamiq_jax.methods._blockwise import BLOCKS, covering_step, in_blocks, rows_per_chunk
 from dynamiq_jax.methods._budget import check_bits, most_within
 from dynamiq_jax.methods._budgeted_blocks import BudgetedBlocks
@@ -41,3 +42,5 @@ __all__ += ["BLOCKS", "covering_step", "in_blocks", "rows_per_chunk"]
 __all__ += ["combine_norms", "combined_bytes", "gather_norms", "gathered_bytes"]
 __all__ += ["NOT_FINITE", "BudgetedBlocks", "Chosen", "check_bits", "most_within"]
 __all__ += ["Feedback"]
+# What a train step needs that calls `jax.shard_map` itself.
+__all__ += ["context_or_automatic"]

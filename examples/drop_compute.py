@@ -7,9 +7,7 @@ import optax
 from jax.sharding import AxisType
 
 import dynamiq_jax as dq
-from dynamiq_jax.contrib.stragglers import SimulatedClock
-from dynamiq_jax.training import Calibration, DropCompute
-from dynamiq_jax.training.stragglers import Latencies
+from dynamiq_jax.contrib import Calibration, DropCompute, Latencies, SimulatedClock
 
 STEPS, WORKERS, MICRO_BATCHES = 60, 4, 8
 random = np.random.default_rng(0)

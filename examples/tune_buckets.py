@@ -1,4 +1,4 @@
-"""A step for `dynamiq-jax tune-buckets examples.tune_buckets:make_step`."""
+"""A step for `python -m benchmarks.speed.tune_buckets examples.tune_buckets:make_step`."""
 
 import jax
 import jax.numpy as jnp

@@ -28,16 +28,16 @@ from rich.console import Console
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.emulation import namespaces
+from benchmarks.emulation.network import NetworkRun
+from benchmarks.emulation.processes import Processes
+from benchmarks.emulation.python_processes import python_command, python_environment
 from benchmarks.training.emulated_training.target import reached, target_loss
 from benchmarks.training.small_lm.corpora import all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import adamw, loss_of, pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._console.units import parse_rate
-from dynamiq_jax._emulation import namespaces
-from dynamiq_jax._emulation.network import NetworkRun
-from dynamiq_jax._emulation.processes import Processes
-from dynamiq_jax._emulation.python_processes import python_command, python_environment
 from dynamiq_jax._measurement.settings import PSUM, parse_settings
 
 Batch = Any

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import optax
 
-from dynamiq_jax._emulation.host import Host, serve
+from benchmarks.emulation.host import Host, serve
 from dynamiq_jax.contrib import Islands
 
 PORT = 8000

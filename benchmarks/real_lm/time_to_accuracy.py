@@ -4,7 +4,7 @@
     python -m benchmarks.real_lm.time_to_accuracy
 
 A step takes the time that one worker computes on this machine, and that of an all-reduce between
-hosts emulated on this machine (root and iproute2) as `dynamiq-jax network` measures it. The latter
+hosts emulated on this machine (root and iproute2) as `benchmarks.emulation` measures it. The latter
 is of fewer coordinates than the model has, and scaled. Losses are those of the training runs, which
 no link changes. All hosts share the cores of this machine, so that codecs take longer than on hosts
 of their own.
@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.emulation import namespaces
+from benchmarks.emulation.network import NetworkRun
 from benchmarks.real_lm import training
 from benchmarks.real_lm.folder import check_folder
 from benchmarks.real_lm.policies import POLICIES
@@ -33,8 +35,6 @@ from benchmarks.real_lm.texts import documents
 from benchmarks.training.emulated_training.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
-from dynamiq_jax._emulation import namespaces
-from dynamiq_jax._emulation.network import NetworkRun
 from dynamiq_jax._measurement.settings import PSUM, parse_settings
 from examples import finetune_llm
 from examples.llm.training import Recipe

@@ -2,12 +2,12 @@
 
     python -m benchmarks.speed.cost_model
 
-Measures all-reduces over several numbers of hosts and rates with `dynamiq-jax network` (root and
-iproute2), or takes the JSON files of earlier runs. Codec speeds, the latency, the efficiency of the
-link and how much slower it is for each topology that talks to more than neighbours (gloo halves the
-speed of partners that exchange) are fitted to the points of all rates but one; every point is
-predicted, those of the rate that was left out too. Then the model simulates 8 to 8192 workers of an
-accelerator on links of 1 to 400 Gbit/s.
+Measures all-reduces over several numbers of hosts and rates with `python -m benchmarks.emulation`
+(root and iproute2), or takes the JSON files of earlier runs. Codec speeds, the latency, the
+efficiency of the link and how much slower it is for each topology that talks to more than
+neighbours (gloo halves the speed of partners that exchange) are fitted to the points of all rates
+but one; every point is predicted, those of the rate that was left out too. Then the model simulates
+8 to 8192 workers of an accelerator on links of 1 to 400 Gbit/s.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ FREE = CodecSpeed(ns_per_coordinate=0.0)
 class Config:
     """Options of the benchmark."""
 
-    measured: tuple[Path, ...] = ()  # JSON of `dynamiq-jax network`; measured now if empty
+    measured: tuple[Path, ...] = ()  # JSON of `benchmarks.emulation`; measured now if empty
     hosts: tuple[int, ...] = (4, 8)  # to measure
     rates: tuple[str, ...] = ("100mbit", "200mbit", "1gbit")  # to measure
     settings: tuple[str, ...] = (  # to measure
@@ -64,10 +64,10 @@ class Config:
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """Run `dynamiq-jax network` and return its record."""
+    """Run `python -m benchmarks.emulation` and return its record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "network.json"
-        command = [sys.executable, "-m", "dynamiq_jax", "network", "--json", str(path)]
+        command = [sys.executable, "-m", "benchmarks.emulation", "--json", str(path)]
         command += ["--hosts", *map(str, config.hosts), "--rate", *config.rates]
         command += ["--settings", *config.settings, "--size", config.size]
         subprocess.run([*command, "--repeats", str(config.repeats)], check=True)

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import common
+from benchmarks.emulation.hosts import Hosts, joined_hosts, link_patience
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
-from dynamiq_jax._emulation.hosts import Hosts, joined_hosts, link_patience
 
 PARTS = ("forward", "passes", "scatter", "gather", "pipelined", "unpipelined")
 

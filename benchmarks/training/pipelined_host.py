@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._emulation.host import Host, serve
+from benchmarks.emulation.host import Host, serve
 from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax.training import Pipelined
 from pallas_kernels._jax.compat import override

@@ -33,6 +33,7 @@ import tyro
 
 import dynamiq_jax as dq
 from benchmarks import common
+from benchmarks.emulation import namespaces
 from benchmarks.training.emulated_training import report
 from benchmarks.training.emulated_training.rounds import Rounds, parse_all_rounds
 from benchmarks.training.emulated_training.run import Run, check_identical, trainers
@@ -44,7 +45,6 @@ from dynamiq_jax._console import options, tables
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 from dynamiq_jax._console.units import parse_rate
-from dynamiq_jax._emulation import namespaces
 from dynamiq_jax._measurement.settings import PSUM
 
 ALONE_STEPS = 20  # that measure how long a step takes without the all-reduce

@@ -123,7 +123,7 @@ def topologies() -> str:
 
 
 def emulated() -> str:
-    """Write the times that `dynamiq-jax network` measured: cost_model.json."""
+    """Write the times that `benchmarks.emulation` measured: cost_model.json."""
     points = results_of("cost_model")["points"]
     seconds = {(p["rate"], p["hosts"], p["setting"]): p["seconds"] for p in points}
     rows = []

@@ -14,6 +14,7 @@ from rich.table import Table
 from dynamiq_jax._console import options, plots, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.machine import MALLOC
 from dynamiq_jax._console.units import (
     format_rate,
     format_seconds,
@@ -22,7 +23,6 @@ from dynamiq_jax._console.units import (
     parse_size,
 )
 from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._emulation.python_processes import MALLOC
 from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_per_machine
 from dynamiq_jax._measurement.measure import Measurement, measure
 from dynamiq_jax._measurement.settings import (

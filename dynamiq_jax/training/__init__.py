@@ -1,6 +1,6 @@
-"""Train steps for workers that are far, slow or lossy, around collectives of any method.
+"""Train steps for workers that are far or slow, around collectives of any method.
 
-`LocalSGD`, `Pipelined` and `DropCompute` have one form:
+`LocalSGD` and `Pipelined` have one form:
 
     output, state = description.update(input, state)     # or step
 
@@ -9,18 +9,10 @@ update, step        take a step: an input and a state to an output and the next 
 state_specs         specs of the state, for `jax.shard_map`
 wire_report(params) count the bytes of a step, without running it
 
-The description is frozen. An update or a step takes parameters, a function to gradients, or
-micro-batches, and returns parameters, the value of that function, or metrics.
+The description is frozen. An update takes parameters and returns them; a step takes a function to
+gradients and returns the value of that function.
 """
 
-from dynamiq_jax.training import stragglers
-from dynamiq_jax.training._bucket_tuner import StepTimer, tune_bucket_bytes
-from dynamiq_jax.training._drop_compute.calibration import Calibration
-from dynamiq_jax.training._drop_compute.step import (
-    DropCompute,
-    DropComputeMetrics,
-    DropComputeState,
-)
 from dynamiq_jax.training._local_sgd import LocalSGD, LocalSGDState
 from dynamiq_jax.training._pipelined.step import (
     Pipelined,
@@ -30,17 +22,10 @@ from dynamiq_jax.training._pipelined.step import (
 )
 
 __all__ = [
-    "Calibration",
-    "DropCompute",
-    "DropComputeMetrics",
-    "DropComputeState",
     "LocalSGD",
     "LocalSGDState",
     "Pipelined",
     "PipelinedReport",
     "PipelinedState",
     "PipelinedUpdate",
-    "StepTimer",
-    "stragglers",
-    "tune_bucket_bytes",
 ]

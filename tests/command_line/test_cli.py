@@ -368,11 +368,6 @@ def test_bench_runs_from_the_command_line(tmp_path, monkeypatch):
         ("bench --seed 4294967296", "--seed is 4294967296: give 0 to 2147483647"),
         ("bench --process-id 1", "no --coordinator"),
         ("bench --coordinator localhost:1 --process-id 1", "--num-processes is None"),
-        ("network --hosts 1", "--hosts: 1: give 2 to 250"),
-        ("network --rate quick", "'quick' is not a rate"),
-        ("network --timeout 0", "--timeout is 0.0: give at least 1"),
-        ("network --seed -1", "--seed is -1: give 0 to 2147483647"),
-        ("network --hosts 3 --settings bf16:butterfly", "butterfly.*3 workers.*such as 2 or 4"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, says, monkeypatch):
@@ -432,7 +427,7 @@ def test_the_version(monkeypatch, capsys):
 def test_help_teaches(monkeypatch, capsys):
     assert run(monkeypatch, "--help") == 0
     text = capsys.readouterr().out
-    assert "examples:" in text and "network" in text and "--hosts 4" in text
+    assert "examples:" in text and "advise" in text and "--link 25gbit" in text
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -450,11 +445,12 @@ def test_the_library_needs_none_of_it():
     code = (
         "import sys, dynamiq_jax as dq\n"
         "[getattr(dq, name) for name in dq.__all__]\n"
-        "rooms = ('_commands', '_console', '_measurement', '_emulation', '_prediction')\n"
+        "rooms = ('_commands', '_console', '_measurement', '_prediction')\n"
         "ours = tuple(f'dynamiq_jax.{room}' for room in rooms)\n"
         "needed = {'tyro', 'rich', 'matplotlib'}\n"
         "assert not [name for name in sys.modules if name.startswith(ours)]\n"
         "assert not needed & set(sys.modules)\n"
+        "import dynamiq_jax.contrib.drop_compute.__main__\n"
         "import dynamiq_jax._commands\n"
         "assert not needed & set(sys.modules)"
     )

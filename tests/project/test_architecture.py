@@ -38,7 +38,6 @@ LAYERS = (
     "dynamiq_jax.contrib",
     "dynamiq_jax._console",
     "dynamiq_jax._measurement",
-    "dynamiq_jax._emulation",
     "dynamiq_jax._prediction",
     "dynamiq_jax._commands",
     "dynamiq_jax.__main__",
@@ -48,6 +47,8 @@ WING = "dynamiq_jax.contrib"
 ROOM_OF_ALL = "pallas_kernels._jax"
 # The command line and its rooms.
 ON_TOP = LAYERS[LAYERS.index(WING) + 1 :]
+# A system may have a command. It is of the layer of the commands, and not of the library.
+COMMAND = re.compile(rf"{re.escape(WING)}\.\w+\.(command|__main__)")
 # Functions with one keyword for each choice of a user.
 COLLECTIVES = {
     "psum",
@@ -83,6 +84,8 @@ def inside(name: str, folder: str) -> bool:
 
 
 def layer_of(name: str) -> str:
+    if COMMAND.fullmatch(name):
+        return "dynamiq_jax._commands"
     return next(layer for layer in LAYERS if inside(name, layer))
 
 
@@ -146,14 +149,20 @@ def test_imports_go_one_way():
 
 
 def test_the_product_imports_nothing_of_the_research():
-    """Of the command line, only predictions about workers whose speed varies do."""
-    outside = {n for n, o in edges() if inside(o, WING) and not inside(n, WING)}
-    assert outside <= {"dynamiq_jax._prediction.stragglers"}
+    """Nor does the command line."""
+    assert {n for n, o in edges() if inside(o, WING) and not inside(n, WING)} == set()
+
+
+def test_commands_of_the_research_are_for_nobody_else():
+    commands = {name for name in LIBRARY if COMMAND.fullmatch(name)}
+    assert commands
+    assert {n for n, o in edges() if o in commands} <= commands
 
 
 def test_the_research_uses_public_names_alone():
     """So anybody could write such a system in a package of their own."""
-    private = [(n, o) for n, o in edges() if inside(n, WING) and list(private_parts(o))]
+    library = [(n, o) for n, o in edges() if inside(n, WING) and layer_of(n) == WING]
+    private = [(n, o) for n, o in library if list(private_parts(o))]
     # It is a collective of its own, between the buckets and the topology. No public function takes
     # one.
     assert {system(n) for n, o in private if not inside(o, WING)} == {"packet_loss"}
@@ -268,7 +277,7 @@ def test_what_is_private_is_imported_only_where_it_lives():
             if inside(name, "examples"):
                 known = private in ON_TOP
             else:
-                on_top = any(inside(name, folder) for folder in ON_TOP)
+                on_top = layer_of(name) in ON_TOP
                 # `parts` shows what other packages hold.
                 known = (on_top or name == "dynamiq_jax.parts") and inside(holder, "dynamiq_jax")
                 known |= private == ROOM_OF_ALL and not inside(name, WING)
@@ -280,7 +289,7 @@ def test_what_is_private_is_imported_only_where_it_lives():
 
 def test_the_library_neither_prints_nor_logs():
     """Only the command line does, which has a console."""
-    silent = {n: t for n, t in LIBRARY.items() if not any(inside(n, folder) for folder in ON_TOP)}
+    silent = {name: tree for name, tree in LIBRARY.items() if layer_of(name) not in ON_TOP}
     assert len(silent) > 60
     for module, tree in silent.items():
         nodes = list(ast.walk(tree))

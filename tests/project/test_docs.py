@@ -30,12 +30,9 @@ PAGES = {
 }
 COMMANDS = (
     "bench",
-    "network",
     "advise",
     "compare",
     "doctor",
-    "drop-compute",
-    "tune-buckets",
     "verify",
 )
 slow = pytest.mark.slow
@@ -61,8 +58,8 @@ def shell_lines() -> list[tuple[str, list[str]]]:
 
 
 def class_name(command: str) -> str:
-    """The class of `bench` is Bench, that of `drop-compute` is DropCompute."""
-    return command.title().replace("-", "")
+    """The class of `bench` is Bench."""
+    return command.title()
 
 
 def file_of(module: str) -> Path:
@@ -125,7 +122,7 @@ def test_pages_show_commands_of_every_kind():
 def test_options_of_the_command_line_exist(words, monkeypatch):
     started = []
     for name in COMMANDS:
-        module = importlib.import_module(f"{_commands.__name__}.{name.replace('-', '_')}")
+        module = importlib.import_module(f"{_commands.__name__}.{name}")
         command = getattr(module, class_name(name))
         monkeypatch.setattr(command, "run", lambda self: started.append(self) or 0)
     monkeypatch.setattr(sys, "argv", words)
@@ -292,7 +289,7 @@ def reference() -> set[str]:
 
 
 def test_the_reference_has_every_public_name_and_no_private_one():
-    facades = (dq, dq.methods, dq.topologies, dq.training, dq.training.stragglers, contrib, parts)
+    facades = (dq, dq.methods, dq.topologies, dq.training, contrib, parts)
     facades += (messages,)
     shown = reference()
     assert [name for name in shown if re.search(r"\b_", name)] == []

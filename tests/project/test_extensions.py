@@ -12,13 +12,12 @@ from tests.project.test_docs import PAGES, code_blocks
 
 EXTENSIONS = PAGES["docs/extensions.md"]
 OVERVIEW = PAGES["docs/contrib/index.md"]
-# Pages of systems that share one, and names of the overview that are not those of a page.
+# Pages of systems that share one.
 SYSTEMS = {"top_k": "single_coordinates", "rand_k": "single_coordinates"}
-WITHOUT_A_PAGE = {"../workers/drop_compute": "stragglers"}
 
 
 def system_of(page: str) -> str:
-    return {**SYSTEMS, **WITHOUT_A_PAGE}.get(page, page)
+    return SYSTEMS.get(page, page)
 
 
 def test_entry_points_are_those_that_the_library_reads():
@@ -47,8 +46,6 @@ def test_the_page_of_a_system_opens_with_its_level(page):
 
 
 def test_the_overview_has_the_level_of_every_system():
-    rows = re.findall(
-        r"^\| \[[^]]+\]\(([\w./]+)\.md(?:#\w+)?\) \|[^|]*\| ([\w ]+) \|", OVERVIEW, re.M
-    )
+    rows = re.findall(r"^\| \[[^]]+\]\((\w+)\.md\) \|[^|]*\| ([\w ]+) \|", OVERVIEW, re.M)
     assert {system_of(page): level for page, level in rows} == LEVELS
     assert len(rows) == len(LEVELS) + 1  # two pages of one system

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dynamiq_jax._emulation.processes import die_with_parent
+from benchmarks.emulation.processes import die_with_parent
 from tests.soak.programs import Program, Round
 from tests.soak.steps import Step, another
 

@@ -1,5 +1,5 @@
-"""One process of test_drop_compute.py: `drop_compute_worker.py PORT RANK FOLDER DEVICES HEARTBEAT
-FAULT`.
+"""One process of contrib/drop_compute/test_step.py:
+`drop_compute_worker.py PORT RANK FOLDER DEVICES HEARTBEAT FAULT`.
 
 Trains a linear model with `DropCompute` over two processes of some devices each, on the clock of a
 table of latencies, and writes what it ends with to FOLDER/end_RANK.npz. FAULT is what happens to
@@ -19,10 +19,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-from dynamiq_jax._emulation.processes import die_with_parent
-from dynamiq_jax.contrib.stragglers import SimulatedClock
-from dynamiq_jax.training import Calibration, DropCompute
-from dynamiq_jax.training.stragglers import Latencies
+from benchmarks.emulation.processes import die_with_parent
+from dynamiq_jax.contrib import Calibration, DropCompute, Latencies, SimulatedClock
 
 NUM_PROCESSES, NUM_STEPS, MICRO_BATCHES = 2, 6, 5
 INPUTS, OUTPUTS, ROWS, RATE = 48, 40, 4, 0.1

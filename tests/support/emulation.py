@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.emulation import namespaces
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._emulation import namespaces
 
 
 def cannot_emulate() -> str:

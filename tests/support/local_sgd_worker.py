@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax._emulation.processes import die_with_parent
+from benchmarks.emulation.processes import die_with_parent
 from dynamiq_jax.training import LocalSGD
 from tests.support.workers import STOCHASTIC
 

@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._emulation.processes import die_with_parent
+from benchmarks.emulation.processes import die_with_parent
 from dynamiq_jax.topologies import Ring
 from tests.support.workers import STOCHASTIC
 

@@ -18,12 +18,12 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.emulation.host import Host, serve
 from benchmarks.training.emulated_training.rounds import Rounds, parse_rounds
 from benchmarks.training.small_lm.corpora import random_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import make_optimizer
 from benchmarks.training.small_lm.training import Training, abstract_model, data_parallel, local_sgd
-from dynamiq_jax._emulation.host import Host, serve
 from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax._measurement.settings import PSUM
 

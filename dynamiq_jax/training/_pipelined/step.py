@@ -84,8 +84,8 @@ class Pipelined:
     clip_norm: float | None = None
     seed: int = 0  # of the rounding noise, the same on all workers
     specs: Any = None  # how parameters are split over axes that the compiler manages; see `psum`
-    # Smaller buckets leave earlier and arrive earlier, and pay more latency. `tune_bucket_bytes`
-    # finds a size by measurement.
+    # Smaller buckets leave earlier and arrive earlier, and pay more latency. In a checkout,
+    # `python -m benchmarks.speed.tune_buckets` finds a size by measurement.
     options: Options = Options(bucket_bytes=25 * 2**20, unrolled_buckets=64)
 
     def __post_init__(self):

@@ -1,0 +1,155 @@
+"""Options and tables of `python -m benchmarks.emulation`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from rich.table import Table
+
+from benchmarks.emulation import namespaces
+from benchmarks.emulation.network import NetworkRun, Row
+from dynamiq_jax._console import options, plots, records, tables
+from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.units import (
+    format_rate,
+    format_seconds,
+    format_size,
+    parse_rate,
+    parse_size,
+)
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._measurement.settings import BF16_RING, DEFAULTS, PSUM, parse_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """All-reduce over hosts emulated on this machine, on slow links (needs root and iproute2).
+
+    Every host is a network namespace with one process and a link limited in both directions; the
+    processes are joined by jax.distributed over gloo. Each setting is measured in turns in the same
+    processes, first without a limit and then at every rate.
+
+    All hosts share the cores of this machine: with N hosts on C cores, codec time counts about N/C
+    times over, so a real network of such hosts does better. XLA gets C/N threads in each, at least
+    one. Links have no delay but their queues.
+    """
+
+    hosts: tuple[int, ...] = (4,)
+    """How many hosts; several numbers are measured one after the other."""
+
+    rate: tuple[str, ...] = ("200mbit",)
+    """Rate of every link, as tc spells it: 200mbit, 1gbit."""
+
+    settings: tuple[str, ...] = DEFAULTS
+    """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]; psum is jax.lax.psum. A wrong one lists the
+    possible ones."""
+
+    size: str = "8Mi"
+    """Float32 coordinates of the gradient: 4096, 1M (10**6), 8Mi (8 * 2**20)."""
+
+    repeats: int = 5
+    """Timed calls of each setting at each rate. The median counts."""
+
+    timeout: float = 120.0
+    """Seconds without an answer, beyond what the link takes, after which everything is ended."""
+
+    seed: int = 0
+    """Chooses gradients and rounding."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write everything that was measured, with versions and hardware, to this file."""
+
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Draw the times to this file (.png, .svg or .pdf)."""
+
+    def run(self) -> int:
+        """Measure and report; return the exit status."""
+        settings = parse_settings(self.settings)
+        rates = [parse_rate(text) for text in self.rate]
+        size = parse_size(self.size, "--size")
+        options.check_least("--repeats", self.repeats, 1)
+        options.check_least("--timeout", self.timeout, 1)
+        options.check_seed(self.seed)
+        for count in self.hosts:
+            if not 2 <= count <= namespaces.MAX_HOSTS:
+                raise CommandError(f"--hosts: {count}: give 2 to {namespaces.MAX_HOSTS}.")
+        options.check_outputs(self.json, self.plot)
+        jax.config.update("jax_platforms", "cpu")  # as the hosts' processes have it
+        measuring = {"repeats": self.repeats, "seed": self.seed}
+        runs = [
+            NetworkRun(settings, count, size=size, timeout=self.timeout, **measuring)
+            for count in self.hosts
+        ]
+        namespaces.check_possible()
+        console = tables.console()
+        removed = namespaces.remove_stale()
+        if removed:
+            console.print(f"removed {len(removed)} namespaces of killed runs", highlight=False)
+        rows: list[Row] = []
+        device = ""
+        for run in runs:
+            with tables.progress(
+                console, f"{run.num_hosts} hosts", run.steps(len(rates))
+            ) as advance:
+                device, measured = run.measure(rates, advance)
+            for rate in rates:
+                console.print(_table([row for row in measured if row["rate"] == rate]))
+            rows += measured
+        if self.json is not None:
+            records.write(self.json, environment(device), dataclasses.asdict(self), rows)
+        plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
+        return tables.warn_unequal(console, rows)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Make the table of one rate."""
+    row = rows[0]
+    table = tables.table(
+        f"{row['hosts']} hosts at {format_rate(row['rate'])}, {format_size(row['size'])} float32 "
+        "coordinates",
+        ("setting",),
+        (
+            "time",
+            "wire alone",
+            "time / wire",
+            "unlimited link",
+            "vs psum",
+            "vs BF16",
+            "sent by each",
+            "on interface",
+            "vNMSE",
+        ),
+    )
+    for row in rows:
+        table.add_row(
+            row["setting"],
+            format_seconds(row["seconds"]),
+            format_seconds(row["wire_seconds"]),
+            f"{row['times_wire']:.2f}",
+            format_seconds(row["local_seconds"]),
+            *(
+                f"{row['speedup'][n]:.2f}x" if n in row["speedup"] else ""
+                for n in (PSUM, BF16_RING)
+            ),
+            format_bytes(row["bytes_per_worker"]),
+            f"x {row['overhead']:.3f}",
+            f"{row['vnmse']:.1e}",
+        )
+    table.caption = (
+        "wire alone: the bytes sent at the rate. unlimited link: codec, memory and TCP of all "
+        "hosts on this machine's cores. on interface: with headers and acknowledgements."
+    )
+    return table
+
+
+def _series(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return group (hosts and rate) to setting to seconds."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        label = f"{row['hosts']} hosts, {format_rate(row['rate'])}"
+        groups.setdefault(label, {})[row["setting"]] = row["seconds"]
+    return groups

@@ -1,1 +1,0 @@
-"""Hosts on slow links, emulated on one machine."""

@@ -1,1 +1,0 @@
-"""DropCompute: gradient accumulation that stops at a compute threshold."""
