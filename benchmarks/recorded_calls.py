@@ -176,7 +176,6 @@ def cases() -> list[Case]:
         Case("pmean", "dynamiq", workers=3, tree="mixed"),
         Case("pmean", "dynamiq", workers=1, tree="mixed"),
         Case("psum", "dynamiq", check_vma=False),
-        Case("pmean", "dynamiq", "auto", tree="mixed"),
         Case("psum", "dynamiq", tree="mixed", options=APART),
         Case("psum", "dynamiq", tree="mixed", options=(("exact_below", 0),)),
         Case("psum", "dynamiq", tree="mixed", options=(("exact leaf", "a"),)),

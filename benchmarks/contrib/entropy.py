@@ -29,14 +29,14 @@ from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.contrib import THC, EntropyCoded
 from dynamiq_jax.methods import Axis, BlockInt, Call, DynamiQ
-from dynamiq_jax.topologies import AllToAll, FixedTopology, Ring
+from dynamiq_jax.topologies import AllToAll, Ring, Topology
 from pallas_kernels.codec import SUPER_GROUP_SIZE, l2_norm, place_rows
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import encode_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 Values = NDArray[np.float32]
-TOPOLOGIES: dict[str, FixedTopology] = {"ring": Ring(), "all_to_all": AllToAll()}
+TOPOLOGIES: dict[str, Topology] = {"ring": Ring(), "all_to_all": AllToAll()}
 KEY = 0
 
 
@@ -69,7 +69,7 @@ def entropy(values: NDArray[np.integer]) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
-def call_of(flat: Values, topology: FixedTopology) -> Call:
+def call_of(flat: Values, topology: Topology) -> Call:
     """Return the call of a bucket of all workers."""
     return Call(size=flat.shape[1], axis=Axis("data", len(flat)), topology=topology)
 
@@ -98,7 +98,7 @@ def partial_sums(flat: Values) -> dict[str, Any]:
     }
 
 
-def coded(flat: Values, method: EntropyCoded, topology: FixedTopology) -> dict[str, Any]:
+def coded(flat: Values, method: EntropyCoded, topology: Topology) -> dict[str, Any]:
     """Run an all-reduce, and return its bits and metrics, and whether its sums are those of THC."""
     call = call_of(flat, topology)
 

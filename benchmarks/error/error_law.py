@@ -25,10 +25,10 @@ from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax._measurement.settings import Setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
 from dynamiq_jax._prediction.error_law import error_growth
-from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 
-TOPOLOGIES: dict[str, FixedTopology] = {
+TOPOLOGIES: dict[str, Topology] = {
     "ring": Ring(),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),

@@ -28,12 +28,12 @@ from scipy import optimize
 import dynamiq_jax as dq
 from benchmarks import common
 from dynamiq_jax._measurement.settings import parse_setting
+from dynamiq_jax._prediction.cost_model import CodecSpeed, Network, predict, predict_exact
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS
 from dynamiq_jax.methods import Axis, Call
-from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Network, Ring
-from dynamiq_jax.topologies._cost_model import CodecSpeed, predict, predict_exact
-from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 
-TOPOLOGIES: dict[str, FixedTopology] = {
+TOPOLOGIES: dict[str, Topology] = {
     "ring": Ring(),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),

@@ -4,7 +4,7 @@ from typing import Literal
 
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._prediction.advice import Option, predictions
-from dynamiq_jax.topologies._device_speeds import DeviceKind
+from dynamiq_jax._prediction.device_speeds import DeviceKind
 
 
 def at_five_bits(question: Advise) -> tuple[Option, Option]:

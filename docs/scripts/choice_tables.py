@@ -4,8 +4,8 @@ from docs.scripts.advised import between_slices, break_even_gbit, gain_of_a_step
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, markdown, results_of
 from dynamiq_jax._console.units import format_rate, parse_rate
+from dynamiq_jax._prediction.device_speeds import DeviceKind
 from dynamiq_jax._prediction.tpus import LINKS
-from dynamiq_jax.topologies._device_speeds import DeviceKind
 
 
 def which_method() -> str:

@@ -31,10 +31,10 @@ from docs.scripts.advised import at_five_bits, break_even_gbit, gain_of_a_step
 from docs.scripts.result_files import RESULTS, exponent, markdown, mean, results_of
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._console.units import format_seconds
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
-from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent

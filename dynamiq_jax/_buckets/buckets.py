@@ -14,7 +14,7 @@ from dynamiq_jax._buckets.stripes import Stripe, Stripes, number_of_stripes, tak
 from dynamiq_jax._core import MOST_IN_BUCKET, WireCost
 from dynamiq_jax._inputs.options import Bucketing, Compression
 from dynamiq_jax.methods import Call, Method
-from dynamiq_jax.topologies import FixedTopology, Topology
+from dynamiq_jax.topologies import Topology
 
 _LEAST_PART = 2**16  # coordinates: smaller ones would send more messages than they save memory
 
@@ -273,17 +273,11 @@ def _choose(
 ) -> tuple[Call, WireCost, str | None]:
     """Return the all-reduce of a part, its cost, and the reason to keep it exact, if any."""
     num_workers = axes.slow.size
-
-    def call_on(topology: FixedTopology) -> Call:
-        return Call(size=size, axis=axes.slow, topology=topology, shapes=shapes)
-
-    chosen, why_exact = topology.choose(
-        size, num_workers, lambda topology: method.wire_cost(call_on(topology))
-    )
-    chosen.check(num_workers)
-    call = call_on(chosen)
+    topology.check(num_workers)
+    call = Call(size=size, axis=axes.slow, topology=topology, shapes=shapes)
     cost = method.wire_cost(call)
     exact = WireCost(payload_bytes=4 * -(-size // call.num_chunks))  # float32
-    if chosen.bytes_sent(cost, num_workers) > chosen.bytes_sent(exact, num_workers):
-        why_exact = f"{size} coordinates over {num_workers} workers are too few to save bytes"
+    if topology.bytes_sent(cost, num_workers) <= topology.bytes_sent(exact, num_workers):
+        return call, cost, None
+    why_exact = f"{size} coordinates over {num_workers} workers are too few to save bytes"
     return call, cost, why_exact

@@ -18,11 +18,17 @@ from dynamiq_jax._console.units import (
     parse_size,
 )
 from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._prediction.advice import Option, Question, advice, predictions
+from dynamiq_jax._prediction.advice import (
+    Option,
+    Question,
+    advice,
+    predictions,
+    topologies_in_order,
+)
+from dynamiq_jax._prediction.cost_model import Network
+from dynamiq_jax._prediction.device_speeds import DeviceKind
 from dynamiq_jax._prediction.islands import SHARE, island_rate
 from dynamiq_jax._prediction.tpus import LINKS
-from dynamiq_jax.topologies import Network
-from dynamiq_jax.topologies._device_speeds import DeviceKind
 
 _MOST_WORKERS = 2**20
 _USUAL_LINK = "10gbit"
@@ -91,6 +97,8 @@ class Advise:
         console = tables.console()
         console.print(_table(self, predicted))
         console.print(advice(question, predicted))
+        if line := topologies_in_order(predicted):
+            console.print(line, highlight=False)
         for line in self.island_links():
             console.print(line)
         if self.json is not None:

@@ -18,7 +18,7 @@ from dynamiq_jax._measurement.comparison import Comparison, made_up
 from dynamiq_jax._measurement.gradient_files import Gradients
 from dynamiq_jax._measurement.settings import PSUM, parse_settings, topologies_in
 from dynamiq_jax._measurement.simulate import make_devices
-from dynamiq_jax.topologies import TOPOLOGIES, FixedTopology
+from dynamiq_jax.topologies import TOPOLOGIES
 
 DEFAULTS = (
     "bf16",
@@ -106,7 +106,7 @@ class Compare:
             (setting, count)
             for count in self.workers
             for setting in settings
-            if isinstance(setting.topology, FixedTopology) and setting.topology.supports(count)
+            if setting.topology is not None and setting.topology.supports(count)
         ]
         skipped = len(names) * len(self.workers) - len(cases)
         if not cases:
@@ -147,10 +147,9 @@ class Compare:
                     "compression on the same topologies."
                 )
         for topology in self.topologies:
-            if topology not in TOPOLOGIES or topology == "auto":
-                known = sorted(set(TOPOLOGIES) - {"auto"})
+            if topology not in TOPOLOGIES:
                 raise CommandError(
-                    f"--topologies: {topology!r} is not known. Give some of {known}."
+                    f"--topologies: {topology!r} is not known. Give some of {sorted(TOPOLOGIES)}."
                 )
         for count in self.workers:
             if not 2 <= count <= 64:

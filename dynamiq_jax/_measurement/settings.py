@@ -32,7 +32,7 @@ from dynamiq_jax.methods import (
     known_methods,
     resolve_method,
 )
-from dynamiq_jax.topologies import TOPOLOGIES, Auto, Topology, resolve_topology
+from dynamiq_jax.topologies import TOPOLOGIES, Topology, resolve_topology
 
 Tree = TypeVar("Tree")
 
@@ -101,16 +101,11 @@ def parse_settings(texts: Sequence[str], option: str = "--settings") -> list[Set
     """Parse all settings of a run, in order. `option` is the option that errors name.
 
     Raises:
-      CommandError: none, an unknown one, one that chooses by itself, or the same one twice.
+      CommandError: none, an unknown one, or the same one twice.
     """
     settings: list[Setting] = []
     for text in texts:
         setting = parse_setting(text, option)
-        if isinstance(setting.topology, Auto):
-            raise CommandError(
-                f"{option}: {text!r} would choose for a network of 10 Gbit/s, not for the one "
-                "that is measured. Name a topology; `dynamiq-jax advise` compares them."
-            )
         twin = next((other for other in settings if setting.same_as(other)), None)
         if twin:
             raise CommandError(f"{option}: {text!r} does the same as {twin.name!r}. Give it once.")
@@ -149,9 +144,10 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
                 f"{sorted(set().union(*of_both)) or 'no options'}."
             )
         if not equals and part not in TOPOLOGIES and not _is_number(part):
+            remedy = "Name one that `dynamiq-jax advise` prints. " if part == "auto" else ""
             raise CommandError(
                 f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
-                f"Give {grammar()}."
+                f"{remedy}Give {grammar()}."
             )
     ours = of_both[1] - of_both[0]
     of_topology = [part for part in parts if part.partition("=")[0] in ours]

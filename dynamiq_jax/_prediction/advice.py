@@ -5,24 +5,23 @@ from typing import Literal
 
 import dynamiq_jax as dq
 from dynamiq_jax._console.units import format_rate, format_seconds
+from dynamiq_jax._prediction.cost_model import (
+    CodecSpeed,
+    Network,
+    Prediction,
+    predict,
+    predict_exact,
+)
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax._prediction.tpus import LINKS, UTILIZATION, hiding_tokens
 from dynamiq_jax.methods import Axis, Call
-from dynamiq_jax.topologies import (
-    AllToAll,
-    Butterfly,
-    CodecSpeed,
-    FixedTopology,
-    Network,
-    Ring,
-)
-from dynamiq_jax.topologies._cost_model import Prediction, predict, predict_exact
-from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 
 _WORTH_IT = 1.05  # a step that gains less is not worth another moving part
 _TIE = 1.02  # steps whose times differ by less are as fast: the first topology is the default
 _ITEM_BYTES = {"f32": 4, "bf16": 2}
-_TOPOLOGIES: dict[str, FixedTopology] = {
+_TOPOLOGIES: dict[str, Topology] = {
     "ring": Ring(),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
@@ -49,6 +48,7 @@ class Option:
     """One way to sum gradients, with the time that a training step would take."""
 
     name: str
+    topology: str | None  # its name; None for `jax.lax.psum`
     call: str  # how it is written in a program
     bits: float  # on the wire per coordinate in one pass
     sent: int  # bytes of each worker
@@ -83,12 +83,7 @@ def advice(question: Question, options: list[Option]) -> str:
     plain, *compressed = options
     if not compressed:
         return "Nothing to advise: --bits is empty."
-    # Budgets under 5 bits are the user's choice, not ours, where others are considered.
-    trusted = [option for option in compressed if option.bits >= 5] or compressed
-    fewest = min(option.bits for option in trusted)
-    considered = [option for option in trusted if option.bits == fewest]
-    shortest = min(option.step for option in considered)
-    best = next(option for option in considered if option.step < _TIE * shortest)
+    best = _best(_considered(compressed))
     gain = plain.step / best.step
     if gain < _WORTH_IT:
         waits = plain.step > _WORTH_IT * question.step_seconds
@@ -105,7 +100,7 @@ def advice(question: Question, options: list[Option]) -> str:
         )
     needs = (
         " It needs a network that carries all-to-all traffic at full speed."
-        if best.name.endswith("all_to_all")
+        if best.topology == "all_to_all"
         else ""
     )
     return (
@@ -114,6 +109,36 @@ def advice(question: Question, options: list[Option]) -> str:
         f"{format_seconds(best.all_reduce.total)} instead of "
         f"{format_seconds(plain.all_reduce.total)}.{_rule_of_thumb(question)}"
     )
+
+
+def topologies_in_order(options: list[Option]) -> str:
+    """Write one line with the predicted times of all topologies, and the one to give.
+
+    Args:
+      options: predictions of a question. The line is empty if no budget is among them.
+    """
+    if not (considered := _considered(options[1:])):
+        return ""
+    best = _best(considered)
+    times = ", ".join(
+        f"{option.topology} {format_seconds(option.all_reduce.total)}"
+        for option in sorted(considered, key=lambda option: option.all_reduce.total)
+    )
+    return f"Topology for {best.bits:g} bits: {best.topology}. Predicted all-reduce: {times}."
+
+
+def _considered(compressed: list[Option]) -> list[Option]:
+    """Return the options with the fewest bits of at least 5, or the fewest of all."""
+    # Budgets under 5 bits are the user's choice, not ours, where others are considered.
+    trusted = [option for option in compressed if option.bits >= 5] or compressed
+    fewest = min((option.bits for option in trusted), default=0.0)
+    return [option for option in trusted if option.bits == fewest]
+
+
+def _best(considered: list[Option]) -> Option:
+    """Return the first option whose step is about as short as the shortest."""
+    shortest = min(option.step for option in considered)
+    return next(option for option in considered if option.step < _TIE * shortest)
 
 
 def _rule_of_thumb(question: Question) -> str:
@@ -141,6 +166,7 @@ def _plain(question: Question) -> Option:
     )
     return Option(
         name=f"psum, {question.gradient}",
+        topology=None,
         call="jax.lax.psum",
         bits=8.0 * item_bytes,
         sent=2 * (workers - 1) * -(-size * item_bytes // workers),
@@ -154,7 +180,7 @@ def _compressed(
     question: Question,
     method: dq.DynamiQ,
     topology_name: str,
-    topology: FixedTopology,
+    topology: Topology,
     codec: CodecSpeed,
 ) -> Option:
     size, workers = question.size, question.workers
@@ -162,6 +188,7 @@ def _compressed(
     time = predict(size, workers, topology, cost, question.network, codec)
     return Option(
         name=f"{method.bits:g} bits, {topology_name}",
+        topology=topology_name,
         call=f'method=dq.DynamiQ(bits={method.bits}), topology="{topology_name}"',
         bits=method.bits,
         sent=topology.bytes_sent(cost, workers),

@@ -6,10 +6,10 @@ agreement, is the share of the energy that all workers have in common. Roundings
 independent.
 """
 
-from dynamiq_jax.topologies import FixedTopology
+from dynamiq_jax.topologies import Topology
 
 
-def error_growth(topology: FixedTopology, num_workers: int, *, agreement: float = 0.0) -> float:
+def error_growth(topology: Topology, num_workers: int, *, agreement: float = 0.0) -> float:
     """Return the vNMSE of the sum over that of one compression.
 
     Args:

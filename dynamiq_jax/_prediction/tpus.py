@@ -1,6 +1,6 @@
 """Slices of TPUs on the network of a data center: links of chips, and what hides under a step."""
 
-from dynamiq_jax.topologies._device_speeds import DeviceKind
+from dynamiq_jax._prediction.device_speeds import DeviceKind
 
 # Network cards of a host over its chips: 2 x 100 Gbit/s over 8 (v5e), 4 x 200 Gbit/s over 8 (v6e).
 # https://docs.cloud.google.com/tpu/docs/v6e, and /v5p, which has the share of a chip.

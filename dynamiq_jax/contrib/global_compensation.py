@@ -42,8 +42,7 @@ class GlobalCompensation(Feedback):
         full = dq.all_reduce_gradients("data", method=dataclasses.replace(method, exact=True))
 
     Compile a step with each of them, and call the second one every K-th time: both have the same
-    state. A topology chosen by cost, `Auto`, could keep other leaves exact in one of them: give a
-    topology. `ErrorFeedback(inner=Marsit())` needs no such step, and is what we recommend.
+    state. `ErrorFeedback(inner=Marsit())` needs no such step, and is what we recommend.
 
     A compensation is set to zero where it is not finite. NaN and Inf surface in the result of their
     own step and corrupt no later one. Each worker has its own, a float32 for each coordinate: carry

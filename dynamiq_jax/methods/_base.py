@@ -10,7 +10,7 @@ from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, Payload, WireCost, as_chunks
 from dynamiq_jax._core.naming import spelled
-from dynamiq_jax.topologies import FixedTopology, Gathered, Scattered, gather
+from dynamiq_jax.topologies import Gathered, Scattered, Topology, gather
 from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 
@@ -24,7 +24,7 @@ class Call:
 
     size: int  # coordinates of the bucket; in an all-gather, once gathered
     axis: Axis
-    topology: FixedTopology  # an all-gather does not use it
+    topology: Topology  # an all-gather does not use it
     collective: Literal["all_reduce", "psum_scatter", "all_gather"] = "all_reduce"
     # Of the leaves in the bucket, if the method uses them. None if the bucket is a part of those.
     shapes: Shapes | None = None

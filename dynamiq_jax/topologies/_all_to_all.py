@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload
-from dynamiq_jax.topologies._base import Arrival, FixedTopology, Gathered, gather
+from dynamiq_jax.topologies._base import Arrival, Gathered, Topology, gather
 from pallas_kernels._jax import compat
 from pallas_kernels._jax.compat import override
 
@@ -15,7 +15,7 @@ _LARGEST_INDEX = 2**31 - 1  # int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllToAll(FixedTopology):
+class AllToAll(Topology):
     """Two compressions on a coordinate's path, and one step.
 
     The error hardly grows with the workers, and is the lowest in one bucket or in striped ones. All

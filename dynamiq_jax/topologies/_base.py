@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,10 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload, SumCodec, WireCost
-from pallas_kernels._jax.compat import override
-
-Choice = tuple["FixedTopology", str | None]
-CostOf = Callable[["FixedTopology"], WireCost]
 
 
 class Arrival(NamedTuple):
@@ -47,25 +42,8 @@ class Gathered(NamedTuple):
         return _token_of(self.payloads)
 
 
-class Topology(abc.ABC):
-    """A route of chunks between workers, or a rule that selects one for every bucket."""
-
-    @abc.abstractmethod
-    def choose(self, size: int, num_workers: int, cost_of: CostOf) -> Choice:
-        """Choose a topology for a bucket.
-
-        Args:
-          size: coordinates of the bucket.
-          num_workers: size of the axis.
-          cost_of: function of a topology to the bytes of the bucket.
-
-        Returns:
-          The topology, and the reason to sum the bucket exactly instead, or None.
-        """
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FixedTopology(Topology):
+class Topology(abc.ABC):
     """A route of chunks between the workers of one axis.
 
     Worker w owns the chunks from w * chunks_per_worker on: their sums end there. An all-reduce
@@ -124,10 +102,6 @@ class FixedTopology(Topology):
             + (f"an axis of a size that it supports, such as {sizes}, or " if sizes else "")
             + "topology='ring' or 'all_to_all', which support every size."
         )
-
-    @override
-    def choose(self, size: int, num_workers: int, cost_of: CostOf) -> Choice:
-        return self, None
 
     def num_chunks(self, num_workers: int) -> int:
         """Return the number of chunks of a bucket, a multiple of the number of workers."""

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload
-from dynamiq_jax.topologies._base import Arrival, FixedTopology
+from dynamiq_jax.topologies._base import Arrival, Topology
 from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Butterfly(FixedTopology):
+class Butterfly(Topology):
     """log2 n + 1 compressions on a coordinate's path, for axes of a power of two.
 
     At distance d, from n/2 down to 1, a worker sends its partner (its own index XOR d) the partial

@@ -7,13 +7,13 @@ import jax
 from jax import Array, lax
 
 from dynamiq_jax._core import Axis, ChunkCodec, Payload, check_flag
-from dynamiq_jax.topologies._base import Arrival, FixedTopology
+from dynamiq_jax.topologies._base import Arrival, Topology
 from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ring(FixedTopology):
+class Ring(Topology):
     """Traffic between neighbors only, n compressions on a coordinate's path.
 
     Chunk c starts at worker c + 1 and ends at worker c. In a bidirectional ring each worker owns

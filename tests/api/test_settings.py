@@ -33,7 +33,6 @@ TOPOLOGIES = {
     "unrolled": Ring(unroll=True),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
-    "auto": "auto",
 }
 # In the largest array of 64-bit integers that JAX itself makes, to index arrays.
 MOST_NUMBERS = 8

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, resolve_method
-from dynamiq_jax.topologies import TOPOLOGIES, Auto, Ring, resolve_topology
+from dynamiq_jax.topologies import TOPOLOGIES, Ring, resolve_topology
 from tests.support.workers import on_mesh, simulated
 
 KEY = jax.random.key(0)
@@ -112,13 +112,6 @@ def test_unknown_topology(topology):
 def test_flags_are_true_or_false(made, name, value):
     with raises(ValueError, f"{name}={value!r}", "Give True or False"):
         made(**{name: value})
-
-
-def test_networks_and_speeds_of_another_type():
-    with raises(ValueError, "network=5", "Give one", "Network("):
-        Auto(network=5)
-    with raises(ValueError, "codec=8.0", "Give None", "CodecSpeed("):
-        Auto(codec=8.0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from dynamiq_jax._buckets.buckets import sort_leaves
 from dynamiq_jax._buckets.stripes import Stripes, number_of_stripes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs.options import resolve
-from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, Network, Ring
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.hlo import collectives
@@ -164,7 +164,6 @@ def test_buckets_are_alike_and_hardly_larger_than_asked_for(sizes, bucket_bytes)
         (Ring(unroll=True), False),
         (AllToAll(), False),
         (Butterfly(), False),
-        (Auto(network=Network(gbit_per_s=0.1, latency_us=1.0)), False),
     ),
 )
 def test_buckets_are_striped_where_nothing_runs_under_a_loop(topology, is_striped):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._prediction.advice import advice, predictions
+from dynamiq_jax._prediction.advice import advice, predictions, topologies_in_order
 
 SLOW = Advise(link="1gbit", size="100M", workers=8, step_time=1.0)
 
@@ -98,6 +99,37 @@ def test_a_crowded_network_prefers_neighbours_and_odd_sizes_have_no_butterfly():
     assert not any("butterfly" in option.name for option in answer(workers=6)[1])
 
 
+@settings(deadline=None)
+@given(
+    workers=st.sampled_from((2, 3, 4, 6, 8, 64, 1024)),
+    link=st.sampled_from(("100mbit", "10gbit", "3200gbit")),
+    latency_us=st.floats(0, 1e5),
+    oversubscription=st.floats(1, 8),
+)
+def test_the_advised_topology_is_the_fastest_or_the_default(
+    workers, link, latency_us, oversubscription
+):
+    """Whether to compress or not: a step is at most 2% longer than with another topology."""
+    network = {"latency_us": latency_us, "oversubscription": oversubscription}
+    text, options = answer(workers=workers, link=link, **network)
+    times = {option.topology: option.step for option in options[1:] if option.bits == 5}
+    supported = {"ring", "all_to_all"} | ({"butterfly"} if workers not in (3, 6) else set())
+    assert times.keys() == supported
+    line = topologies_in_order(options)
+    (advised,) = re.findall(r"^Topology for 5 bits: (\w+)\. ", line)
+    assert times[advised] < 1.02 * min(times.values())
+    assert advised == "ring" or times["ring"] >= 1.02 * min(times.values())
+    assert set(re.findall(r"(\w+) [\d.]+ \w+[,.]", line.split(": ")[2])) == supported
+    assert "[bold]Compress" not in text or f'topology="{advised}"' in text
+
+
+def test_the_line_of_topologies_has_the_fastest_first_and_is_empty_without_bits():
+    line = topologies_in_order(answer(latency_us=100_000.0)[1])
+    assert line.startswith("Topology for 5 bits: all_to_all. Predicted all-reduce: all_to_all ")
+    assert line.index("butterfly") < line.index("ring")
+    assert topologies_in_order(answer(bits=())[1]) == ""
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -173,6 +205,7 @@ def test_the_command_prints_a_table_and_keeps_it(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "psum, bf16" in shown
     assert "5 bits, ring" in shown
+    assert "Topology for 5 bits: ring." in shown
     assert "measured on one H200" in " ".join(shown.split())
     kept = json.loads(path.read_text())
     assert len(kept["results"]) == 1 + 3 * 3

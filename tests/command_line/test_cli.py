@@ -40,8 +40,9 @@ from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_
 from dynamiq_jax._measurement.measure import Measurement, measure
 from dynamiq_jax._measurement.settings import DEFAULTS, parse_setting, parse_settings
 from dynamiq_jax._prediction.break_even import break_even_rate, record
+from dynamiq_jax._prediction.cost_model import CodecSpeed
 from dynamiq_jax.methods import METHODS
-from dynamiq_jax.topologies import TOPOLOGIES, CodecSpeed, Ring
+from dynamiq_jax.topologies import TOPOLOGIES, Ring
 from tests.support.commands import command, shown
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,8 +89,6 @@ def test_defaults_are_possible_and_compare_with_both_baselines():
         ("dynamiq:nan", ": bits=nan is out of range"),
         ("dynamiq:widths={[]}", r": widths='{\[\]}' is not a tuple"),
         ("dynamiq:rounding='up'", ": rounding='up' is not possible. Give one of"),
-        ("dynamiq:auto:network=5", ": network=5 is not a network"),
-        ("dynamiq:auto:codec=5", ": codec=5 is not a speed"),
         ("exact:ring:unroll=x", ": unroll='x' is not possible. Give True or False"),
         ("exact:bidirectional=1", ": bidirectional=1 is not possible. Give True or False"),
         ("", ": no method ''"),

@@ -184,7 +184,7 @@ def _random_collective(
     else:
         axes = mesh if kind in OUTER else choice.choice((mesh, mesh, mesh[:1]))
     workers = sizes[axes[0]]
-    topologies = ["ring", "ring:bidirectional=True", "all_to_all", "auto"]
+    topologies = ["ring", "ring:bidirectional=True", "all_to_all", "ring:unroll=True"]
     is_power_of_two = workers & (workers - 1) == 0
     if is_power_of_two:
         topologies.append("butterfly")

@@ -15,12 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.topologies import Auto, Network
 from tests.soak.programs import OUTER, Collective, Leaf, Program
 
 Tree = Any
-# On links so slow that small buckets are compressed too.
-AUTO = Auto(network=Network(gbit_per_s=0.001))
 
 
 class Step:
@@ -188,7 +185,7 @@ class Step:
     def _arguments(self, each: Collective) -> dict[str, Any]:
         return {
             "method": each.method,
-            "topology": AUTO if each.topology == "auto" else each.topology,
+            "topology": each.topology,
             "options": dq.Options(
                 bucket_bytes=each.bucket_bytes,
                 bucketing=each.bucketing,

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Axis, Call, ChunkedMethod, Method, RecodedChunks, WireCost
-from dynamiq_jax.topologies import FixedTopology, resolve_topology
+from dynamiq_jax.topologies import Topology, resolve_topology
 
 # With two widths, an all-reduce has larger steps to take.
 TWO_WIDTHS = dq.DynamiQ(bits=6.0, widths=(4, 8))
@@ -90,9 +90,7 @@ def reducing(method: Method, size: int, num_workers: int) -> Callable[..., Any]:
     return simulated(local)
 
 
-def call_on(
-    size: int, num_workers: int, topology: FixedTopology | str = "ring", **options: Any
-) -> Call:
+def call_on(size: int, num_workers: int, topology: Topology | str = "ring", **options: Any) -> Call:
     """Return the call of a bucket over the axis "data", for tests that call a method directly."""
     topology = resolve_topology(topology)
     return Call(size=size, axis=Axis("data", num_workers), topology=topology, **options)

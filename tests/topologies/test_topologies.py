@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax import topologies
 from dynamiq_jax._prediction.error_law import error_growth
-from dynamiq_jax.methods import Axis, ChunkCodec, SumCodec
-from dynamiq_jax.topologies import AllToAll, Butterfly, FixedTopology, Ring, resolve_topology
+from dynamiq_jax.methods import Axis, Call, ChunkCodec, SumCodec
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, resolve_topology
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
@@ -347,16 +347,27 @@ def test_every_name_makes_its_topology():
         unroll=True, bidirectional=True
     )
     assert resolve_topology(Ring(unroll=True)) == Ring(unroll=True) != Ring()
-    # An automatic choice is a rule: it carries nothing itself.
-    assert not isinstance(topologies.Auto(), FixedTopology)
+
+
+@pytest.mark.parametrize("name", ("auto", "auto:network=5"))
+def test_no_topology_chooses_by_itself(name):
+    message = f"topology={name!r} is no topology any more.*dynamiq-jax advise.*'ring'"
+    with pytest.raises(ValueError, match=message):
+        resolve_topology(name)
+    with pytest.raises(ValueError, match=message):
+        dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, 4, topology=name)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_a_fixed_topology_chooses_itself_without_asking_for_a_cost(name):
-    def cost_of(topology):
-        raise AssertionError("not needed")
-
-    assert TOPOLOGIES[name].choose(5000, 4, cost_of) == (TOPOLOGIES[name], None)
+@pytest.mark.parametrize("size", (4096, 5000, 2**24))
+def test_buckets_of_every_size_have_the_topology_that_was_given(name, size):
+    """So bytes are those of its own cost, and small buckets are exact for no other reason."""
+    topology, options = TOPOLOGIES[name], dq.Options(exact_below=0)
+    leaf = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
+    report = dq.wire_report(leaf, 4, topology=topology, options=options)
+    cost = dq.DynamiQ().wire_cost(Call(size=size, axis=Axis("data", 4), topology=topology))
+    assert report.compressed_size == size
+    assert report.bytes_per_worker == topology.bytes_sent(cost, 4)
 
 
 @pytest.mark.parametrize(("n", "sizes"), ((3, "2 or 4"), (6, "4 or 8"), (12, "8 or 16")))

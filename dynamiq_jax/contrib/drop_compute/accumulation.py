@@ -15,9 +15,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.contrib.drop_compute.thresholds import Table
-from dynamiq_jax.parts import vary_over
 from dynamiq_jax.contrib.drop_compute.workers import LOCAL, Workers
-
+from dynamiq_jax.parts import vary_over
 
 P = PartitionSpec
 # Seconds at an event of a worker's step: 0 is its start, m the end of its m-th micro-batch, and one

@@ -2,9 +2,7 @@
 
 from typing import Literal, get_args
 
-import jax
-
-from dynamiq_jax.topologies._cost_model import CodecSpeed
+from dynamiq_jax._prediction.cost_model import CodecSpeed
 
 DeviceKind = Literal["gpu", "cpu", "tpu_v5e", "tpu_v5p", "tpu_v6e"]
 DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
@@ -29,16 +27,3 @@ SUM_SPEEDS: dict[DeviceKind, CodecSpeed] = {
     "tpu_v5p": CodecSpeed(ns_per_coordinate=0.0043, us_per_step=5.0),
     "tpu_v6e": CodecSpeed(ns_per_coordinate=0.0073, us_per_step=5.0),
 }
-_TPUS: dict[str, DeviceKind] = {
-    "TPU v5 lite": "tpu_v5e",
-    "TPU v5": "tpu_v5p",
-    "TPU v6 lite": "tpu_v6e",
-}
-
-
-def default_device_kind() -> DeviceKind:
-    """Return the kind of the default devices; the slowest TPU for one that has no speeds here."""
-    backend = jax.default_backend()
-    if backend == "tpu":
-        return _TPUS.get(jax.devices()[0].device_kind, "tpu_v5e")
-    return "cpu" if backend == "cpu" else "gpu"

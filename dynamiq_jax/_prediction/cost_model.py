@@ -10,8 +10,7 @@ import dataclasses
 import math
 
 from dynamiq_jax._core import WireCost, check_number
-from dynamiq_jax.topologies._all_to_all import AllToAll
-from dynamiq_jax.topologies._base import FixedTopology
+from dynamiq_jax.topologies import AllToAll, Topology
 
 _ORDERED_FROM = 8  # workers
 _NONNEGATIVE = 0.0, "a number of at least 0"
@@ -72,7 +71,7 @@ class Prediction:
 def predict(
     size: int,
     num_workers: int,
-    topology: FixedTopology,
+    topology: Topology,
     cost: WireCost,
     network: Network,
     codec: CodecSpeed,

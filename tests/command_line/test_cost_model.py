@@ -1,23 +1,19 @@
-"""Predicted times: the parts that they are made of, and the choices of `topology="auto"`."""
+"""Predicted times: the parts that they are made of, and the topologies that they favor."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
+from dynamiq_jax._prediction.cost_model import CodecSpeed, Network, predict, predict_exact
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, DEVICE_KINDS, SUM_SPEEDS
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import Axis, Call, WireCost
-from dynamiq_jax.topologies import AllToAll, Auto, Butterfly, CodecSpeed, Network, Ring
-from dynamiq_jax.topologies._cost_model import predict, predict_exact
-from dynamiq_jax.topologies._device_speeds import CODEC_SPEEDS, DEVICE_KINDS, SUM_SPEEDS
-from tests.support.gradients import of_workers, vnmse
-from tests.support.workers import simulated
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 
 SLOW = Network(gbit_per_s=0.2, latency_us=100.0)
 FAST = Network(gbit_per_s=3200.0, latency_us=5.0)
@@ -119,11 +115,23 @@ def test_fewer_steps_and_crowded_networks():
     assert ratio == pytest.approx(2.5, rel=0.01)
 
 
-# ------------------------------------------------------------------------------------ the choice
+# ---------------------------------------------------------------------------- what they favor
+
+
+def fastest(network, *, size=SIZE, n=8, device="cpu", codec=None):
+    """Return the topology with the shortest time; None where an exact sum is as fast."""
+    codec = codec or CODEC_SPEEDS[device]
+
+    def seconds(topology):
+        return predict(size, n, topology, cost_of(topology, n=n, size=size), network, codec).total
+
+    best = min((t for t in (AllToAll(), Butterfly(), Ring()) if t.supports(n)), key=seconds)
+    exact = predict_exact(size, n, network=network, codec=SUM_SPEEDS[device])
+    return best if exact.total > seconds(best) else None
 
 
 @pytest.mark.parametrize(
-    ("network", "size", "n", "chosen"),
+    ("network", "size", "n", "expected"),
     (
         (SLOW, SIZE, 8, AllToAll()),
         (SLOW, SIZE, 3, AllToAll()),
@@ -132,34 +140,14 @@ def test_fewer_steps_and_crowded_networks():
         (SLOW, 100, 8, None),
     ),
 )
-def test_auto_takes_the_fastest(network, size, n, chosen):
-    def cost(topology):
-        return cost_of(topology, n=n, size=size)
-
-    topology, why_not = Auto(network=network).choose(size, n, cost)
-    if chosen is None:
-        assert "faster without compression" in why_not
-        assert f"{size} coordinates over {n} workers at {network.gbit_per_s:g} Gbit/s" in why_not
-    else:
-        assert (topology, why_not) == (chosen, None)
-
-
-def test_auto_asks_only_for_topologies_that_support_the_axis():
-    asked = []
-
-    def cost(topology):
-        asked.append(topology)
-        return cost_of(topology, n=6)
-
-    assert Auto(network=SLOW).choose(SIZE, 6, cost) == (AllToAll(), None)
-    assert Butterfly() not in asked and set(asked) == {AllToAll(), Ring()}
-    # Steps that cost nothing and no oversubscription: the one with the lowest error goes first.
-    same = Network(gbit_per_s=0.2, latency_us=0.0)
-    assert Auto(network=same, codec=FREE).choose(SIZE, 8, cost_of)[0] == AllToAll()
+def test_slow_links_favor_few_steps_crowded_ones_neighbors_and_fast_ones_exact_sums(
+    network, size, n, expected
+):
+    assert fastest(network, size=size, n=n) == expected
 
 
 def test_an_all_to_all_of_many_workers_orders_sums_again():
-    """So another topology is chosen where that costs more than further steps."""
+    """So another topology is faster where that costs more than further steps."""
     network = Network(gbit_per_s=25.0)
     speed = CodecSpeed(ns_per_coordinate=0.05, ns_of_order=0.2)
     times = {
@@ -169,62 +157,23 @@ def test_an_all_to_all_of_many_workers_orders_sums_again():
     }
     assert times["ring", 4] == times["all_to_all", 4] == times["ring", 8]
     assert times["all_to_all", 8] == pytest.approx(times["ring", 8] + 0.2e-9 * SIZE)
-    assert Auto(network=network, codec=speed).choose(SIZE, 8, cost_of)[0] == Butterfly()
+    assert fastest(network, codec=speed) == Butterfly()
 
 
-def test_auto_takes_the_speed_of_the_codec_that_it_is_given():
-    """A network on which compression pays or not, by the speed of the codec."""
+def test_compression_pays_by_the_speed_of_the_codec():
+    """On one network, for a codec that is fast enough."""
     network = Network(gbit_per_s=10.0)
     slow, fast = (CodecSpeed(ns_per_coordinate=ns) for ns in (100.0, 0.01))
-    _, why_not = Auto(network=network, codec=slow).choose(SIZE, 8, cost_of)
-    assert "faster without compression" in why_not
-    assert Auto(network=network, codec=fast).choose(SIZE, 8, cost_of) == (AllToAll(), None)
+    assert fastest(network, codec=slow) is None
+    assert fastest(network, codec=fast) == AllToAll()
 
 
-def test_auto_knows_the_speed_of_this_kind_of_device(monkeypatch):
-    """The codec of a GPU is a thousand times faster, and so compresses where a CPU had better not.
-
-    A TPU without speeds of its own counts as the slowest one.
-    """
-    network = Network(gbit_per_s=20.0)
+def test_every_kind_of_device_has_speeds():
+    """The codec of a GPU is a thousand times faster, and so pays where that of a CPU does not."""
     assert CODEC_SPEEDS.keys() == SUM_SPEEDS.keys() == set(DEVICE_KINDS)
-    tpus = {
-        "TPU v5 lite": "tpu_v5e",
-        "TPU v5": "tpu_v5p",
-        "TPU v6 lite": "tpu_v6e",
-        "TPU v9": "tpu_v5e",
-    }
-    assert {*tpus.values(), "cpu", "gpu"} == set(DEVICE_KINDS)
-    here = [("cpu", "", "cpu"), ("gpu", "NVIDIA H200", "gpu")]
-    here += [("tpu", name, kind) for name, kind in tpus.items()]
-    for platform, name, kind in here:
-        speed = CODEC_SPEEDS[kind]
-        device = types.SimpleNamespace(device_kind=name)
-        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
-        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
-        found = Auto(network=network).choose(SIZE, 8, cost_of)
-        assert found == Auto(network=network, codec=speed).choose(SIZE, 8, cost_of)
-        assert (found[1] is None) == (platform != "cpu")
-
-
-def test_auto_reduces_exactly_where_compression_does_not_pay():
-    leaf = {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
-    fast = dq.wire_report(leaf, 8, topology=Auto(network=FAST))
-    slow = dq.wire_report(leaf, 8, topology=Auto(network=SLOW))
-    assert (fast.compressed_size, slow.compressed_size) == (0, 1 << 20)
-    ((path, why),) = fast.exact_leaves
-    assert (path, "3200 Gbit/s" in why) == ("['w']", True)
-    gradients = of_workers(0, 4, 20_000)
-
-    def error(network):
-        topology = Auto(network=network)
-        run = simulated(
-            lambda key, g: dq.psum(g, "data", key=key, method="bf16", topology=topology)
-        )
-        return vnmse(run(jax.random.key(0), gradients)[0], gradients.sum(axis=0, dtype=np.float64))
-
-    assert error(FAST) < 1e-12
-    assert 1e-7 < error(dataclasses.replace(SLOW, gbit_per_s=1e-3)) < 2e-5
+    network = Network(gbit_per_s=20.0)
+    pays = {kind: fastest(network, device=kind) is not None for kind in DEVICE_KINDS}
+    assert pays == {kind: kind != "cpu" for kind in DEVICE_KINDS}
 
 
 # --------------------------------------------------------------------------------- the error law
