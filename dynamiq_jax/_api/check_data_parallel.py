@@ -14,7 +14,7 @@ from dynamiq_jax._worker_loss.arguments import by_position
 from dynamiq_jax._worker_loss.aux import ROLES, ROWS, roles_of
 from dynamiq_jax._worker_loss.causes import Difference, cause_of, cause_of_error
 from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen, on_host
-from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
+from dynamiq_jax._worker_loss.wrapped import loss_of
 
 _OF_32_BITS, _OF_16_BITS = 1e-3, 0.03  # relative differences that rounding causes
 # A loss of terms that cancel, as the first one of GRPO, is all rounding.
@@ -61,8 +61,8 @@ def check_data_parallel(
       ValueError: there is a difference; the text names its likely cause and a remedy. Or the loss
         of the whole batch is not finite, or arguments are not possible.
     """
-    work = getattr(wrapped, "worker_loss", None)
-    if not isinstance(work, WorkerLoss):
+    work = loss_of(wrapped)
+    if work is None:
         raise TypeError(
             f"wrapped={wrapped!r:.80} is not a result of dq.data_parallel or dq.value_and_grad. "
             "Give one, without another function around it."

@@ -13,6 +13,7 @@ from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import automatic
+from dynamiq_jax._worker_loss import wrapped
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
     SPLIT,
@@ -148,7 +149,7 @@ def data_parallel(
         work.give_back(signature, args, kwargs, rests)
         return (loss, *others) if has_aux else loss
 
-    mean_loss.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
+    wrapped.register(mean_loss, work)
     return mean_loss
 
 

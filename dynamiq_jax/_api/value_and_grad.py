@@ -15,6 +15,7 @@ from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._inputs.shards import automatic
+from dynamiq_jax._worker_loss import wrapped
 from dynamiq_jax._worker_loss.arguments import (
     DIFFERENTIATED,
     SPLIT,
@@ -171,7 +172,7 @@ def value_and_grad(
         grads = roles.in_user_order(_like(trees, floating))
         return (value, grads, metrics) if with_metrics else (value, grads)
 
-    value_and_grad_fn.worker_loss = work  # type: ignore[attr-defined]  # for check_data_parallel
+    wrapped.register(value_and_grad_fn, work)
     return value_and_grad_fn
 
 

@@ -5,8 +5,8 @@ import pytest
 from docs.scripts.advised import gain_of_a_step
 from docs.scripts.gpu_tables import gpu_worker_ps
 from docs.scripts.result_files import results_of
-from dynamiq_jax.topologies import Ring
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
+from dynamiq_jax.topologies import Ring
 
 
 def test_the_speed_of_a_cpu_is_that_of_a_measured_codec():

@@ -1,0 +1,25 @@
+"""Registry of the functions that wrap a loss, from which `check_data_parallel` finds the loss."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
+
+# A function that is no longer used is forgotten, and its loss with it.
+_losses: weakref.WeakKeyDictionary[Callable[..., Any], Callable[[], WorkerLoss | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def register(wrapped: Callable[..., Any], work: WorkerLoss) -> None:
+    """Record the loss of a function that holds it."""
+    _losses[wrapped] = weakref.ref(work)
+
+
+def loss_of(wrapped: Any) -> WorkerLoss | None:
+    """Return the loss of a function, or None for a function that wraps none."""
+    try:
+        return _losses[wrapped]()
+    except (KeyError, TypeError):  # an object of which no weak reference can be made
+        return None
