@@ -90,36 +90,6 @@ def test_the_mean_is_the_sum_divided_by_the_workers(num_workers):
     assert_same_bits(mean(KEY, tree), divided)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "check_vma", "local"),
-    (
-        (1, True, local_psum),
-        (1, False, local_stochastic),
-        (2, True, local_stochastic),
-        (3, False, local_psum),
-        (5, True, local_stochastic),
-        (8, True, local_stochastic),
-        (8, False, local_stochastic),
-    ),
-)
-def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, num_workers, check_vma, local):
-    tree = tree_of(num_workers)
-    result = on_mesh(local, data_mesh(num_workers), check_vma=check_vma)(KEY, tree)
-    assert_replicated(result)
-    assert_same_bits(result, {local_psum: psum, local_stochastic: stochastic}[local](KEY, tree))
-
-
-def test_the_default_method_on_a_mesh_gives_the_bits_of_the_simulation(data_mesh):
-    def local(key, tree):
-        return dq.pmean(tree, "data", key=key)
-
-    tree = tree_of(2)
-    result = on_mesh(local, data_mesh(2))(KEY, tree)
-    assert_same_bits(result, simulated(local)(KEY, tree))
-    for name in ("kernel", "embedding"):
-        assert 1e-4 < vnmse(result[name][0], tree[name].mean(axis=0, dtype=np.float64)) < 5e-3
-
-
 # ----------------------------------------------------------------------------------------- bias
 
 

@@ -20,7 +20,7 @@ from dynamiq_jax.contrib import EntropyCoded
 from dynamiq_jax.methods import METHODS, PRESETS, resolve_method
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from dynamiq_jax.training import LocalSGD, Pipelined
-from tests.methods.test_methods import CASES, CHUNKED
+from tests.conformance.table import CASES, CHUNKED
 from tests.support.gradients import of_workers
 from tests.support.workers import TWO_WIDTHS
 

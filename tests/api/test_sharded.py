@@ -13,7 +13,7 @@ from dynamiq_jax.methods import Axis, Call, ErrorFeedback
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, simulated
 
 N = 4
 KEY = jax.random.key(11)
@@ -258,19 +258,6 @@ def test_trees_keep_small_and_integer_leaves_exact():
     np.testing.assert_allclose(whole["bias"][0], tree["bias"].sum(axis=0), rtol=1e-6)
     np.testing.assert_array_equal(whole["count"][0], tree["count"].sum(axis=0))
     assert 1e-6 < vnmse(whole["w"][0], tree["w"].sum(axis=0)) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("check_vma", "method"), ((True, TWO_WIDTHS), (False, STOCHASTIC)), ids=("vma", "no_vma")
-)
-def test_a_mesh_gives_the_bits_of_the_simulation(data_mesh, check_vma, method):
-    def local(key, g):
-        part = dq.psum_scatter(g, "data", key=key, tiled=True, method=method)
-        return part, dq.all_gather(part, "data", key=key, tiled=True, method=method)
-
-    ours = on_mesh(local, data_mesh(N), check_vma=check_vma)(KEY, gradient())
-    for mine, expected in zip(ours, simulated(local)(KEY, gradient()), strict=True):
-        np.testing.assert_array_equal(mine, expected)
 
 
 def test_the_halves_send_the_bytes_of_an_all_reduce(data_mesh):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.methods.test_methods import CASES, CHUNKED
+from tests.conformance.table import CASES, CHUNKED
 from tests.support.gradients import of_workers
 from tests.support.workers import TWO_WIDTHS
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.contrib import arc_synthetic
@@ -20,7 +19,6 @@ from dynamiq_jax.contrib import EF21M, ARCTopK
 from dynamiq_jax.methods import ErrorFeedback, Exact, Method, SparseBlocks, TopKChunked
 from tests.support.checkpoints import only
 from tests.support.gradients import of_workers
-from tests.support.hlo import collectives
 from tests.support.workers import call_on, reducing, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 8, 64, 1024
@@ -251,27 +249,6 @@ def test_the_bits_are_those_asked_for(bits):
     assert bits - 0.02 < report.bits <= bits
     room = method.num_chosen(call_on(size, n))
     assert room == pytest.approx((bits - 40 / 256) / 16 * size / 256, rel=0.01)
-
-
-def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(data_mesh):
-    """And under check_vma, the types say that the sum is the same on all workers."""
-    gradients, _ = apart(6)
-    method = with_room(ARCTopK, 2, rank=64)
-    call = call_on(SIZE, NUM_WORKERS, feedback=True)
-
-    def run(stacked):
-        found = method.all_reduce(stacked[0], call, KEY, ())
-        return found.total, found.applied[None]
-
-    mapped = jax.shard_map(
-        run, mesh=data_mesh(NUM_WORKERS), in_specs=P("data"), out_specs=(P(), P("data"))
-    )
-    compiled = jax.jit(mapped).lower(gradients).compile()
-    for ours, expected in zip(compiled(gradients), reduced(method, gradients), strict=True):
-        np.testing.assert_array_equal(ours, expected)
-    sent = collectives(compiled.as_text())
-    report = dq.wire_report({"w": gradients[0]}, NUM_WORKERS, method=method)
-    assert sum(c.sent_bytes(NUM_WORKERS) for c in sent) == report.bytes_per_worker
 
 
 # ---------------------------------------------------------------------------- the whole of training

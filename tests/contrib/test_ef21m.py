@@ -18,7 +18,7 @@ from dynamiq_jax.contrib.ef21m import EF21MState
 from dynamiq_jax.methods import ErrorFeedback, Exact, Method, PowerSGD, TopKChunked, resolve_method
 from tests.support.checkpoints import Run, only
 from tests.support.gradients import of_workers, vnmse
-from tests.support.workers import call_on, on_mesh, simulated
+from tests.support.workers import call_on, simulated
 
 NUM_WORKERS, SHAPE, SIZE = 4, (64, 80), 5120
 KEY = jax.random.key(11)
@@ -255,27 +255,6 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     assert only(run.start).tracker.shape == (NUM_WORKERS, SIZE)
     _, half = run.check_resumes(tmp_path)
     assert drift(jax.tree.map(np.asarray, only(half))) < 1e-5
-
-
-def test_a_mesh_does_what_the_simulation_does(data_mesh):
-    """With a method inside that makes no choice: near a tie, that of two programs may differ."""
-    reduce = dq.all_reduce_gradients("data", method=EF21M(inner=Exact()))
-
-    def local(_, gradients):
-        def step(state, gradient):
-            mean, state = reduce.update(gradient, state)
-            return state, mean
-
-        return jax.lax.scan(step, reduce.init(gradients[0]), gradients)
-
-    gradients = np.stack([gradient_of(step) for step in range(3)], axis=1)
-    run = on_mesh(local, data_mesh(NUM_WORKERS))
-    for ours, expected in zip(
-        jax.tree.leaves(run(KEY, gradients)),
-        jax.tree.leaves(simulated(local)(KEY, gradients)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-8)
 
 
 def test_it_costs_no_bytes():

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import FlashCommunication
 from tests.support import blocks_oracle
-from tests.support.gradients import heavy_tailed, of_workers, vnmse
-from tests.support.hlo import sum_on_mesh
-from tests.support.workers import call_on, simulated
+from tests.support.gradients import heavy_tailed, vnmse
+from tests.support.workers import call_on
 
 KEY = jax.random.key(0)
 WIRE_WORKERS = 8
@@ -188,17 +187,6 @@ def test_two_values_that_are_not_finite_hide_no_other(method):
 
 
 # --------------------------------------------------------------------------------- over the wire
-
-
-def test_a_mesh_computes_what_simulated_workers_do_and_sends_what_is_reported(data_mesh):
-    g, method, topology = of_workers(0, N, 5000), FlashCommunication(), "all_to_all"
-    result, sent = sum_on_mesh(data_mesh(N), method, KEY, g, topology)
-    assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
-    run = simulated(lambda key, g: dq.psum(g, "data", key=key, method=method, topology=topology))
-    np.testing.assert_array_equal(result, run(KEY, g))
-    report = dq.wire_report({"w": g[0]}, N, method=method, topology=topology)
-    assert sum(c.sent_bytes(N) for c in sent) == report.bytes_per_worker > 0
-    assert frozenset().union(*(c.dtypes for c in sent)) == {"u8"}
 
 
 @pytest.mark.parametrize(

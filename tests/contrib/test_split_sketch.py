@@ -18,10 +18,8 @@ from dynamiq_jax.contrib.split_sketch.count_sketch import CountSketch
 from dynamiq_jax.contrib.split_sketch.method import _heavy_hitters, threshold
 from dynamiq_jax.methods import Call, ErrorFeedback
 from tests.support import checkpoints
-from tests.support.checkpoints import only
 from tests.support.gradients import of_workers, vnmse
-from tests.support.hlo import sent_bytes
-from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
+from tests.support.workers import TWO_WIDTHS, call_on, simulated
 
 NUM_WORKERS, GROUP, SIZE = 4, 16, 8192
 KEY = jax.random.key(4)
@@ -345,15 +343,6 @@ def test_the_bits_are_those_asked_for(method, bits):
     assert values == pytest.approx(method.hot * (cells + values), rel=0.02)
 
 
-def test_the_program_sends_what_is_reported(data_mesh, topology="all_to_all"):
-    tree = {"w": jax.ShapeDtypeStruct((100, 200), jnp.float32)}
-    method = SplitSketch(bits=2.0, hot=0.5)
-    report = dq.wire_report(tree, NUM_WORKERS, method=method, topology=topology)
-    assert 1.9 < report.bits <= 2
-    sent = sent_bytes(data_mesh(NUM_WORKERS), tree, method, topology)
-    assert sent == report.bytes_per_worker
-
-
 # --------------------------------------------------------------------------------------- over steps
 
 
@@ -380,26 +369,6 @@ def test_a_gradient_that_stays_arrives():
     errors = [vnmse(total[:t].astype(np.float64).mean(axis=0), truth) for t in (1, 60, 120)]
     assert errors[2] < errors[1] / 2 < errors[0] / 10
     assert errors[2] < 0.005
-
-
-def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
-    reduce = dq.all_reduce_gradients("data", method=SplitSketch(bits=4.0, hot=0.5))
-
-    def local(_, gradients):
-        def step(state, gradient):
-            output, state = reduce.update(gradient, state)
-            return state, output
-
-        return jax.lax.scan(step, reduce.init(gradients[0]), gradients)
-
-    gradients = of_workers(6, NUM_WORKERS, 4 * SIZE).reshape(NUM_WORKERS, 4, SIZE)
-    state, outputs = on_mesh(local, data_mesh(NUM_WORKERS))(KEY, gradients)
-    expected_state, expected = simulated(local)(KEY, gradients)
-    for leaf in jax.tree.leaves((only(state), outputs)):
-        np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
-    # Additions of another program may be in another order.
-    np.testing.assert_allclose(outputs, expected, rtol=1e-5)
-    np.testing.assert_allclose(only(state).memory, only(expected_state).memory, rtol=1e-5)
 
 
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):

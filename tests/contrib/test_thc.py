@@ -23,7 +23,6 @@ from dynamiq_jax.contrib.thc.method import BlockLayout, _norm_words
 from dynamiq_jax.methods import SummedChunks
 from dynamiq_jax.topologies import Ring
 from tests.support.gradients import of_workers, vnmse
-from tests.support.hlo import sum_on_mesh
 from tests.support.workers import call_on, simulated
 
 N, SIZE, BLOCK = 4, 16_384, 1024
@@ -182,16 +181,6 @@ def test_gathered_parts_have_the_error_of_one_rounding():
     rounding = (4.5 / 31) ** 2 / 6
     for ours, part in zip(gathered[0].reshape(N, -1), parts, strict=True):
         assert vnmse(ours, part) == pytest.approx(rounding, rel=0.05)
-
-
-def test_a_mesh_computes_what_simulated_workers_do_and_sends_what_is_reported(data_mesh):
-    g = of_workers(3, N, SIZE)
-    result, sent = sum_on_mesh(data_mesh(N), SMALL, KEY, g)
-    assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
-    assert vnmse(result[0], psum_with(SMALL)(KEY, g)[0]) < 1e-12
-    report = dq.wire_report({"w": g[0]}, N, method=SMALL)
-    assert sum(c.sent_bytes(N) for c in sent) == report.bytes_per_worker > 0
-    assert frozenset().union(*(c.dtypes for c in sent)) == {"u8", "u16"}
 
 
 # ---------------------------------------------------------------------------- width of the integers

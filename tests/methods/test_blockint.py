@@ -16,7 +16,6 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import BlockInt
 from tests.support import blocks_oracle
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
-from tests.support.hlo import sum_on_mesh
 from tests.support.workers import call_on, simulated
 
 KEY = jax.random.key(0)
@@ -175,17 +174,6 @@ def test_noise_lifts_no_value_above_the_largest_integer(bits):
 
 
 simulated_sum = simulated(lambda key, g: dq.psum(g, "data", key=key, method=STOCHASTIC))
-
-
-@pytest.mark.parametrize("check_vma", (True, False))
-def test_a_mesh_computes_what_simulated_workers_do_and_sends_what_is_reported(data_mesh, check_vma):
-    g = of_workers(0, N, 5000)
-    result, sent = sum_on_mesh(data_mesh(N), STOCHASTIC, KEY, g, check_vma=check_vma)
-    assert {replica.tobytes() for replica in result} == {result[0].tobytes()}
-    np.testing.assert_allclose(result, simulated_sum(KEY, g), rtol=1e-6)
-    report = dq.wire_report({"w": g[0]}, N, method=STOCHASTIC)
-    assert sum(c.sent_bytes(N) for c in sent) == report.bytes_per_worker > 0
-    assert frozenset().union(*(c.dtypes for c in sent)) == {"u8"}
 
 
 def test_stochastic_sums_are_unbiased_and_the_key_decides():

@@ -22,7 +22,6 @@ from dynamiq_jax.topologies import Ring
 from pallas_kernels.codec import packing
 from tests.support import oracle
 from tests.support.gradients import of_workers, vnmse
-from tests.support.hlo import sum_on_mesh
 from tests.support.workers import call_on, simulated
 
 KEY = jax.random.key(0)
@@ -131,19 +130,6 @@ def test_two_workers_get_the_sum_that_the_standard_gives(name):
     own = np.concatenate([values[0, :512], values[1, 512:]]).reshape(4, 256)
     expected = decode_blocks(*encode_blocks(received + own, name), name).reshape(-1)
     np.testing.assert_array_equal(psum(name, False)(KEY, values)[0], expected.astype(np.float32))
-
-
-@sharing
-def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(data_mesh, shared):
-    """Scales cost the same in messages and as statistics, which stay bytes on the wire."""
-    method, values, n = method_of("e2m1", shared), of_workers(4, 4, SIZE), 4
-    result, sent = sum_on_mesh(data_mesh(n), method, KEY, values)
-    np.testing.assert_array_equal(result, psum("e2m1", shared)(KEY, values))
-    report = dq.wire_report({"w": values[0]}, n, method=method)
-    assert sum(c.sent_bytes(n) for c in sent) == report.bytes_per_worker
-    assert frozenset().union(*(c.dtypes for c in sent)) == {"u8"}
-    assert any(c.kind == "all-to-all" for c in sent) == shared
-    assert report.bits == method.format.bits + 0.25
 
 
 # ------------------------------------------------------------------------------------- errors

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import OmniReduce
 from dynamiq_jax.methods import Axis, TopKChunked
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from tests.support.gradients import of_workers
-from tests.support.hlo import TREE, collectives, compiled_collectives
+from tests.support.hlo import TREE
 from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40
@@ -333,36 +332,6 @@ def test_there_is_room_for_one_block_at_least(method):
     gradients = np.tile(np.arange(1, size + 1, dtype=np.float32), (NUM_WORKERS, 1))
     total, _, _ = reduced(method, gradients)
     assert np.count_nonzero(in_blocks(total).any(axis=1)) == 1
-
-
-@both
-def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(data_mesh, method):
-    """And under check_vma, the types say that the sum and metrics are the same on all workers."""
-    local = local_all_reduce(method, SIZE)
-
-    def run(stacked):
-        total, applied, metrics = local(KEY, stacked[0])
-        return total, applied[None], metrics
-
-    mapped = jax.shard_map(
-        run, mesh=data_mesh(NUM_WORKERS), in_specs=P("data"), out_specs=(P(), P("data"), P())
-    )
-    gradients = of_workers(6, NUM_WORKERS, SIZE)
-    compiled = jax.jit(mapped).lower(gradients).compile()
-    jax.tree.map(np.testing.assert_array_equal, compiled(gradients), reduced(method, gradients))
-    sent = collectives(compiled.as_text())
-    report = dq.wire_report({"w": gradients[0]}, NUM_WORKERS, method=method)
-    assert sum(c.sent_bytes(NUM_WORKERS) for c in sent) == report.bytes_per_worker
-
-
-def test_requests_and_counts_stay_bytes_on_the_wire(data_mesh, n=8):
-    """In the compiled program of the default, beside leaves that are summed exactly."""
-    found = compiled_collectives(data_mesh(n), TREE, "omnireduce", "all_to_all")
-    report = dq.wire_report(TREE, n, method="omnireduce", topology="all_to_all")
-    assert sum(c.sent_bytes(n) for c in found) == report.bytes_per_worker
-    compressed = [c for c in found if c.kind != "all-reduce"]
-    assert sum(c.sent_bytes(n) for c in compressed) == report.compressed_bytes
-    assert frozenset().union(*(c.dtypes for c in compressed)) == {"u8", "u16"}
 
 
 @pytest.mark.parametrize(("name", "bits"), (("omnireduce", 8.0), ("topk_chunked", 2.0)))

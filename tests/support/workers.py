@@ -64,18 +64,26 @@ def simulated(fn: PerWorker) -> Callable[..., Any]:
     return jax.jit(run)
 
 
-def on_mesh(fn: PerWorker, mesh: Mesh, *, check_vma: bool = True) -> Callable[..., Any]:
-    """The same on the devices of a mesh, one worker each. Every replica's own copy comes back."""
+def mesh_program(fn: PerWorker, mesh: Mesh, *, check_vma: bool = True) -> Any:
+    """Jit `fn` on the devices of a mesh, one worker each: `(key, tuple of stacked trees)` to a
+    stacked tree, in which every replica has its own copy. Leading axes are those of the mesh.
+    """
+    axes = P(*mesh.axis_names)
+    own = (0,) * len(mesh.axis_names)
 
     def local(key: jax.Array, stacked: tuple[Any, ...]) -> Any:
-        result = fn(key, *jax.tree.map(lambda leaf: leaf[0], stacked))
-        return jax.tree.map(lambda leaf: leaf[None], result)
+        result = fn(key, *jax.tree.map(lambda leaf: leaf[own], stacked))
+        return jax.tree.map(lambda leaf: leaf[(None,) * len(own)], result)
 
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=check_vma
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), axes), out_specs=axes, check_vma=check_vma)
     )
-    jitted = jax.jit(mapped)
-    return lambda key, *stacked: jitted(key, stacked)
+
+
+def on_mesh(fn: PerWorker, mesh: Mesh, *, check_vma: bool = True) -> Callable[..., Any]:
+    """Run `fn` on the devices of a mesh: `(key, *stacked trees)` to a stacked tree."""
+    program = mesh_program(fn, mesh, check_vma=check_vma)
+    return lambda key, *stacked: program(key, stacked)
 
 
 @functools.cache

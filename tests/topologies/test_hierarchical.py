@@ -77,25 +77,6 @@ def summed(topology, method):
     return simulated(functools.partial(reduce, topology=topology, method=method))
 
 
-@pytest.mark.parametrize(
-    ("topology", "check_vma", "method"),
-    (
-        ("ring", True, STOCHASTIC),
-        pytest.param("ring", False, TWO_WIDTHS, marks=pytest.mark.slow),
-        ("butterfly", True, STOCHASTIC),
-        ("all_to_all", True, TWO_WIDTHS),
-        ("all_to_all", False, STOCHASTIC),
-    ),
-)
-def test_all_replicas_hold_the_bits_of_the_simulation(topology, check_vma, method):
-    local = functools.partial(reduce, topology=topology, method=method)
-    result = np.asarray(summed(topology, method)(gradients()))
-    assert (result == result[0, 0]).all()
-    np.testing.assert_array_equal(on_mesh(local, check_vma=check_vma)(gradients()), result)
-    truth = gradients().sum(axis=(0, 1), dtype=np.float64)
-    assert 1e-6 < vnmse(result[0, 0], truth) < 5e-3
-
-
 @pytest.mark.parametrize("coordinate", (0, 10_000, 20_000))
 def test_values_that_are_not_finite_stay_in_their_super_group(coordinate):
     """Parts of the fast axes are whole super-groups: one value touches 256 coordinates."""

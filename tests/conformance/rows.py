@@ -1,0 +1,87 @@
+"""The table of methods for the conformance tests: one row a method, with the bounds of its error.
+
+`tests/contrib/rows.py` has the rows of research.
+"""
+
+import dataclasses
+from typing import Literal
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods import MXFP8, ErrorFeedback, Method, PowerSGD, resolve_method
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method and the bounds of its laws, for sums of four workers with heavy tails."""
+
+    method: Method
+    error: tuple[float, float]
+    """Least and largest vNMSE of one sum. A ring has two compressions more than all to all."""
+    key: Literal["ignored", "noise", "choice"] = "ignored"
+    """Use of the key: none; noise, whose mean is the sum; or a choice, which is biased."""
+    bias: float = 0.0
+    """Most of the vNMSE that the mean over keys keeps, beside one part in keys."""
+    gain: tuple[float, float] = (-1e-3, 1e-3)
+    """Least and largest gain of the mean over keys, less one."""
+    reach: int | None = None
+    """Number of coordinates that are NaN with one of them, where it is fixed."""
+    recodes: bool = False
+    """True if each hop decodes, adds and encodes, with errors of one kind."""
+    stays: bool = False
+    """True if a value that is not finite changes no coordinate beyond its reach."""
+    same_bits: bool = True
+    """False if sums of squares or products may be added in another order on a mesh."""
+    floats: bool = False
+    """True if its messages are float32, and False if they are integers."""
+    mesh: tuple[str, ...] = ("ring",)
+    """Topologies of the programs that are compiled for a mesh."""
+
+
+def mx(name: str, *error: float, **fields) -> Row:
+    return Row(
+        method=resolve_method(name), error=error, reach=32, recodes=True, stays=True, **fields
+    )
+
+
+PRODUCT = {
+    # The order of float32 additions.
+    "exact": Row(method=dq.Exact(), error=(0, 1e-12), reach=1, stays=True, floats=True),
+    # Half a unit in the last of 8 bits.
+    "bf16": Row(method=dq.BF16(), error=(2.8e-6, 7e-6), reach=1, stays=True, mesh=("all_to_all",)),
+    # Half of 1/127 of the largest value in a block.
+    "blockint": Row(
+        method=resolve_method("blockint"),
+        error=(5e-5, 1.1e-4),
+        reach=32,
+        recodes=True,
+        stays=True,
+    ),
+    # Formats of one class differ in their elements alone.
+    "mxfp8": mx("mxfp8", 9e-4, 2.5e-3, mesh=()),
+    "mxfp6": mx("mxfp6", 9e-4, 2.2e-3, mesh=()),
+    "mxfp4": mx("mxfp4", 1.5e-2, 4e-2, mesh=("ring",)),
+    "mxint8": mx("mxint8", 1e-4, 2.6e-4, mesh=()),
+    "mxfp8_shared": Row(
+        method=MXFP8(shared_scale=True), error=(7e-4, 1.7e-3), reach=32, stays=True
+    ),
+    "dynamiq": Row(method=dq.DynamiQ(), error=(9e-4, 1.9e-3), key="noise", bias=0.04, reach=256),
+    "paper": Row(
+        method=dq.DynamiQ.paper(),
+        error=(2.8e-3, 5.2e-3),
+        key="noise",
+        bias=0.04,
+        reach=256,
+        mesh=(),
+    ),
+    # The energy of the smallest seven of eight blocks.
+    "topk_chunked": Row(method=resolve_method("topk_chunked"), error=(0.17, 0.25), reach=1),
+    # Noise has no low rank: most of it is left out.
+    "powersgd": Row(method=PowerSGD(), error=(0.7, 0.95), same_bits=False, floats=True),
+    "error_feedback": Row(
+        method=ErrorFeedback(inner=PowerSGD()),
+        error=(0.7, 0.95),
+        same_bits=False,
+        floats=True,
+        mesh=("all_to_all",),
+    ),
+}

@@ -1,0 +1,179 @@
+"""Laws of every topology and collective on a mesh: the bits of the simulation, and the bytes of the
+report. `test_methods.py` has every method. Each case is compiled once for both laws.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import dynamiq_jax as dq
+from dynamiq_jax.contrib import THC
+from dynamiq_jax.methods import Method
+from tests.support.gradients import of_workers
+from tests.support.hlo import Collective, collectives
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, call_on, mesh_program
+
+KEY = jax.random.key(0)
+TREE = {"kernel": (40, 256), "embedding": (14, 340), "bias": (40,)}  # divides by nothing
+VECTOR = {"w": (20_000,)}
+HALF = {"w": (96, 256)}
+Local = Callable[[jax.Array, Any], Any]
+
+
+def summing(method: Method, topology: Any = "ring", axes: Any = "data", by: Any = dq.psum) -> Local:
+    return lambda key, tree: by(tree, axes, key=key, method=method, topology=topology)
+
+
+def scattering(method: Method, topology: str) -> Local:
+    return lambda key, tree: dq.psum_scatter(
+        tree, "data", key=key, tiled=True, method=method, topology=topology
+    )
+
+
+def gathering(method: Method) -> Local:
+    return lambda key, tree: dq.all_gather(tree, "data", key=key, tiled=True, method=method)
+
+
+def shapes_of(tree: dict[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
+
+
+def report_of(method: Method, topology: Any = "ring", *, workers: Any = 4, tree: Any = None) -> int:
+    shapes = shapes_of(tree or VECTOR)
+    return dq.wire_report(shapes, workers, method=method, topology=topology).bytes_per_worker
+
+
+def half_of(method: Method, collective: str, topology: str, parts: int) -> int:
+    call = call_on(parts * int(np.prod(HALF["w"])), 4, topology, collective=collective)
+    cost = method.wire_cost(call)
+    return cost.statistics_bytes + 3 * cost.payload_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One collective on one mesh, and the bytes of its slow axis, if no loop hides their number."""
+
+    local: Local
+    sent: int | None
+    workers: tuple[int, ...] = (4,)
+    tree: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: VECTOR)
+    check_vma: bool = True
+    replicated: bool = True
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("data",) if len(self.workers) == 1 else ("hosts", "local")
+
+
+def topology_case(topology: str, method: Method = STOCHASTIC, **fields: Any) -> Case:
+    return Case(summing(method, topology), report_of(method, topology), **fields)
+
+
+def tree_case(workers: int, **fields: Any) -> Case:
+    sent = report_of(STOCHASTIC, workers=workers, tree=TREE)
+    return Case(summing(STOCHASTIC), sent, (workers,), TREE, **fields)
+
+
+def hosts_case(topology: str, method: Method, **fields: Any) -> Case:
+    sent = report_of(method, topology, workers=(2, 4))
+    return Case(summing(method, topology, ("hosts", "local")), sent, (2, 4), **fields)
+
+
+CASES = {
+    "ring": topology_case("ring"),
+    "both ways": Case(summing(STOCHASTIC, "ring:bidirectional=True"), None, check_vma=False),
+    "unrolled": topology_case("ring:unroll=True"),
+    "unrolled both ways": topology_case("ring:unroll=True:bidirectional=True"),
+    "butterfly": topology_case("butterfly", check_vma=False),
+    "all to all": topology_case("all_to_all", TWO_WIDTHS),
+    "all to all unchecked": topology_case("all_to_all", check_vma=False),
+    "one worker": tree_case(1),
+    "three workers unchecked": tree_case(3, check_vma=False),
+    "eight workers": tree_case(8),
+    "mean": Case(summing(STOCHASTIC, by=dq.pmean), report_of(STOCHASTIC)),
+    "psum_scatter": Case(
+        scattering(TWO_WIDTHS, "ring:unroll=True"),
+        half_of(TWO_WIDTHS, "psum_scatter", "ring:unroll=True", 1),
+        tree=HALF,
+        replicated=False,
+    ),
+    "psum_scatter all to all": Case(
+        scattering(STOCHASTIC, "all_to_all"),
+        half_of(STOCHASTIC, "psum_scatter", "all_to_all", 1),
+        tree=HALF,
+        check_vma=False,
+        replicated=False,
+    ),
+    "all_gather": Case(
+        gathering(TWO_WIDTHS), half_of(TWO_WIDTHS, "all_gather", "ring", 4), tree=HALF
+    ),
+    "all_gather of thc": Case(
+        gathering(THC(block=256)), half_of(THC(block=256), "all_gather", "ring", 4), tree=HALF
+    ),
+    "hosts": hosts_case("ring", STOCHASTIC),
+    "hosts butterfly": hosts_case("butterfly", STOCHASTIC, check_vma=False),
+    "hosts all to all": hosts_case("all_to_all", TWO_WIDTHS),
+}
+
+
+def values_of(case: Case) -> dict[str, np.ndarray]:
+    count = int(np.prod(case.workers))
+    return {
+        name: of_workers(len(name), count, int(np.prod(shape))).reshape(*case.workers, *shape)
+        for name, shape in case.tree.items()
+    }
+
+
+@functools.cache
+def found_on_mesh(name: str) -> tuple[dict[str, np.ndarray], list[Collective]]:
+    """Return results, with the axes of the mesh in front, and the collectives of the program."""
+    case = CASES[name]
+    devices = jax.devices()[: int(np.prod(case.workers))]
+    types = (AxisType.Auto,) * len(case.axes)
+    mesh = jax.make_mesh(case.workers, case.axes, axis_types=types, devices=devices)
+    program = mesh_program(case.local, mesh, check_vma=case.check_vma)
+    arguments = KEY, (values_of(case),)
+    compiled = program.lower(*arguments).compile()
+    return jax.tree.map(np.asarray, compiled(*arguments)), collectives(compiled.as_text())
+
+
+cases = pytest.mark.parametrize("name", CASES)
+
+
+@cases
+def test_a_mesh_gives_the_bits_of_the_simulation(name):
+    case = CASES[name]
+    simulated = functools.partial(case.local, KEY)
+    for axis in reversed(case.axes):
+        simulated = jax.vmap(simulated, axis_name=axis)
+    expected = jax.jit(simulated)(values_of(case))
+    found, _ = found_on_mesh(name)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replicated])
+def test_all_workers_of_a_mesh_hold_the_same_bits(name):
+    for leaf in found_on_mesh(name)[0].values():
+        replicas = leaf.reshape(int(np.prod(CASES[name].workers)), -1)
+        assert {replica.tobytes() for replica in replicas} == {replicas[0].tobytes()}
+        assert np.isfinite(replicas).all() and replicas.any()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.sent is not None])
+def test_a_mesh_sends_what_is_reported(name):
+    """Along the slow axis, where compressed messages are integers."""
+    case = CASES[name]
+    _, sent = found_on_mesh(name)
+    if len(case.axes) == 2:
+        sent = [c for c in sent if c.dtypes <= {"u8", "u16"}]
+    assert round(sum(c.sent_bytes(case.workers[0]) for c in sent)) == case.sent
