@@ -1,11 +1,9 @@
 """The first check on several processes, each of which has a part of the arrays."""
 
-import json
-
 import pytest
 
 from tests.support import processes
-from tests.support.first_check_worker import AXES, NUM_PROCESSES
+from tests.support.first_check_worker import AXES, NUM_PROCESSES, errors_of_all
 
 EXPECTED = {
     "mean": "",
@@ -16,12 +14,9 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory) -> list[dict[str, str]]:
+def errors() -> list[dict[str, str]]:
     """The error of every case in each process."""
-    folder = tmp_path_factory.mktemp("first_check")
-    targets = [folder / f"errors_{rank}.json" for rank in range(NUM_PROCESSES)]
-    processes.run("first_check_worker.py", [[target] for target in targets])
-    return [json.loads(target.read_text()) for target in targets]
+    return processes.run(errors_of_all, [()] * NUM_PROCESSES, devices=2)
 
 
 @pytest.mark.parametrize("transform", ["vmap", "shard_map"])

@@ -1,22 +1,15 @@
 """A process that is late, for a checkpoint or its data, is waited for by every function."""
 
-import json
-
 import pytest
 
 from tests.support import processes
-from tests.support.late_worker import CASES
+from tests.support.late_worker import CASES, errors_of_all
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory) -> list[dict[str, str | None]]:
+def errors() -> list[dict[str, str | None]]:
     """Errors of each function in both processes."""
-    folder = tmp_path_factory.mktemp("late")
-    targets = [folder / f"{rank}.json" for rank in range(2)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "TIMEOUT", 900)
-        processes.run("late_worker.py", [(target,) for target in targets])
-    return [json.loads(target.read_text()) for target in targets]
+    return processes.run(errors_of_all, [()] * 2, devices=len(CASES), timeout=900)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.gradients import of_workers, vnmse
-from tests.support.multiprocess_worker import CASES, LOCAL_DEVICES, NUM_PROCESSES
+from tests.support.multiprocess_worker import CASES, LOCAL_DEVICES, NUM_PROCESSES, sums
 
 SIZE = 20_000
 
@@ -18,14 +18,9 @@ def gradients() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict[str, np.ndarray]]:
+def results() -> list[dict[str, np.ndarray]]:
     """What the devices of each process got, by case: [devices, size]."""
-    folder = tmp_path_factory.mktemp("processes")
-    np.save(folder / "gradients.npy", gradients())
-    targets = [folder / f"sums_{rank}.npz" for rank in range(NUM_PROCESSES)]
-    arguments = [(folder / "gradients.npy", target) for target in targets]
-    processes.run("multiprocess_worker.py", arguments)
-    return [dict(np.load(target)) for target in targets]
+    return processes.run(sums, [(gradients(),)] * NUM_PROCESSES, devices=LOCAL_DEVICES)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,5 @@
 """Processes that do not run the same collective all get one error; those that do pay nothing."""
 
-import json
 import re
 import threading
 import time
@@ -17,19 +16,15 @@ import dynamiq_jax as dq
 from dynamiq_jax._check import agreement, disagreement, exchange
 from pallas_kernels._jax import compat
 from tests.support import processes
-from tests.support.agreement_worker import DISAGREEING
+from tests.support.agreement_worker import DISAGREEING, outcomes
 
 NUMBERS = (2, pytest.param(4, marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", params=NUMBERS)
-def found(request, tmp_path_factory) -> list[dict]:
+def found(request) -> list[dict]:
     """What came of each case in each process."""
-    number = request.param
-    folder = tmp_path_factory.mktemp(f"processes_{number}")
-    targets = [folder / f"{rank}.json" for rank in range(number)]
-    processes.run("agreement_worker.py", [(number, target) for target in targets])
-    return [json.loads(target.read_text()) for target in targets]
+    return processes.run(outcomes, [(request.param,)] * request.param)
 
 
 def errors(found: list[dict], name: str) -> list[str]:

@@ -3,11 +3,8 @@
 import concurrent.futures
 import functools
 import json
-import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,6 +17,7 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import Islands, IslandState, ObjectStore, SharedFolder
+from tests.support import island_worker, processes
 from tests.support.gradients import heavy_tailed
 
 PARAMS = {"w": heavy_tailed(0, (40, 32)), "b": heavy_tailed(1, (7,))}
@@ -249,31 +247,27 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_island_that_is_killed_ten_times_comes_back(tmp_path):
+def test_an_island_that_is_killed_ten_times_comes_back(tmp_path, request):
     """Each time in the middle of a round, with SIGKILL: all end with the same reference."""
     rounds, kills = 14, 10
 
     def start(name):
-        command = [sys.executable, "-m", "tests.support.island_worker", str(tmp_path)]
-        environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-        return subprocess.Popen(
-            [*command, name, str(rounds)], stdout=subprocess.PIPE, text=True, env=environment
-        )
+        process = processes.alone(island_worker.train, str(tmp_path), name, rounds)
+        request.addfinalizer(process.kill)
+        return process
 
     jobs = {name: start(name) for name in "abc"}
     last = -1
     for _ in range(kills):
         while (now := _last_announced(tmp_path, "c")) <= last:
-            assert jobs["a"].poll() is None, "the others went on without it"
+            assert jobs["a"].returncode is None, "the others went on without it"
             time.sleep(0.01)
         time.sleep(0.1)
         jobs["c"].kill()
-        jobs["c"].communicate()
         assert jobs["c"].returncode == -signal.SIGKILL
         last, jobs["c"] = now, start("c")
-    outputs = {name: job.communicate()[0].split() for name, job in jobs.items()}
-    assert {job.returncode for job in jobs.values()} == {0}
-    assert {tuple(output[:2]) for output in outputs.values()} == {(str(rounds), outputs["a"][1])}
+    outputs = {name: job.result() for name, job in jobs.items()}
+    assert {output[:2] for output in outputs.values()} == {(rounds, outputs["a"][1])}
     came = [
         json.loads(SharedFolder(tmp_path).get(f"decision/{number:08}"))["members"]
         for number in range(rounds)
@@ -281,7 +275,7 @@ def test_an_island_that_is_killed_ten_times_comes_back(tmp_path):
     assert all({"a", "b"} <= {*members} for members in came)  # no round is lost for them
     assert sum("c" in members for members in came) >= rounds - kills
     # 140 steps that each leave 0.95 of the distance, and the rounding of 4 bits.
-    assert 0.9 * 0.95**140 < float(outputs["a"][2]) < 2 * 0.95**140 + 1e-3
+    assert 0.9 * 0.95**140 < outputs["a"][2] < 2 * 0.95**140 + 1e-3
 
 
 def _last_announced(folder, name: str) -> int:

@@ -14,6 +14,7 @@ from tests.support.others import package
 from tests.support.workers import call_on, simulated
 
 torch = package("torch")
+from tests.support import powersgd_worker  # noqa: E402
 
 SHAPES = {"a": (48, 40), "b": (96, 56)}
 STEPS, WORKERS, RANK = 20, 2, 4
@@ -42,9 +43,8 @@ def first_factors() -> tuple[jax.Array, ...]:
 
 def test_means_of_20_steps_are_those_of_the_hook(tmp_path):
     drawn = gradients()
-    np.savez(tmp_path / "gradients.npz", **drawn)
-    processes.run("powersgd_worker.py", [[tmp_path, RANK]] * WORKERS)
-    theirs = [np.load(tmp_path / f"means{rank}.npz") for rank in range(WORKERS)]
+    found = processes.run(powersgd_worker.averaged, [(tmp_path, RANK, drawn)] * WORKERS)
+    theirs = [means for means, _ in found]
 
     shapes = tuple(SHAPES.values())
     call = call_on(sum(map(np.prod, shapes)), WORKERS, "all_to_all", shapes=shapes)
@@ -73,7 +73,7 @@ def test_means_of_20_steps_are_those_of_the_hook(tmp_path):
         # Far from the gradients themselves: the comparison is of what was lost.
         assert np.sum((expected - mean) ** 2) > 1e-3 * np.sum(mean**2)
         # The factors span the same space; the hook keeps them in another basis.
-        q = np.load(tmp_path / "q0.npy")
+        q = found[0][1]
         offset = sum(RANK * s[1] for s in shapes[:number])
         q = q[offset : offset + RANK * shape[1]].reshape(shape[1], RANK)
         bases = [np.linalg.qr(basis)[0] for basis in (q, np.asarray(factors[number][0]))]

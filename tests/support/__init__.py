@@ -1,1 +1,1 @@
-"""Helpers of the tests, and scripts that they run in processes of their own: `*_worker`."""
+"""Helpers of the tests. `*_worker` has functions for processes of their own, see `processes`."""

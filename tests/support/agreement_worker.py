@@ -1,14 +1,7 @@
-"""One process of test_agreement.py: `python agreement_worker.py PORT RANK NUM_PROCESSES OUTPUT`.
-
-Runs the cases below, each of which is a collective that this module has not traced before, and
-writes what came of each to OUTPUT (.json): "done", or the error, or the warnings.
-"""
+"""One process of test_agreement.py, and functions that trace collectives of a new name."""
 
 import contextlib
 import functools
-import json
-import pathlib
-import sys
 import threading
 import time
 import unittest.mock
@@ -428,18 +421,14 @@ def in_threads(rank: int) -> list[str | None]:
     return errors
 
 
-def main(port: str, rank: int, number: int, target: pathlib.Path) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", number, rank, initialization_timeout=60)
+def outcomes(rank: int, number: int) -> dict[str, Any]:
+    """Run all cases, each a collective that this process has not traced before: the error, or the
+    warnings, of each.
+    """
     exchange.PATIENCE = exchange.SHORT_PATIENCE = LONG
     differs = rank == number - 1
-    found: dict[str, Any] = {}
-    for name, (one, others, _) in DISAGREEING.items():
-        found[name] = outcome(functools.partial(one if differs else others, name))
-        target.write_text(json.dumps(found))
-    target.write_text(json.dumps(found | special(rank, number)))
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4]))
+    found = {
+        name: outcome(functools.partial(one if differs else others, name))
+        for name, (one, others, _) in DISAGREEING.items()
+    }
+    return found | special(rank, number)

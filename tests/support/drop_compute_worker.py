@@ -1,15 +1,8 @@
-"""One process of contrib/drop_compute/test_step.py:
-`drop_compute_worker.py PORT RANK FOLDER DEVICES HEARTBEAT FAULT`.
-
-Trains a linear model with `DropCompute` over two processes of some devices each, on the clock of a
-table of latencies, and writes what it ends with to FOLDER/end_RANK.npz. FAULT is what happens to
-this process in a micro-batch: "none", "hang" until FOLDER/release is there, or a signal.
-"""
+"""One process of contrib/drop_compute/test_step.py."""
 
 import os
 import pathlib
 import signal
-import sys
 import time
 from collections.abc import Sequence
 
@@ -19,7 +12,6 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-from benchmarks.emulation.processes import die_with_parent
 from dynamiq_jax.contrib import Calibration, DropCompute, Latencies, SimulatedClock
 
 NUM_PROCESSES, NUM_STEPS, MICRO_BATCHES = 2, 6, 5
@@ -68,19 +60,13 @@ class Loader(Sequence):
         return micro_batch(self.step, self.rank, index)
 
 
-def main(
-    port: str, rank: int, folder: pathlib.Path, devices: int, heartbeat: int, fault: str
-) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}",
-        NUM_PROCESSES,
-        rank,
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=heartbeat,
-        shutdown_timeout_seconds=3,
-    )
+def train(rank: int, folder: pathlib.Path, devices: int, fault: str) -> None:
+    """Train a linear model with `DropCompute` over two processes of some devices each, on the clock
+    of a table of latencies, and write its end to a file of the folder.
+
+    `fault` is what happens to this process in a micro-batch: "none", "hang" until a file `release`
+    is there, or a signal.
+    """
     mesh = jax.make_mesh((NUM_PROCESSES * devices,), ("data",), axis_types=(AxisType.Auto,))
     table = SimulatedClock(latencies())
 
@@ -112,18 +98,4 @@ def main(
         losses=losses,
         times=train_step.latencies.times,
         rest=train_step.latencies.rest,
-    )
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    if sys.platform == "linux":
-        die_with_parent(os.getppid())  # also when stopped
-    main(
-        sys.argv[1],
-        int(sys.argv[2]),
-        pathlib.Path(sys.argv[3]),
-        devices=int(sys.argv[4]),
-        heartbeat=int(sys.argv[5]),
-        fault=sys.argv[6],
     )

@@ -1,12 +1,5 @@
-"""One process of test_check_in_processes.py: `python first_check_worker.py PORT RANK OUTPUT`.
+"""One process of test_check_in_processes.py."""
 
-Runs the first check on the cases below, and writes the error of each to OUTPUT (.json), "" if
-there is none.
-"""
-
-import json
-import pathlib
-import sys
 from typing import Any
 
 import jax
@@ -70,19 +63,11 @@ def error_of(loss: str, over: str, transform: str) -> str:
     return ""
 
 
-def main(port: str, rank: int, target: str) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(f"127.0.0.1:{port}", NUM_PROCESSES, rank, initialization_timeout=60)
-    errors = {
+def errors_of_all(rank: int) -> dict[str, str]:
+    """Return the error of every loss, or an empty one."""
+    return {
         f"{loss}, {over}, {transform}": error_of(loss, over, transform)
         for loss in LOSSES
         for over in AXES
         for transform in ("vmap", "shard_map")
     }
-    pathlib.Path(target).write_text(json.dumps(errors))
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,11 +1,7 @@
-"""One process of test_first_use.py: `python first_use_worker.py PORT RANK FAULT OUTPUT`.
+"""One of two processes of test_first_use.py, whose kernels may have a fault."""
 
-Its kernels have a fault, or none if FAULT is `nothing`. It sums gradients with the other process,
-and writes its result, the warnings and the error to OUTPUT (.npz).
-"""
-
-import sys
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,9 +21,8 @@ def reduce(gradient):
     return dq.psum(gradient, "data", key=jax.random.key(1), method=METHOD)
 
 
-def main(port: str, rank: int, fault: str, target: str) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", NUM_PROCESSES, rank, initialization_timeout=60)
+def summed(rank: int, fault: str) -> dict[str, Any]:
+    """Sum gradients with the other process: the result, the warnings and the error."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         choose(patch, backend() if fault == "nothing" else BROKEN[fault][0])
@@ -46,9 +41,4 @@ def main(port: str, rank: int, fault: str, target: str) -> None:
         except RuntimeError as raised:
             error = str(raised)
     texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    np.savez(target, result=result, error=error, warnings=texts)
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    return {"result": result, "error": error, "warnings": texts}

@@ -1,6 +1,5 @@
-"""An island of its own process: `island_worker FOLDER NAME ROUNDS`. It prints its last state."""
+"""An island of a process of its own, for test_islands.py."""
 
-import sys
 import time
 
 import jax
@@ -14,7 +13,8 @@ TARGET = jax.random.normal(jax.random.key(0), (64, 32))
 PARAMS = {"w": jnp.zeros((64, 32))}
 
 
-def main(folder: str, name: str, rounds: int) -> None:
+def train(rank: int, folder: str, name: str, rounds: int) -> tuple[int, str, float]:
+    """Train to a number of rounds: the last round, the hash of the state, and the error."""
     islands = Islands(
         transport=SharedFolder(folder),
         name=name,
@@ -31,8 +31,4 @@ def main(folder: str, name: str, rounds: int) -> None:
             time.sleep(0.03)  # the test kills it here
         state = islands.exchange({"w": w}, state)
     error = float(jnp.linalg.norm(state.reference["w"] - TARGET) / jnp.linalg.norm(TARGET))
-    print(state.round, _hash_of(state), error)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    return state.round, _hash_of(state), error

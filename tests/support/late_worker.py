@@ -1,13 +1,6 @@
-"""One process of test_late_process.py: `python late_worker.py PORT RANK OUTPUT`.
-
-Each function of `CASES` runs on a pair of devices of its own, one of each process, so that all of
-them wait at the same time for the second process. Writes the errors to OUTPUT (.json).
-"""
+"""One process of test_late_process.py."""
 
 import functools
-import json
-import pathlib
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -101,10 +94,10 @@ CASES: dict[str, Callable[[Mesh], Any]] = {
 }
 
 
-def main(port: str, rank: int, target: pathlib.Path) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_num_cpu_devices", len(CASES))
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
+def errors_of_all(rank: int) -> dict[str, str | None]:
+    """Run each function of `CASES` on a pair of devices of its own, one of each process, so that
+    all of them wait at the same time for the second process.
+    """
     devices = np.array(jax.devices()).reshape(2, len(CASES))
     programs = {}
     for number, (name, function) in enumerate(CASES.items()):
@@ -126,9 +119,4 @@ def main(port: str, rank: int, target: pathlib.Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    target.write_text(json.dumps(errors))
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    return errors

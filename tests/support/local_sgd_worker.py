@@ -1,10 +1,4 @@
-"""One process of test_failures.py: `python local_sgd_worker.py PORT RANK FOLDER FAULT`.
-
-Trains by local SGD over two processes, and writes FOLDER/RANK.STEP after each local step and
-FOLDER/end_RANK.npz at the end. FAULT is what process 1 does before its first local step: "none",
-"late" (it waits until process 0 has no local step left to take) or the name of a signal that it
-sends itself.
-"""
+"""One process of test_failures.py."""
 
 import os
 import pathlib
@@ -18,7 +12,6 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.emulation.processes import die_with_parent
 from dynamiq_jax.training import LocalSGD
 from tests.support.workers import STOCHASTIC
 
@@ -26,16 +19,13 @@ NUM_PROCESSES, EVERY, NUM_STEPS = 2, 4, 8
 PATIENCE = 60  # seconds
 
 
-def main(port: str, rank: int, folder: pathlib.Path, fault: str) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}",
-        NUM_PROCESSES,
-        rank,
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=100,
-        shutdown_timeout_seconds=3,
-    )
+def train(rank: int, folder: pathlib.Path, fault: str) -> np.ndarray:
+    """Train by local SGD over two processes, and return the reference at the end.
+
+    The file RANK.STEP is there after each local step. `fault` is what process 1 does before its
+    first local step: "none", "late" (it waits until process 0 has no local step left to take) or
+    the name of a signal that it sends itself.
+    """
     mesh = jax.make_mesh((NUM_PROCESSES,), ("data",), axis_types=(AxisType.Auto,))
     local_sgd = LocalSGD(axis_name="data", every=EVERY, method=STOCHASTIC)
     specs = (P("data"), local_sgd.state_specs)
@@ -73,12 +63,4 @@ def main(port: str, rank: int, folder: pathlib.Path, fault: str) -> None:
     for number in range(NUM_STEPS):
         carry = jax.block_until_ready(programs[local_sgd.due(number)](*carry))
         (folder / f"{rank}.{number}").touch()
-    reference = np.asarray(carry[1].reference.addressable_data(0))
-    np.savez(folder / f"end_{rank}.npz", reference=reference)
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    if sys.platform == "linux":
-        die_with_parent(os.getppid())  # also when stopped
-    main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]), sys.argv[4])
+    return np.asarray(carry[1].reference.addressable_data(0))

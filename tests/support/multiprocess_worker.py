@@ -1,10 +1,4 @@
-"""One process of test_multiprocess.py: `python multiprocess_worker.py PORT RANK INPUT OUTPUT`.
-
-Sums the rows of INPUT (.npy) over processes that have two CPU devices each, one row a device, in
-every way of `CASES`, and writes what its own devices got to OUTPUT (.npz).
-"""
-
-import sys
+"""One process of test_multiprocess.py."""
 
 import jax
 import numpy as np
@@ -44,11 +38,8 @@ CASES = {
 }
 
 
-def main(port: str, rank: int, source: str, target: str) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_num_cpu_devices", LOCAL_DEVICES)
-    jax.distributed.initialize(f"127.0.0.1:{port}", NUM_PROCESSES, rank, initialization_timeout=60)
-    rows = np.load(source)
+def sums(rank: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Sum rows over all devices, one a device, in every way of `CASES`: sums of its own devices."""
     mine = rows[rank * LOCAL_DEVICES : (rank + 1) * LOCAL_DEVICES]
     results = {}
     for name, (axes, reduce) in CASES.items():
@@ -68,9 +59,4 @@ def main(port: str, rank: int, source: str, target: str) -> None:
         )
         shards = jax.jit(mapped)(stacked).addressable_shards
         results[name] = np.concatenate([np.asarray(shard.data) for shard in shards])
-    np.savez(target, **results)
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    return results

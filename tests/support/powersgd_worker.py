@@ -1,16 +1,13 @@
-"""One of two processes that average gradients with PyTorch's PowerSGD hook.
-
-python powersgd_worker.py PORT PROCESS FOLDER RANK: reads FOLDER/gradients.npz, matrices
-[steps, workers, rows, columns] by name, and writes the means and the last Q.
-"""
+"""One of two processes that average gradients with the hook of PyTorch for PowerSGD."""
 
 import pathlib
-import sys
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+Gradients = dict[str, np.ndarray]
 
 
 class Bucket:
@@ -34,26 +31,22 @@ class Bucket:
         return True
 
 
-def main(port: str, process: int, folder: pathlib.Path, rank: int) -> None:
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=process, world_size=2)
+def averaged(process: int, folder: pathlib.Path, rank: int, gradients: Gradients):
+    """Average matrices [steps, workers, rows, columns] by name: the means, and the last Q."""
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=process, world_size=2)
     state = PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=2, use_error_feedback=False
     )
     state.iter = state.start_powerSGD_iter  # without the exact steps before
-    gradients = np.load(folder / "gradients.npz")
-    steps = len(gradients[gradients.files[0]])
-    results = {name: [] for name in gradients.files}
+    steps = len(next(iter(gradients.values())))
+    results = {name: [] for name in gradients}
     for step in range(steps):
-        matrices = [torch.tensor(gradients[name][step, process]) for name in gradients.files]
+        matrices = [torch.tensor(gradients[name][step, process]) for name in gradients]
         bucket = Bucket(matrices)
         powerSGD_hook(state, bucket).wait()
-        for name, part in zip(gradients.files, bucket.parts, strict=True):
+        for name, part in zip(gradients, bucket.parts, strict=True):
             results[name].append(part.numpy().copy())
-    np.savez(folder / f"means{process}.npz", **{n: np.stack(each) for n, each in results.items()})
-    np.save(folder / f"q{process}.npy", state.q_memory_dict[0].numpy())
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]), int(sys.argv[4]))
+    means = {name: np.stack(each) for name, each in results.items()}
+    return means, state.q_memory_dict[0].numpy()

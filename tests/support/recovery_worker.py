@@ -1,14 +1,8 @@
-"""One process of test_recovery.py: `python recovery_worker.py PORT RANK FOLDER HEARTBEAT FAULT`.
-
-Trains a small model over two processes, from the last checkpoint in FOLDER if there is one, and
-writes what it ends with to FOLDER/end_RANK.npz. FAULT names a signal that this process sends itself
-in the middle of an all-reduce, or is "none".
-"""
+"""One process of test_recovery.py."""
 
 import os
 import pathlib
 import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +14,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from benchmarks.emulation.processes import die_with_parent
 from dynamiq_jax.topologies import Ring
 from tests.support.workers import STOCHASTIC
 
@@ -70,16 +63,12 @@ def make_step(optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))
 
 
-def main(port: str, rank: int, folder: pathlib.Path, heartbeat: int, fault: str) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}",
-        NUM_PROCESSES,
-        rank,
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=heartbeat,
-        shutdown_timeout_seconds=3,
-    )
+def train(rank: int, folder: pathlib.Path, fault: str) -> dict[str, np.ndarray]:
+    """Train a small model over two processes, from the last checkpoint in a folder if there is one.
+
+    `fault` names a signal that this process sends itself in the middle of an all-reduce, or is
+    "none".
+    """
     mesh = jax.make_mesh((NUM_PROCESSES,), ("data",), axis_types=(AxisType.Auto,))
     replicated, split = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
     halfway = Halfway(fault)
@@ -93,7 +82,7 @@ def main(port: str, rank: int, folder: pathlib.Path, heartbeat: int, fault: str)
         params = {"w": jnp.zeros((INPUTS, OUTPUTS))}
         return {"params": params, "optimizer": optimizer.init(params)}
 
-    def train(tree, first, save=lambda index, tree: None):
+    def trained(tree, first, save=lambda index, tree: None):
         for index in range(first, NUM_STEPS):
             halfway.step = index
             random = np.random.default_rng((index, rank))
@@ -115,20 +104,11 @@ def main(port: str, rank: int, folder: pathlib.Path, heartbeat: int, fault: str)
 
         if first:
             tree = checkpointer.restore(folder / str(first), fresh)
-        end = train(tree, first, save)
+        end = trained(tree, first, save)
     # A control: everything as restored, but for the all-reduce's own state.
-    forgetful = train({**tree, "optimizer": (fresh["optimizer"][0], *tree["optimizer"][1:])}, first)
-    np.savez(
-        folder / f"end_{rank}.npz",
-        *jax.tree.leaves(end),
-        first=first,
-        params=end["params"]["w"],
-        forgetful=forgetful["params"]["w"],
+    forgetful = trained(
+        {**tree, "optimizer": (fresh["optimizer"][0], *tree["optimizer"][1:])}, first
     )
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    if sys.platform == "linux":
-        die_with_parent(os.getppid())  # also when stopped
-    main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    leaves = {f"leaf {number}": leaf for number, leaf in enumerate(jax.tree.leaves(end))}
+    found = {"params": end["params"]["w"], "forgetful": forgetful["params"]["w"]}
+    return {name: np.asarray(leaf) for name, leaf in (leaves | found | {"first": first}).items()}

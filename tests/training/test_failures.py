@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support import processes
-from tests.support.local_sgd_worker import EVERY, NUM_STEPS
-
-WORKER = "local_sgd_worker.py"
+from tests.support.local_sgd_worker import EVERY, NUM_STEPS, train
 
 
 def steps_of(rank: int, folder) -> list[int]:
@@ -21,9 +19,8 @@ def steps_of(rank: int, folder) -> list[int]:
 
 def test_a_late_worker_holds_up_nobody_before_the_next_synchronization(tmp_path):
     """It begins after the other has taken all local steps that it can, and nothing is lost."""
-    processes.run(WORKER, [(tmp_path, "late")] * 2)
+    ends = processes.run(train, [(tmp_path, "late")] * 2)
     assert steps_of(0, tmp_path) == steps_of(1, tmp_path) == list(range(NUM_STEPS))
-    ends = [np.load(tmp_path / f"end_{rank}.npz")["reference"] for rank in range(2)]
     np.testing.assert_array_equal(*ends)
     # Without noise, all coordinates are the same.
     assert 1 < ends[0].min() < ends[0].max() < 1.01 * ends[0].min()
@@ -32,9 +29,10 @@ def test_a_late_worker_holds_up_nobody_before_the_next_synchronization(tmp_path)
 @pytest.mark.slow
 def test_a_crash_is_noticed_at_the_next_synchronization(tmp_path):
     """The other takes its local steps alone, and raises an error then, of the all-reduce."""
-    with processes.running(WORKER, [(tmp_path, "SIGKILL")] * 2) as (survivor, victim):
-        errors = processes.errors_of(survivor)
+    with processes.running(train, [(tmp_path, "SIGKILL")] * 2) as (survivor, victim):
+        errors = survivor.errors()
         assert survivor.returncode != 0 and "Gloo" in errors
-        assert victim.wait(processes.TIMEOUT) == -signal.SIGKILL
+        victim.errors()
+        assert victim.returncode == -signal.SIGKILL
     assert steps_of(0, tmp_path) == list(range(EVERY - 1))
     assert steps_of(1, tmp_path) == []

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.support import processes
+from tests.support import recovery_worker as worker
 from tests.support.recovery_worker import FAULTY_STEP, NUM_STEPS
 
-WORKER = "recovery_worker.py"
 LONG, SHORT = 100, 8  # heartbeat time-outs in seconds: JAX's own, and one worth waiting for
 slow = pytest.mark.slow
 SERVICE = "the JAX distributed service detected fatal errors"
@@ -19,8 +19,7 @@ SERVICE = "the JAX distributed service detected fatal errors"
 
 def train(folder: pathlib.Path) -> list[dict[str, np.ndarray]]:
     """What the ranks end with, when trained from the last checkpoint in the folder."""
-    processes.run(WORKER, [(folder, LONG, "none")] * 2)
-    return [dict(np.load(folder / f"end_{rank}.npz")) for rank in range(2)]
+    return processes.run(worker.train, [(folder, "none")] * 2)
 
 
 def checkpoints(folder: pathlib.Path) -> list[int]:
@@ -55,14 +54,16 @@ def test_the_other_ends_and_a_rerun_has_the_same_bits(
     victim, fault, heartbeat, told, uninterrupted, tmp_path
 ):
     faults = [fault.name if rank == victim else "none" for rank in range(2)]
-    with processes.running(WORKER, [(tmp_path, heartbeat, name) for name in faults]) as running:
+    arguments = [(tmp_path, name) for name in faults]
+    with processes.running(worker.train, arguments, heartbeat=heartbeat) as running:
         survivor = running[1 - victim]
-        errors = processes.errors_of(survivor)
+        errors = survivor.errors()
         assert survivor.returncode != 0 and told in errors
         if fault == signal.SIGSTOP:
-            assert running[victim].poll() is None
+            assert running[victim].returncode is None
         else:
-            assert running[victim].wait(processes.TIMEOUT) == -signal.SIGKILL
+            running[victim].errors()
+            assert running[victim].returncode == -signal.SIGKILL
     assert checkpoints(tmp_path) == list(range(1, FAULTY_STEP + 1))
 
     resumed, other = train(tmp_path)

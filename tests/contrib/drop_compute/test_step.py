@@ -31,7 +31,6 @@ from tests.support.workers import STOCHASTIC
 
 WORKERS, MICRO_BATCHES, STEPS, ROWS = 4, 5, 3, 2
 INPUTS, OUTPUTS = 40, 32
-WORKER = "drop_compute_worker.py"
 slow = pytest.mark.slow
 
 
@@ -539,7 +538,7 @@ def expected_done(chosen: float) -> np.ndarray:
 
 
 def test_two_processes_do_other_numbers_and_end_with_the_same_bits(tmp_path):
-    processes.run(WORKER, [(tmp_path, 2, 100, "none")] * 2)
+    processes.run(worker.train, [(tmp_path, 2, "none")] * 2, devices=2)
     first, second = trained(tmp_path)
     for name, value in first.items():
         np.testing.assert_array_equal(second[name], value)
@@ -569,15 +568,14 @@ def test_a_micro_batch_that_hangs_holds_up_the_others_until_it_ends(tmp_path):
     done = expected_done(
         choose_threshold(*recorded, max_drop=worker.CALIBRATION.max_drop).threshold
     )
-    with processes.running(
-        WORKER, [(tmp_path, 2, 100, fault) for fault in ("none", "hang")]
-    ) as running:
+    arguments = [(tmp_path, 2, fault) for fault in ("none", "hang")]
+    with processes.running(worker.train, arguments, devices=2) as running:
         wait_for(tmp_path / f"asked_{step}_0_{done[step, 0] - 1}")
         time.sleep(2)  # time enough to end the step, if nobody waited
         assert not (tmp_path / f"done_{step}_0").exists()
-        assert [process.poll() for process in running] == [None, None]
+        assert [process.returncode for process in running] == [None, None]
         (tmp_path / "release").touch()
-        errors = [processes.errors_of(process) for process in running]
+        errors = [process.errors() for process in running]
         assert [process.returncode for process in running] == [0, 0], errors
     first, second = trained(tmp_path)
     np.testing.assert_array_equal(first["params"], second["params"])
@@ -602,9 +600,11 @@ def test_a_micro_batch_that_hangs_holds_up_the_others_until_it_ends(tmp_path):
 def test_a_process_that_dies_in_a_micro_batch_ends_the_others(
     tmp_path, fault, devices, heartbeat, told
 ):
-    arguments = [(tmp_path, devices, heartbeat, name) for name in ("none", fault)]
-    with processes.running(WORKER, arguments) as running:
-        errors = processes.errors_of(running[0])
+    arguments = [(tmp_path, devices, name) for name in ("none", fault)]
+    with processes.running(
+        worker.train, arguments, devices=devices, heartbeat=heartbeat
+    ) as running:
+        errors = running[0].errors()
         assert running[0].returncode != 0 and told in errors
     assert not (tmp_path / f"done_{worker.FAULTY_STEP}_0").exists()
     assert (tmp_path / f"done_{worker.FAULTY_STEP - 1}_0").exists()
