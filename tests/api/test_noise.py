@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from tests.support.workers import STOCHASTIC
 
 WORKERS = 4
 REPEATS = 4
@@ -17,7 +18,7 @@ SHAPE = (64, 128)
 Means = Callable[[Mesh, jax.Array], list[jax.Array]]
 
 # Gradients of `loss` at zero are the rows of a batch, negative, averaged over the batch.
-METHOD = dq.DynamiQ(rounding="correlated")  # the default, but of `all_gather`
+METHOD = STOCHASTIC  # the noise of a key, whatever the method
 
 
 def loss(w: jax.Array, rows: jax.Array) -> jax.Array:
@@ -174,12 +175,7 @@ WAYS: dict[str, Means] = {
 }
 
 
-FAST = ("pmean", "pcast several times", "data_parallel with steps", "data_parallel of one loss")
-
-
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_noise_of_repeated_reductions_averages_out(
     way: str, data_mesh: Callable[[int], Mesh]
 ) -> None:

@@ -52,7 +52,7 @@ def optimizers(x: jax.Array) -> Any:
         updates, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
         return updates, jax.tree.map(jnp.sum, state)
 
-    return update("ef+dynamiq:4", x), update("bf16", 2 * x)
+    return update("ef+blockint:4", x), update("bf16", 2 * x)
 
 
 INSIDE: dict[str, Callable[[jax.Array], Any]] = {
@@ -77,7 +77,7 @@ INSIDE: dict[str, Callable[[jax.Array], Any]] = {
     "casts": casts,
     "optimizers": optimizers,
     "powersgd": lambda x: (
-        pmean(x.reshape(64, -1), 0, method="dynamiq:4"),
+        pmean(x.reshape(64, -1), 0, method="mxfp4"),
         pmean(x, 1, method="mxfp8"),
         pmean(x, 2, method="blockint"),
         pmean(x, 3, method="topk_chunked"),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from tests.conformance.table import CASES, CHUNKED
 from tests.support.gradients import of_workers
-from tests.support.workers import TWO_WIDTHS
+from tests.support.workers import STOCHASTIC
 
 NUM_WORKERS, MODELS, SHAPE = 4, 2, (12, 256)
 KEY = jax.random.key(3)
@@ -84,7 +84,7 @@ def test_steps_with_a_state(name, data_mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
 def test_topologies(topology, data_mesh):
-    arguments = {"key": KEY, "topology": topology, "method": TWO_WIDTHS}
+    arguments = {"key": KEY, "topology": topology, "method": STOCHASTIC}
     check_equals_loop(
         data_mesh(NUM_WORKERS), lambda gradient: dq.psum(gradient, "data", **arguments)
     )
@@ -99,7 +99,7 @@ def test_gradients_of_several_models_at_once(data_mesh):
     def loss(params, batch):
         return jnp.mean(jnp.tanh(batch @ params) ** 2)
 
-    arguments = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": TWO_WIDTHS}
+    arguments = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": STOCHASTIC}
     implicit = jax.grad(dq.data_parallel(loss, **arguments))
     explicit = functools.partial(dq.value_and_grad(loss, **arguments), key=KEY)
     for fn in (implicit, explicit):

@@ -13,7 +13,10 @@ from pallas_kernels.trial import CALLS
 pytestmark = [pytest.mark.optimized, pytest.mark.slow]
 
 
-def test_every_part_runs_without_a_tpu(tmp_path):
+def test_every_part_runs_without_a_tpu(tmp_path, monkeypatch):
+    """On two of the devices, as kernels are interpreted for each worker."""
+    make_mesh = tpu_kernels.make_mesh
+    monkeypatch.setattr(tpu_kernels, "make_mesh", lambda devices: make_mesh(devices[:2]))
     output = tmp_path / "result.json"
     small = ["--small", "--interpret", "--dtypes", "bfloat16", "--cases", "two widths"]
     # The suite is stricter than JAX is for its users.
@@ -29,4 +32,4 @@ def test_every_part_runs_without_a_tpu(tmp_path):
         assert verdicts["triton", call] == ("absent" if is_derived else "same")
     timed = {(row["backend"], row["operation"]) for row in results["operations"]}
     assert {("xla", "hop"), ("triton", "hop")} <= timed
-    assert [row["workers"] for row in results["all_reduce"]] == [8, 8, 8]
+    assert [row["workers"] for row in results["all_reduce"]] == [2, 2, 2]

@@ -342,7 +342,7 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("method", ["thc", pytest.param(TWO_WIDTHS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["thc"])
 def test_without_loss_it_is_the_mean_of_the_reduce_scatter(method):
     """Bit-identical. A channel that could lose packets, but does not, adds in another order."""
 

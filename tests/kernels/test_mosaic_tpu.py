@@ -90,9 +90,7 @@ CASES = [
     (131, 1, "float32", {}),  # the last of two blocks begins at an odd place
     (20, 2, "float32", {}),
     (20, 1, "float16", {"spacing": "geometric", "rounding": "nearest", "group_size": 8}),
-    (1, 1, "float32", {"bits": 8}),
     (300, 0, "float32", {"widths": (2,), "gap_ratio": 1}),  # units that no row needs
-    (256, 1, "bfloat16", {"widths": (0, 9, 12), "bits": 9.7, "group_size": 8}),
 ]
 
 
@@ -199,7 +197,7 @@ SOLVED = [(1, 1, (2,), 4.3), (3, 1100, (0, 9, 12), 9.7), (9, 40, (2, 4, 8, 16), 
 @slow
 @pytest.mark.parametrize(("chunks", "rows", "widths", "bits"), SOLVED)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_widths_of_any_layout_are_those_of_the_base(chunks, rows, widths, bits, data):
     layout = dataclasses.replace(
         small_layout(rows, widths, bits), num_chunks=chunks, size=rows * 256 * chunks
@@ -305,7 +303,6 @@ def all_operations(layout: Layout, implementation: str | None, local: LocalRows)
     [
         (1000, "float32", {}),
         pytest.param(1000, "bfloat16", {"widths": ALL_WIDTHS, "spacing": "geometric"}, marks=slow),
-        pytest.param(1, "float32", {"group_size": 8}, marks=slow),
     ],
 )
 def test_all_operations_lower_for_a_tpu(rows, dtype, changes, tpu_target):

@@ -21,8 +21,6 @@ from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
 from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
 
-pytestmark = pytest.mark.optimized
-
 NUM_WORKERS, STEPS = 4, 6
 SHAPE, SIZE = (125, 160), 20_000
 KEY = jax.random.key(8)

@@ -71,7 +71,8 @@ class Process:
     def kill(self) -> None:
         """End it by SIGKILL, stopped or not, and forget it."""
         self._popen.kill()
-        self._popen.communicate()
+        if self._popen.stderr and not self._popen.stderr.closed:
+            self._popen.communicate()
         self._folder.cleanup()
 
 

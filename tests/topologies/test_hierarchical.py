@@ -135,7 +135,7 @@ def test_the_report_is_the_compiled_program(dtype):
     leaf = jax.ShapeDtypeStruct((1 << 18,), dtype)
 
     def local(g):
-        return dq.psum(g[0, 0], AXES, key=KEY, method=TWO_WIDTHS)
+        return dq.psum(g[0, 0], AXES, key=KEY, method="mxfp8")
 
     mapped = jax.shard_map(local, mesh=mesh(), in_specs=P(*AXES), out_specs=P())
     stacked = jax.ShapeDtypeStruct((HOSTS, LOCAL, *leaf.shape), dtype)
@@ -144,14 +144,14 @@ def test_the_report_is_the_compiled_program(dtype):
     gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<[\dx]*x(\w+)>", lowered.as_text())
     assert {"float32": "f32", "bfloat16": "bf16"}[dtype] in gathered
     found = collectives(lowered.compile().as_text())
-    report = dq.wire_report({"w": leaf}, (HOSTS, LOCAL), method=TWO_WIDTHS)
+    report = dq.wire_report({"w": leaf}, (HOSTS, LOCAL), method="mxfp8")
     exact = [c for c in found if not c.dtypes <= {"u8", "u16"}]
     slow = sum(c.sent_bytes(HOSTS) for c in found if c.dtypes <= {"u8", "u16"})
     assert len(exact) == 2  # one to scatter the sums, one to gather the results
     assert slow == report.compressed_bytes == report.bytes_per_worker
     assert report.fast_bytes == (LOCAL - 1) * leaf.size // LOCAL * (4 + leaf.dtype.itemsize)
-    assert report.bits == pytest.approx(6.0, rel=0.02)
-    flat = dq.wire_report({"w": leaf}, HOSTS, method=TWO_WIDTHS)
+    assert report.bits == pytest.approx(8.25, rel=0.02)
+    flat = dq.wire_report({"w": leaf}, HOSTS, method="mxfp8")
     assert report.bytes_per_worker == pytest.approx(flat.bytes_per_worker / LOCAL, rel=0.01)
 
 

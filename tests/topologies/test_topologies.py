@@ -399,7 +399,7 @@ def test_to_override_supports_is_enough_to_refuse_a_size(sizes, named):
 @functools.cache
 def error_of(name: str, rounding: str, agreement: float) -> float:
     """vNMSE of sums of 8 workers."""
-    gradients = of_workers(7, 8, 60_000, agreement=agreement)
+    gradients = of_workers(7, 8, 30_000, agreement=agreement)
     truth = gradients.sum(axis=0, dtype=np.float64)
     run = reducer(name, rounding)
     return float(np.mean([vnmse(run(jax.random.key(i), gradients)[0], truth) for i in range(8)]))

@@ -76,7 +76,6 @@ def mean_by_all_reduce(tree, method=CORRELATED, topology="ring", options=ONE_BUC
     (
         (regions, 4, "ring"),
         (regions, 2, "all_to_all"),
-        pytest.param(regions, 8, "all_to_all", marks=pytest.mark.slow),
         pytest.param(columns, 4, "butterfly", marks=pytest.mark.slow),
         pytest.param(columns, 8, Ring(bidirectional=True), marks=pytest.mark.slow),
     ),
