@@ -129,7 +129,7 @@ def _result_of(file: pathlib.Path) -> pathlib.Path:
 def _main(file: pathlib.Path) -> None:
     name, rank, own, job = pickle.loads(file.read_bytes())
     if sys.platform == "linux":
-        from dynamiq_jax._emulation.processes import die_with_parent
+        from benchmarks.emulation.processes import die_with_parent
 
         die_with_parent(os.getppid())  # also when stopped
     import jax
