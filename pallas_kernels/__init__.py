@@ -16,6 +16,7 @@
     choice          choice of the backend that runs an operation
     _xla            backend in pure JAX: available everywhere, and the reference for the others
     pallas_backend  base of the backends with kernels of Pallas
+    _native         C++ for CPUs, on all cores
     _triton         fused kernels for NVIDIA GPUs from Ampere on
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
     _mosaic_tpu     fused kernels for TPUs from v5e on

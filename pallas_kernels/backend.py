@@ -32,6 +32,7 @@ class Backend(abc.ABC):
     name: ClassVar[str]  # that users give as `implementation`
     platform: ClassVar[str]  # "cpu", "cuda" or "tpu", as in `jax.lax.platform_dependent`
     message_dtype: ClassVar[DTypeLike] = jnp.uint8  # uint32 for words
+    by_name_alone: ClassVar[bool] = False  # never the default
 
     @abc.abstractmethod
     def why_not_here(self) -> str | None:

@@ -77,6 +77,7 @@ def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Back
     for backend in BACKENDS.values():
         if (
             backend.platform not in chosen
+            and not backend.by_name_alone
             and backend.message_dtype == dtype
             and backend.why_not_here() is None
             and backend.why_not_for(operation, *arrays, **static) is None

@@ -2,6 +2,7 @@
 
 from pallas_kernels._mosaic_gpu import MosaicGpu
 from pallas_kernels._mosaic_tpu import MosaicTpu
+from pallas_kernels._native import Native
 from pallas_kernels._triton import Triton
 from pallas_kernels._xla import Xla
 from pallas_kernels.backend import Backend
@@ -10,5 +11,5 @@ BASE: Backend = Xla()  # which runs everywhere, and whose bytes the others repro
 
 # Of one platform, the fastest one first.
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (BASE, Triton(), MosaicGpu(), MosaicTpu())
+    backend.name: backend for backend in (BASE, Triton(), MosaicGpu(), MosaicTpu(), Native())
 }

@@ -1,0 +1,26 @@
+"""Operations in C++ for CPUs, as custom calls of XLA on its own threads.
+
+From the bottom up:
+
+    src/kernels.h     interface between the rows and all else
+    src/floats.h      floats and their bits
+    src/planes.h      codes to planes and back
+    src/offsets.h     rounding offsets
+    src/levels.h      positions to levels and back
+    src/rows.cc       rows encoded and decoded: compiled once for each instruction set
+    src/dispatch.h    the instruction set of this machine
+    src/blocks.h      blocks of rows on threads
+    src/operations.h  the operations
+    src/calls.cc      the operations as custom calls
+    build             how the sources are compiled
+    library           how the library is loaded, or why it is not
+    launch            the operations on arrays of JAX
+    backend           their interface
+
+The package works without the library, which needs a C++ compiler where the package is built.
+"""
+
+from pallas_kernels._native.backend import Native
+from pallas_kernels._native.library import instruction_set, why_not
+
+__all__ = ["Native", "instruction_set", "why_not"]

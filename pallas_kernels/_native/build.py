@@ -1,0 +1,154 @@
+"""Compilation of the native codec; imports nothing but the standard library.
+
+    python pallas_kernels/_native/build.py [include directory of jaxlib]
+
+compiles it beside this file, as the build of the package does. `CXX` names the compiler.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+LIBRARY = "libdynamiq_native.so"
+SOURCES = Path(__file__).parent / "src"
+_PATIENCE = 600.0  # seconds for one file
+
+# Every product and sum rounds by itself, except in calls of `fma`: XLA:CPU compiles the base so.
+# The others let the compiler vectorize square roots and selections.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+# Name of an instruction set, as a namespace of the source, to its flags.
+_INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {"avx2": _AVX2, "avx512": (*_AVX2, *_AVX512)},
+    "aarch64": {"neon": ()},
+}
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+class CannotCompileError(Exception):
+    """The reason why there is no native codec."""
+
+
+def machine() -> str:
+    """Return the architecture to compile for, such as `x86_64`."""
+    name = platform.machine().lower()
+    return _MACHINES.get(name, name)
+
+
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler.
+
+    Raises:
+      CannotCompileError: there is none, or the source does not run on this machine.
+    """
+    if sys.platform not in ("linux", "darwin"):
+        raise CannotCompileError(f"the native codec is not for {sys.platform}")
+    if machine() not in _INSTRUCTION_SETS:
+        raise CannotCompileError(f"the native codec has no instructions for {machine()}")
+    if named := os.environ.get("CXX"):
+        return shlex.split(named)
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    raise CannotCompileError("there is no C++ compiler (c++, g++, clang++ or CXX)")
+
+
+def include_directory() -> Path:
+    """Return the headers of XLA's foreign function interface, which jaxlib has.
+
+    Raises:
+      CannotCompileError: jaxlib is not installed.
+    """
+    found = find_spec("jaxlib")
+    if found is None or found.origin is None:
+        raise CannotCompileError("jaxlib is not installed, which has the headers of XLA")
+    return Path(found.origin).parent / "include"
+
+
+def sources_digest() -> str:
+    """Return a digest of the sources, which the library holds too."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def compile_library(target: Path, include: Path) -> None:
+    """Compile the native codec.
+
+    Args:
+      target: file of the shared library.
+      include: headers of jaxlib.
+
+    Raises:
+      CannotCompileError: there is no compiler, or it failed.
+    """
+    # As headers of a system, they give no warnings.
+    of_calls = ("-isystem", str(include), f'-DDYNAMIQ_SOURCES="{sources_digest()}"')
+    compile_with_rows(target, SOURCES / "calls.cc", of_calls, ("-shared",))
+
+
+def compile_with_rows(
+    target: Path,
+    main: Path,
+    of_main: tuple[str, ...],
+    of_linker: tuple[str, ...],
+    flags: tuple[str, ...] = (),
+) -> None:
+    """Compile a source and the rows of all instruction sets, and link them.
+
+    Args:
+      target: file that is made.
+      main: the source.
+      of_main: flags for that source.
+      of_linker: flags for the linker.
+      flags: flags for everything.
+
+    Raises:
+      CannotCompileError: there is no compiler, or it failed.
+    """
+    command = [*compiler(), *_FLAGS, *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [str(Path(folder, "main.o"))]
+        _run([*command, *of_main, "-c", str(main), "-o", objects[0]])
+        for name, of_set in _INSTRUCTION_SETS[machine()].items():
+            objects.append(str(Path(folder, f"{name}.o")))
+            rows = (f"-DDYNAMIQ_ISA={name}", "-c", str(SOURCES / "rows.cc"))
+            _run([*command, *of_set, *rows, "-o", objects[-1]])
+        # Under another name first: a process may have loaded the file that is there.
+        linked = target.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            _run([*command, *of_linker, *objects, "-o", str(linked)])
+            linked.replace(target)
+        finally:
+            linked.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotCompileError(f"{shlex.join(command)}: {error}") from error
+    if done.returncode:
+        raise CannotCompileError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    try:
+        given = Path(sys.argv[1]) if len(sys.argv) > 1 else include_directory()
+        compile_library(Path(__file__).with_name(LIBRARY), given)
+    except CannotCompileError as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,70 @@
+"""The shared library of the native codec: loaded once, or the reason why it is not."""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels._native.build import LIBRARY, sources_digest
+
+CALLS = ("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress")
+PATH = Path(__file__).with_name(LIBRARY)
+
+
+def target(operation: str) -> str:
+    """Return the name of an operation among the custom calls of a process."""
+    return f"dynamiq_{operation}"
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Return the reason why this process has no native codec; None if it has one.
+
+    The first call loads the library and registers its custom calls.
+    """
+    if not PATH.exists():
+        return (
+            "the native codec was not compiled when the package was built, which takes a C++ "
+            "compiler"
+        )
+    try:
+        library = ctypes.CDLL(str(PATH))
+        handlers = {name: getattr(library, target(name)) for name in CALLS}
+        sources = _text(library.dynamiq_sources)
+        set_of_cpu = _text(library.dynamiq_instruction_set)
+    except (OSError, AttributeError) as error:
+        return f"{PATH.name} does not load: {error}"
+    if sources != sources_digest():
+        return f"{PATH.name} was compiled from other sources: install the package again"
+    if set_of_cpu is None:
+        return "the native codec needs a CPU with AVX2 and FMA, or AArch64"
+    # A version of XLA that is older than the headers of the library refuses its calls: here, where
+    # the devices are there already, and otherwise later, when nothing works without them.
+    jax.default_backend()
+    try:
+        for name, handler in handlers.items():
+            capsule = jax.ffi.pycapsule(handler)
+            jax.ffi.register_ffi_target(target(name), capsule, platform="cpu")
+    except Exception as error:
+        return f"JAX {jax.__version__} does not take {PATH.name}: {error}"
+    return None
+
+
+def instruction_set() -> str:
+    """Return the instruction set that the native codec uses here, such as `avx2`.
+
+    Raises:
+      RuntimeError: this process has no native codec.
+    """
+    if reason := why_not():
+        raise RuntimeError(reason)
+    return str(_text(ctypes.CDLL(str(PATH)).dynamiq_instruction_set))
+
+
+def _text(function: Any) -> str | None:
+    """Call a function of the library that returns a text or a null pointer."""
+    function.restype = ctypes.c_char_p
+    text = function()
+    return None if text is None else text.decode()

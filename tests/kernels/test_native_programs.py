@@ -1,0 +1,169 @@
+"""The native codec inside of programs: transformations, devices, threads and errors."""
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from pallas_kernels import _native, choice, operations
+from pallas_kernels.backend import Backend
+from pallas_kernels.codec import Places, Quantizer
+from pallas_kernels.registry import BACKENDS, BASE
+from pallas_kernels.trial import make_trial
+from tests.support.gradients import of_workers
+
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not())),
+]
+
+TRIAL = make_trial(
+    Quantizer(group_size=32, spacing="quadratic", gap_ratio=2.7, rounding="correlated"),
+    [0, *range(2, 17)] * 12,  # more than one block of rows
+)
+LAYOUT, LOCAL = TRIAL.layout, jax.tree.map(jnp.asarray, TRIAL.local)
+hop = functools.partial(operations.hop, layout=LAYOUT, implementation="native")
+NOTHING = np.zeros((0, LAYOUT.payload_bytes), np.uint8)
+FIRST = jax.jit(lambda: TRIAL.send(BACKENDS["native"]))  # a message of each chunk
+
+
+def sum_of_chunk(chunk) -> np.ndarray:
+    return np.asarray(jax.jit(hop)(FIRST()[:1], LOCAL, jnp.int32(chunk), jnp.int32(1)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("topology", ["ring", "all_to_all"])
+def test_an_all_reduce_on_many_devices_is_that_of_the_base(topology, check_vma, data_mesh):
+    """The devices share one pool of threads, and wait for each other."""
+    workers = 8
+
+    def reduce(gradient, implementation):
+        method = dq.DynamiQ(implementation=implementation)
+        key = jax.random.key(1)
+        return dq.psum(gradient[0], "data", key=key, method=method, topology=topology)
+
+    gradients = of_workers(0, workers, 256 * 300)
+    native, base = (
+        jax.jit(
+            jax.shard_map(
+                functools.partial(reduce, implementation=implementation),
+                mesh=data_mesh(workers),
+                in_specs=P("data"),
+                out_specs=P(),
+                check_vma=check_vma,
+            )
+        )(gradients)
+        for implementation in ("native", "xla")
+    )
+    np.testing.assert_array_equal(native, base)
+
+
+def test_a_loop_and_a_batch_return_what_single_calls_do():
+    chunks = jnp.arange(LAYOUT.num_chunks, dtype=jnp.int32)
+    expected = np.stack([sum_of_chunk(chunk) for chunk in chunks])
+    of_chunk = functools.partial(hop, FIRST()[:1], LOCAL)
+    mapped = jax.jit(jax.vmap(lambda chunk: of_chunk(chunk, 1)))(chunks)
+    np.testing.assert_array_equal(mapped, expected)
+    scanned = jax.lax.scan(lambda c, chunk: (c, of_chunk(chunk, 1)), 0, chunks)[1]
+    np.testing.assert_array_equal(scanned, expected)
+    rows = jnp.stack([LOCAL.rows, -LOCAL.rows])
+    norms = jax.vmap(functools.partial(operations.statistics, implementation="native"))(rows)
+    np.testing.assert_array_equal(norms[0], norms[1])
+
+
+def test_donated_rows_are_read_before_they_are_written():
+    def add(rows, payloads):
+        sums = operations.decompress_accumulate(
+            payloads, LOCAL._replace(rows=rows), 0, layout=LAYOUT, implementation="native"
+        )
+        return rows.at[: len(sums)].set(sums)
+
+    rows = LOCAL.rows
+    expected = jax.jit(add)(rows, FIRST()[:2])
+    donated = jax.jit(add, donate_argnums=0)(jnp.array(rows), FIRST()[:2])
+    np.testing.assert_array_equal(donated, expected)
+
+
+def test_numbers_of_64_bits_change_nothing():
+    expected = sum_of_chunk(1)
+    with jax.enable_x64(True):
+        turned = hop(FIRST()[:1], LOCAL, np.int64(1), np.int64(1))
+    np.testing.assert_array_equal(turned, expected)
+
+
+def test_an_exported_program_is_refused_by_the_name_of_the_call():
+    """The library has to be where the program runs, and XLA cannot promise that."""
+    with pytest.raises(ValueError, match=r"(?s)no compatibility guarantees.*dynamiq_statistics"):
+        jax.export.export(
+            jax.jit(functools.partial(operations.statistics, implementation="native"))
+        )(LOCAL.rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": lambda order: order + LAYOUT.num_rows}, "places: they leave the message"),
+        ({"order": lambda order: order - 10**6}, "places: they leave the message"),
+        ({"widths": lambda widths: widths + 16}, "places: they leave the message"),
+        ({"widths": lambda widths: widths - 17}, "places: they leave the message"),
+        ({"widths": lambda widths: jnp.maximum(widths, 9)}, "places: they leave the message"),
+        ({"starts": lambda starts: starts + 4}, "places: they leave the message"),
+        ({"starts": lambda starts: -starts}, "places: they leave the message"),
+        ({"starts": lambda starts: starts[:, ::-1]}, "places: they leave the message"),
+    ],
+)
+def test_places_that_would_leave_an_array_are_an_error(change, message):
+    """No other memory is read or written."""
+    [(name, function)] = change.items()
+    places = LOCAL.places._replace(**{name: function(getattr(LOCAL.places, name))})
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(hop(NOTHING, LOCAL._replace(places=places), 0, 0))
+
+
+def test_a_chunk_or_a_table_that_is_not_there_is_an_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="chunk: there is none"):
+        jax.block_until_ready(hop(NOTHING, LOCAL, LAYOUT.num_chunks, 0))
+    decompress = functools.partial(
+        operations.decompress_sums, FIRST(), Places(*LOCAL.places), layout=LAYOUT
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="table: there is no such place"):
+        table = jnp.full_like(LOCAL.places.order, LAYOUT.rows_per_chunk)
+        jax.block_until_ready(decompress(table, implementation="native"))
+
+
+def test_layouts_without_native_code_are_left_to_the_base():
+    method = dq.DynamiQ.paper()
+    layout = method.layout(2560, num_chunks=1)
+    assert choice.fastest(Backend.energies, layout=layout) == {"default": BASE}
+    with pytest.raises(ValueError, match=r"implementation='native' cannot run this.*logarithm"):
+        operations.energies(
+            jnp.zeros((1, layout.payload_bytes), jnp.uint8), layout=layout, implementation="native"
+        )
+
+
+SCRIPT = """
+import hashlib, sys
+import numpy as np
+from tests.kernels import test_native_programs as programs
+sys.stdout.write(hashlib.sha256(programs.sum_of_chunk(1).tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_the_number_of_threads_changes_nothing(threads):
+    """Also more threads than cores."""
+    environment = {**os.environ, "PJRT_NPROC": str(threads), "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == hashlib.sha256(sum_of_chunk(1).tobytes()).hexdigest()
