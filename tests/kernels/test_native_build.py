@@ -1,0 +1,54 @@
+"""The native codec is compiled where that is possible, and its absence has a reason."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels import choice
+from pallas_kernels._native import build, library
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """`library.why_not`, as in a process that did not call it yet."""
+    monkeypatch.setattr(library, "why_not", library.why_not.__wrapped__)
+    return library.why_not
+
+
+def test_without_the_library_its_name_is_refused_with_the_reason(fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "PATH", tmp_path / build.LIBRARY)
+    assert "was not compiled when the package was built" in fresh()
+    monkeypatch.setattr(library, "why_not", fresh)
+    with pytest.raises(ValueError, match=r"implementation='native' cannot run here: .*compiler"):
+        choice.check("native")
+
+
+def test_a_file_that_is_no_library_has_a_reason(fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "PATH", tmp_path / build.LIBRARY)
+    library.PATH.write_bytes(b"no library")
+    assert f"{build.LIBRARY} does not load" in fresh()
+
+
+@pytest.mark.skipif(not library.PATH.exists(), reason="the native codec is not compiled here")
+def test_a_library_of_other_sources_has_a_reason(fresh, monkeypatch):
+    monkeypatch.setattr(library, "sources_digest", lambda: "0" * 16)
+    assert "was compiled from other sources: install the package again" in fresh()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: patch.setattr(build.sys, "platform", "win32"), "is not for win32"),
+        (lambda patch: patch.setattr(build.platform, "machine", lambda: "vax"), "for vax"),
+        (lambda patch: patch.setattr(shutil, "which", lambda name: None), "no C\\+\\+ compiler"),
+        (lambda patch: patch.setenv("CXX", "/no/compiler"), "/no/compiler .*No such file"),
+        (lambda patch: patch.setenv("CXX", "false"), "false .* failed"),
+    ],
+)
+def test_what_cannot_be_compiled_has_a_reason(change, reason, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    change(monkeypatch)
+    with pytest.raises(build.CannotCompileError, match=reason):
+        build.compile_library(tmp_path / build.LIBRARY, Path("include"))
+    assert not list(tmp_path.iterdir())
