@@ -8,11 +8,11 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles lint hooks mutants soak docs build benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers lint hooks mutants soak docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 19
 
 demo: $(VENV)/installed  ## train a small language model, exact against DynamiQ (about 5 minutes on 2 cores)
 	$(RUN) -m examples.finetune_llm $(ARGS)
@@ -42,6 +42,9 @@ test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed  ## t
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
 	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
+
+native-sanitizers: $(VENV)/installed  ## run the native codec under the sanitizers of the compiler
+	$(RUN) -m tests.native_sanitizers
 
 lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff check .

@@ -1,0 +1,1 @@
+"""Sanitizers of the compiler on the native codec; see `make native-sanitizers`."""

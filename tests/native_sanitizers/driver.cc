@@ -1,0 +1,194 @@
+// Runs all operations of the native codec on random inputs, in several threads at once on one pool,
+// for the sanitizers of the compiler. All must end with the same bytes, and instruction sets too.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "operations.h"
+
+namespace {
+
+using namespace dynamiq;
+
+// Threads that take tasks in turns. A thread of the pool may be busy with a whole operation, which
+// schedules tasks of its own.
+class Threads {
+ public:
+  explicit Threads(int count) : count_(count) {
+    for (int i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
+  }
+  ~Threads() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      is_over_ = true;
+    }
+    has_task_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+  int64_t num_threads() const { return count_; }
+  void Schedule(std::function<void()> task) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push(std::move(task));
+    }
+    has_task_.notify_one();
+  }
+
+ private:
+  void run() {
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      has_task_.wait(lock, [this] { return is_over_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      const std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop();
+      lock.unlock();
+      task();
+    }
+  }
+
+  const int count_;
+  bool is_over_ = false;
+  std::mutex mutex_;
+  std::condition_variable has_task_;
+  std::queue<std::function<void()>> tasks_;
+  std::vector<std::thread> threads_;
+};
+
+constexpr int64_t kChunks = 3, kRows = 150, kGroupSizes[] = {8, 16, 32};
+
+// Inputs of all operations. Memory has no byte more than an operation may touch.
+struct Bucket {
+  std::vector<float> rows;
+  std::vector<uint16_t> narrow_rows;
+  std::vector<int32_t> order, widths, starts, scales_at;
+  std::vector<float> levels;
+  std::vector<uint8_t> messages;
+  int64_t units = 0;
+  std::mt19937 random{7};
+
+  explicit Bucket(int64_t groups, int64_t columns) {
+    const float hard[] = {0.0f, -0.0f, 1e-40f, -1e-30f, 1e30f, 3e38f, INFINITY, -INFINITY, NAN};
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < kChunks * kRows * kRow; ++i) {
+      const bool is_hard = i / kRow % 9 == 0 && i % 50 == 0;
+      rows.push_back(is_hard ? hard[i / kRow / 9 % 9] : normal(random));
+      narrow_rows.push_back(static_cast<uint16_t>(random()));
+    }
+    for (int64_t i = 0; i < kChunks * kRows; ++i) {
+      order.push_back(static_cast<int32_t>(i * 11 % (kChunks * kRows)));
+      widths.push_back(static_cast<int32_t>((kRows - 1 - i % kRows) * 17 / kRows));
+      if (widths.back() == 1) widths.back() = 0;
+      scales_at.push_back(static_cast<int32_t>(kRows - 1 - i % kRows));
+    }
+    for (int64_t chunk = 0; chunk < kChunks; ++chunk) {
+      int32_t start = 0;
+      for (int32_t k = 0; k < kMaxWidth; ++k) {
+        starts.push_back(start);
+        for (int64_t place = 0; place < kRows; ++place) start += widths[place] > k;
+      }
+      starts.push_back(start);
+      units = start + 3;
+    }
+    for (int width = 0; width <= kMaxWidth; ++width) {
+      const float top = width ? std::ldexp(1.0f, width - 1) - 1 : 0, step = 1 / std::fmax(top, 1);
+      if (columns == 4) levels.insert(levels.end(), {top, step, step, 0.5f});
+      else levels.insert(levels.end(), {top, step, 0, step, 0, top * top, 1, 1.5f});
+    }
+    for (int64_t i = 0; i < kChunks * payload_bytes(groups); ++i)
+      messages.push_back(static_cast<uint8_t>(random()));
+  }
+  int64_t payload_bytes(int64_t groups) const { return kUnit * units + kRows * (groups + 2) + 5; }
+};
+
+uint64_t digest(uint64_t hash, const void* data, size_t bytes) {
+  for (size_t i = 0; i < bytes; ++i)
+    hash = (hash ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
+  return hash;
+}
+
+// Runs everything and returns a digest of all results.
+uint64_t run_all(Threads& pool, int64_t group_size_index, bool is_uniform) {
+  const Kernels& kernels = *kernels_of_this_machine();
+  const int64_t groups = kRow / kGroupSizes[group_size_index], columns = is_uniform ? 4 : 8;
+  const Bucket bucket(groups, columns);
+  const CodedRows& coded = (is_uniform ? kernels.uniform : kernels.quadratic)[group_size_index];
+  const int64_t bytes = bucket.payload_bytes(groups);
+  const Codec codec = {&kernels.plain, &coded, {bucket.levels.data(), columns},
+                       bucket.units,   groups, bytes};
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBfloat16, Dtype::kFloat16}) {
+    const LocalRows local = {dtype == Dtype::kFloat32
+                                 ? static_cast<const void*>(bucket.rows.data())
+                                 : static_cast<const void*>(bucket.narrow_rows.data()),
+                             dtype, kChunks * kRows};
+    std::vector<float> norms(kChunks * kRows);
+    statistics(pool, kernels.plain, local, norms.data());
+    hash = digest(hash, norms.data(), 4 * norms.size());
+    for (int64_t chunk = 0; chunk < kChunks; ++chunk) {
+      const Places places = {&bucket.order[chunk * kRows], &bucket.widths[chunk * kRows],
+                             &bucket.starts[chunk * kStarts], kRows};
+      if (!places.fit(local.count, bucket.units)) std::abort();
+      const Received received = {bucket.messages.data(), chunk};
+      std::vector<uint8_t> message(bytes);
+      std::vector<float> sums(kRows * kRow);
+      const Noise noise = {{1, 2}, 3, static_cast<Rounding>(chunk)};
+      hop(pool, codec, received, local, places, noise, 5, message.data());
+      hash = digest(hash, message.data(), message.size());
+      decompress_accumulate(pool, codec, received, local, places, sums.data());
+      hash = digest(hash, sums.data(), 4 * sums.size());
+      scaled_sums(pool, codec, received, local, places, sums.data(), message.data());
+      hash = digest(hash, message.data(), message.size());
+    }
+  }
+  const Places all = {bucket.order.data(), bucket.widths.data(), bucket.starts.data(), kRows};
+  for (const int32_t* table : {static_cast<const int32_t*>(nullptr), bucket.scales_at.data()}) {
+    std::vector<float> values(kChunks * kRows * kRow);
+    decompress(pool, codec, bucket.messages.data(), kChunks, all, table, values.data());
+    hash = digest(hash, values.data(), 4 * values.size());
+  }
+  return hash;
+}
+
+}  // namespace
+
+int main() {
+  uint64_t all = 0;
+  for (int64_t size = 0; size < 3; ++size)
+    for (const bool is_uniform : {false, true}) {
+      std::vector<uint64_t> hashes;
+      for (const int threads : {1, 2, 7}) {
+        Threads pool(threads);
+        // Operations that themselves run on all threads of the pool, as those of several devices.
+        std::vector<uint64_t> found(5);
+        std::mutex mutex;
+        std::condition_variable is_done;
+        size_t done = 0;
+        for (uint64_t& hash : found)
+          pool.Schedule([&, size, is_uniform] {
+            hash = run_all(pool, size, is_uniform);
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (++done == found.size()) is_done.notify_all();
+          });
+        std::unique_lock<std::mutex> lock(mutex);
+        is_done.wait(lock, [&] { return done == found.size(); });
+        hashes.insert(hashes.end(), found.begin(), found.end());
+      }
+      for (const uint64_t hash : hashes)
+        if (hash != hashes[0]) {
+          std::printf("results differ between threads\n");
+          return 1;
+        }
+      all = digest(all, hashes.data(), sizeof hashes[0]);
+    }
+  std::printf("%s: no difference, digest %016llx\n", kernels_of_this_machine()->name,
+              static_cast<unsigned long long>(all));
+  return 0;
+}
