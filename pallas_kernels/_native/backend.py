@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import modes
 from pallas_kernels._jax.compat import override
 from pallas_kernels._native import launch, library
 from pallas_kernels.backend import Backend, Operation
@@ -26,6 +27,8 @@ class Native(Backend):
 
     @override
     def why_not_here(self) -> str | None:
+        if not modes.is_for_this_machine():
+            return "kernels are interpreted, or compiled for another machine"
         # The check of the first use runs on the default devices.
         if jax.default_backend() != "cpu":
             return "the default devices are not CPUs"
