@@ -18,15 +18,15 @@ _NAMES = {
 }
 
 
-def gpu_sections() -> dict[str, Any]:
-    """Return the results of all sections of gpu_kernels.json."""
-    sections = json.loads((RESULTS / "gpu_kernels.json").read_text())["sections"]
+def gpu_sections(name: str = "gpu_kernels") -> dict[str, Any]:
+    """Return the results of all sections of a run of `benchmarks.gpu.kernels`."""
+    sections = json.loads((RESULTS / f"{name}.json").read_text())["sections"]
     return {name: section["results"] for name, section in sections.items()}
 
 
-def gpu_times(dtype: str) -> dict[tuple[str, str], dict[str, Any]]:
+def gpu_times(dtype: str, name: str = "gpu_kernels") -> dict[tuple[str, str], dict[str, Any]]:
     """Return the rows of the size and bits that matter most, by operation and implementation."""
-    rows = gpu_sections()["main"]["rows"]
+    rows = gpu_sections(name)["main"]["rows"]
     return {(row["operation"], row["implementation"]): row for row in rows if row["dtype"] == dtype}
 
 
@@ -42,10 +42,19 @@ def gpu_worker_ps() -> float:
 
 
 def gpu_kernels() -> str:
-    """Write the times of the operations on a GPU, by backend: gpu_kernels.json."""
+    """Write the times of the operations on an H200, by backend: gpu_kernels.json."""
+    return _times("gpu_kernels")
+
+
+def gpu_kernels_h100() -> str:
+    """Write the times of the operations on an H100, by backend: gpu_kernels_h100.json."""
+    return _times("gpu_kernels_h100")
+
+
+def _times(name: str) -> str:
     rows = []
     for dtype in ("float32", "bfloat16"):
-        times = gpu_times(dtype)
+        times = gpu_times(dtype, name)
         for operation in STEPS:
             ours = times[operation, "triton"]
             cells = [
@@ -78,5 +87,6 @@ def gpu_checks() -> str:
 
 ALL = (
     gpu_kernels,
+    gpu_kernels_h100,
     gpu_checks,
 )
