@@ -31,7 +31,7 @@ test-slow: $(VENV)/installed  ## run the conformance of research, larger cases, 
 	$(PYTEST) -m slow $(ARGS)
 
 test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
-	$(PYTEST) --x64 $(X64) $(ARGS)
+	$(PYTEST) --x64 -m "not slow" $(X64) $(ARGS)
 
 test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)

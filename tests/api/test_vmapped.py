@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.conformance.table import CASES, CHUNKED
+from tests.conformance.table import CHUNKED, TRACED
 from tests.support.gradients import of_workers
 from tests.support.workers import STOCHASTIC
 
@@ -19,8 +19,8 @@ NUM_WORKERS, MODELS, SHAPE = 4, 2, (12, 256)
 KEY = jax.random.key(3)
 # The other rules of these are those of the kept ones.
 SAME = {"mxfp6", "mxfp4", "mxint8", "paper"}
-STATELESS = [name for name, case in CASES.items() if not case.is_stateful and name not in SAME]
-STATEFUL = [name for name, case in CASES.items() if case.is_stateful]
+STATELESS = [name for name, case in TRACED.items() if not case.is_stateful and name not in SAME]
+STATEFUL = [name for name, case in TRACED.items() if case.is_stateful]
 
 
 def gradients() -> np.ndarray:
@@ -56,7 +56,7 @@ def check_equals_loop(mesh, fn, atol=0.0):
 
 @pytest.mark.parametrize("name", STATELESS)
 def test_sums_and_their_halves(name, data_mesh):
-    arguments = {"key": KEY, "method": CASES[name], "options": dq.Options(exact_below=0)}
+    arguments = {"key": KEY, "method": TRACED[name], "options": dq.Options(exact_below=0)}
 
     def fn(gradient):
         mean = dq.pmean(gradient, "data", **arguments)
@@ -70,7 +70,7 @@ def test_sums_and_their_halves(name, data_mesh):
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_steps_with_a_state(name, data_mesh):
-    reduce = dq.all_reduce_gradients("data", method=CASES[name])
+    reduce = dq.all_reduce_gradients("data", method=TRACED[name])
 
     def fn(gradient):
         _, state = reduce.update(gradient, reduce.init(gradient))

@@ -528,7 +528,9 @@ def measuring_step(bucket_bytes: int):
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def step(gradients):
         own = jax.tree.map(lambda leaf: leaf[0], gradients)
-        return dq.pmean(own, "data", key=KEY, options=options, with_metrics=True)
+        return dq.pmean(
+            own, "data", key=KEY, method=dq.DynamiQ.paper(), options=options, with_metrics=True
+        )
 
     return step
 

@@ -12,7 +12,7 @@ NUM_PROCESSES, LOCAL_DEVICES = 2, 2
 KEY = 7
 
 
-def sum_by(method=dq.DynamiQ(), topology="ring"):
+def sum_by(method, topology="ring"):
     def reduce(gradient, axis_name):
         key = jax.random.key(KEY)
         return dq.psum(gradient, axis_name, key=key, method=method, topology=topology)
@@ -29,10 +29,10 @@ def sum_in_halves(gradient, axis_name):
 HIERARCHICAL = ("hosts", "local")
 # name: (axes of the mesh, collective of a gradient)
 CASES = {
-    "default": ("data", sum_by()),
+    "ring": ("data", sum_by(TWO_WIDTHS)),
     "butterfly": ("data", sum_by(STOCHASTIC, topology="butterfly")),
     "bidirectional": ("data", sum_by(STOCHASTIC, topology="ring:bidirectional=True")),
-    "all_to_all": ("data", sum_by(TWO_WIDTHS, topology="all_to_all")),
+    "all_to_all": ("data", sum_by(STOCHASTIC, topology="all_to_all")),
     "hierarchical": (HIERARCHICAL, sum_by(STOCHASTIC)),
     "halves": ("data", sum_in_halves),
 }

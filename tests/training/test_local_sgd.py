@@ -131,8 +131,7 @@ def streaming_diloco(delay: int, alpha: float, steps: int) -> list[tuple[float, 
     return history
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("delay", "alpha"), [(0, 0.5), (1, 0.5), (1, 0.0)])
 def test_trajectories_are_those_of_streaming_diloco_in_torchft(delay, alpha, data_mesh):
     """Which counts a period from what it applies, and this class from what it sends: with a delay,
     the first period is as much shorter there.
