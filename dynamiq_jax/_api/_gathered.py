@@ -1,4 +1,4 @@
-"""What one worker sends in the all-gather of a bucket: recorded, and decoded from that."""
+"""Record of the arrays that one worker sends in an all-gather, and its decoder."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from pallas_kernels._jax.compat import override
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Alone(Axis):
-    """An axis of one worker, whose gathers a function sees: it returns what is gathered."""
+    """Axis of one worker. A function takes each array that is gathered, and returns the result."""
 
     gathers: Callable[[Array], Array]
 

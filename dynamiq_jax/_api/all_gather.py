@@ -47,7 +47,7 @@ def all_gather(
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once
         gathered, are compressed.
       axis_name: one axis; not several.
-      key: PRNG key, the same on all workers, another one at every step; the key of the
+      key: PRNG key, the same on all workers, a different key at every step; the key of the
         `psum_scatter` before may be used again.
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
       tiled: join the parts along that dimension; otherwise it is a new one.

@@ -41,8 +41,8 @@ def psum(
         leaf is True where any worker has True.
       axis_name: one axis, or several with the slowest link first: `("hosts", "local")` sums exactly
         over `local`, a part on each worker, compresses over `hosts`, and gathers exactly.
-      key: PRNG key, the same on all workers, another one at every step. The same key gives the same
-        bits.
+      key: PRNG key, the same on all workers, a different key at every step. The same key gives the
+        same bits.
       method: compression method, or a name such as "dynamiq:5", "paper:4" or "qgz"; or a policy,
         which gives each leaf its own: patterns of paths, the first match counts, such as
         `{"embedding": "dynamiq:6", "norm|bias": "exact", ".*": "dynamiq:5"}`, or a function of a

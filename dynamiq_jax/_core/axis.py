@@ -39,7 +39,7 @@ class Axis:
         return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0)
 
     def exchange_parts(self, shares: Array) -> Array:
-        """Do what `exchange` does with the equal parts of a vector."""
+        """Exchange the equal parts of a vector, as `exchange` does with rows."""
         return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0, tiled=True)
 
     def gather(self, value: Array) -> Array:

@@ -2,7 +2,7 @@
 
 
 class MistakeError(ValueError):
-    """Call that would make compression useless or wrong."""
+    """Error of a call in which compression would be useless or wrong."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)

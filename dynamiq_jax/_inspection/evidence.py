@@ -25,7 +25,7 @@ class Written(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """Facts that tracing a step adds to its compiled text."""
+    """Facts about a step that its trace has, and its compiled text has not."""
 
     written: str = ""  # text of the program before optimization
     records: tuple[Record, ...] = ()  # of collectives of this library

@@ -66,7 +66,7 @@ def check_names(
 
 
 def _difference(extra: Sequence[str], missing: Sequence[str]) -> str:
-    """Say what differs between the names of two sets of states, where both have any."""
+    """Return the kind of the difference between two sets of names, or nothing for an empty set."""
     if not extra or not missing:
         return ""
     both = extra, missing

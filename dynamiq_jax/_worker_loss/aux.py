@@ -1,4 +1,4 @@
-"""What a loss returns beside its value: how that of all workers is made of each worker's."""
+"""Aux of a loss: its roles, by which the aux of all workers is made from that of each worker."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What a user says about arguments of a loss function: how their arrays are split over the workers.
+"""Specs and rules of a user, by which the arrays of a loss function are split over the workers.
 
 Specs name the axis that is split. Rules say which of its rows go to which worker.
 """

@@ -44,7 +44,7 @@ class Call:
 
     @property
     def is_consecutive(self) -> bool:
-        """Requirement that chunk c holds the c-th part of the coordinates.
+        """True if chunk c has to hold the c-th part of the coordinates.
 
         In an all-reduce a method may assign coordinates to chunks in any order.
         """

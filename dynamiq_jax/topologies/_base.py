@@ -78,7 +78,7 @@ class Topology(abc.ABC):
 
     @property
     def is_loop(self) -> bool:
-        """True if hops are a loop, while which a compiler runs no other computation."""
+        """True if hops are a loop. A compiler runs no other computation during a loop."""
         return False
 
     @property

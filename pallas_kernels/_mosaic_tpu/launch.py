@@ -1,4 +1,4 @@
-"""How a kernel is started, and what all of them take."""
+"""Launch of a kernel, and the arguments that all kernels share."""
 
 import math
 from collections.abc import Callable, Sequence

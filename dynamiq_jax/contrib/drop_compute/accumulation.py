@@ -154,7 +154,7 @@ class Accumulation:
 
             def plus(total: Array, gradient: Array) -> Array:
                 weighted = weight.astype(total.dtype) * gradient.astype(total.dtype)
-                # Not zero times NaN: a mean over no targets may be NaN.
+                # A mean over no targets may be NaN, and zero times NaN is NaN.
                 return total + jnp.where(weight == 0, jnp.zeros_like(weighted), weighted)[None]
 
             after = Sums(

@@ -125,7 +125,7 @@ class LossyCollectives:
 
         Args:
           tree: pytree of floating arrays, such as gradients.
-          key: PRNG key, the same on all workers, another one at every step.
+          key: PRNG key, the same on all workers, a different key at every step.
 
         Returns:
           A tree of the same structure and dtypes: of each leaf the part of `own_parts`, of shape
@@ -164,7 +164,7 @@ class LossyCollectives:
         Args:
           parts: new values of the parts of `own_parts`.
           tree: the old values, of which each worker may have others.
-          key: PRNG key, the same on all workers, another one at every step; that of
+          key: PRNG key, the same on all workers, a different key at every step; that of
             `scatter_mean` may be used again.
 
         Returns:
