@@ -60,6 +60,13 @@ def test_positions_are_those_of_the_formula(spacing):
         assert np.all(np.diff(all_levels(width, spacing)) > 0), width
 
 
+@every_spacing
+def test_the_largest_code_is_the_mask_of_magnitudes(spacing):
+    for width in WIDTHS:
+        top = levels.top_code(levels.make_levels(width, *spacing))
+        assert int(top) == levels.num_levels(width) == 2 ** (width - 1) - 1, width
+
+
 def test_uniform_levels_do_not_depend_on_the_spacing():
     for width in packing.WIDTHS:
         quadratic, geometric = (
