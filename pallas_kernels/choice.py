@@ -36,7 +36,11 @@ def message_dtype(implementation: str | None) -> DTypeLike:
     if implementation is not None:
         return _named(implementation).message_dtype
     here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    able = (b for b in BACKENDS.values() if b.platform == here and b.why_not_here() is None)
+    able = (
+        backend
+        for backend in BACKENDS.values()
+        if backend.platform == here and not backend.by_name_alone and backend.why_not_here() is None
+    )
     return next(able, BASE).message_dtype
 
 

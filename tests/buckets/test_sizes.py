@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets import plan
+from dynamiq_jax._buckets import buckets as sorting
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import CutRules, sort_leaves
 from dynamiq_jax._core import MOST_IN_BUCKET, Axis
@@ -110,7 +110,7 @@ def test_a_leaf_that_cannot_be_cut_is_refused(size):
 
 def test_a_message_refuses_a_leaf_that_is_larger_than_a_bucket(monkeypatch):
     """Of the two workers that its buckets count, a program holds only one."""
-    monkeypatch.setattr(plan, "MOST_IN_BUCKET", 2**16)
+    monkeypatch.setattr(sorting, "MOST_IN_BUCKET", 2**16)
     fits, other = np.ones(2**16, np.float32), np.ones(2**16 + 1, np.float32)
     assert dq.encode({"w": fits}, key=KEY, options=dq.Options(bucket_bytes=1)).nbytes > 2**14
     with pytest.raises(ValueError, match=r"tree\['w'\] has 65,537 coordinates"):
@@ -232,7 +232,7 @@ def test_an_index_beyond_32_bits_is_found():
 
 @pytest.mark.parametrize("name", ("psum_scatter", "all_gather"))
 def test_results_of_stripes_in_place_of_a_large_leaf_are_those_of_the_leaf(monkeypatch, name):
-    monkeypatch.setattr(plan, "MOST_IN_BUCKET", 2**17)
+    monkeypatch.setattr(sorting, "MOST_IN_BUCKET", 2**17)
     collective, _ = COLLECTIVES[name]
     tree = {"w": of_workers(0, 2, 3 * 2**17).reshape(2, 2, -1), "b": of_workers(1, 2, 2048)}
     options = dq.Options(bucketing="in_order")

@@ -66,5 +66,8 @@ def choose(monkeypatch: pytest.MonkeyPatch, chosen: Backend) -> None:
         return by_platform(*args, default=default, **platforms)
 
     monkeypatch.setitem(BACKENDS, NAME, chosen)
+    monkeypatch.delitem(
+        BACKENDS, "native", raising=False
+    )  # it rounds otherwise than unoptimized XLA
     monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
     monkeypatch.setattr(first_use, "_reasons", {})
