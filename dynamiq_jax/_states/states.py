@@ -16,7 +16,7 @@ from pallas_kernels._jax import compat
 
 P = PartitionSpec
 States = tuple[State, ...]  # of the method, for every bucket; () for one without state
-# States by their names, see `state_names`, and the record of `state_owner`. Every array has a
+# States by their names, see `state_names`, and the record of `owner`. Every array has a
 # leading axis: the devices over which leaves of the bucket are split by axes that are not manual
 # here, which is one where there are none.
 NamedStates = Mapping[str, State]
