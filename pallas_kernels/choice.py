@@ -1,6 +1,7 @@
 """Choice of the backend that runs an operation."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -36,12 +37,7 @@ def message_dtype(implementation: str | None) -> DTypeLike:
     if implementation is not None:
         return _named(implementation).message_dtype
     here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    able = (
-        backend
-        for backend in BACKENDS.values()
-        if backend.platform == here and not backend.by_name_alone and backend.why_not_here() is None
-    )
-    return next(able, BASE).message_dtype
+    return next((b for b in _candidates() if b.platform == here), BASE).message_dtype
 
 
 def run(implementation: str | None, operation: Operation, *arrays: Any, **static: Any) -> Any:
@@ -78,12 +74,10 @@ def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Back
     part: to convert messages takes longer than the base.
     """
     chosen, dtype = {BASE.platform: BASE}, message_dtype(None)
-    for backend in BACKENDS.values():
+    for backend in _candidates():
         if (
             backend.platform not in chosen
-            and not backend.by_name_alone
             and backend.message_dtype == dtype
-            and backend.why_not_here() is None
             and backend.why_not_for(operation, *arrays, **static) is None
         ):
             chosen[backend.platform] = backend
@@ -92,6 +86,13 @@ def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Back
         for platform, backend in chosen.items()
         if first_use.reason_against(backend, BASE) is None
     }
+
+
+def _candidates() -> Iterator[Backend]:
+    """Yield the backends that may be the default on this machine, the fastest one first."""
+    for backend in BACKENDS.values():
+        if not backend.by_name_alone and backend.why_not_here() is None:
+            yield backend
 
 
 def _named(name: str) -> Backend:

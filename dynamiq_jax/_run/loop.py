@@ -3,8 +3,8 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,18 @@ from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import Carried, Cut, cut, joined
 from dynamiq_jax._run.no_gradient import refuse_gradient
-from dynamiq_jax.methods import Reduced, State
+from dynamiq_jax._states.states import States
+from dynamiq_jax.methods import State
 
-States = tuple[State, ...]  # of a method, for every bucket
+
+class Sent(NamedTuple):
+    """Result of the collective of one bucket, as a pytree: `Reduced` without `applied`."""
+
+    total: Array
+    token: Array
+    state: State
+    metrics: Mapping[str, Array]
+    measured: Any
 
 
 def send_all(
@@ -40,12 +49,10 @@ def send_all(
       Results by index, states for the next step, metrics of the method, which are means over
       buckets weighted by coordinates, and a token that is available once all has arrived.
     """
-    collective, sender = plan.collective, Sender(plan, key)
-    sent: dict[int, Reduced] = {}
+    collective = plan.collective
+    sent: dict[int, Sent] = {}
     pieces: dict[int, Leaves] = {}
-    for numbers in plan.groups:
-        group = cut(collective, [plan.buckets[number] for number in numbers], leaves)
-        of_group, carried = sender.send(numbers, group, states, token)
+    for numbers, of_group, group, carried in Sender(plan, key).groups(leaves, states, token):
         rows = group.pieces(carried, [one.total for one in of_group])
         sent |= dict(zip(numbers, of_group, strict=True))
         pieces |= dict(zip(numbers, rows, strict=True))
@@ -82,9 +89,29 @@ class Sender:
     plan: Plan
     key: Array  # typed PRNG key, the same on all workers
 
+    def groups(
+        self, leaves: Leaves, states: States, token: Array | None
+    ) -> Iterator[tuple[tuple[int, ...], list[Sent], Cut, Carried]]:
+        """Send all groups, one after the other.
+
+        Args:
+          leaves: leaves of this device by index.
+          states: states of the method for every bucket of the plan.
+          token: token that the first transfer waits for.
+
+        Yields:
+          Numbers of the buckets of a group, their results, their leaves, and what a loop carried.
+        """
+        for numbers in self.plan.groups:
+            buckets = [self.plan.buckets[number] for number in numbers]
+            group = cut(self.plan.collective, buckets, leaves)
+            sent, carried = self.send(numbers, group, states, token)
+            yield numbers, sent, group, carried
+            token = sent[-1].token
+
     def send(
         self, numbers: tuple[int, ...], group: Cut, states: States, token: Array | None
-    ) -> tuple[list[Reduced], Carried]:
+    ) -> tuple[list[Sent], Carried]:
         """Send the buckets of a group, in a loop if there are several.
 
         Args:
@@ -99,12 +126,12 @@ class Sender:
         first = self.plan.buckets[numbers[0]]
         multiple = self.plan.collective.multiple(first)
 
-        def turn(carried: Carried, each: Any) -> tuple[Carried, Reduced]:
+        def turn(carried: Carried, each: Any) -> tuple[Carried, Sent]:
             place, number, state = each
             flat = refuse_gradient(join(group.take(carried, place), multiple))
             sent = self._send_one(first, after(token, flat), number, state)
             carried, total = group.put(carried, place, sent.total)
-            return carried, dataclasses.replace(sent, total=total)
+            return carried, sent._replace(total=total)
 
         if len(numbers) == 1:
             carried, sent = turn(group.start, (0, numbers[0], states[numbers[0]]))
@@ -118,45 +145,34 @@ class Sender:
             key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
         return key
 
-    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Reduced:
+    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
         key = self.key_of(bucket, number)
         # Operation by operation, the loops of a codec would take minutes.
         with jax.disable_jit(False):
             sent = self._program(bucket.program, flat, key, state)
-        total, token, after_step, all_metrics, measured = sent
         names = self.plan.compression.metrics([bucket.method])
-        metrics = {name: all_metrics[name] for name in names if name in all_metrics}
-        return Reduced(total, token, after_step, metrics=metrics, measured=measured)
+        return sent._replace(metrics={n: sent.metrics[n] for n in names if n in sent.metrics})
 
     @functools.cached_property
-    def _program(self) -> Callable[[Bucket, Array, Array, State], Any]:
+    def _program(self) -> Callable[[Bucket, Array, Array, State], Sent]:
         """`transfer`, which is traced once for all buckets of one program."""
 
-        def transfer(bucket: Bucket, flat: Array, key: Array, state: State) -> Any:
+        def transfer(bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
             reduced = self.plan.collective.transfer(bucket, flat, key, state)
-            return reduced.total, reduced.token, reduced.state, reduced.metrics, reduced.measured
+            return Sent(*(getattr(reduced, field) for field in Sent._fields))
 
         return jax.jit(transfer, static_argnums=0)
 
 
 def _looped(
-    turn: Callable[[Carried, Any], tuple[Carried, Reduced]],
+    turn: Callable[[Carried, Any], tuple[Carried, Sent]],
     numbers: tuple[int, ...],
     start: Carried,
     states: States,
-) -> tuple[list[Reduced], Carried]:
+) -> tuple[list[Sent], Carried]:
     """Run the turns of a loop over buckets; return their results, and what the loop carried."""
-
-    def body(carried: Carried, each: Any) -> tuple[Carried, Any]:
-        carried, sent = turn(carried, each)
-        return carried, (sent.total, sent.token, sent.state, sent.metrics, sent.measured)
-
     places = np.arange(len(numbers), dtype=np.int32)
     stacked_states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
-    carried, stacked = lax.scan(body, start, (places, np.array(numbers, np.int32), stacked_states))
-    results = []
-    for place in range(len(numbers)):
-        of_bucket = jax.tree.map(lambda leaf, n=place: leaf[n], stacked)
-        total, token, state, metrics, measured = of_bucket
-        results.append(Reduced(total, token, state, metrics=metrics, measured=measured))
-    return results, carried
+    carried, stacked = lax.scan(turn, start, (places, np.array(numbers, np.int32), stacked_states))
+    sent = [jax.tree.map(lambda leaf, n=n: leaf[n], stacked) for n in range(len(numbers))]
+    return sent, carried

@@ -7,6 +7,7 @@ of a bucket are dealt over them, and each shard is about like the bucket.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import jax
@@ -27,7 +28,7 @@ from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import cut, joined, pieces_of
-from dynamiq_jax._run.loop import Sender
+from dynamiq_jax._run.loop import Sender, Sent
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.training._pipelined.dealing import Dealing
 from pallas_kernels._jax.compat import override
@@ -162,10 +163,8 @@ def scatter(
       The worker's shard of each bucket's mean, and behind it what the method carries over, float32
       [held_size]; and a token that is available once all has arrived.
     """
-    sender, shards = Sender(plan, key), dict[int, Array]()
-    for numbers in plan.groups:
-        group = cut(plan.collective, [plan.buckets[number] for number in numbers], leaves)
-        sent, _ = sender.send(numbers, group, ((),) * len(plan.buckets), token)
+    shards, states = dict[int, Array](), ((),) * len(plan.buckets)
+    for numbers, sent, _, _ in Sender(plan, key).groups(leaves, states, token):
         shards |= {number: one.total for number, one in zip(numbers, sent, strict=True)}
         token = sent[-1].token
     if shards:
@@ -212,7 +211,9 @@ def gather(
         if len(numbers) == 1:
             codec, payload = encoded[numbers[0]]
             payload = jax.tree.map(functools.partial(after, token), payload)
-            sent = [collective.deliver(of_shards[numbers[0]], codec, payload)]
+            sent: Sequence[Reduced | Sent] = [
+                collective.deliver(of_shards[numbers[0]], codec, payload)
+            ]
         else:
             group = cut(collective, [of_shards[number] for number in numbers], leaves)
             sent, _ = sender.send(numbers, group, ((),) * len(shards), token)
