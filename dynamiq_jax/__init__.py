@@ -14,6 +14,8 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
     from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
     from dynamiq_jax._api.check_data_parallel import check_data_parallel
+    from dynamiq_jax._api.compress import CompressedStep, compress
+    from dynamiq_jax._api._sum_report import CompressReport, SumReport
     from dynamiq_jax._api.data_parallel import data_parallel
     from dynamiq_jax._api.decode import decode
     from dynamiq_jax._api.encode import encode
@@ -28,6 +30,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._inputs.options import Options
     from dynamiq_jax._inspection.inspection import Inspection
     from dynamiq_jax._inspection.step import inspect
+    from dynamiq_jax._rewriting.sums import Sum
     from dynamiq_jax.messages import Message
     from dynamiq_jax.methods import BF16, DynamiQ, Exact
 
@@ -37,6 +40,8 @@ __all__ = [
     "BF16",
     "AllReduceState",
     "BitAllocation",
+    "CompressReport",
+    "CompressedStep",
     "DynamiQ",
     "Exact",
     "Inspection",
@@ -44,12 +49,15 @@ __all__ = [
     "Message",
     "Options",
     "Schedule",
+    "Sum",
+    "SumReport",
     "WireReport",
     "all_gather",
     "all_reduce_gradients",
     "allocate_bits",
     "broadcast_to_replicas",
     "check_data_parallel",
+    "compress",
     "data_parallel",
     "decode",
     "encode",

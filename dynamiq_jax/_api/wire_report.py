@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._core.naming import spelled
@@ -171,9 +173,15 @@ def report_of(
 
 
 def plan_without_arrays(
-    tree: Any, axis_size: Any, compression: Compression, *, mesh: Any = None, specs: Any = None
+    tree: Any,
+    axis_size: Any,
+    compression: Compression,
+    *,
+    mesh: Any = None,
+    specs: Any = None,
+    collective: Callable[[Axes], Collective] = AllReduce,
 ) -> Plan:
-    """Plan an all-reduce outside of a program; see `wire_report`."""
+    """Plan a collective outside of a program; see `wire_report`."""
     axes = _axes(axis_size, mesh)
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
@@ -181,7 +189,7 @@ def plan_without_arrays(
     shards = _shards(names, leaves, tree, mesh, specs, axes)
     methods = compression.policy.methods(tree)
     named = list(zip(names, leaves, strict=True))
-    return make_plan(AllReduce(axes), named, structure, shards, compression, methods)
+    return make_plan(collective(axes), named, structure, shards, compression, methods)
 
 
 def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

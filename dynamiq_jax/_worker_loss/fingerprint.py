@@ -1,7 +1,6 @@
 """Keys that follow from the bits of arrays, for calls that are given no key."""
 
 import collections
-import functools
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._inputs.shards import P, find_shards
-from pallas_kernels._jax.own_thread import in_own_thread
+from pallas_kernels._jax.own_thread import is_traced
 from pallas_kernels.codec.rounding import mix
 
 
@@ -59,12 +58,6 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-@functools.cache
-def _outside_of_traces() -> Any:
-    """Return the state of JAX in which nothing is traced, as in every new thread."""
-    return in_own_thread(get_opaque_trace_state, seconds=60)
-
-
 def salt_of_call(called: str) -> np.uint32:
     """Return a number for a call of something, another one for each call of it in one trace.
 
@@ -78,7 +71,7 @@ def salt_of_call(called: str) -> np.uint32:
     counts = next((counts for trace, counts in _calls.of_traces if trace == here), None)
     if counts is None:
         counts = collections.Counter[str]()
-        if here != _outside_of_traces():
+        if is_traced():
             _calls.of_traces.append((here, counts))
     number = counts[called]
     counts[called] += 1

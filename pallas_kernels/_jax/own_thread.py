@@ -1,11 +1,13 @@
 """Calls in a thread of their own: outside of a trace, and for a limited time."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 Result = TypeVar("Result")
 
@@ -51,3 +53,14 @@ def in_own_thread(function: Callable[[], Result], seconds: float) -> Result:
     if not results:
         raise TimeoutError(f"no result after {seconds:g} s")
     return results[0]
+
+
+def is_traced() -> bool:
+    """Return whether JAX traces something in this thread, or maps it without a trace."""
+    return get_opaque_trace_state() != _outside_of_traces()
+
+
+@functools.cache
+def _outside_of_traces() -> Any:
+    """Return the state of JAX in which nothing is traced, as in every new thread."""
+    return in_own_thread(get_opaque_trace_state, seconds=60)

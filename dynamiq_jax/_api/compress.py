@@ -1,0 +1,298 @@
+"""Train steps that others wrote, with their sums over an axis compressed."""
+
+import functools
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from dynamiq_jax._api._sum_report import CompressReport, report_of
+from dynamiq_jax._buckets.axes import AxisName
+from dynamiq_jax._inputs.checks import check_key
+from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._rewriting.nodes import Choice
+from dynamiq_jax._rewriting.schedule import Schedule, Scheduler, Surroundings
+from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.topologies import Topology
+from pallas_kernels._jax import equations
+from pallas_kernels._jax.own_thread import is_traced
+
+
+def compress(
+    fun: Callable[..., Any],
+    axis_name: AxisName,
+    *,
+    key: Callable[..., Array] | None = None,
+    method: Method | str | Rules = DynamiQ(),
+    topology: Topology | str = "ring",
+    only: Callable[[Sum], bool] | None = None,
+    operations: tuple[Operation, ...] = DEFAULT_OPERATIONS,
+    specs: Any = None,
+    options: Options = Options(),
+) -> "CompressedStep":
+    """Compress the sums over a mesh axis in a train step, which stays as it is.
+
+        step = dq.compress(step, "data")
+
+    The step is traced, and each `psum`, `pmean` and `psum_scatter` over the axis is replaced,
+    wherever it is: in `shard_map` or `pmap`, with `check_vma` True or False, in `jit`, `scan`,
+    `while_loop`, `cond` and `checkpoint`. So are the sums that `jax.grad` adds for parameters that
+    are the same on all workers. Sums that do not need each other are one group, which is one
+    compressed collective, as `dq.psum` of a tree.
+
+    Floating sums of at least `options.exact_below` elements are compressed. These stay exact: sums
+    in the forward pass of what is differentiated, such as statistics of a batch, and their
+    gradients; sums over groups of an axis; and sums over other axes alone.
+
+    Args:
+      fun: train step, or any function that JAX can trace: plain, the result of `jax.jit`,
+        `jax.pmap` or `jax.shard_map`, a method, or an object that is called. It has a manual axis
+        of that name, or is called where there is one.
+      axis_name: one axis, or several with the slowest link first; see `psum`. A sum over more axes
+        is exact over the others first.
+      key: function of the arguments of the step that returns a PRNG key, the same on all workers
+        and a different one at every step. None: the key of each sum follows from the bits of its
+        terms on all workers, for which they add four bytes. A step that repeats itself bit by bit,
+        as with a learning rate of 0, repeats its rounding noise then.
+      method: compression method, or its name, or a policy; see `psum`. The paths of leaves are
+        "sum_0", "sum_1" and so on.
+      topology: route of the chunks; see `psum`.
+      only: function of a `dq.Sum` to whether it may be compressed, in place of the rule that
+        excludes forward passes.
+      operations: functions of `jax.lax` that are replaced: add "all_gather" to compress gathers.
+      specs: how the terms are split over axes that the compiler manages inside the map; see
+        `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`.
+      options: sums that stay exact, and the size of buckets; see `psum`.
+
+    Returns:
+      A function with the arguments and results of `fun`. If `fun` is the result of `jax.jit`, so is
+      this one, with the same donated and static arguments and shardings; otherwise it is compiled
+      when it is called outside of a trace, for each set of arguments that are no arrays. Its method
+      `report` lists all sums of the step, and `lower` and `trace` are those of `jax.jit`.
+
+    Raises:
+      TypeError: `fun` or an argument is of the wrong kind; flax.nnx objects as arguments.
+      ValueError: when it is called: no sum can be compressed; a sum is in an equation that cannot
+        be made anew; a method that carries state; and as `psum`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def step(weights, batch):
+    ...     gradient = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)
+    ...     return weights - 0.1 * jax.lax.pmean(gradient, "data")
+    >>> step = compress(step, "data")
+    >>> weights, batches = jnp.ones((64, 64)), jnp.ones((2, 8, 64))
+    >>> mapped = jax.vmap(step, in_axes=(None, 0), axis_name="data")
+    >>> jax.jit(mapped)(weights, batches).shape
+    (2, 64, 64)
+    """
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r:.80} cannot be called. Give a train step.")
+    if key is not None and not callable(key):
+        raise TypeError(
+            f"key={key!r:.80} cannot be called. Give a function of the arguments of the step, such "
+            "as lambda state, batch: jax.random.fold_in(jax.random.key(0), state.step), or None."
+        )
+    compression = resolve(method, topology, options, stateless="compress")
+    selection = Selection(axis_name, options.exact_below, only, operations)
+    return CompressedStep(fun, key, Evaluation(selection, compression, specs))
+
+
+class _Program(NamedTuple):
+    """Step that is traced and scheduled for some arguments."""
+
+    schedule: Schedule
+    exact: list[Choice]
+    structure: Any  # of the results
+    donated: tuple[int, ...]  # numbers of flat arguments
+
+
+class CompressedStep:
+    """Train step with compressed sums: the result of `compress`."""
+
+    def __init__(self, fun: Callable[..., Any], key: Any, evaluation: Evaluation):
+        self._key = key
+        self._evaluation = evaluation
+        self._compiled: dict[Hashable, Any] = {}
+        self._jitted: Any = None
+        self._fun = fun
+        if equations.is_jitted(fun):
+            self._fun = fun.__wrapped__
+
+            @functools.wraps(self._fun)
+            def step(*args: Any, **kwargs: Any) -> Any:
+                return self._traced(*args, **kwargs)
+
+            self._jitted = equations.jit_like(step, fun)
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with its sums compressed."""
+        if self._jitted is not None:
+            return self._jitted(*args, **kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        if is_traced() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self._traced(*args, **kwargs)
+        function, arrays = self._function(args, kwargs)
+        return function(*arrays)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return the method of an object, for a step that is an attribute of its class."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        axis_name = self._evaluation.selection.axis_name
+        return f"dq.compress({self._fun!r}, {axis_name!r})"
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower the step for arguments, as the method of `jax.jit` does."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace the step for arguments, as the method of `jax.jit` does."""
+        if self._jitted is not None:
+            return self._jitted.trace(*args, **kwargs)
+        function, arrays = self._function(args, kwargs)
+        return function.trace(*arrays)
+
+    def report(self, *args: Any, **kwargs: Any) -> CompressReport:
+        """List the sums of the step, with their bytes and the reason of those that stay exact.
+
+        Nothing is run. Call it where the step is called: inside of the map, if the step is a
+        function of one worker.
+
+        Args:
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`.
+          **kwargs: keyword arguments of the step.
+        """
+        program = self._program(_Arguments.of(args, kwargs))
+        return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step inside of a trace."""
+        arguments = _Arguments.of(args, kwargs)
+        return self._run(self._program(arguments), arguments)
+
+    def _function(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the compiled step for arguments, as a function of those that are arrays."""
+        arguments = _Arguments.of(args, kwargs)
+        function = self._compiled.get(arguments.kind) if arguments.kind is not None else None
+        if function is None:
+            program = self._program(arguments)
+
+            def step(*arrays: Any) -> Any:
+                return self._run(program, arguments._replace(arrays=arrays))
+
+            step.__name__ = getattr(self._fun, "__name__", "step")
+            function = jax.jit(step, donate_argnums=program.donated)
+            if arguments.kind is not None:
+                self._compiled[arguments.kind] = function
+        return function, arguments.arrays
+
+    def _run(self, program: "_Program", arguments: "_Arguments") -> Any:
+        args, kwargs = arguments.rebuilt(arguments.arrays)
+        key = None
+        if self._key is not None:
+            key = check_key(self._key(*args, **kwargs), ())
+        results = self._evaluation.run(program.schedule, key, *arguments.arrays)
+        return jax.tree.unflatten(program.structure, results)
+
+    def _program(self, arguments: "_Arguments") -> _Program:
+        """Trace the step and schedule it.
+
+        Raises:
+          ValueError: there is no sum to compress.
+        """
+
+        def flat(*arrays: Any) -> Any:
+            args, kwargs = arguments.rebuilt(arrays)
+            return self._fun(*args, **kwargs)
+
+        traced, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+        scheduler = Scheduler(self._evaluation.selection)
+        schedule = scheduler.schedule(traced, Surroundings())
+        if not any(schedule.groups()):
+            raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
+        donated = tuple(equations.donated_inputs(traced))
+        return _Program(schedule, scheduler.exact, jax.tree.structure(results), donated)
+
+
+class _Arguments(NamedTuple):
+    """Arguments of a step, apart by arrays and others."""
+
+    arrays: tuple[Any, ...]
+    others: tuple[Any, ...]  # values that a trace takes as they are, such as flags
+    are_arrays: tuple[bool, ...]  # by leaf
+    structure: Any
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> "_Arguments":
+        """Take arguments apart.
+
+        Raises:
+          TypeError: a flax.nnx object, whose change inside of the step would be lost.
+        """
+        nnx = sys.modules.get("flax.nnx")
+        objects = () if nnx is None else (nnx.Object,)
+        leaves, structure = jax.tree.flatten(
+            (args, kwargs), is_leaf=lambda node: isinstance(node, objects)
+        )
+        for leaf in leaves:
+            if isinstance(leaf, objects):
+                raise TypeError(
+                    f"An argument of the step is the flax.nnx object {type(leaf).__name__}, whose "
+                    "changes inside of the step would be lost. Give and return its state: "
+                    "graphdef, state = nnx.split(object) outside, nnx.merge(graphdef, state) and "
+                    "nnx.state(object) inside of the step."
+                )
+        are_arrays = tuple(isinstance(leaf, _ARRAYS) for leaf in leaves)
+        arrays = tuple(leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if is_array)
+        others = tuple(
+            leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if not is_array
+        )
+        return cls(arrays, others, are_arrays, structure)
+
+    @property
+    def kind(self) -> Hashable:
+        """Everything that a trace depends on; None if a value cannot be compared."""
+        types = tuple(
+            array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+            for array in self.arrays
+        )
+        others = tuple((type(other), other) for other in self.others)
+        try:
+            hash(others)
+        except TypeError:
+            return None
+        return self.structure, self.are_arrays, types, others
+
+    def rebuilt(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments and keyword arguments with other arrays."""
+        of_kind = {True: iter(arrays), False: iter(self.others)}
+        leaves = [next(of_kind[is_array]) for is_array in self.are_arrays]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return args, kwargs
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def _nothing_to_compress(selection: Selection, found: list[Choice]) -> str:
+    lines = [
+        f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
+        f"{each.source or 'of an unknown line'}: {why}"
+        for each, why in found
+    ]
+    what = "These stay exact:" + "".join(lines) if found else "It has no sum over a named axis."
+    return (
+        f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\nGive the "
+        "name of a manual axis of jax.shard_map or jax.pmap in the step, over which it sums "
+        "gradients. Where the compiler places the sums, as in jax.jit with shardings alone, use "
+        "dq.data_parallel. Take gradients inside of the step: those of a compressed function would "
+        "not be compressed."
+    )

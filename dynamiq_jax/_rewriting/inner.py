@@ -1,0 +1,258 @@
+"""Equations that hold programs: which programs, and how the equation is made anew around others.
+
+Each kind of equation is made again by the function of JAX that a user calls for it. A kind that is
+not here is an error, as soon as it holds a sum to compress.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec, Sharding
+
+from pallas_kernels._jax import equations
+from pallas_kernels._jax.equations import Equation
+
+# A program that has a schedule, as a function of the key and its inputs.
+Body = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Program of an equation."""
+
+    program: Any
+    times: int | None = 1  # that it runs in one call of the equation; None if that is not known
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
+    mesh: Any = None  # of these axes
+    has_outputs: bool = True  # whether its outputs are those of the equation
+    carried: Mapping[int, int] = dataclasses.field(default_factory=dict)  # see `Surroundings`
+    # Whether the sum that is an output can be done behind the equation, by the output's number.
+    may_leave: Callable[[int], bool] = lambda output: False
+
+
+# Calls whose program can stand in place of the call. Rules of differentiation are lost with it:
+# compressed sums have none.
+_CALLS = {
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "eval_jaxpr",
+}
+
+
+def is_call(equation: Equation, is_mapped: bool) -> bool:
+    """Return whether the program of an equation can stand in its place.
+
+    Args:
+      equation: equation with one program.
+      is_mapped: whether it is inside of a map over devices.
+    """
+    if equation.primitive.name in ("jit", "pjit"):
+        params = equation.params
+        shardings = (*params["in_shardings"], *params["out_shardings"])
+        is_placed = any(isinstance(each, Sharding) for each in shardings)
+        return is_mapped or not (is_placed or params["compiler_options_kvs"])
+    return equation.primitive.name in _CALLS
+
+
+def called(equation: Equation) -> Any:
+    """Return the program of a call."""
+    return next(equations.programs_in(equation))
+
+
+def layout(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the parameters of a sum that say where its parts lie."""
+    names = ("scatter_dimension", "all_gather_dimension", "tiled")
+    return tuple((name, params[name]) for name in names if name in params)
+
+
+def parts_of(equation: Equation) -> list[Part]:
+    """Return the programs of an equation.
+
+    Raises:
+      ValueError: equations of this kind cannot be made anew.
+    """
+    return _kind_of(equation).parts(equation)
+
+
+def make_anew(
+    equation: Equation, scopes: str, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+) -> Sequence[Any]:
+    """Evaluate an equation with other programs in place of its own.
+
+    Args:
+      equation: the equation.
+      scopes: names of the scopes around it, its own ones included.
+      bodies: the programs, in the order of `parts_of`.
+      key: PRNG key for all sums, if the user has given one.
+      values: inputs.
+    """
+    with jax.named_scope(scopes) if scopes else jax.named_scope("compress"):
+        return _kind_of(equation).make(equation, bodies, key, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    parts: Callable[[Equation], list[Part]]
+    make: Callable[[Equation, Sequence[Body], Array | None, Sequence[Any]], Sequence[Any]]
+
+
+def _map_parts(equation: Equation) -> list[Part]:
+    params = equation.params
+    sizes = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"]}
+    return [Part(params["jaxpr"], sizes=sizes, mesh=params["mesh"])]
+
+
+def _make_map(
+    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+) -> Sequence[Any]:
+    params = equation.params
+    return jax.shard_map(
+        lambda key, *values: tuple(bodies[0](key, *values)),
+        mesh=params["mesh"],
+        in_specs=(PartitionSpec(), *params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+    )(key, *values)
+
+
+def _scan_parts(equation: Equation) -> list[Part]:
+    params = equation.params
+    constants, carried = params["num_consts"], params["num_carry"]
+    return [
+        Part(
+            params["jaxpr"],
+            times=params["length"],
+            carried={i: constants + i for i in range(carried)},
+            may_leave=lambda output: output >= carried,
+        )
+    ]
+
+
+def _make_scan(
+    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+) -> Sequence[Any]:
+    params = equation.params
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    constants, carry, rows = values[:first], values[first:last], values[last:]
+
+    def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = bodies[0](key, *constants, *carry, *row)
+        return outputs[: len(carry)], outputs[len(carry) :]
+
+    carry, rows = lax.scan(
+        body,
+        list(carry),
+        list(rows),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *rows]
+
+
+def _while_parts(equation: Equation) -> list[Part]:
+    params = equation.params
+    constants = params["body_nconsts"]
+    outputs = len(equation.outvars)
+    return [
+        Part(params["cond_jaxpr"], times=None, has_outputs=False),
+        Part(params["body_jaxpr"], times=None, carried={i: constants + i for i in range(outputs)}),
+    ]
+
+
+def _make_while(
+    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+) -> Sequence[Any]:
+    first = equation.params["cond_nconsts"]
+    last = first + equation.params["body_nconsts"]
+    condition, body = bodies
+    return lax.while_loop(
+        lambda carry: condition(key, *values[:first], *carry)[0],
+        lambda carry: body(key, *values[first:last], *carry),
+        list(values[last:]),
+    )
+
+
+def _cond_parts(equation: Equation) -> list[Part]:
+    return [Part(branch) for branch in equation.params["branches"]]
+
+
+def _make_cond(
+    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+) -> Sequence[Any]:
+    index, *operands = values
+    branches = [
+        lambda *operands, body=body: body(key, *operands)  # type: ignore[misc]
+        for body in bodies
+    ]
+    return lax.switch(index, branches, *operands)
+
+
+def _remat_parts(equation: Equation) -> list[Part]:
+    return [Part(equation.params["jaxpr"], may_leave=lambda output: True)]
+
+
+def _make_remat(
+    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+) -> Sequence[Any]:
+    # jax.checkpoint would mark it as not differentiated: XLA would share what it computes again.
+    traced = jax.make_jaxpr(lambda *values: bodies[0](key, *values))(*values)
+    program, constants = equations.with_leading_constants(traced)
+    params = {**equation.params, "jaxpr": program}
+    return equation.primitive.bind(*constants, *values, **params)
+
+
+def _jit_parts(equation: Equation) -> list[Part]:
+    return [Part(equation.params["jaxpr"])]
+
+
+def _make_jit(
+    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+) -> Sequence[Any]:
+    params = equation.params
+
+    def placed(part: str) -> tuple[Sharding | None, ...]:
+        return tuple(
+            each if isinstance(each, Sharding) else None for each in params[f"{part}_shardings"]
+        )
+
+    def function(*values: Any) -> tuple[Any, ...]:
+        return tuple(bodies[0](key, *values))
+
+    function.__name__ = params["name"]
+    return jax.jit(
+        function,
+        in_shardings=placed("in"),
+        out_shardings=placed("out"),
+        compiler_options=dict(params["compiler_options_kvs"]) or None,
+    )(*values)
+
+
+_KINDS = {
+    "shard_map": _Kind(_map_parts, _make_map),
+    "scan": _Kind(_scan_parts, _make_scan),
+    "while": _Kind(_while_parts, _make_while),
+    "cond": _Kind(_cond_parts, _make_cond),
+    "remat2": _Kind(_remat_parts, _make_remat),
+    "checkpoint": _Kind(_remat_parts, _make_remat),
+    "jit": _Kind(_jit_parts, _make_jit),
+    "pjit": _Kind(_jit_parts, _make_jit),
+}
+
+
+def _kind_of(equation: Equation) -> _Kind:
+    name = equation.primitive.name
+    if name not in _KINDS:
+        raise ValueError(
+            f"The step has a sum to compress inside of {name!r}, from {equations.place(equation)}. "
+            "dq.compress cannot replace it there. Leave it exact with only=, or write the sum with "
+            "dq.pmean yourself."
+        )
+    return _KINDS[name]

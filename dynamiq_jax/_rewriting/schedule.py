@@ -1,0 +1,286 @@
+"""Schedule of a traced program: which sums are one group, and when each equation is evaluated.
+
+Sums wait, and so does each equation that needs one of them, until every other equation is
+evaluated. Then all waiting sums of one kind are a group, which is one compressed collective. So
+the sums of a tree share buckets, wherever a step uses the first of them.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._collectives.all_gather import AllGather
+from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.collective import Collective
+from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting.nodes import (
+    Choice,
+    Key,
+    Node,
+    Reader,
+    Terms,
+    Value,
+    keep_exact,
+    key_of,
+)
+from dynamiq_jax._rewriting.sums import Selection, Sum
+from pallas_kernels._jax import equations
+from pallas_kernels._jax.equations import Equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """Sum of a group."""
+
+    description: Sum
+    why_exact: str | None  # None: compressed
+    operand: Key
+    result: Value
+    params: Mapping[str, Any]  # of its equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Step of a schedule: an equation as it is."""
+
+    function: Callable[..., Sequence[Any]]
+    inputs: tuple[Key, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduce:
+    """Step of a schedule: one compressed collective, of sums of one kind."""
+
+    members: tuple[Member, ...]
+    number: int  # of the group in the whole program
+    times: int | None  # that it runs in one call of the step; None if that is not known
+    sizes: Mapping[str, int]  # of the manual axes around it
+    mesh: Any  # of these axes; None outside of a map
+
+    def collective(self, axes: Axes) -> Collective:
+        """Return the collective of the group, over axes that are all or some of those of its sums.
+        """
+        params = self.members[0].params
+        match self.members[0].description.operation:
+            case "psum":
+                return AllReduce(axes)
+            case "psum_scatter":
+                return ReduceScatter(axes, params["scatter_dimension"], params["tiled"])
+            case "all_gather":
+                return AllGather(axes, params["all_gather_dimension"], params["tiled"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Enter:
+    """Step of a schedule: an equation that holds programs with compressed sums."""
+
+    equation: Equation
+    scopes: str
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]  # `Terms` of sums that are left to this program
+    programs: tuple["Schedule", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Steps that evaluate a program."""
+
+    steps: tuple[Evaluate | Reduce | Enter, ...]
+    inputs: tuple[Value, ...]
+    constants: tuple[tuple[Value, Any], ...]
+    outputs: tuple[Key, ...]  # with terms in place of the sums that are left to the caller
+    left: Mapping[int, Member]  # sums that are left to the caller, by the number of the output
+
+    def groups(self) -> Iterator[Reduce]:
+        """Yield the groups of this program and of those inside."""
+        for step in self.steps:
+            if isinstance(step, Reduce):
+                yield step
+            elif isinstance(step, Enter):
+                for program in step.programs:
+                    yield from program.groups()
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """Everything around a program that its schedule depends on."""
+
+    scopes: str = ""  # names of the scopes
+    times: int | None = 1  # that it runs in a call of the step; None if that is not known
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of manual axes, by name
+    mesh: Any = None  # of these axes; None outside of a map
+    needed_outputs: Collection[int] = ()  # with which the backward pass of the caller goes on
+    # Outputs that the next turn of a loop takes as inputs, by the number of the output.
+    carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    # Whether the caller can do the sum that is an output, by the number of the output.
+    may_leave: Callable[[int], bool] = lambda output: False
+
+
+class Scheduler:
+    """Makes the schedule of a program, and of those inside."""
+
+    def __init__(self, selection: Selection):
+        self.exact: list[Choice] = []  # sums that stay as they are
+        self._reader = Reader(selection)
+        self._groups = itertools.count()
+
+    def schedule(self, program: Any, around: Surroundings) -> Schedule:
+        """Schedule a traced program."""
+        opened, constants = equations.opened(program)
+        call = self._reader.next_call()
+        names: dict[Value, Key] = {}
+        is_mapped = around.mesh is not None
+        nodes = list(self._reader.flat(opened, call, names, around.scopes, is_mapped))
+        inputs = tuple(Value(variable, call) for variable in opened.invars)
+        outputs = [key_of(out, call, names) for out in opened.outvars]
+        keep_exact(
+            nodes,
+            {outputs[i] for i in around.needed_outputs},
+            {outputs[i]: inputs[j] for i, j in around.carried.items()},
+        )
+        steps, left = self._in_order(nodes, outputs, around)
+        return Schedule(
+            tuple(steps),
+            inputs,
+            tuple(
+                (Value(variable, call), constant)
+                for variable, constant in zip(opened.constvars, constants, strict=True)
+            ),
+            tuple(left[i].operand if i in left else key for i, key in enumerate(outputs)),
+            left,
+        )
+
+    def _in_order(
+        self, nodes: Sequence[Node], outputs: Sequence[Key], around: Surroundings
+    ) -> tuple[list[Evaluate | Reduce | Enter], dict[int, Member]]:
+        """Return the steps of a program, and the sums that are left to its caller, by output."""
+        used = {key for node in nodes for key in node.inputs}
+        count = collections.Counter(outputs)
+        place = {key: i for i, key in enumerate(outputs) if count[key] == 1 and key not in used}
+        steps: list[Evaluate | Reduce | Enter] = []
+        left: dict[int, Member] = {}
+        remaining = list(nodes)
+        while remaining:
+            later: list[Node] = []
+            waiting: set[Key] = set()
+            sums: list[tuple[Node, tuple[Member, ...]]] = []
+            order_matters = False
+            for node in remaining:
+                effects = equations.has_effects(node.equation)
+                if waiting.intersection(node.inputs) or (effects and order_matters):
+                    later.append(node)
+                    waiting.update(node.outputs)
+                    order_matters |= effects
+                    continue
+                if node.is_target or node.may_join:
+                    members = _members(node)
+                else:
+                    step, members = self._step(node, around)
+                    steps.append(step)
+                waiting.update(member.result for member in members)
+                if members and all(_can_leave(member, place, around) for member in members):
+                    left.update((place[member.result], member) for member in members)
+                elif members:
+                    sums.append((node, members))
+            steps += self._reduce(sums, around)
+            remaining = later
+        return steps, left
+
+    def _step(self, node: Node, around: Surroundings) -> tuple[Evaluate | Enter, tuple[Member, ...]]:
+        """Return the step of an equation that is no sum to compress, and the sums it leaves."""
+        if not node.holds_target:
+            inside = self._reader.inside(node.equation, node.scopes)
+            self.exact += [*node.sums, *inside]
+            return _evaluate(node), ()
+        programs = []
+        outputs: list[Key] = list(node.outputs)
+        members: list[Member] = []
+        for part in inner.parts_of(node.equation):
+            is_known = around.times is not None and part.times is not None
+            schedule = self.schedule(
+                part.program,
+                Surroundings(
+                    node.scopes,
+                    around.times * part.times if is_known else None,
+                    {**around.sizes, **part.sizes},
+                    part.mesh if part.mesh is not None else around.mesh,
+                    node.needed if part.has_outputs else (),
+                    part.carried,
+                    part.may_leave,
+                ),
+            )
+            programs.append(schedule)
+            for i, member in schedule.left.items():
+                outputs[i] = Terms(node.outputs[i])
+                shape = tuple(node.equation.outvars[i].aval.shape)  # of all turns of a loop
+                members.append(
+                    dataclasses.replace(
+                        member,
+                        description=dataclasses.replace(member.description, shape=shape),
+                        operand=outputs[i],
+                        result=node.outputs[i],
+                    )
+                )
+        step = Enter(node.equation, node.scopes, node.inputs, tuple(outputs), tuple(programs))
+        return step, tuple(members)
+
+    def _reduce(
+        self, sums: Sequence[tuple[Node, tuple[Member, ...]]], around: Surroundings
+    ) -> Iterator[Evaluate | Reduce]:
+        """Yield a group for each kind of sums; those of a kind without a large one stay as they are.
+        """
+        kinds: dict[Any, list[tuple[Node, Member]]] = {}
+        for node, members in sums:
+            for member in members:
+                kinds.setdefault(_kind(member), []).append((node, member))
+        for of_kind in kinds.values():
+            members = tuple(member for _, member in of_kind)
+            nodes = {id(node): node for node, _ in of_kind}
+            is_large = any(member.why_exact is None for member in members)
+            if is_large or any(node.holds_target for node in nodes.values()):
+                yield Reduce(
+                    members, next(self._groups), around.times, around.sizes, around.mesh
+                )
+                continue
+            self.exact += [(member.description, member.why_exact) for member in members]
+            yield from map(_evaluate, nodes.values())
+
+
+def _can_leave(member: Member, place: Mapping[Key, int], around: Surroundings) -> bool:
+    """Return whether the caller of a program can do a sum of it: a result, and nothing else."""
+    output = place.get(member.result)
+    is_sum = member.description.operation == "psum"
+    return is_sum and output is not None and around.may_leave(output)
+
+
+def _kind(member: Member) -> Any:
+    """Return everything that the sums of a group share."""
+    return member.description.operation, member.description.axes, inner.layout(member.params)
+
+
+def _members(node: Node) -> tuple[Member, ...]:
+    return tuple(
+        Member(description, why, operand, result, node.equation.params)
+        for (description, why), operand, result in zip(
+            node.sums, node.inputs, node.outputs, strict=True
+        )
+    )
+
+
+def _evaluate(node: Node) -> Evaluate:
+    keys = {
+        variable: key
+        for variable, key in zip(node.equation.invars, node.inputs, strict=True)
+        if equations.is_variable(variable)
+    }
+    outputs = zip(node.equation.outvars, node.outputs, strict=True)
+    return Evaluate(
+        equations.evaluated(node.equation),
+        tuple(keys.values()),
+        tuple(key for variable, key in outputs if equations.is_used(variable)),
+    )

@@ -1,0 +1,174 @@
+"""Sums over mesh axes in a traced program: their description, and the choice of those to compress.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from dynamiq_jax._buckets.axes import axis_names
+from dynamiq_jax._core.validation import check_choice
+from pallas_kernels._jax.equations import Equation, place
+
+Operation = Literal["psum", "psum_scatter", "all_gather"]
+Differentiation = Literal["forward", "backward"]
+
+# Primitives by the name of the function of `jax.lax` that makes them. `jax.grad` adds the
+# invariant ones under check_vma=True.
+OPERATIONS: dict[str, Operation] = {
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "reduce_scatter": "psum_scatter",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+}
+DEFAULT_OPERATIONS: tuple[Operation, ...] = ("psum", "psum_scatter")
+
+SMALL = "fewer elements than options.exact_below"
+NOT_FLOATING = "not floating"
+FORWARD = "in the forward pass of what is differentiated"
+STATISTICS = "the same backward pass goes on with its result"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Sum of one array over mesh axes, in a step that was traced.
+
+    A gather of parts over an axis is described alike.
+    """
+
+    operation: Operation  # function of `jax.lax`: a pmean is a psum and a division
+    axes: tuple[str, ...]  # names of the axes
+    shape: tuple[int, ...]  # of the array on each worker
+    dtype: np.dtype[Any]
+    source: str  # file, line and function; "" if not known
+    scopes: str  # names that JAX gave the equation: `jax.named_scope` and transformations
+    # Pass of `jax.grad` that it is in; None outside of both, as where gradients are averaged.
+    differentiation: Differentiation | None
+
+
+_TRANSFORMED = re.compile(r"\b(jvp|transpose)\(")
+
+
+def differentiation_of(scopes: str) -> Differentiation | None:
+    """Return the pass of a differentiation that an equation is in, from the names of its scopes.
+
+    The outermost transformation decides. What a backward pass computes again, under
+    `jax.checkpoint`, is a forward pass.
+    """
+    if "rematted_computation" in scopes:
+        return "forward"
+    first = _TRANSFORMED.search(scopes)
+    if first is None:
+        return None
+    return "forward" if first[1] == "jvp" else "backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Rule for the sums of a step that are compressed."""
+
+    axis_name: str | tuple[str, ...]
+    exact_below: int
+    only: Callable[[Sum], Any] | None = None
+    operations: tuple[Operation, ...] = DEFAULT_OPERATIONS
+
+    def __post_init__(self) -> None:
+        for name in axis_names(self.axis_name):
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"axis_name={self.axis_name!r} is not the name of an axis. Give that of a "
+                    "manual axis of the step, such as 'data', or a tuple of several with the "
+                    "slowest link first."
+                )
+        if self.only is not None and not callable(self.only):
+            raise TypeError(
+                f"only={self.only!r:.80} cannot be called. Give a function of a dq.Sum to True or "
+                "False, such as lambda s: s.differentiation == 'backward'."
+            )
+        if isinstance(self.operations, str):
+            raise TypeError(f"operations={self.operations!r} is one name. Give a tuple of names.")
+        for operation in self.operations:
+            check_choice("operations", operation, tuple(dict.fromkeys(OPERATIONS.values())))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes, slowest first."""
+        return axis_names(self.axis_name)
+
+    def why_exact(self, each: Sum, params: Mapping[str, Any]) -> str | None:
+        """Return why a sum stays as it is; None if it is to be compressed.
+
+        Args:
+          each: the sum.
+          params: parameters of its equation.
+        """
+        if each.operation not in self.operations:
+            return f"{each.operation} is not among operations={self.operations}"
+        if not set(each.axes) & set(self.axes):
+            return f"over {_listed(each.axes)}"
+        if self.axes[0] not in each.axes:
+            return f"over {_listed(each.axes)}, without the slow axis {self.axes[0]!r}"
+        if each.operation != "psum" and len(each.axes) > 1:
+            return f"{each.operation} over several axes"
+        if params.get("axis_index_groups") is not None:
+            return "over groups of an axis (axis_index_groups)"
+        if not jnp.issubdtype(each.dtype, jnp.floating):
+            return NOT_FLOATING
+        if self.only is not None:
+            if not self.only(each):
+                return "only= returned False"
+        elif each.differentiation == "forward":
+            return FORWARD
+        return SMALL if self._elements(each, params) < self.exact_below else None
+
+    @staticmethod
+    def _elements(each: Sum, params: Mapping[str, Any]) -> int:
+        parts = params["axis_size"] if each.operation == "all_gather" else 1
+        return int(np.prod(each.shape, dtype=object)) * parts
+
+
+def sums_of(equation: Equation, scopes: str) -> list[Sum]:
+    """Describe the sums of an equation, one for each operand; none if it is no sum over named axes.
+
+    Args:
+      equation: equation of a traced program.
+      scopes: names of the scopes around its program.
+    """
+    operation = OPERATIONS.get(equation.primitive.name)
+    if operation is None:
+        return []
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    if not names or not all(isinstance(name, str) for name in names):  # of a vmap without a name
+        return []
+    whole = joined(scopes, str(equation.source_info.name_stack))
+    return [
+        Sum(
+            operation,
+            names,
+            tuple(operand.aval.shape),
+            operand.aval.dtype,
+            place(equation),
+            whole,
+            differentiation_of(whole),
+        )
+        for operand in equation.invars
+    ]
+
+
+def joined(*scopes: str) -> str:
+    """Join the names of scopes, outer ones first."""
+    return "/".join(filter(None, scopes))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def is_refused(why_exact: str | None) -> bool:
+    """Return whether a sum may not even join a compressed collective as an exact leaf of it."""
+    return why_exact not in (None, SMALL, NOT_FLOATING)

@@ -1,0 +1,142 @@
+"""Equations of traced programs: what differs between versions of JAX."""
+
+import collections
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+# An equation of a traced program, the program, and a value or constant in it. JAX 0.12 has one
+# class for programs with and without constants.
+Equation = core.JaxprEqn
+Program = core.Jaxpr
+Atom = core.Var | core.Literal
+
+
+def opened(program: Any) -> tuple[Program, Sequence[Any]]:
+    """Return a traced program, and its constants."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def is_program(value: Any) -> bool:
+    """Return whether a parameter of an equation is a traced program."""
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+
+
+def programs_in(equation: Equation) -> Iterator[Any]:
+    """Yield the traced programs among the parameters of an equation."""
+    for value in equation.params.values():
+        yield from filter(is_program, value if isinstance(value, tuple | list) else (value,))
+
+
+def has_effects(equation: Equation) -> bool:
+    """Return whether an equation has to keep its place among others: prints, callbacks, references.
+
+    JAX calls the use of an axis an effect, too. Such equations may change places.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
+def evaluated(equation: Equation) -> Callable[..., Sequence[Any]]:
+    """Return a function that evaluates an equation as JAX does: of its inputs that are variables,
+    each once, to its outputs that are used.
+
+    Names of scopes, source lines and contexts are kept.
+    """
+    outputs = [out for out in equation.outvars if is_used(out)]
+    inputs = dict.fromkeys(filter(is_variable, equation.invars))
+    program = _program(tuple(inputs), outputs, [equation], equation.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))
+
+
+def is_variable(atom: Any) -> bool:
+    """Return whether an input of an equation is a variable; others are literals."""
+    return not isinstance(atom, core.Literal)
+
+
+def is_used(out: Any) -> bool:
+    """Return whether an output of an equation is used."""
+    return not isinstance(out, core.DropVar)
+
+
+def with_leading_constants(program: Any) -> tuple[Program, list[Any]]:
+    """Return a program whose constants are its first inputs, and the constants."""
+    inner, constants = opened(program)
+    inputs = [*inner.constvars, *inner.invars]
+    return _program(inputs, inner.outvars, inner.eqns, inner.effects), list(constants)
+
+
+def _program(inputs: Sequence[Any], outputs: Sequence[Any], equations: Any, effects: Any) -> Any:
+    names = tuple(f"input_{number}" for number in range(len(inputs)))
+    results = tuple(f"output_{number}" for number in range(len(outputs)))
+    described = core.DebugInfo("compress", "dynamiq_jax.compress", names, results)
+    return core.Jaxpr((), list(inputs), list(outputs), equations, effects, described)
+
+
+def donated_inputs(program: Any) -> Iterator[int]:
+    """Yield the numbers of the inputs of a program that a jitted function in it may overwrite."""
+    inner, _ = opened(program)
+    uses = collections.Counter(
+        id(atom) for atoms in (*(e.invars for e in inner.eqns), inner.outvars) for atom in atoms
+    )
+    inputs = {id(variable): number for number, variable in enumerate(inner.invars)}
+    for equation in inner.eqns:
+        donated = equation.params.get("donated_invars", ())
+        for variable, is_donated in zip(equation.invars, donated, strict=False):
+            if is_donated and id(variable) in inputs and uses[id(variable)] == 1:
+                yield inputs[id(variable)]
+
+
+def place(equation: Equation) -> str:
+    """Return the line of the user's source that an equation is from; "" if it is not known."""
+    try:
+        info = importlib.import_module("jax._src.source_info_util")
+        return str(info.summarize(equation.source_info))
+    except (ImportError, AttributeError):
+        return ""
+
+
+@functools.cache
+def _jit() -> type:
+    return type(jax.jit(lambda: None))
+
+
+def is_jitted(function: Any) -> bool:
+    """Return whether a function is the result of `jax.jit`."""
+    return isinstance(function, _jit()) and hasattr(function, "_jit_info")
+
+
+def jit_like(function: Any, jitted: Any) -> Any:
+    """Apply `jax.jit` to a function, with all settings of another one that was jitted.
+
+    JAX has no public name for these settings.
+    """
+    given = jitted._jit_info
+
+    def tree(part: str) -> Any:
+        structure = getattr(given, f"{part}_shardings_treedef")
+        leaves = [
+            each if isinstance(each, jax.sharding.Sharding | jax.sharding.PartitionSpec) else None
+            for each in getattr(given, f"{part}_shardings_leaves")
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    settings: dict[str, Any] = {
+        name: getattr(given, name)
+        for name in (
+            "static_argnums",
+            "static_argnames",
+            "donate_argnums",
+            "donate_argnames",
+            "keep_unused",
+        )
+    }
+    for part in ("in", "out"):
+        if any(leaf is not None for leaf in jax.tree.leaves(tree(part))):
+            settings[f"{part}_shardings"] = tree(part)
+    if given.compiler_options_kvs:
+        settings["compiler_options"] = dict(given.compiler_options_kvs)
+    return jax.jit(function, **settings)
