@@ -15,7 +15,6 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
     from dynamiq_jax._api.check_data_parallel import check_data_parallel
     from dynamiq_jax._api.compress import CompressedStep, compress
-    from dynamiq_jax._api._sum_report import CompressReport, SumReport
     from dynamiq_jax._api.data_parallel import data_parallel
     from dynamiq_jax._api.decode import decode
     from dynamiq_jax._api.encode import encode
@@ -40,7 +39,6 @@ __all__ = [
     "BF16",
     "AllReduceState",
     "BitAllocation",
-    "CompressReport",
     "CompressedStep",
     "DynamiQ",
     "Exact",
@@ -50,7 +48,6 @@ __all__ = [
     "Options",
     "Schedule",
     "Sum",
-    "SumReport",
     "WireReport",
     "all_gather",
     "all_reduce_gradients",

@@ -55,8 +55,7 @@ class CompressReport:
 
     @override
     def __str__(self) -> str:
-        rows = [("sum", "shape", "dtype", "bytes before", "after", "")]
-        rows += map(_row, self.sums)
+        rows = [("sum", "shape", "dtype", "bytes before", "after", ""), *map(_row, self.sums)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -67,7 +66,7 @@ class CompressReport:
         )
 
 
-def _row(each: SumReport) -> tuple[str, ...]:
+def _row(each: SumReport) -> tuple[str, str, str, str, str, str]:
     known = [each.bytes_before, each.bytes_after]
     before, after = ("" if count is None else f"{count:,.0f}" for count in known)
     times = "" if each.times == 1 else f", {each.times or 'many'} times"

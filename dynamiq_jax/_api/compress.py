@@ -21,6 +21,7 @@ from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels._jax import equations
+from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.own_thread import is_traced
 
 
@@ -122,7 +123,7 @@ class CompressedStep:
         self._jitted: Any = None
         self._fun = fun
         if equations.is_jitted(fun):
-            self._fun = fun.__wrapped__
+            self._fun = equations.unjitted(fun)
 
             @functools.wraps(self._fun)
             def step(*args: Any, **kwargs: Any) -> Any:
@@ -145,6 +146,7 @@ class CompressedStep:
         """Return the method of an object, for a step that is an attribute of its class."""
         return self if instance is None else functools.partial(self, instance)
 
+    @override
     def __repr__(self) -> str:
         axis_name = self._evaluation.selection.axis_name
         return f"dq.compress({self._fun!r}, {axis_name!r})"

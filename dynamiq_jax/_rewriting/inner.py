@@ -81,7 +81,11 @@ def parts_of(equation: Equation) -> list[Part]:
 
 
 def make_anew(
-    equation: Equation, scopes: str, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
+    equation: Equation,
+    scopes: str,
+    bodies: Sequence[Body],
+    key: Array | None,
+    values: Sequence[Any],
 ) -> Sequence[Any]:
     """Evaluate an equation with other programs in place of its own.
 
@@ -124,7 +128,7 @@ def _make_map(
 
 def _scan_parts(equation: Equation) -> list[Part]:
     params = equation.params
-    constants, carried = params["num_consts"], params["num_carry"]
+    constants, carried = equations.scan_counts(equation)
     return [
         Part(
             params["jaxpr"],
@@ -139,10 +143,11 @@ def _make_scan(
     equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
 ) -> Sequence[Any]:
     params = equation.params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, carried = equations.scan_counts(equation)
+    last = first + carried
     constants, carry, rows = values[:first], values[first:last], values[last:]
 
-    def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outputs = bodies[0](key, *constants, *carry, *row)
         return outputs[: len(carry)], outputs[len(carry) :]
 
@@ -188,10 +193,7 @@ def _make_cond(
     equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
 ) -> Sequence[Any]:
     index, *operands = values
-    branches = [
-        lambda *operands, body=body: body(key, *operands)  # type: ignore[misc]
-        for body in bodies
-    ]
+    branches = [lambda *operands, body=body: body(key, *operands) for body in bodies]
     return lax.switch(index, branches, *operands)
 
 

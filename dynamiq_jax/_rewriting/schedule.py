@@ -8,6 +8,7 @@ the sums of a tree share buckets, wherever a step uses the first of them.
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,8 +64,7 @@ class Reduce:
     mesh: Any  # of these axes; None outside of a map
 
     def collective(self, axes: Axes) -> Collective:
-        """Return the collective of the group, over axes that are all or some of those of its sums.
-        """
+        """Return the collective of the group over axes, all or some of those of its sums."""
         params = self.members[0].params
         match self.members[0].description.operation:
             case "psum":
@@ -191,7 +191,9 @@ class Scheduler:
             remaining = later
         return steps, left
 
-    def _step(self, node: Node, around: Surroundings) -> tuple[Evaluate | Enter, tuple[Member, ...]]:
+    def _step(
+        self, node: Node, around: Surroundings
+    ) -> tuple[Evaluate | Enter, tuple[Member, ...]]:
         """Return the step of an equation that is no sum to compress, and the sums it leaves."""
         if not node.holds_target:
             inside = self._reader.inside(node.equation, node.scopes)
@@ -201,12 +203,11 @@ class Scheduler:
         outputs: list[Key] = list(node.outputs)
         members: list[Member] = []
         for part in inner.parts_of(node.equation):
-            is_known = around.times is not None and part.times is not None
             schedule = self.schedule(
                 part.program,
                 Surroundings(
                     node.scopes,
-                    around.times * part.times if is_known else None,
+                    _product(around.times, part.times),
                     {**around.sizes, **part.sizes},
                     part.mesh if part.mesh is not None else around.mesh,
                     node.needed if part.has_outputs else (),
@@ -217,7 +218,7 @@ class Scheduler:
             programs.append(schedule)
             for i, member in schedule.left.items():
                 outputs[i] = Terms(node.outputs[i])
-                shape = tuple(node.equation.outvars[i].aval.shape)  # of all turns of a loop
+                shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop
                 members.append(
                     dataclasses.replace(
                         member,
@@ -232,8 +233,7 @@ class Scheduler:
     def _reduce(
         self, sums: Sequence[tuple[Node, tuple[Member, ...]]], around: Surroundings
     ) -> Iterator[Evaluate | Reduce]:
-        """Yield a group for each kind of sums; those of a kind without a large one stay as they are.
-        """
+        """Yield a group for each kind of sums with a large one; others stay as they are."""
         kinds: dict[Any, list[tuple[Node, Member]]] = {}
         for node, members in sums:
             for member in members:
@@ -243,12 +243,15 @@ class Scheduler:
             nodes = {id(node): node for node, _ in of_kind}
             is_large = any(member.why_exact is None for member in members)
             if is_large or any(node.holds_target for node in nodes.values()):
-                yield Reduce(
-                    members, next(self._groups), around.times, around.sizes, around.mesh
-                )
+                yield Reduce(members, next(self._groups), around.times, around.sizes, around.mesh)
                 continue
             self.exact += [(member.description, member.why_exact) for member in members]
             yield from map(_evaluate, nodes.values())
+
+
+def _product(*times: int | None) -> int | None:
+    known = [each for each in times if each is not None]
+    return math.prod(known) if len(known) == len(times) else None
 
 
 def _can_leave(member: Member, place: Mapping[Key, int], around: Surroundings) -> bool:

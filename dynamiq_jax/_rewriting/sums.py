@@ -1,5 +1,4 @@
-"""Sums over mesh axes in a traced program: their description, and the choice of those to compress.
-"""
+"""Sums over mesh axes in a traced program, and the choice of those to compress."""
 
 import dataclasses
 import re
@@ -11,7 +10,8 @@ import numpy as np
 
 from dynamiq_jax._buckets.axes import axis_names
 from dynamiq_jax._core.validation import check_choice
-from pallas_kernels._jax.equations import Equation, place
+from pallas_kernels._jax import equations
+from pallas_kernels._jax.equations import Equation
 
 Operation = Literal["psum", "psum_scatter", "all_gather"]
 Differentiation = Literal["forward", "backward"]
@@ -150,9 +150,9 @@ def sums_of(equation: Equation, scopes: str) -> list[Sum]:
         Sum(
             operation,
             names,
-            tuple(operand.aval.shape),
-            operand.aval.dtype,
-            place(equation),
+            equations.shape_of(operand),
+            equations.dtype_of(operand),
+            equations.place(equation),
             whole,
             differentiation_of(whole),
         )

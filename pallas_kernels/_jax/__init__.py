@@ -2,6 +2,7 @@
 
     compat        differences between versions of JAX
     dependencies  values that tie the schedule of a program to its data
+    equations     equations of programs that JAX has traced
     own_thread    calls outside of a trace, with a limit of time
 
 It is private to the project: both packages import it, but for `dynamiq_jax.contrib`, which takes

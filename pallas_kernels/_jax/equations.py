@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 # An equation of a traced program, the program, and a value or constant in it. JAX 0.12 has one
@@ -76,6 +77,17 @@ def _program(inputs: Sequence[Any], outputs: Sequence[Any], equations: Any, effe
     return core.Jaxpr((), list(inputs), list(outputs), equations, effects, described)
 
 
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Return the shape of an input or output of an equation."""
+    return tuple(atom.aval.shape)
+
+
+def dtype_of(atom: Any) -> np.dtype[Any]:
+    """Return the dtype of an input or output of an equation."""
+    dtype: np.dtype[Any] = atom.aval.dtype
+    return dtype
+
+
 def donated_inputs(program: Any) -> Iterator[int]:
     """Yield the numbers of the inputs of a program that a jitted function in it may overwrite."""
     inner, _ = opened(program)
@@ -88,6 +100,14 @@ def donated_inputs(program: Any) -> Iterator[int]:
         for variable, is_donated in zip(equation.invars, donated, strict=False):
             if is_donated and id(variable) in inputs and uses[id(variable)] == 1:
                 yield inputs[id(variable)]
+
+
+def scan_counts(equation: Equation) -> tuple[int, int]:
+    """Return how many inputs of a `scan` are constants, and how many are carried."""
+    if "ft_in" not in equation.params:
+        return equation.params["num_consts"], equation.params["num_carry"]
+    constants, carried, _ = equation.params["ft_in"].unpack()  # since JAX 0.12
+    return len(list(constants)), len(list(carried))
 
 
 def place(equation: Equation) -> str:
@@ -107,6 +127,12 @@ def _jit() -> type:
 def is_jitted(function: Any) -> bool:
     """Return whether a function is the result of `jax.jit`."""
     return isinstance(function, _jit()) and hasattr(function, "_jit_info")
+
+
+def unjitted(jitted: Any) -> Callable[..., Any]:
+    """Return the function that `jax.jit` was given."""
+    function: Callable[..., Any] = jitted.__wrapped__
+    return function
 
 
 def jit_like(function: Any, jitted: Any) -> Any:

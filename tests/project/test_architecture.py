@@ -29,6 +29,7 @@ LAYERS = (
     "dynamiq_jax._check",
     "dynamiq_jax._run",
     "dynamiq_jax._worker_loss",
+    "dynamiq_jax._rewriting",
     "dynamiq_jax._bit_allocation",
     "dynamiq_jax._api",
     "dynamiq_jax.training",
@@ -62,6 +63,7 @@ COLLECTIVES = {
     "mean_of_replicas",
     "broadcast_to_replicas",
     "wire_report",
+    "compress",
     "moshpit_mean",
 }
 
@@ -380,6 +382,6 @@ def test_the_public_api_is_what_is_there(package):
 
 def test_the_main_api_is_small_and_documented():
     assert {*dq.__all__, *contrib.__all__} >= COLLECTIVES
-    assert len(dq.__all__) <= 31
+    assert len(dq.__all__) <= 34
     assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
     assert all(getattr(dq, name).__doc__ for name in dq.__all__)
