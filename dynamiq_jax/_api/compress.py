@@ -14,6 +14,7 @@ from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.checks import check_key
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.nodes import Choice
 from dynamiq_jax._rewriting.schedule import Schedule, Scheduler, Surroundings
@@ -172,13 +173,17 @@ class CompressedStep:
           *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`.
           **kwargs: keyword arguments of the step.
         """
-        program = self._program(_Arguments.of(args, kwargs))
+        return self._report(self._program(_Arguments.of(args, kwargs)))
+
+    def _report(self, program: _Program) -> CompressReport:
         return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step inside of a trace."""
         arguments = _Arguments.of(args, kwargs)
-        return self._run(self._program(arguments), arguments)
+        program = self._program(arguments)
+        recording.record_step(lambda: self._report(program))
+        return self._run(program, arguments)
 
     def _function(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the compiled step for arguments, as a function of those that are arrays."""
@@ -188,6 +193,7 @@ class CompressedStep:
             program = self._program(arguments)
 
             def step(*arrays: Any) -> Any:
+                recording.record_step(lambda: self._report(program))
                 return self._run(program, arguments._replace(arrays=arrays))
 
             step.__name__ = getattr(self._fun, "__name__", "step")

@@ -121,6 +121,7 @@ class Doctor:
             devices_per_host=self.devices_per_host,
             workers=self.workers,
         )
+        inspection = dataclasses.replace(inspection, steps=tuple(step.records.steps))
         if step.text is None and not inspection.findings:
             raise CommandError(
                 f"{self.target} ended without a program in which each device sends {self.least}B "
@@ -177,6 +178,8 @@ def _print(inspection: Inspection) -> None:
             made.add_row(*texts(row))
         console.print(made)
     console.print(inspection.summary, highlight=False)
+    for step in inspection.steps:
+        console.print(f"\n{step}", highlight=False, soft_wrap=True)
     for finding in inspection.findings:
         text = Text.assemble("\n", (finding.kind, "red"), f": {finding.text}")
         console.print(text, soft_wrap=True)

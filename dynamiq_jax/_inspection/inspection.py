@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from dynamiq_jax._api._sum_report import CompressReport
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import Collective
@@ -36,6 +37,7 @@ class Inspection:
     rows: tuple[Row, ...]  # the largest first
     findings: tuple[Finding, ...]
     is_compiled: bool = True  # False if a mistake is an error of the step itself
+    steps: tuple[CompressReport, ...] = ()  # sums of steps that `dq.compress` made
 
     @property
     def bytes_compressed(self) -> float:
@@ -52,6 +54,7 @@ class Inspection:
         table = _columns([HEADINGS, *map(texts, self.rows)]) if self.rows else []
         lines = [*table, *[""][: len(table)], self.summary]
         lines += [f"{finding.kind}: {finding.text}" for finding in self.findings]
+        lines += [f"\n{step}" for step in self.steps]
         return "\n".join(lines)
 
     @property

@@ -13,7 +13,7 @@ from jax.extend.backend import get_backend
 from dynamiq_jax._inputs.mistakes import MistakeError
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._plan.recording import Record, recording
+from dynamiq_jax._plan.recording import Records, recording
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -22,7 +22,7 @@ class TrainStepOfScript(NamedTuple):
     """Train step of a script."""
 
     text: str | None  # of the program; None if there is none
-    records: list[Record]  # of collectives that were traced before
+    records: Records  # of collectives that were traced before
     mistake: MistakeError | None  # that the script raised
 
 

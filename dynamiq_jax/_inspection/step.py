@@ -22,6 +22,7 @@ from dynamiq_jax._inspection.hlo import Instruction, Program
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
 from dynamiq_jax._inspection.places import Places
 from dynamiq_jax._plan.recording import recording
+from pallas_kernels._jax import compat
 
 _numbers = itertools.count()
 
@@ -94,6 +95,7 @@ def inspect(
         meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
         devices_per_host=devices_per_host,
     )
+    inspection = dataclasses.replace(inspection, steps=tuple(records.steps))
     if sharing is None:
         return inspection
     return dataclasses.replace(
@@ -166,7 +168,11 @@ def _arguments(tree: Any) -> Iterator[Argument]:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and hasattr(leaf, "shape"):
             sizes = sharding.mesh.shape
-            names = [name for dimension in sharding.spec for name in names_of(dimension)]
+            names = [
+                name
+                for dimension in compat.partitions(sharding.spec)
+                for name in names_of(dimension)
+            ]
             split_over = tuple(name for name in names if sizes[name] > 1)
         else:
             split_over = ()

@@ -2,8 +2,8 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,15 +44,21 @@ class Record(NamedTuple):
         return tuple(exact.bytes_sent(axes, [parts[index]]) for index, _ in self.plan.exact)
 
 
-_records: contextvars.ContextVar[list[Record] | None] = contextvars.ContextVar(
-    "records", default=None
-)
+class Records(list[Record]):
+    """Collectives that were traced, and the sums of steps that `compress` made of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Any] = []  # reports
+
+
+_records: contextvars.ContextVar[Records | None] = contextvars.ContextVar("records", default=None)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Record]]:
+def recording() -> Iterator[Records]:
     """Collect records of the collectives that are traced in this context."""
-    records: list[Record] = []
+    records = Records()
     token = _records.set(records)
     try:
         yield records
@@ -73,3 +79,10 @@ def record(plan: Plan) -> None:
     new = Record(plan, tuple(jax.sharding.get_abstract_mesh().shape.items()))
     if new not in records:
         records.append(new)
+
+
+def record_step(report: Callable[[], Any]) -> None:
+    """Add the report of a step whose sums are compressed, unless an equal one is there."""
+    records = _records.get()
+    if records is not None and (new := report()) not in records.steps:
+        records.steps.append(new)

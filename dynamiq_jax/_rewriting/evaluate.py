@@ -1,12 +1,13 @@
 """Evaluation of a scheduled program, while JAX traces it anew."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import Array, lax
 
+from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._rewriting import inner
@@ -14,7 +15,8 @@ from dynamiq_jax._rewriting.nodes import Constant, Key
 from dynamiq_jax._rewriting.schedule import Enter, Evaluate, Reduce, Schedule
 from dynamiq_jax._rewriting.sums import Selection, is_refused
 from dynamiq_jax._run.driver import run
-from dynamiq_jax._worker_loss.fingerprint import word_of
+from dynamiq_jax._worker_loss.fingerprint import joint_word_of
+from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Evaluation:
         for step in schedule.steps:
             match step:
                 case Evaluate():
-                    results = step.function(*map(read, step.inputs))
+                    results = self._evaluate(step, list(map(read, step.inputs)))
                     known.update(zip(step.outputs, results, strict=True))
                 case Enter():
                     bodies = [self._body(program) for program in step.programs]
@@ -61,21 +63,45 @@ class Evaluation:
     def _body(self, schedule: Schedule) -> inner.Body:
         return lambda key, *values: self.run(schedule, key, *values)
 
+    def _evaluate(self, step: Evaluate, values: list[Any]) -> Sequence[Any]:
+        if self.selection.axes[0] not in step.axes:
+            return step.function(*values)
+        return _in_order(step.function, values)
+
     def _reduce(self, group: Reduce, operands: Sequence[Any], key: Array | None) -> list[Any]:
         """Reduce the operands of a group in one compressed collective, and refused ones exactly."""
         names = group.members[0].description.axes
         # Only a psum has several operands, of which some can be refused.
         refused = [i for i, member in enumerate(group.members) if is_refused(member.why_exact)]
-        results: dict[int, Any] = {i: lax.psum(operands[i], names) for i in refused}
-        tree = {f"sum_{i}": each for i, each in enumerate(operands) if i not in refused}
+        joint = [i for i in range(len(operands)) if i not in refused]
+        results: dict[int, Any] = {}
+        if refused:
+            terms = [operands[i] for i in refused]
+            exactly = _in_order(lambda *terms: lax.psum(terms, names), terms)
+            results |= zip(refused, exactly, strict=True)
         over = tuple(name for name in self.selection.axes if name in names)
+        tree = {f"sum_{i}": operands[i] for i in joint}
         if further := tuple(name for name in names if name not in over):
             tree = lax.psum(tree, further)
-        key = self._key(group, tree, over, key)
-        collective = group.collective(find_axes(over))
-        specs = self._specs(group, tree)
-        total = run(collective, tree, key, self.compression, specs=specs).tree
-        results |= {int(name.removeprefix("sum_")): each for name, each in total.items()}
+
+        def compressed(tree: dict[str, Any]) -> dict[str, Any]:
+            collective = group.collective(find_axes(over))
+            of_group = self._key(group, tree, over, key)
+            outcome = run(collective, tree, of_group, self.compression, specs=self._specs(group))
+            total: dict[str, Any] = outcome.tree
+            return total
+
+        if is_unreduced(tree):  # outside of a map, on explicit axes
+            totals = reduce_unreduced(compressed, tree, over)
+            totals = {
+                f"sum_{i}": jax.sharding.reshard(
+                    totals[f"sum_{i}"], group.members[i].params["dst_sharding"]
+                )
+                for i in joint
+            }
+        else:
+            totals = compressed(tree)
+        results |= {i: totals[f"sum_{i}"] for i in joint}
         return [results[i] for i in range(len(operands))]
 
     @staticmethod
@@ -91,12 +117,23 @@ class Evaluation:
         base = jax.random.fold_in(base, group.number)
         if key is not None and group.times == 1:
             return base
-        return jax.random.fold_in(base, word_of(list(tree.values()), over))
+        token = order.last_token()
+        leaves = [order.after(token, leaf) for leaf in tree.values()]
+        return jax.random.fold_in(base, joint_word_of(leaves, over))
 
-    def _specs(self, group: Reduce, tree: Mapping[str, Any]) -> Any:
+    def _specs(self, group: Reduce) -> Any:
         if not callable(self.specs):
             return self.specs
         return {
-            name: self.specs(group.members[int(name.removeprefix("sum_"))].description)
-            for name in tree
+            f"sum_{i}": self.specs(member.description)
+            for i, member in enumerate(group.members)
+            if not is_refused(member.why_exact)
         }
+
+
+def _in_order(collective: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
+    """Run a collective behind the last one of the trace, and before the next."""
+    token = order.last_token()
+    results = collective(*(order.after(token, value) for value in values))
+    order.remember(order.token_of(results))
+    return results

@@ -26,7 +26,6 @@ class Part:
     program: Any
     times: int | None = 1  # that it runs in one call of the equation; None if that is not known
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
-    mesh: Any = None  # of these axes
     has_outputs: bool = True  # whether its outputs are those of the equation
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)  # see `Surroundings`
     # Whether the sum that is an output can be done behind the equation, by the output's number.
@@ -66,9 +65,10 @@ def called(equation: Equation) -> Any:
 
 
 def layout(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the parameters of a sum that say where its parts lie."""
+    """Return the parameters of a sum that say where its terms and its parts lie."""
     names = ("scatter_dimension", "all_gather_dimension", "tiled")
-    return tuple((name, params[name]) for name in names if name in params)
+    is_unreduced = ("is_unreduced", "dst_sharding" in params)
+    return (is_unreduced, *((name, params[name]) for name in names if name in params))
 
 
 def parts_of(equation: Equation) -> list[Part]:
@@ -109,7 +109,7 @@ class _Kind:
 def _map_parts(equation: Equation) -> list[Part]:
     params = equation.params
     sizes = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"]}
-    return [Part(params["jaxpr"], sizes=sizes, mesh=params["mesh"])]
+    return [Part(params["jaxpr"], sizes=sizes)]
 
 
 def _make_map(

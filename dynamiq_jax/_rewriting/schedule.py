@@ -51,6 +51,7 @@ class Evaluate:
     function: Callable[..., Sequence[Any]]
     inputs: tuple[Key, ...]
     outputs: tuple[Value, ...]
+    axes: tuple[str, ...]  # over which it is a sum or a gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,7 @@ class Reduce:
     members: tuple[Member, ...]
     number: int  # of the group in the whole program
     times: int | None  # that it runs in one call of the step; None if that is not known
-    sizes: Mapping[str, int]  # of the manual axes around it
-    mesh: Any  # of these axes; None outside of a map
+    sizes: Mapping[str, int]  # of the axes around it, by name
 
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""
@@ -113,7 +113,6 @@ class Surroundings:
     scopes: str = ""  # names of the scopes
     times: int | None = 1  # that it runs in a call of the step; None if that is not known
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of manual axes, by name
-    mesh: Any = None  # of these axes; None outside of a map
     needed_outputs: Collection[int] = ()  # with which the backward pass of the caller goes on
     # Outputs that the next turn of a loop takes as inputs, by the number of the output.
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -134,7 +133,7 @@ class Scheduler:
         opened, constants = equations.opened(program)
         call = self._reader.next_call()
         names: dict[Value, Key] = {}
-        is_mapped = around.mesh is not None
+        is_mapped = bool(around.sizes)
         nodes = list(self._reader.flat(opened, call, names, around.scopes, is_mapped))
         inputs = tuple(Value(variable, call) for variable in opened.invars)
         outputs = [key_of(out, call, names) for out in opened.outvars]
@@ -209,7 +208,6 @@ class Scheduler:
                     node.scopes,
                     _product(around.times, part.times),
                     {**around.sizes, **part.sizes},
-                    part.mesh if part.mesh is not None else around.mesh,
                     node.needed if part.has_outputs else (),
                     part.carried,
                     part.may_leave,
@@ -243,7 +241,8 @@ class Scheduler:
             nodes = {id(node): node for node, _ in of_kind}
             is_large = any(member.why_exact is None for member in members)
             if is_large or any(node.holds_target for node in nodes.values()):
-                yield Reduce(members, next(self._groups), around.times, around.sizes, around.mesh)
+                sizes = {**equations.explicit_sizes(of_kind[0][0].equation), **around.sizes}
+                yield Reduce(members, next(self._groups), around.times, sizes)
                 continue
             self.exact += [(member.description, member.why_exact) for member in members]
             yield from map(_evaluate, nodes.values())
@@ -286,4 +285,5 @@ def _evaluate(node: Node) -> Evaluate:
         equations.evaluated(node.equation),
         tuple(keys.values()),
         tuple(key for variable, key in outputs if equations.is_used(variable)),
+        node.sums[0][0].axes if node.sums else (),
     )

@@ -138,10 +138,11 @@ def sums_of(equation: Equation, scopes: str) -> list[Sum]:
       equation: equation of a traced program.
       scopes: names of the scopes around its program.
     """
-    operation = OPERATIONS.get(equation.primitive.name)
+    resharded = equations.sums_of_reshard(equation)
+    operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
     if operation is None:
         return []
-    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = resharded or equation.params.get("axes", equation.params.get("axis_name", ()))
     names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     if not names or not all(isinstance(name, str) for name in names):  # of a vmap without a name
         return []

@@ -85,9 +85,19 @@ def word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:
     return sum(map(mix, words), start=jnp.uint32(0))
 
 
+def joint_word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:
+    """Return a hash of arrays of all workers of some axes: uint32, one message for each axis."""
+    own = [mix(_word(leaf, jnp.uint32(number))) for number, leaf in enumerate(leaves)]
+    return _over_axes(sum(own, start=jnp.uint32(0)), axis_names)
+
+
 def _word_of_parts(leaf: Array, number: int, axis_names: Sequence[str]) -> Array:
     """Return a hash of a leaf and its number, of which devices of some axes hold parts."""
-    word = _word(leaf, jnp.uint32(number))
+    return _over_axes(_word(leaf, jnp.uint32(number)), axis_names)
+
+
+def _over_axes(word: Array, axis_names: Sequence[str]) -> Array:
+    """Return a hash of the words of all devices of some axes."""
     for axis in axis_names:
         place = mix(lax.axis_index(axis).astype(jnp.uint32) + np.uint32(1))
         word = lax.psum(mix(word ^ place), axis)

@@ -45,6 +45,11 @@ def unreduced_axes(value: Array) -> frozenset[str]:
     return getattr(getattr(jax.typeof(value), "manual_axis_type", None), "unreduced", frozenset())
 
 
+def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
+    """Return the axes of each dimension. JAX 0.12 does not iterate over specs of unreduced ones."""
+    return tuple(getattr(spec, "partitions", spec))
+
+
 def tracks_varying(axis_name: str) -> bool:
     """Return whether types record the axes over which values vary, as under `check_vma=True`."""
     return axis_name in varying_axes(lax.axis_index(axis_name))

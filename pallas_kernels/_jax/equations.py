@@ -88,6 +88,27 @@ def dtype_of(atom: Any) -> np.dtype[Any]:
     return dtype
 
 
+def sums_of_reshard(equation: Equation) -> tuple[str, ...]:
+    """Return the explicit axes over which an equation sums an unreduced array: since JAX 0.11."""
+    if equation.primitive.name != "reshard":
+        return ()
+    before, after = (
+        set(getattr(_spec(atom), "unreduced", ()))
+        for atom in (equation.invars[0], equation.outvars[0])
+    )
+    return tuple(sorted(before - after))
+
+
+def _spec(atom: Any) -> Any:
+    return getattr(getattr(atom.aval, "sharding", None), "spec", None)
+
+
+def explicit_sizes(equation: Equation) -> dict[str, int]:
+    """Return the sizes of the axes of the mesh of an equation's first input, by name."""
+    sharding = getattr(equation.invars[0].aval, "sharding", None)
+    return dict(sharding.mesh.shape) if sharding is not None else {}
+
+
 def donated_inputs(program: Any) -> Iterator[int]:
     """Yield the numbers of the inputs of a program that a jitted function in it may overwrite."""
     inner, _ = opened(program)
