@@ -17,7 +17,7 @@ import dynamiq_jax as dq
 from tests.project.test_docs import PAGES, ROOT, code_blocks, printed_by
 
 README = PAGES["README.md"]
-AROUND_A_LOSS, IN_A_SHARD_MAP = code_blocks(PAGES["docs/getting_started.md"], "diff")
+AROUND_A_STEP, AROUND_A_LOSS, IN_A_SHARD_MAP = code_blocks(PAGES["docs/getting_started.md"], "diff")
 CAST = '  params = jax.lax.pcast(params, "data", to="varying")\n'
 
 
@@ -76,6 +76,23 @@ def test_the_example_prints_what_it_shows_in_a_new_process():
     assert run.returncode == 0, run.stderr
     assert len(printed_by(README)) == 2
     assert run.stdout.splitlines() == printed_by(README)
+
+
+def test_the_diff_around_a_step_compresses_its_sums(setting):
+    """The step is as its author wrote it: JAX sums the gradients."""
+
+    @jax.jit
+    @jax.shard_map(mesh=setting["mesh"], in_specs=(P(), P("data")), out_specs=P())
+    def train_step(params, batch):
+        def mean_loss(params):
+            return jax.lax.pmean(setting["loss_fn"](params, batch), "data")
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(mean_loss)(params))
+
+    namespace = {**setting, "train_step": train_step}
+    exec(applied(AROUND_A_STEP, "+"), namespace)
+    sent = jax.tree.map(jnp.subtract, setting["params"], namespace["params"])
+    assert 1e-3 < dq.vnmse(sent, exact_gradients(setting)) < 3e-2
 
 
 def test_the_diff_around_a_loss_compresses_its_gradients(setting):
