@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dynamiq_jax._buckets.axes import axis_names
+from dynamiq_jax._buckets.scopes import labels
 from dynamiq_jax._core.validation import check_choice
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
@@ -106,6 +107,8 @@ class Selection:
           each: the sum.
           params: parameters of its equation.
         """
+        if labels(each.scopes):
+            return "a part of a collective that is compressed already"
         if each.operation not in self.operations:
             return f"{each.operation} is not among operations={self.operations}"
         if not set(each.axes) & set(self.axes):
@@ -118,12 +121,11 @@ class Selection:
             return "over groups of an axis (axis_index_groups)"
         if not jnp.issubdtype(each.dtype, jnp.floating):
             return NOT_FLOATING
+        if self._elements(each, params) < self.exact_below:
+            return SMALL
         if self.only is not None:
-            if not self.only(each):
-                return "only= returned False"
-        elif each.differentiation == "forward":
-            return FORWARD
-        return SMALL if self._elements(each, params) < self.exact_below else None
+            return None if self.only(each) else "only= returned False"
+        return FORWARD if each.differentiation == "forward" else None
 
     @staticmethod
     def _elements(each: Sum, params: Mapping[str, Any]) -> int:
@@ -136,7 +138,7 @@ def sums_of(equation: Equation, scopes: str) -> list[Sum]:
 
     Args:
       equation: equation of a traced program.
-      scopes: names of the scopes around its program.
+      scopes: names of the scopes around it, its own ones included.
     """
     resharded = equations.sums_of_reshard(equation)
     operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
@@ -146,7 +148,6 @@ def sums_of(equation: Equation, scopes: str) -> list[Sum]:
     names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     if not names or not all(isinstance(name, str) for name in names):  # of a vmap without a name
         return []
-    whole = joined(scopes, str(equation.source_info.name_stack))
     return [
         Sum(
             operation,
@@ -154,8 +155,8 @@ def sums_of(equation: Equation, scopes: str) -> list[Sum]:
             equations.shape_of(operand),
             equations.dtype_of(operand),
             equations.place(equation),
-            whole,
-            differentiation_of(whole),
+            scopes,
+            differentiation_of(scopes),
         )
         for operand in equation.invars
     ]

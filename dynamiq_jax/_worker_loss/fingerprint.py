@@ -87,7 +87,8 @@ def word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:
 
 def joint_word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:
     """Return a hash of arrays of all workers of some axes: uint32, one message for each axis."""
-    own = [mix(_word(leaf, jnp.uint32(number))) for number, leaf in enumerate(leaves)]
+    word = jax.jit(_word)  # JAX traces it once for all leaves of a shape
+    own = [mix(word(leaf, np.uint32(number))) for number, leaf in enumerate(leaves)]
     return _over_axes(sum(own, start=jnp.uint32(0)), axis_names)
 
 
