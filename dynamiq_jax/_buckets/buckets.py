@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.stripes import Stripe, Stripes, number_of_stripes, take_little_time
+from dynamiq_jax._buckets.dealing import Dealing
+from dynamiq_jax._buckets.stripes import Stripe, number_of_stripes, take_little_time
 from dynamiq_jax._core import MOST_IN_BUCKET, WireCost
 from dynamiq_jax._inputs.options import Bucketing, Compression
 from dynamiq_jax.methods import Call, Method
@@ -167,7 +168,7 @@ class _Kind:
         indices, sizes = zip(*members, strict=True)
         fewest = -(-sum(sizes) // max(limit, _LEAST_PART))
         count = number_of_stripes(fewest, [shapes[index] for index in indices])
-        size = sum(sizes) if count == 1 else Stripes(sizes, count).size
+        size = sum(sizes) if count == 1 else Dealing(sizes, count).size
         if why_exact := self._choose(size, None)[2]:
             return [], why_exact
         if count == 1:

@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.leaves import split_rows
-from dynamiq_jax._buckets.stripes import Stripes
 from dynamiq_jax._collectives.collective import Collective, Leaves
 from pallas_kernels._jax import compat
 from pallas_kernels._jax.compat import override
@@ -107,28 +107,28 @@ class StripedCut(Cut):
     def __init__(self, collective: Collective, buckets: Sequence[Bucket], leaves: Leaves):
         super().__init__(collective, buckets, leaves)
         rows = [collective.rows(leaves[index]) for index in self.buckets[0].leaves]
-        self._stripes = Stripes(tuple(leaf.shape[1] for leaf in rows), len(self.buckets))
-        dealt = self._stripes.deal(rows)
+        self._dealing = Dealing(tuple(leaf.shape[1] for leaf in rows), len(self.buckets))
+        dealt = self._dealing.deal(rows)
         in_place = collective.result_rows == len(rows[0])
         self._values = None if in_place else dealt
-        self.start = dealt if in_place else self._stripes.zeros(collective.result_rows, dealt)
+        self.start = dealt if in_place else self._dealing.zeros(collective.result_rows, dealt)
 
     @override
     def take(self, carried: Carried, place: Any) -> Rows:
-        return [self._stripes.take(carried if self._values is None else self._values, place)]
+        return [self._dealing.take(carried if self._values is None else self._values, place)]
 
     @override
     def put(self, carried: Carried, place: Any, total: Array) -> tuple[Carried, Array]:
         nothing = total[:0]  # its type has the axes over which results vary
         total = compat.match_varying(total.astype(self.buckets[0].dtype), carried[0])
-        (rows,) = split_rows(total, [self._stripes.size], self.collective.result_rows)
-        return self._stripes.put(carried, place, rows), nothing
+        (rows,) = split_rows(total, [self._dealing.size], self.collective.result_rows)
+        return self._dealing.put(carried, place, rows), nothing
 
     @override
     def pieces(self, carried: Carried, stacked: Sequence[Array]) -> list[Leaves]:
         for axis in compat.varying_axes(carried[0]) - compat.varying_axes(stacked[0]):
             carried = compat.same_over(carried, axis)
-        rows = self._stripes.join(carried)
+        rows = self._dealing.undeal(carried)
         whole = dict(zip(self.buckets[0].leaves, rows, strict=True))
         return [whole, *({} for _ in self.buckets[1:])]
 

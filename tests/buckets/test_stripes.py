@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import sort_leaves
-from dynamiq_jax._buckets.stripes import Stripes, number_of_stripes
+from dynamiq_jax._buckets.stripes import number_of_stripes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs.options import resolve
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
@@ -50,65 +50,7 @@ def error_of(tree, **choices):
     return vnmse(*flat)
 
 
-# ------------------------------------------------------------------------------------- dealt rows
-
-
-@settings(max_examples=8)  # each compiles
-@given(
-    columns=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
-    rows=st.integers(1, 3),
-    count=st.integers(1, 5),
-)
-def test_every_coordinate_is_in_one_stripe(columns, rows, count):
-    """Stripes are alike, have every count-th row of 256 of a leaf, and are joined to it again."""
-    stripes = Stripes(tuple(columns), count)
-    ends = np.cumsum([0, *columns])
-    leaves = [
-        1 + jnp.arange(rows * n, dtype=jnp.float32).reshape(rows, n) + 10_000 * k
-        for k, n in enumerate(columns)
-    ]
-    dealt = stripes.deal(leaves)
-    taken = [np.asarray(stripes.take(dealt, np.int32(number))) for number in range(count)]
-    assert {part.shape for part in taken} == {(rows, stripes.size)}
-    assert 0 <= count * stripes.size - ends[-1] < 256 * count
-    found = np.sort(np.concatenate(taken, axis=1), axis=1)
-    wanted = np.sort(np.concatenate(leaves, axis=1), axis=1)
-    assert not found[:, : found.shape[1] - ends[-1]].any()
-    np.testing.assert_array_equal(found[:, found.shape[1] - ends[-1] :], wanted)
-    for leaf in leaves:
-        turns = leaf.shape[1] // (256 * count)
-        whole = np.asarray(leaf[:, : turns * 256 * count]).reshape(rows, turns, count, 256)
-        for number, part in enumerate(taken):
-            of_leaf = np.isin(part, whole)
-            np.testing.assert_array_equal(part[of_leaf], whole[:, :, number].reshape(-1))
-    changed = dealt
-    for number in range(count):
-        changed = stripes.put(changed, np.int32(number), -jnp.asarray(taken[number]))
-    for leaf, back in zip(leaves, stripes.join(changed), strict=True):
-        np.testing.assert_array_equal(back, -leaf)
-
-
-@given(
-    columns=st.lists(st.integers(1, 3 * 2**17), min_size=1, max_size=60),
-    count=st.integers(1, 40),
-)
-def test_small_neighbors_are_dealt_as_one(columns, count):
-    """Groups keep the order of leaves, and join small ones, and at most 3/4 of all coordinates."""
-    groups = Stripes(tuple(columns), count)._groups
-    turn = 256 * count
-    whole = [n // turn * turn for n in columns if n >= turn]
-    assert [n for group in groups for n in group] == whole
-    joined = [group for group in groups if len(group) > 1]
-    assert sum(map(sum, joined)) <= 0.75 * sum(columns)
-    assert all(max(group) <= 2**17 and sum(group) <= 2**20 for group in joined)
-
-
-@pytest.mark.parametrize("size", (2**12, 2**14, 2**17))
-def test_many_small_leaves_are_few_arrays(size):
-    """All leaves of a size are joined until 3/4 of their coordinates are."""
-    groups = Stripes((size,) * 1000, 4)._groups
-    assert len(groups) <= 250 + 2**20 // size + 1000 * size // 2**20
-    assert sum(len(group) for group in groups if len(group) > 1) >= 749
+# ----------------------------------------------------------------------------------------- numbers
 
 
 @given(

@@ -12,7 +12,6 @@ import dynamiq_jax as dq
 from dynamiq_jax.contrib import THC
 from dynamiq_jax.topologies import Ring
 from dynamiq_jax.training import Pipelined
-from dynamiq_jax.training._pipelined.dealing import Dealing
 from tests.support.gradients import of_workers, vnmse
 
 ROW, SIZE = 256, 2**17
@@ -164,31 +163,3 @@ def test_nan_of_one_worker_surfaces_in_its_row():
     gradients[1, 1000] = np.nan
     means, _ = mean_by_halves(gradients)
     assert np.all(np.isnan(means[:, 1000])) and np.mean(np.isnan(means)) <= ROW / SIZE
-
-
-# ------------------------------------------------------------------------------------------ dealing
-
-
-@pytest.mark.parametrize("pieces, rows", ((1, 3), (2, 5), (3, 4), (8, 7)))
-def test_collecting_inverts_dealing(pieces, rows):
-    dealing = Dealing(pieces, rows, granule=4)
-    flat = np.arange(1, dealing.size - 2, dtype=np.int32)
-    dealt = dealing.deal(flat)
-    np.testing.assert_array_equal(dealing.collect(dealt), np.pad(flat, (0, 3)))
-    places = dealing.places(jnp.arange(pieces, dtype=jnp.int32))
-    np.testing.assert_array_equal(np.where(places < flat.size, places + 1, 0), dealt)
-
-
-@pytest.mark.parametrize("pieces", (2, 3, 8))
-def test_every_piece_gets_its_share_of_rows_with_any_period(pieces):
-    """One of each group of consecutive rows, and about as many of those at equal distances."""
-    dealing = Dealing(pieces, 1200, granule=1)
-    piece = np.empty(dealing.size, int)
-    piece[np.asarray(dealing.deal(np.arange(dealing.size)))] = np.repeat(np.arange(pieces), 1200)
-    groups = np.sort(piece.reshape(-1, pieces), axis=1)
-    np.testing.assert_array_equal(groups, np.tile(np.arange(pieces), (1200, 1)))
-    for period in range(1, 80):
-        for first in range(min(period, 3)):
-            counts = np.bincount(piece[first::period], minlength=pieces)
-            expected = dealing.size / period / pieces
-            assert np.all(abs(counts - expected) <= 1 + 4.5 * np.sqrt(expected))

@@ -19,6 +19,7 @@ from dynamiq_jax import topologies
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
+from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.order import after, token_of
 from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.collective import Leaves, WholeLeaves
@@ -30,7 +31,6 @@ from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import cut, joined, pieces_of
 from dynamiq_jax._run.loop import Sender, Sent
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
-from dynamiq_jax.training._pipelined.dealing import Dealing
 from pallas_kernels._jax.compat import override
 
 
@@ -71,7 +71,8 @@ class ScatterMean(_Half):
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         axes, call = self.axes, _call(bucket, "psum_scatter")
         dealing = dealing_of(bucket, axes)
-        part = axes.scatter(dealing.deal(flat), call.size)
+        pieces = dealing.take_all(dealing.deal([flat[None]]))
+        part = axes.scatter(pieces, call.size)
         assert isinstance(bucket.method, ChunkedMethod)
         codec = bucket.method.bind(part, call, axes.fold_in(key))
         scattered = call.topology.reduce_scatter(codec, axes.slow)
@@ -122,7 +123,8 @@ class GatherMean(_Half):
             gathered = topologies.gather(codec, (payload,), self.axes.slow)
             part = gathered.decode().astype(bucket.dtype)
         dealing = dealing_of(bucket, self.axes)
-        total = dealing.collect(self.axes.gather(part, dealing.size))[: bucket.size]
+        pieces = self.axes.gather(part, dealing.pieces * dealing.size)
+        total = dealing.undeal(dealing.put_all(pieces))[0][0]
         return Reduced(total, total if self.axes.fast else gathered.token)
 
 
@@ -142,10 +144,9 @@ def held_size(bucket: Bucket) -> int:
 
 
 def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
-    """Return how the rows of a bucket are dealt over the chunks of all workers."""
+    """Return the dealing of the rows of a bucket to the chunks of all workers."""
     pieces = axes.num_fast * bucket.call.num_chunks
-    size, granule = shard_size(bucket), bucket.method.granule
-    return Dealing(pieces, size // (bucket.call.topology.chunks_per_worker * granule), granule)
+    return Dealing((bucket.size,), pieces, bucket.method.granule, shifted=True)
 
 
 def scatter(
