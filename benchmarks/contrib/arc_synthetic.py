@@ -26,6 +26,7 @@ from rich.table import Table
 import dynamiq_jax as dq
 from benchmarks import common
 from dynamiq_jax.contrib import EF21M, ARCTopK
+from dynamiq_jax.contrib.ef21m import sums_applied
 from dynamiq_jax.methods import (
     Call,
     ErrorFeedback,
@@ -69,11 +70,6 @@ class LocalTopK(Method):
 
     chosen: int
 
-    @property
-    @override
-    def sums_applied(self) -> bool:
-        return True
-
     @override
     def wire_cost(self, call: Call) -> WireCost:
         return Exact().wire_cost(call)
@@ -84,6 +80,9 @@ class LocalTopK(Method):
         best = jax.lax.top_k(jnp.sum(blocks**2, axis=1), self.chosen)[1]
         kept = jnp.zeros_like(blocks).at[best].set(blocks[best]).reshape(-1)
         return Exact().all_reduce(kept, call, key, state)
+
+
+sums_applied.register(LocalTopK, lambda method: True)
 
 
 def compressors(config: Config) -> dict[str, Method]:

@@ -28,16 +28,21 @@ Payload = Any  # pytree of arrays: one chunk on the wire in one hop
 class WireCost:
     """Static bytes of a method for one bucket."""
 
-    payload_bytes: int  # one message: one chunk, one hop; the largest, if they differ by turn
+    payload_bytes: int  # one message: one chunk, one hop; that of a sum, if they differ by turn
     statistics_bytes: int = 0  # sent by each worker before the first payload
-    saved_bytes: int = 0  # by which all messages of a worker are shorter than that, in sum
+
+    def bytes_scattered(self, payloads: int) -> int:
+        """Return the bytes of the payloads that a worker sends up to the sums.
+
+        A method whose messages differ by turn returns a cost of its own class.
+        """
+        return payloads * self.payload_bytes
 
     def __add__(self, other: "WireCost") -> "WireCost":
         """Return the bytes of two buckets that travel in the same turns."""
         return WireCost(
             self.payload_bytes + other.payload_bytes,
             self.statistics_bytes + other.statistics_bytes,
-            self.saved_bytes + other.saved_bytes,
         )
 
 

@@ -1,6 +1,7 @@
 """EF21 with momentum: workers send differences from an estimate that they keep."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.methods import Call, Method, Reduced, State
+from dynamiq_jax.contrib.single_coordinates import RandK, TopK
+from dynamiq_jax.contrib.thc import THC
+from dynamiq_jax.methods import Call, Exact, Method, PowerSGD, Reduced, SparseBlocks, State
 from dynamiq_jax.parts import Feedback, check_number, override, same_over
 
 
@@ -20,6 +23,34 @@ class EF21MState(NamedTuple):
     total: Array  # float32 [size]: sum of the estimates of all workers, the same on all of them
     step: Array  # int32 scalar: steps that changed the state
     inner: State  # of the inner method
+
+
+@functools.singledispatch
+def sums_applied(method: Method) -> bool:
+    """Return whether the sum loses nothing of what the workers applied: hops do not round.
+
+    `Reduced.applied` of all workers then adds up to `Reduced.total`, but for float32. The class of
+    a method of your own is registered by `sums_applied.register`.
+    """
+    return False
+
+
+@sums_applied.register(Exact)
+@sums_applied.register(TopK)
+def _always(method: Method) -> bool:
+    return True
+
+
+@sums_applied.register(THC)
+def _of_thc(method: THC) -> bool:
+    return method.sum_bits is None
+
+
+@sums_applied.register(PowerSGD)
+@sums_applied.register(RandK)
+@sums_applied.register(SparseBlocks)
+def _of_inner(method: PowerSGD | RandK | SparseBlocks) -> bool:
+    return sums_applied(method.inner)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +109,7 @@ class EF21M(Feedback):
         is_positive = "more than 0, up to 1"
         check_number("momentum", self.momentum, float(np.finfo(np.float32).tiny), 1.0, is_positive)
         super().__post_init__()
-        if not self.inner.sums_applied:
+        if not sums_applied(self.inner):
             raise ValueError(
                 f"inner={self.inner!r} rounds partial sums, or does not return what it applied. "
                 "The sum that dq.contrib.EF21M keeps would drift away from what workers applied. "

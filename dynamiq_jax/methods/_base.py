@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, Payload, WireCost, as_chunks
@@ -114,14 +113,6 @@ class Method(abc.ABC):
         return False
 
     @property
-    def sums_applied(self) -> bool:
-        """True if the sum loses nothing of what the workers applied: hops do not round.
-
-        `Reduced.applied` of all workers then adds up to `Reduced.total`, but for float32.
-        """
-        return False
-
-    @property
     def granule(self) -> int:
         """Coordinates that belong together: a bucket is split between workers in multiples."""
         return SUPER_GROUP_SIZE
@@ -189,32 +180,6 @@ class ChunkedMethod(Method):
         `flat` holds one part for each worker, each a multiple of `granule` for each of its chunks.
         """
         return call.topology.reduce_scatter(self.bind(flat, call, key), call.axis)
-
-    def carried_size(self, call: Call) -> int:
-        """Return how many numbers a worker carries from the reduce-scatter to the second half.
-
-        With them, that half compresses sums as an all-reduce does: its rounding errors can cancel
-        those of the first half. By default there are none.
-
-        Args:
-          call: the reduce-scatter.
-        """
-        return 0
-
-    def carried(self, codec: ChunkCodec, call: Call) -> Array:
-        """Return what a worker carries from the reduce-scatter, float32 [carried_size]."""
-        return jnp.zeros((0,), jnp.float32)
-
-    def bind_carried(self, part: Array, carried: Array, call: Call, key: Array) -> ChunkCodec:
-        """Return the codec of the second half, after exchanging what the workers carried.
-
-        Args:
-          part: sums that this worker owns, as in `all_gather`.
-          carried: what `carried` returned in the first half.
-          call: the all-gather.
-          key: that of the first half.
-        """
-        return self.bind(part, call, key)
 
     def all_gather(self, part: Array, call: Call, key: Array) -> Gathered:
         """Gather the parts of all workers, float [size / num_workers], a multiple of `granule`."""

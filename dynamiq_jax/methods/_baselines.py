@@ -14,11 +14,6 @@ from pallas_kernels._jax.compat import override
 class Exact(ChunkedMethod):
     """Lossless float32 sums: a baseline that takes every step of a compressed method."""
 
-    @property
-    @override
-    def sums_applied(self) -> bool:
-        return True
-
     @override
     def wire_cost(self, call: Call) -> WireCost:
         return WireCost(payload_bytes=4 * -(-call.size // call.num_chunks))

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from dynamiq_jax._core import ChunkCodec, WireCost, check_choice, check_number
+from dynamiq_jax._core import WireCost, check_choice, check_number
 from dynamiq_jax.methods import _norms as norms
 from dynamiq_jax.methods._base import Call, ChunkedMethod
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks, reorders_sums
@@ -27,7 +27,6 @@ from pallas_kernels.codec import (
 )
 from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
-from pallas_kernels.codec.scales import bfloat16_value
 
 _GROUP_SIZES = (8, 16, 32)
 _MIN_BITS, _MAX_BITS = 2.375, 16.0  # the least: codes of 2 bits, scales and norms
@@ -171,42 +170,26 @@ class DynamiQ(ChunkedMethod):
         return WireCost(layout.payload_bytes, statistics_bytes(layout.num_rows, call.axis))
 
     @override
-    def bind(self, values: Array, call: Call, key: Array) -> DynamiQChunks:
+    def bind(
+        self, values: Array, call: Call, key: Array, *, local_norms: Array | None = None
+    ) -> DynamiQChunks:
+        """Return the codec of a bucket, after exchanging norms.
+
+        Args:
+          values: local values, float [size]; in an all-gather the part of this worker.
+          call: bucket, axis and topology.
+          key: typed PRNG key, the same on all workers.
+          local_norms: norms of the local rows that give these their order and their widths, float32
+            [rows]; None for the L2 norms of the values.
+        """
         layout = self._layout_of(call)
         if _sums(call):
             rows, share = layout.as_rows(values), norms.combine_norms
         else:  # all workers gather the norms of all parts
             rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
-        local_norms = operations.statistics(rows, implementation=self.implementation)
-        return self._codec(rows, share(local_norms, call.axis), call, key)
-
-    @override
-    def carried_size(self, call: Call) -> int:
-        # Noise depends on the place of a row. Only if both halves order rows by the same norms can
-        # their errors cancel. An all-to-all of many workers gains more by an order of its own.
-        num_workers, topology = call.num_workers, call.topology
-        is_direct = len(topology.compressions(num_workers)) <= 2
-        has_other_order = is_direct and reorders_sums(num_workers)
-        if self.rounding != "correlated" or topology.chunks_per_worker > 1 or has_other_order:
-            return 0
-        return self._layout_of(call).rows_per_chunk
-
-    @override
-    def carried(self, codec: ChunkCodec, call: Call) -> Array:
-        """Return the norms of the rows of this worker's chunk, which all workers combined."""
-        if not (size := self.carried_size(call)):
-            return super().carried(codec, call)
-        assert isinstance(codec, DynamiQChunks) and codec.row_norms is not None
-        own = lax.dynamic_slice_in_dim(codec.row_norms, call.axis.index * size, size)
-        return bfloat16_value(own)
-
-    @override
-    def bind_carried(self, part: Array, carried: Array, call: Call, key: Array) -> DynamiQChunks:
-        rows = part.reshape(self._layout_of(call).rows_per_chunk, -1)
-        return self._codec(rows, norms.gather_norms(carried, call.axis), call, key)
-
-    def _codec(self, rows: Array, row_norms: Array, call: Call, key: Array) -> DynamiQChunks:
-        layout = self._layout_of(call)
+        if local_norms is None:
+            local_norms = operations.statistics(rows, implementation=self.implementation)
+        row_norms = share(local_norms, call.axis)
         solve = functools.partial(
             operations.solve, layout=layout, implementation=self.implementation
         )
@@ -219,6 +202,11 @@ class DynamiQ(ChunkedMethod):
             first=call.first_chunk * layout.rows_per_chunk,
             row_norms=row_norms,
         )
+
+    @staticmethod
+    def reorders_sums(num_workers: int) -> bool:
+        """Return whether an all-to-all orders the rows of each sum by the sum itself."""
+        return reorders_sums(num_workers)
 
     def _layout_of(self, call: Call) -> Layout:
         return self.layout(call.size, call.num_chunks, summed=_sums(call))

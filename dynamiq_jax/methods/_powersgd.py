@@ -71,11 +71,6 @@ class PowerSGD(Method):
     def state_kind(self) -> str:
         return f"PowerSGD(rank={self.rank})"
 
-    @property
-    @override
-    def sums_applied(self) -> bool:
-        return self.inner.sums_applied
-
     @override
     def wire_cost(self, call: Call) -> WireCost:
         # A payload is one chunk of each of the two messages.

@@ -96,11 +96,6 @@ class SparseBlocks(Method):
         scores = WireCost(0, self.scores_bytes(self.num_blocks(call.size), call.axis))
         return self.inner.wire_cost(call.of_size(room * self.block_size)) + scores
 
-    @property
-    @override
-    def sums_applied(self) -> bool:
-        return self.inner.sums_applied
-
     @override
     def wire_cost(self, call: Call) -> WireCost:
         return self.cost_of(self.num_chosen(call), call)

@@ -66,11 +66,6 @@ class AllToAll(Topology):
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:
         return [(num_workers - 1, 1), (1, num_workers)]
 
-    @property
-    @override
-    def has_static_turns(self) -> bool:
-        return True
-
     @override
     def steps(self, num_workers: int) -> int:
         return 1

@@ -69,14 +69,6 @@ class Topology(abc.ABC):
         return 1
 
     @property
-    def has_static_turns(self) -> bool:
-        """True if the turn of each hop is an integer, one less than the workers in its sum.
-
-        Payloads of different turns may then have different shapes.
-        """
-        return False
-
-    @property
     def is_loop(self) -> bool:
         """True if hops are a loop. A compiler runs no other computation during a loop."""
         return False
@@ -125,7 +117,7 @@ class Topology(abc.ABC):
 
     def bytes_scattered(self, cost: WireCost, num_workers: int) -> int:
         """Return the bytes of the payloads that each worker sends up to the arrivals."""
-        return self.payloads_scattered(num_workers) * cost.payload_bytes - cost.saved_bytes
+        return cost.bytes_scattered(self.payloads_scattered(num_workers))
 
     def all_reduce(self, codec: ChunkCodec, axis: Axis) -> Gathered:
         """Run everything up to the payloads of all sums, on all workers."""

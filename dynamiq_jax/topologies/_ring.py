@@ -58,11 +58,6 @@ class Ring(Topology):
 
     @property
     @override
-    def has_static_turns(self) -> bool:
-        return self.unroll
-
-    @property
-    @override
     def is_loop(self) -> bool:
         return not self.unroll
 

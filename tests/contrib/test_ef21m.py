@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import EF21M, THC, ARCTopK, GlobalCompensation, OmniReduce
-from dynamiq_jax.contrib.ef21m import EF21MState
+from dynamiq_jax.contrib.ef21m import EF21MState, sums_applied
 from dynamiq_jax.methods import ErrorFeedback, Exact, Method, PowerSGD, TopKChunked, resolve_method
 from tests.support.checkpoints import Run, only
 from tests.support.gradients import of_workers, vnmse
@@ -197,7 +197,8 @@ def test_the_sum_of_the_estimates_stays_the_total(name, steps=200):
 class Claims(dq.BF16):
     """BF16 that is not refused."""
 
-    sums_applied = True
+
+sums_applied.register(Claims, lambda method: True)
 
 
 def test_hops_that_round_make_the_total_drift(steps=200):

@@ -15,7 +15,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.contrib import THC, EntropyCoded
 from dynamiq_jax.contrib.entropy_coded.integer_coders import PatchedCoder
 from dynamiq_jax.contrib.entropy_coded.rans import RansCoder
-from dynamiq_jax.methods import ErrorFeedback
+from dynamiq_jax.methods import ErrorFeedback, WireCost
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import compiled_collectives
@@ -156,6 +156,20 @@ def test_sums_of_64_workers_fit(coder, agreement):
         body, filled = jax.jit(code.encode)(sums)
         assert (0.95 if coder == "rans" else -1) < filled <= 1
         np.testing.assert_array_equal(jax.jit(code.decode)(body), sums)
+
+
+def test_bytes_of_messages_that_differ_by_turn_add_up():
+    """As around `PowerSGD`, which sends two messages, and methods that send scores before one."""
+    topology, scores = AllToAll(), WireCost(0, statistics_bytes=7)
+    one, other = (PATCHED.wire_cost(call_on(size, N, topology)) for size in (SIZE, 2 * SIZE))
+
+    def sent(cost):
+        return topology.bytes_sent(cost, N)
+
+    largest = WireCost(one.payload_bytes, one.statistics_bytes)
+    assert sent(one) < sent(largest), "messages of one worker are shorter than those of the sum"
+    assert sent(one + other) == sent(one) + sent(other)
+    assert sent(scores + one) == sent(one + scores) == sent(one) + 7
 
 
 def test_nothing_is_coded_where_that_is_no_shorter():

@@ -16,7 +16,7 @@ from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks, ReorderedSums
 from pallas_kernels.codec import LocalRows, make_places
 from tests.support import oracle
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
-from tests.support.workers import TWO_WIDTHS, call_on, simulated
+from tests.support.workers import TWO_WIDTHS, simulated
 
 CHUNKS, ROWS, WORKERS = 3, 64, 8
 every_method = pytest.mark.parametrize(
@@ -117,20 +117,6 @@ def test_what_is_not_finite_stays_in_its_row():
     assert np.isnan(decoded[lost]).all() and np.isfinite(decoded[~lost]).all()
     assert not decoded[102].any()
     assert 1e-7 < vnmse(decoded[~lost], rows[~lost]) < 1e-2
-
-
-@pytest.mark.parametrize(
-    ("topology", "workers", "carries"),
-    [("ring", 8, True), ("ring", 2, True), ("all_to_all", 4, True), ("all_to_all", 16, False)],
-)
-def test_a_half_carries_the_norms_of_its_rows(topology, workers, carries):
-    """So that the errors of both halves can cancel. Only an all-to-all of many workers orders the
-    sums anew.
-    """
-    size = workers * 4 * 256
-    call = call_on(size, workers, topology)
-    assert dq.DynamiQ(rounding="correlated").carried_size(call) == (4 if carries else 0)
-    assert dq.DynamiQ(rounding="nearest").carried_size(call) == 0
 
 
 def test_a_rounded_codec_carries_the_values_that_it_decoded():

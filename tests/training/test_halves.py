@@ -10,9 +10,11 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import THC
-from dynamiq_jax.topologies import Ring
+from dynamiq_jax.topologies import AllToAll, Ring
 from dynamiq_jax.training import Pipelined
+from dynamiq_jax.training._pipelined.carrying import num_carried
 from tests.support.gradients import of_workers, vnmse
+from tests.support.workers import call_on
 
 ROW, SIZE = 256, 2**17
 CORRELATED = dq.DynamiQ(bits=4, rounding="correlated")
@@ -163,3 +165,21 @@ def test_nan_of_one_worker_surfaces_in_its_row():
     gradients[1, 1000] = np.nan
     means, _ = mean_by_halves(gradients)
     assert np.all(np.isnan(means[:, 1000])) and np.mean(np.isnan(means)) <= ROW / SIZE
+
+
+@pytest.mark.parametrize(
+    ("topology", "workers", "carries"),
+    [
+        (Ring(), 8, True),
+        (Ring(), 2, True),
+        (Ring(bidirectional=True), 4, False),
+        (AllToAll(), 4, True),
+        (AllToAll(), 16, False),
+    ],
+)
+def test_norms_of_rows_are_carried_where_errors_can_cancel(topology, workers, carries):
+    """Only an all-to-all of many workers orders the rows of sums anew."""
+    call = call_on(workers * 4 * ROW, workers, topology, collective="psum_scatter")
+    assert num_carried(CORRELATED, call) == (4 if carries else 0)
+    assert num_carried(dq.DynamiQ(rounding="nearest"), call) == 0
+    assert num_carried(dq.BF16(), call) == 0

@@ -21,6 +21,7 @@ from dynamiq_jax.contrib.packet_loss import Terms
 from dynamiq_jax.contrib.thc import THC
 from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod, SummedChunks, WireCost
 from dynamiq_jax.parts import Payload, check_choice, check_number, override, take_chunk
+from dynamiq_jax.topologies import AllToAll, Ring, Topology
 from pallas_kernels.codec import Index, offsets
 
 Coder = Literal["rans", "patched"]
@@ -81,12 +82,15 @@ class EntropyCoded(ChunkedMethod):
     def wire_cost(self, call: Call) -> WireCost:
         codes, n = self._codes(call), call.num_workers
         last = codes(1 if call.collective == "all_gather" else n).num_bytes
-        saved = 0
-        if call.collective != "all_gather" and call.topology.has_static_turns:
-            for count, workers in call.topology.compressions(n)[:-1]:
-                saved += count * (last - codes(workers).num_bytes)
-        statistics = self.inner.wire_cost(call).statistics_bytes
-        return WireCost(last, statistics, saved * call.topology.chunks_per_worker)
+        cost = WireCost(last, self.inner.wire_cost(call).statistics_bytes)
+        if call.collective == "all_gather" or not _has_static_turns(call.topology):
+            return cost
+        saved = sum(
+            count * (last - codes(workers).num_bytes)
+            for count, workers in call.topology.compressions(n)[:-1]
+        )
+        each = call.topology.chunks_per_worker
+        return CostByTurn(cost.payload_bytes, cost.statistics_bytes, saved * each)
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> "CodedChunks":
@@ -97,7 +101,7 @@ class EntropyCoded(ChunkedMethod):
             codes=self._codes(call),
             largest=self.inner.largest,
             num_workers=1 if is_part else call.num_workers,
-            has_static_turns=is_part or call.topology.has_static_turns,
+            has_static_turns=is_part or _has_static_turns(call.topology),
             seed=noise,
         )
 
@@ -136,6 +140,25 @@ class EntropyCoded(ChunkedMethod):
         step = self.inner.standard_deviations / self.inner.largest
         common, own = self.agreement * workers**2, (1 - self.agreement) * workers
         return math.sqrt(_CLAMPED * (common + own) / step**2 + workers / 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostByTurn(WireCost):
+    """Bytes of messages that differ by turn. `payload_bytes` are those of the last one."""
+
+    saved_bytes: int = 0  # by which all messages of a worker are shorter than the last, in sum
+
+    @override
+    def bytes_scattered(self, payloads: int) -> int:
+        return super().bytes_scattered(payloads) - self.saved_bytes
+
+    @override
+    def __add__(self, other: WireCost) -> WireCost:
+        both = WireCost.__add__(self, other)
+        saved = self.saved_bytes + (other.saved_bytes if isinstance(other, CostByTurn) else 0)
+        return CostByTurn(both.payload_bytes, both.statistics_bytes, saved)
+
+    __radd__ = __add__
 
 
 class _Code(NamedTuple):
@@ -250,3 +273,11 @@ class CodedChunks(ChunkCodec, Terms):
         integers = jnp.where((payloads[:, 0] == 0)[:, None, None], fine, coarse)
         counts = lax.bitcast_convert_type(payloads[:, 2:_HEADER_BYTES], jnp.uint16)
         return integers, counts.astype(jnp.int32)
+
+
+def _has_static_turns(topology: Topology) -> bool:
+    """Return whether the turn of each hop is an integer, one less than the workers in its sum.
+
+    Messages of different turns may then have different sizes. In a loop, they have one.
+    """
+    return isinstance(topology, AllToAll) or (isinstance(topology, Ring) and topology.unroll)

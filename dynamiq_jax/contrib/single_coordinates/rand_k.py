@@ -50,11 +50,6 @@ class RandK(Method):
         check_bits(self.bits, 0)
         check_flag("unbiased", self.unbiased)
 
-    @property
-    @override
-    def sums_applied(self) -> bool:
-        return self.inner.sums_applied
-
     def num_chosen(self, call: Call) -> int:
         """Return K, the most coordinates that keep the values within `bits`. Static."""
         cost_of = self.inner.wire_cost

@@ -36,8 +36,8 @@ class TopK(Method):
     are found exactly, not in a sample; a bucket can hold several leaves. Momentum correction,
     clipping of each worker's gradient and warm-up of the second paper are not here.
 
-    >>> TopK(bits=1.0, values="float32").sums_applied
-    True
+    >>> TopK(bits=1.0, values="float32").bits
+    1.0
     """
 
     bits: float = 2.0  # per coordinate of the bucket, indices included
@@ -46,11 +46,6 @@ class TopK(Method):
     def __post_init__(self):
         check_bits(self.bits, 0)
         check_choice("values", self.values, tuple(_VALUE_BYTES))
-
-    @property
-    @override
-    def sums_applied(self) -> bool:
-        return True
 
     def num_chosen(self, call: Call) -> int:
         """Return K, the coordinates of each worker for which `bits` pay, at least one. Static."""

@@ -99,11 +99,6 @@ class THC(ChunkedMethod):
         """The clamp in use."""
         return _clamp_of_least_error(self.largest) if self.clamp is None else self.clamp
 
-    @property
-    @override
-    def sums_applied(self) -> bool:
-        return self.sum_bits is None
-
     @override
     def wire_cost(self, call: Call) -> WireCost:
         layout = self.layout(call)

@@ -31,6 +31,7 @@ from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import cut, joined, pieces_of
 from dynamiq_jax._run.loop import Sender, Sent
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
+from dynamiq_jax.training._pipelined import carrying
 from pallas_kernels._jax.compat import override
 
 
@@ -82,8 +83,8 @@ class ScatterMean(_Half):
         # A method may make something of padding, which is no part of a gradient's norm.
         is_padding = places >= bucket.size
         mean = scattered.values * np.float32(1 / self.divisor)
-        carried = bucket.method.carried(codec, call)
-        mean = jnp.concatenate([jnp.where(is_padding, 0, mean), carried])
+        norms = carrying.carried(bucket.method, codec, call)
+        mean = jnp.concatenate([jnp.where(is_padding, 0, mean), norms])
         return Reduced(mean, scattered.token)
 
 
@@ -108,10 +109,10 @@ class GatherMean(_Half):
         """Return the payload of a shard, and the codec that decodes those of all workers."""
         assert isinstance(bucket.method, ChunkedMethod) and self.salt is not None
         call, axes = _call(bucket, "all_gather"), self.axes
-        part, carried = jnp.split(shard, [shard_size(bucket)])
+        part, norms = jnp.split(shard, [shard_size(bucket)])
         with scopes.scope(spelled(bucket.method)):
-            if carried.size:  # the last compression of the sum, with the noise of those before it
-                codec = bucket.method.bind_carried(part, carried, call, axes.fold_in(key))
+            if norms.size:  # the last compression of the sum, with the noise of those before it
+                codec = carrying.bind(bucket.method, part, norms, call, axes.fold_in(key))
                 return codec, codec.compress(axes.slow.index, axes.slow.size - 1)
             key = jax.random.fold_in(key, self.salt)
             codec = bucket.method.bind(part, call, axes.fold_in(key))
@@ -137,10 +138,9 @@ def shard_size(bucket: Bucket) -> int:
 def held_size(bucket: Bucket) -> int:
     """Return the numbers that a worker holds of a bucket between the halves.
 
-    They are its shard, and behind it what the method carries over.
+    They are its shard, and behind the shard the norms that the worker carries.
     """
-    assert isinstance(bucket.method, ChunkedMethod)
-    return shard_size(bucket) + bucket.method.carried_size(_call(bucket, "psum_scatter"))
+    return shard_size(bucket) + carrying.num_carried(bucket.method, _call(bucket, "psum_scatter"))
 
 
 def dealing_of(bucket: Bucket, axes: Axes) -> Dealing:
@@ -161,8 +161,8 @@ def scatter(
       token: token that the first transfer waits for; see `order.after`.
 
     Returns:
-      The worker's shard of each bucket's mean, and behind it what the method carries over, float32
-      [held_size]; and a token that is available once all has arrived.
+      The worker's shard of each bucket's mean, and behind the shard the norms that the worker
+      carries, float32 [held_size]; and a token that is available once all has arrived.
     """
     shards, states = dict[int, Array](), ((),) * len(plan.buckets)
     for numbers, sent, _, _ in Sender(plan, key).groups(leaves, states, token):
