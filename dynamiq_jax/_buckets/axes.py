@@ -20,8 +20,8 @@ AxisName = str | tuple[str, ...]
 class Axes:
     """Workers of one collective, on one slow axis and any number of fast ones.
 
-    Sums over the fast axes are exact, a part on each worker. Sums of these parts over the slow axis
-    are compressed.
+    A sum over the fast axes is exact, and leaves a part on each worker. The sum of a part over the
+    slow axis is compressed.
     """
 
     slow: Axis
@@ -90,7 +90,7 @@ def axes_of_mesh(axis_name: Any, mesh: Any) -> tuple[str, ...]:
 
     Raises:
       TypeError: there is no mesh.
-      ValueError: these are not the names of different axes of the mesh.
+      ValueError: a name that is no axis of the mesh, or a name that occurs twice.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -112,7 +112,7 @@ def find_axes(axis_name: Any) -> Axes:
     """Find axes in scope by their names; see `dynamiq_jax.psum`.
 
     Raises:
-      ValueError: these are not the names of different axes in scope.
+      ValueError: a name that is no axis in scope, or a name that occurs twice.
     """
     names = axis_names(axis_name)
     axes = [Axis(name, checks.check_axis(name, axis_name)) for name in names]
@@ -122,7 +122,7 @@ def find_axes(axis_name: Any) -> Axes:
 
 
 def find_axis(axis_name: Any) -> Axes:
-    """Find a single axis; ValueError for several."""
+    """Find a single axis; raise ValueError for several."""
     axes = find_axes(axis_name)
     if axes.fast:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Buckets: which leaves are compressed together, which stay exact, and why."""
+"""Sorting of leaves into buckets, which are compressed, and leaves that stay exact."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from dynamiq_jax._inputs.options import Bucketing, Compression
 from dynamiq_jax.methods import Call, Method
 from dynamiq_jax.topologies import Topology
 
-_LEAST_PART = 2**16  # coordinates: smaller ones would send more messages than they save memory
+_LEAST_PART = 2**16  # coordinates: smaller parts cost more in messages than they save in memory
 
 Shapes = Mapping[int, tuple[int, ...]]  # of leaves, by index
 Part = tuple[int, int]  # first slice along the first dimension, and the one after the last
@@ -50,7 +50,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class CutRules:
-    """CutRules of a collective for cutting leaves into buckets."""
+    """Rules of a collective for cutting leaves into buckets."""
 
     into: Bucketing
     into_parts: bool = True  # whether a large leaf may be cut along its first dimension
@@ -84,10 +84,10 @@ def sort_leaves(
       leaves: anything with `shape` and `dtype`.
       axes: axes of the collective.
       compression: policy, topology and options.
-      methods: method of each leaf by the policy; None for those that stay exact.
-      split_over: further axes along which the values of each leaf differ. Leaves with different
-        ones never share a bucket: those that are the same along an axis stay the same, since
-        everything that their rounding depends on is.
+      methods: method of each leaf by the policy; None for a leaf that stays exact.
+      split_over: further axes along which the values of each leaf differ. Leaves of different axes
+        never share a bucket. So a leaf that is the same along an axis stays the same: its rounding
+        depends on nothing that differs there.
       rules: how leaves are cut; None for an all-reduce.
 
     Raises:
@@ -141,7 +141,7 @@ def sort_leaves(
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """Everything that leaves need to have in common to share a bucket."""
+    """Properties that all leaves of a bucket have in common."""
 
     axes: Axes
     topology: Topology
@@ -150,8 +150,8 @@ class _Kind:
     split_over: tuple[str, ...]
 
     def fits(self, size: int, copies: int) -> bool:
-        """Return whether a bucket of leaves of some coordinates in all is not too large."""
-        if self.method.uses_shapes:  # which are those of a bucket: it is checked once it is there
+        """Return whether one bucket may hold leaves of so many coordinates in all."""
+        if self.method.uses_shapes:  # shapes of a bucket, which is checked once it is there
             return True
         call, cost, _ = self._choose(size, None)
         return not _is_too_large(size, call, cost, copies)
@@ -159,9 +159,9 @@ class _Kind:
     def striped(
         self, members: list[tuple[int, int]], shapes: Shapes, limit: int
     ) -> tuple[list[Bucket], str]:
-        """Return stripes of all (leaf, size), or one bucket; or why they are exact.
+        """Return stripes of all (leaf, size), or one bucket; or the reason to keep them exact.
 
-        There are none, and no reason, where the method needs shapes.
+        Both are empty where the method needs shapes.
         """
         if self.method.uses_shapes:
             return [], ""
@@ -179,9 +179,9 @@ class _Kind:
     def in_order(
         self, group: list[tuple[int, int]], shapes: Shapes, limit: int | None
     ) -> tuple[list[Bucket], str]:
-        """Return the bucket of some (leaf, size), or parts of one; or why they are exact.
+        """Return the bucket of some (leaf, size), or parts of one; or the reason to keep it exact.
 
-        Parts have at most `limit` coordinates. None: a leaf is not cut.
+        Parts have at most `limit` coordinates. With None, leaves stay whole.
         """
         indices, sizes = zip(*group, strict=True)
         size, shape = sum(sizes), shapes[indices[0]]
@@ -223,7 +223,7 @@ class _Kind:
 
 
 def _is_too_large(size: int, call: Call, cost: WireCost, copies: int) -> bool:
-    """Return whether an index into a bucket, or into its messages, may not be an int32."""
+    """Return whether indices into a bucket, or into its messages, exceed an int32."""
     return max(size, call.num_chunks * cost.payload_bytes) > copies * MOST_IN_BUCKET
 
 
@@ -257,7 +257,7 @@ def _group(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, i
 def _step(shape: tuple[int, ...], limit: int) -> int:
     """Return the coordinates of each part of a leaf, cut along its first dimension.
 
-    Parts have at most `limit` coordinates, or one slice, and are alike if possible.
+    Parts have at most `limit` coordinates, or one slice. They are equal if possible.
     """
     size = math.prod(shape)
     if size <= limit or not shape:

@@ -17,7 +17,7 @@ def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:
     """Cut an array along its last axis into pieces of some sizes, which add up to its own.
 
     XLA for CPUs compiles each static slice to a kernel of its own, in some 30 ms. It compiles equal
-    kernels once, so that pieces of one size, from places that are operands, share theirs.
+    kernels once. So places are operands, and all pieces of one size share a kernel.
     """
     sizes = tuple(sizes)
     return [rows] if len(sizes) == 1 else _cut.bind(rows, sizes=sizes)
@@ -35,8 +35,8 @@ def _at_operands(rows: Array, *, sizes: tuple[int, ...]) -> Sequence[Array]:
     others = (np.uint32(0),) * (rows.ndim - 1)
     pieces = []
     for start, size in zip(np.cumsum((0, *sizes[:-1])), sizes, strict=True):
-        # An index that is not known keeps the compiler from seeing which one of the two is used.
-        # A constant of one number would become a part of the kernel.
+        # The compiler cannot tell which one of the two numbers the index picks. A constant of one
+        # number would become a part of the kernel.
         place = jnp.asarray(np.array([start, start + 1], np.uint32))
         place = lax.squeeze(lax.dynamic_slice(place, (zero,), (1,)), (0,))
         pieces.append(lax.dynamic_slice(rows, (*others, place), (*rows.shape[:-1], size)))

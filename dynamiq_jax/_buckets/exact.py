@@ -21,9 +21,9 @@ def all_reduce(
 ) -> tuple[dict[int, Array], list[Array]]:
     """Sum leaves exactly over all axes and divide them by `divisor`, in their own dtypes.
 
-    Floating leaves are sent in one float32 message for each set of axes that they vary over (f64
-    and complex in their own), others as they are. Quotients of integers are floored. A boolean
-    result is True where any worker has True.
+    All floating leaves that vary over the same axes are sent in one float32 message. Messages of
+    float64 and of complex numbers keep these types, and each leaf of another type is a message of
+    its own. Quotients of integers are floored. A boolean result is True where any worker has True.
 
     Args:
       leaves: arrays by their index in the flattened tree.
@@ -32,7 +32,7 @@ def all_reduce(
       token: token that all messages wait for; see `order.after`.
 
     Returns:
-      Results by index, and what arrived: an array of each message.
+      Results by index, and an array of each message that arrived.
     """
     result: dict[int, Array] = {}
     arrived: list[Array] = []

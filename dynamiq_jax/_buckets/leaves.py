@@ -1,4 +1,4 @@
-"""Leaves of a tree: checked, joined into flat vectors, and cut out of these again."""
+"""Leaves of a tree: checks, flat vectors of several leaves, and the way back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
 def join(leaves: Sequence[Array], multiple: int) -> Array:
     """Join leaves [rows, coordinates] into one vector, with rows padded to a multiple.
 
-    float64 becomes float32, which methods take.
+    Methods take float32, to which float64 is cast.
     """
     rows = jnp.concatenate(leaves, axis=1)
     rows = rows.astype(jnp.float32 if rows.dtype == jnp.float64 else rows.dtype)

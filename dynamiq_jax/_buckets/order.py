@@ -1,8 +1,8 @@
-"""Order of collectives: each one of a trace begins after the one before it has arrived.
+"""Order of collectives: each collective of a trace begins after the last one has arrived.
 
 Independent collectives of one program are a danger where one of them is a loop. XLA:CPU starts the
-loop, and then the other collective before the loop has ended. Whose messages come first differs
-between processes, which then hang, or take the messages of one collective for those of another.
+loop, and starts the other collective before the loop has ended. The order of their messages then
+differs between processes. These hang, or confuse the messages of the two collectives.
 """
 
 import functools
@@ -35,19 +35,19 @@ _tokens = _Tokens()
 def last_token() -> Array | None:
     """Return a token of the last collective of this trace, float32 scalar; None if it is the first.
 
-    A token of another trace is not available here. In particular, a function that `jax.jit` traces
-    once has many callers.
+    A token of another trace is not available here: a function that `jax.jit` traces once has many
+    callers.
     """
     here = get_opaque_trace_state()
     return next((token() for trace, token in _tokens.of_traces if trace == here), None)
 
 
 def remember(token: Array | None) -> None:
-    """Make a token that of the last collective of this trace; None leaves the one before."""
+    """Store the token of the last collective of this trace; None keeps the stored token."""
     if not isinstance(token, jax.core.Tracer):  # without a trace, each call is a program of its own
         return
-    # The trace holds the arguments of its equations for as long as it lasts. Nothing else holds the
-    # token, which would keep the memory of the trace after its end.
+    # The trace holds the arguments of its equations, and so the token, until the trace ends. Any
+    # other reference to the token would keep the memory of the trace after its end.
     never(token)
     here = get_opaque_trace_state()
     others = [
@@ -59,8 +59,8 @@ def remember(token: Array | None) -> None:
 def after(token: Array | None, value: Array) -> Array:
     """Delay a value until a token is available.
 
-    So buckets are sent one after the other. Otherwise XLA also joins the transfers of several
-    buckets, or has them all wait for one, and none is left to run under the backward pass.
+    So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
+    or delays all transfers until one bucket is ready, and no transfer runs under the backward pass.
     """
     if token is None or not compat.varying_axes(token) <= compat.varying_axes(value):
         return value
@@ -81,9 +81,9 @@ def token_of(values: Sequence[Array | None]) -> Array | None:
 def enter(leaves: list[Array]) -> Array:
     """Return a ticket, a float32 zero, for a function of leaves that `jax.jit` compiles.
 
-    A collective of its backward pass is traced apart from those of the caller. The cotangents of
-    the ticket order them: `leave` makes one of the caller's last token, the function passes it
-    through its collectives, and here it becomes the caller's last token.
+    The collectives of its backward pass are traced apart from the collectives of the caller. The
+    cotangent of the ticket orders them: `leave` makes it from the caller's last token, the function
+    passes it through its collectives, and `enter` stores it as the caller's last token.
     """
     del leaves
     return jnp.zeros((), jnp.float32)

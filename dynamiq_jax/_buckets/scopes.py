@@ -9,7 +9,7 @@ _PREFIX = "dynamiq_jax."
 EXACT = "exact"  # leaves that are not compressed
 FAST = "fast axes"  # exact sums and gathers beside the slow axis
 ESTIMATE = "estimate"  # of errors
-STATES = "states"  # whether they belong to their workers
+STATES = "states"  # the check that states belong to their workers
 FALLBACK = "fallback"  # the exact sum above a limit
 
 

@@ -1,4 +1,4 @@
-"""Stripes: buckets that each have a like share of every leaf, so that all of them are alike.
+"""Stripes: buckets that are alike, since each has an equal share of every leaf.
 
 `Dealing` deals the rows of 256 coordinates of the leaves to the stripes.
 """
@@ -11,13 +11,13 @@ import jax
 
 from pallas_kernels.codec import SUPER_GROUP_SIZE as ROW
 
-# Stripes beyond the fewest that are tried for a number that no leaf has a structure of.
+# Numbers of stripes that are tried, for one that does not divide the rows of matrices.
 _TRIED = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Stripe:
-    """Place of a bucket among those that share its leaves."""
+    """Place of a bucket among the buckets that share its leaves."""
 
     number: int
     count: int
@@ -26,8 +26,8 @@ class Stripe:
 def take_little_time() -> bool:
     """Return whether stripes take little time beside the codec on the default devices.
 
-    XLA for TPUs moves row by row what it deals, and takes longer than kernels take for the codec
-    (benchmarks/aot/tpu.py).
+    XLA for TPUs moves the rows of stripes one by one, which takes longer than the kernels of the
+    codec (benchmarks/aot/tpu.py).
     """
     return jax.default_backend() != "tpu"
 
@@ -35,9 +35,10 @@ def take_little_time() -> bool:
 def number_of_stripes(fewest: int, shapes: Sequence[tuple[int, ...]]) -> int:
     """Return how many stripes to cut leaves into, at least `fewest`.
 
-    Where a number divides the rows of 256 in a row of a matrix, each stripe has the same columns of
-    all its rows, and the columns of a gradient may differ by magnitudes. So the number is the first
-    one that has no divisor in common with any of these, or with as few coordinates as possible.
+    If the number of stripes divides the number of rows of 256 in a row of a matrix, each stripe has
+    the same columns of all rows, and the columns of a gradient may differ by magnitudes. So this
+    function returns the first number that is coprime to the rows of 256 of all matrices. If it
+    finds none, the matrices that violate this rule have as few coordinates as possible.
     """
     if fewest == 1:
         return 1

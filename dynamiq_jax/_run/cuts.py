@@ -46,11 +46,11 @@ class Cut(abc.ABC):
 
     @abc.abstractmethod
     def put(self, carried: Carried, place: Any, total: Array) -> tuple[Carried, Array]:
-        """Return what the loop carries with a result in it, and what it stacks."""
+        """Return the carried arrays with a result in them, and the array that the loop stacks."""
 
     @abc.abstractmethod
     def pieces(self, carried: Carried, stacked: Sequence[Array]) -> list[Leaves]:
-        """Return result rows of leaves, or of parts of them, by index: of each bucket."""
+        """Return, for each bucket, the result rows of its leaves, or of their parts, by index."""
 
 
 class WholeCut(Cut):
@@ -100,8 +100,7 @@ class WholeCut(Cut):
 class StripedCut(Cut):
     """Cut into stripes of all leaves. The loop carries the results.
 
-    They replace the values of this worker where they have the same shape, so that no memory is
-    needed for both.
+    Results of the same shape replace the values of this worker. Then both share one memory.
     """
 
     def __init__(self, collective: Collective, buckets: Sequence[Bucket], leaves: Leaves):

@@ -46,8 +46,8 @@ def send_all(
       token: token that the first transfer waits for; see `order.after`.
 
     Returns:
-      Results by index, states for the next step, metrics of the method, which are means over
-      buckets weighted by coordinates, and a token that is available once all has arrived.
+      Results by index; states for the next step; metrics of the method, which are means over
+      buckets weighted by coordinates; and a token that is available after all transfers.
     """
     collective = plan.collective
     sent: dict[int, Sent] = {}
@@ -65,7 +65,7 @@ def send_all(
         plan.buckets, [one.measured for one in in_order], [*exactly.values()]
     )
     with scopes.scope(scopes.EXACT):
-        # The last ones: a backward pass has all exact leaves only at its end.
+        # Exact leaves come last: a backward pass has all of them only at its end.
         result, arrived = collective.exact(exactly, token)
     result |= joined(collective, [pieces[number] for number in range(len(pieces))], leaves)
     return result, tuple(one.state for one in in_order), metrics, token_of(arrived or [token])
@@ -100,7 +100,7 @@ class Sender:
           token: token that the first transfer waits for.
 
         Yields:
-          Numbers of the buckets of a group, their results, their leaves, and what a loop carried.
+          Numbers of the buckets of a group, their results, their leaves, and the carried arrays.
         """
         for numbers in self.plan.groups:
             buckets = [self.plan.buckets[number] for number in numbers]
@@ -121,7 +121,7 @@ class Sender:
           token: token that the first transfer waits for.
 
         Returns:
-          Results of the buckets, and what the loop carried.
+          Results of the buckets, and the arrays that the loop carried.
         """
         first = self.plan.buckets[numbers[0]]
         multiple = self.plan.collective.multiple(first)
@@ -141,13 +141,13 @@ class Sender:
     def key_of(self, bucket: Bucket, number: Any) -> Array:
         """Return the key of a bucket."""
         key = jax.random.fold_in(self.key, number)
-        if bucket.split_over:  # errors of different shards differ, whatever axes number them
+        if bucket.split_over:  # different shards get different noise, on any mesh
             key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
         return key
 
     def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
         key = self.key_of(bucket, number)
-        # Operation by operation, the loops of a codec would take minutes.
+        # Without jit, the loops of a codec would take minutes.
         with jax.disable_jit(False):
             sent = self._program(bucket.program, flat, key, state)
         names = self.plan.compression.metrics([bucket.method])
@@ -170,7 +170,7 @@ def _looped(
     start: Carried,
     states: States,
 ) -> tuple[list[Sent], Carried]:
-    """Run the turns of a loop over buckets; return their results, and what the loop carried."""
+    """Run the turns of a loop over buckets; return their results, and the carried arrays."""
     places = np.arange(len(numbers), dtype=np.int32)
     stacked_states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
     carried, stacked = lax.scan(turn, start, (places, np.array(numbers, np.int32), stacked_states))

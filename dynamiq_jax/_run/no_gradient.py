@@ -9,7 +9,7 @@ from jax import Array, lax
 def refuse_gradient(flat: Array) -> Array:
     """Return `flat`, and raise an error if it is differentiated.
 
-    The gradient of a rounded value is zero, which would pass unnoticed.
+    The gradient of a rounded value is zero, an error that would otherwise pass unnoticed.
     """
     # A view: under vmap inside jit, `jax.custom_vjp` fails on NumPy arrays.
     return lax.squeeze(_refusing(lax.expand_dims(flat, (0,))), (0,))

@@ -25,7 +25,7 @@ class Call:
     axis: Axis
     topology: Topology  # an all-gather does not use it
     collective: Literal["all_reduce", "psum_scatter", "all_gather"] = "all_reduce"
-    # Of the leaves in the bucket, if the method uses them. None if the bucket is a part of those.
+    # Shapes of the leaves in the bucket, if the method uses them; None for a part of leaves.
     shapes: Shapes | None = None
     feedback: bool = False  # whether the method returns `Reduced.applied`
 
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def first_chunk(self) -> Array | int:
-        """Index of the first chunk that this worker holds: in an all-gather it holds only one."""
+        """Index of the first chunk that this worker holds; in an all-gather, of the only one."""
         return self.axis.index if self.collective == "all_gather" else 0
 
     def local_chunks(self, values: Array, multiple_of: int = 1) -> LocalChunks:
@@ -92,8 +92,8 @@ class Method(abc.ABC):
     def state_kind(self) -> str:
         """Kind of the state: methods of one kind can take over each other's states.
 
-        These are equal methods, unless a method says which of its fields its state depends on. The
-        shapes of the state are compared beside it.
+        By default, only equal methods have one kind. A method whose state depends on some of its
+        fields alone overrides this property. The shapes of states are compared as well.
         """
         return spelled(self)
 
@@ -104,7 +104,7 @@ class Method(abc.ABC):
 
     @property
     def details(self) -> tuple[str, ...]:
-        """Names of further ones, which are computed only where metrics are asked for."""
+        """Names of further metrics, which are computed with `with_metrics=True` alone."""
         return ()
 
     @property
@@ -114,7 +114,7 @@ class Method(abc.ABC):
 
     @property
     def granule(self) -> int:
-        """Coordinates that belong together: a bucket is split between workers in multiples."""
+        """Coordinates that stay together: each worker's part is a multiple of this number."""
         return SUPER_GROUP_SIZE
 
     @abc.abstractmethod

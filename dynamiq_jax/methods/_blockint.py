@@ -37,8 +37,8 @@ class BlockInt(BlockwiseMethod):
     to NaN, all of it; a magnitude below 2^-126 counts as zero.
 
     Rounding to nearest has half the squared error of stochastic rounding. Its bias adds up where
-    the same small value comes at every step: values below half a step, 1 / (2 L) of the largest in
-    their block, are always lost.
+    the same small value comes at every step. Values below half a step, which is 1 / (2 L) of the
+    largest value in their block, are always lost.
 
     >>> BlockInt(code_bits=4).block
     32

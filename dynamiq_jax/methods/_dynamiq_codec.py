@@ -20,8 +20,8 @@ from pallas_kernels.codec import (
     restore_rows,
 )
 
-# Workers from which on it pays to order the rows of sums again. With fewer, the rounding of the sum
-# still cancels those before it, as long as rows stay in their places.
+# Fewest workers for which ordering the rows of sums again lowers the error. With fewer workers, and
+# rows in their places, the rounding of the sum still cancels part of the earlier roundings.
 _MIN_WORKERS_TO_REORDER = 8
 
 
@@ -98,9 +98,10 @@ class DynamiQChunks(ChunkCodec):
 class ReorderedSums(SumCodec):
     """Codec that orders the rows of each chunk again, by the scales of its sum.
 
-    The table follows the norms of the workers' values, which are a poor estimate of those of a sum
-    in which much cancels. The message carries all that a receiver needs: its scales stay in the
-    order of the table, and its codes are in the new order. (docs/wire_format.md, section 7)
+    The table follows the norms of the workers' values. Where much cancels in the sum, they are a
+    poor estimate of the norms of its rows. The message has its scales in the order of the table,
+    and its codes in the new order, which a receiver computes from the scales. (Section 7 of
+    docs/wire_format.md.)
     """
 
     chunks: DynamiQChunks
@@ -129,7 +130,7 @@ class ReorderedSums(SumCodec):
         return codec.layout.as_flat(rows)
 
     def _places(self, payloads: Array) -> Places:
-        """Return the places of the rows of sums in their messages, by the scales of these."""
+        """Return the places of the rows of sums in messages, by the scales in the messages."""
         arguments = self.chunks._arguments
         energies = operations.energies(payloads, **arguments)
         order, ranked = rank(energies.astype(jnp.uint16))

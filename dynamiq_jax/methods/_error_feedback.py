@@ -1,4 +1,4 @@
-"""Error feedback: what a step leaves out is added to the next one."""
+"""Error feedback: the values that a step leaves out are added to the next gradient."""
 
 import dataclasses
 from typing import NamedTuple
@@ -23,9 +23,9 @@ class FeedbackState(NamedTuple):
 class ErrorFeedback(Feedback):
     """Error feedback around a biased or coarse method.
 
-    Each worker adds its residual, which the steps before left out, to its gradient, and keeps what
-    this step leaves out (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv
-    1901.09847, algorithm 2):
+    The residual of a worker holds what earlier steps left out. Each worker adds its residual to its
+    gradient, and keeps what this step leaves out (Seide et al., Interspeech 2014; Karimireddy et
+    al., ICML 2019, arXiv 1901.09847, algorithm 2):
 
         wanted = gradient + residual;  residual = wanted - applied
 

@@ -1,4 +1,4 @@
-"""Base of wrappers whose state holds what a step left out."""
+"""Base of wrappers whose state holds the values that a step left out."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from pallas_kernels._jax.compat import override
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Feedback(Method):
-    """A method around another one, of whose bytes it adds none."""
+    """A method around another one, with the bytes of the inner method."""
 
     inner: Method  # the method that leaves something out
 
@@ -35,7 +35,7 @@ class Feedback(Method):
     @property
     @override
     def state_kind(self) -> str:
-        """Its class: what it keeps is in units of the gradient, whichever method left it out."""
+        """The class: the state is in units of the gradient, with any inner method."""
         name = type(self).__name__
         return f"{name}({self.inner.state_kind})" if self.inner.is_stateful else name
 

@@ -114,9 +114,9 @@ class _MX(BlockwiseMethod):
         """Return the largest scales of all workers, with headroom: uint8 [chunks, rows, blocks].
 
         The scales are raised so that no partial sum saturates. All values are below 2^(emax + 1)
-        scales. Partial sums are below as many times that as there are workers, and rounding crosses
-        no power of two. So 2^emax has to hold what the next power of two of workers adds up to. A
-        scale beyond 2^127 becomes NaN, as the sum may be beyond float32.
+        scales, so that partial sums of n workers are below n 2^(emax + 1) scales. Rounding crosses
+        no power of two. So 2^emax new scales have to be at least the bound for n rounded up to a
+        power of two. A scale beyond 2^127 becomes NaN, since the sum may be beyond float32.
         """
         rows = chunks.astype(jnp.float32).reshape(-1, SUPER_GROUP_SIZE)
         local = self._scales_of(rows).reshape(axis.size, -1)
@@ -130,11 +130,11 @@ class _MX(BlockwiseMethod):
 class MXFP8(_MX):
     """MXFP8: 8.25 bits a coordinate on the wire.
 
-    Every partial sum gets scales of its own. With `shared_scale`, workers first agree on those of
-    the largest value, raised by 1 + ceil(log2 workers) exponents, so that no partial sum saturates.
-    Formats of few exponent bits lack the range for that: over 8 workers the vNMSE is 0.6 times as
-    large with e4m3, 9 times with MXFP4 and 40 times with MXINT8. A block that holds NaN or Inf is
-    NaN; with `shared_scale`, sums beyond float32 are NaN or Inf.
+    Every partial sum gets scales of its own. With `shared_scale`, all workers use the scale of the
+    largest value of any worker, raised by 1 + ceil(log2 workers) exponents, so that no partial sum
+    saturates. Formats of few exponent bits lack the range for these scales: over 8 workers the
+    vNMSE is 0.6 times as large with e4m3, 9 times with MXFP4 and 40 times with MXINT8. A block that
+    holds NaN or Inf is NaN. With `shared_scale`, sums beyond float32 are NaN or Inf.
 
     >>> MXFP8(element="e5m2").element
     'e5m2'

@@ -28,12 +28,12 @@ class PowerSGD(Method):
     (Vogels, Karimireddy, Jaggi, NeurIPS 2019, algorithm 1). Both are linear in M, so that any
     all-reduce can sum them.
 
-    Biased, and far from the gradient in any one step: put it inside `ErrorFeedback`, as the paper
-    does. A leaf of more than two dimensions is a matrix of its first dimensions by its last ones,
-    cut where the factors are smallest. Vectors, and matrices too small for factors of this rank to
-    save bytes, are sent whole, in the message of the first products. Where a bucket has no shapes
-    (several axes, a flat vector), it is one nearly square matrix, padded with zeros. Such a matrix
-    has no low rank of its own, so the error is higher.
+    Biased, and far from the gradient in any one step. Put the method inside `ErrorFeedback`, as in
+    the paper. A leaf of more than two dimensions is a matrix of its first dimensions by its last
+    ones, cut where the factors are smallest. Vectors, and matrices too small for factors of this
+    rank to save bytes, are sent whole, in the message of the first products. Where a bucket has no
+    shapes (several axes, a flat vector), it is one nearly square matrix, padded with zeros. Such a
+    matrix has no low rank of its own, so the error is higher.
 
     NaN and Inf make their whole leaf NaN, whose Q stays as it was. The state, the Q's of a bucket,
     is the same on all workers. Differences from the paper: QR instead of Gram-Schmidt; columns of Q
@@ -146,7 +146,7 @@ class _Piece:
 
 
 def _pieces(call: Call, rank: int) -> list[_Piece]:
-    """List the pieces of a bucket in order: matrices and whole coordinates.
+    """List the pieces of a bucket in order, matrices and whole coordinates.
 
     Coordinates are whole where a matrix saves nothing, as with a rank above that of the matrix.
     """

@@ -1,4 +1,4 @@
-"""Methods by name: those of this package, and those that installed packages add."""
+"""Methods by name: the methods of this package, and further ones of installed packages."""
 
 import collections
 import functools
@@ -34,7 +34,7 @@ class Registry(Mapping[str, Factory]):
         """Entry points of the group, by name.
 
         Raises:
-          ValueError: a package takes a name that is taken.
+          ValueError: a package uses a name that exists.
         """
         points = sorted(importlib.metadata.entry_points(group=self.group), key=lambda p: p.name)
         for point in points:
@@ -97,7 +97,7 @@ def known_methods() -> Mapping[str, Factory]:
 
 
 def resolve_method(method: Method | str) -> Method:
-    """Return a method as given, or the one of a name: [WRAPPER+]METHOD[:BITS][:FIELD=VALUE]...
+    """Return a method as given, or by its name: [WRAPPER+]METHOD[:BITS][:FIELD=VALUE]...
 
     BITS is the field `bits` or `code_bits`, whichever the method has.
 

@@ -47,9 +47,9 @@ class Chosen:
 class SparseBlocks(Method):
     """A method that sums as many blocks as it has bytes for and leaves the others at zero.
 
-    Each block gets a score, the same on all workers. The blocks with the highest scores are summed,
-    of equal ones the first; a block of score 0 never is. Blocks that are not finite come first. If
-    there is no room for them, they are NaN in the sum without being sent.
+    Each block gets a score, the same on all workers. The blocks with the highest scores are summed.
+    Of equal scores, the first block is chosen. A block of score 0 is never summed. Blocks that are
+    not finite come first. If there is no room for them, they are NaN in the sum without being sent.
     """
 
     # Sums the chosen blocks, as one dense vector. Its bits are the cost of each coordinate.
@@ -76,7 +76,7 @@ class SparseBlocks(Method):
     def scores(self, blocks: Array, axis: Axis, key: Array) -> Array:
         """Score blocks, float [num_blocks, block_size].
 
-        The key is the same on all workers, and not the one of the rounding noise.
+        The key is the same on all workers, and differs from the key of the rounding noise.
 
         Returns:
           uint16 [num_blocks] below 2^15, the same on all workers; NOT_FINITE or more for blocks in
@@ -111,7 +111,7 @@ class SparseBlocks(Method):
         values = jnp.where(wanted[:, None], best, jnp.zeros((), best.dtype)).reshape(-1)
 
         def put_back(values: Array, others: Array) -> Array:
-            """Place the values of the chosen blocks; all of another block is its `others`."""
+            """Place the values of the chosen blocks, and fill every other block by its `others`."""
             others = jnp.broadcast_to(others[:, None], blocks.shape)
             return chosen.put(values.reshape(room, -1), others).reshape(-1)[: call.size]
 

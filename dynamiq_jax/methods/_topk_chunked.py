@@ -20,10 +20,10 @@ class TopKChunked(BudgetedBlocks):
     Compression". Workers agree on the norms of blocks (the paper's chunks), and all sum the same
     ones.
 
-    Biased: a block that never has a large norm is never summed. Use it inside error feedback, which
-    adds what was left out to the next gradient. Norms are compared in bfloat16. Differences from
-    the paper: norms are sent as bfloat16, reduced by owners and gathered, so that all workers
-    choose the same blocks; `bits` counts them.
+    Biased: a block that never has a large norm is never summed. Use the method inside error
+    feedback, which adds the blocks that were left out to the next gradient. Norms are compared in
+    bfloat16. Differences from the paper: norms are sent as bfloat16, reduced by owners and
+    gathered, so that all workers choose the same blocks; `bits` counts the norms.
     """
 
     @property

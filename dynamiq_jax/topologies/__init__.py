@@ -28,10 +28,10 @@ TOPOLOGIES: dict[str, type[Topology]] = {
 
 
 def resolve_topology(topology: Topology | str) -> Topology:
-    """Return a topology as given, or the one of a name: "ring", "ring:unroll=True".
+    """Return a topology as given, or the topology of a name: "ring", "ring:unroll=True".
 
     Raises:
-      ValueError: neither a topology nor the name of one.
+      ValueError: another value, or an unknown name.
     """
     if isinstance(topology, Topology):
         return topology

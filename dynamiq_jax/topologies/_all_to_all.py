@@ -1,4 +1,4 @@
-"""All-to-all: every worker sends every other one its values of the chunk that the other owns."""
+"""All-to-all: every worker sends to each owner of a chunk its values of this chunk."""
 
 import dataclasses
 
@@ -18,14 +18,15 @@ _LARGEST_INDEX = 2**31 - 1  # int32
 class AllToAll(Topology):
     """Two compressions on a coordinate's path, and one step.
 
-    The error hardly grows with the workers, and is the lowest in one bucket or in striped ones. All
-    workers send to all others at once: for networks that carry this at full speed.
+    The error hardly grows with the number of workers, and is the lowest in one bucket or in striped
+    buckets. All workers send to all others at once, for which the network needs full speed between
+    any two workers.
     """
 
     @override
     def all_reduce(self, codec: ChunkCodec, axis: Axis) -> Gathered:
-        # The errors of many workers' own values average out. What remains is the error of the
-        # compressed sum, so this has a codec of its own.
+        # The errors of many workers' own values average out. The error of the compressed sum
+        # remains, so the sum has a codec of its own.
         sums = codec.of_sums(axis.size)
         arrivals = self.arrivals(codec, axis)
         return gather(sums, tuple(sums.hop(*arrival) for arrival in arrivals), axis)

@@ -12,7 +12,7 @@ from dynamiq_jax._core import Axis, ChunkCodec, Payload, SumCodec, WireCost
 
 
 class Arrival(NamedTuple):
-    """The last messages of a chunk that this worker owns. With its own values they are the sum."""
+    """Last messages of a chunk that this worker owns: with its own values, they make the sum."""
 
     messages: Payload  # stacked on a leading axis
     chunk: Array
@@ -75,7 +75,7 @@ class Topology(abc.ABC):
 
     @property
     def is_far(self) -> bool:
-        """True if workers send to others than their neighbors, across the whole network."""
+        """True if workers send across the whole network, and not to their neighbors alone."""
         return True
 
     def supports(self, num_workers: int) -> bool:
@@ -102,15 +102,15 @@ class Topology(abc.ABC):
     def payloads_scattered(self, num_workers: int) -> int:
         """Return the number of payloads that each worker sends up to the arrivals.
 
-        It is one for each chunk that another worker owns, the fewest possible.
+        By default it sends one for each chunk that another worker owns, the fewest possible.
         """
         return (num_workers - 1) * self.chunks_per_worker
 
     def bytes_sent(self, cost: WireCost, num_workers: int) -> int:
         """Return the bytes that each worker sends in an all-reduce.
 
-        They are the statistics, the payloads of `payloads_scattered`, and as many to gather the
-        sums.
+        A worker sends the statistics, the payloads of `payloads_scattered`, and as many payloads
+        to gather the sums.
         """
         gathered = self.payloads_scattered(num_workers) * cost.payload_bytes
         return cost.statistics_bytes + self.bytes_scattered(cost, num_workers) + gathered

@@ -15,10 +15,10 @@ from pallas_kernels._jax.compat import override
 class Butterfly(Topology):
     """log2 n + 1 compressions on a coordinate's path, for axes of a power of two.
 
-    At distance d, from n/2 down to 1, a worker sends its partner (its own index XOR d) the partial
-    sums of the d chunks around the partner, and keeps those of the d chunks around itself. It keeps
-    the messages instead of float32 partial sums, and decodes them again for what it sends next.
-    This moves fewer bytes of memory and rounds nothing in between.
+    The distance d goes from n/2 down to 1. In each turn, a worker sends its partner (its own index
+    XOR d) the partial sums of the d chunks around the partner, and keeps the partial sums of the d
+    chunks around itself. It keeps messages instead of float32 sums, and decodes them again for the
+    next message. So it moves fewer bytes of memory, and rounds nothing in between.
     """
 
     @override

@@ -17,10 +17,10 @@ class Ring(Topology):
     """Traffic between neighbors only, n compressions on a coordinate's path.
 
     Chunk c starts at worker c + 1 and ends at worker c. In a bidirectional ring each worker owns
-    two chunks of half the size, and the second goes the other way around.
+    two chunks of half the size. The second chunk travels in the opposite direction.
     """
 
-    bidirectional: bool = False  # one direction's transfer runs under the other's kernel, on a GPU
+    bidirectional: bool = False  # on a GPU, transfers of one way run under kernels of the other
     unroll: bool = False  # steps without a loop, so that a backward pass can run under them
 
     def __post_init__(self):
@@ -40,7 +40,7 @@ class Ring(Topology):
     def sums(self, codec: ChunkCodec, axis: Axis) -> tuple[Payload, ...]:
         if self.bidirectional:
             return super().sums(codec, axis)
-        # The last hop is like the others: inside the loop it is not compiled a second time.
+        # In the loop, the last hop is compiled once, together with all earlier ones.
         return (_Direction(codec, axis, self.unroll).walk(axis.size),)
 
     @override
@@ -108,7 +108,8 @@ def _stacked(payload: Payload) -> Payload:
 def _walk_both(forward: _Direction, backward: _Direction) -> tuple[Payload, Payload]:
     """Return the last messages of both directions, which are half a step apart.
 
-    While a payload of one direction is sent, the last one of the other is added to.
+    While a payload of one direction travels, the payload that arrived last in the other direction
+    gets the local values.
     """
 
     def step(turn: Index, carry: tuple[Payload, Payload]) -> tuple[Payload, Payload]:

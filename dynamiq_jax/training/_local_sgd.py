@@ -67,7 +67,7 @@ class LocalSGD:
         params, state = local_sgd.update(params, state)
 
     Each worker trains its own copy of the parameters. After `every` local steps, the workers
-    average how far they have moved from the reference, compressed. An outer optimizer takes this
+    average their changes from the reference, compressed. An outer optimizer takes this
     mean change as a gradient, and moves the reference. All workers go on from there.
 
     With `fragments`, each part of the parameters has its own turn: as many bytes, in smaller
@@ -80,7 +80,7 @@ class LocalSGD:
     parameters that are the same on all workers. `reference` is the model to evaluate and to keep.
 
     The methods are DiLoCo (arXiv 2311.08105, Algorithm 1) and Streaming DiLoCo (arXiv 2501.18512).
-    Error feedback is that of the method: `method="ef+dynamiq:3"`.
+    Error feedback is a part of the method, as in `method="ef+dynamiq:3"`.
 
     A run can go on from a state with another `every` (without a delay), `mixing`, `topology` or
     `seed`, another rate of `outer`, or another method without state. A state of other leaves,

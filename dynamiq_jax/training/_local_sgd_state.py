@@ -1,4 +1,4 @@
-"""State of local SGD, and checks that it belongs to the settings that it is used with."""
+"""State of local SGD, and checks that a state belongs to the settings in use."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ _ANEW = "or start anew with init(state.reference)"
 class LocalSGDState(NamedTuple):
     """State of `LocalSGD`: a plain pytree that can be saved and restored.
 
-    All of it is the same on all workers but `method`, whose arrays have a leading axis of size 1,
-    the worker, as in `AllReduceState`. `LocalSGD.state_specs` has the specs of `jax.shard_map`.
+    All fields but `method` are the same on all workers. The arrays of `method` have a leading axis
+    of size 1, the worker, as in `AllReduceState`. `LocalSGD.state_specs` has the specs of
+    `jax.shard_map`.
     """
 
     step: Array  # int32 scalar: local steps taken
     reference: Any  # parameters after the last outer steps, like those of a worker
-    # Keys name the leaves of a fragment, and the slices of those that are cut.
+    # Keys name the leaves of a fragment, and the slices of leaves that are cut.
     outer: Mapping[str, optax.OptState]  # of each fragment
     # Mean changes that are sent but not applied, of each fragment, under the period and the delay
     # that say when; {} without delay.
@@ -34,7 +35,7 @@ class LocalSGDState(NamedTuple):
 
 
 def check_fragments(state: LocalSGDState, names: Iterable[str]) -> None:
-    """Raise ValueError for a state of other fragments than those of some names."""
+    """Raise ValueError for a state whose fragments have other names."""
     check_names(
         "state.outer",
         state.outer,
@@ -56,7 +57,7 @@ def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
 
 
 def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
-    """Raise ValueError for a state of another outer optimizer than that of a first state."""
+    """Raise ValueError for a state whose outer optimizer differs from a first state."""
     given, wanted = _arrays(state.outer[name]), _arrays(first)
     if given != wanted:
         raise ValueError(
@@ -66,7 +67,7 @@ def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
 
 
 def check_method(state: LocalSGDState, name: str, states: Iterable[str]) -> None:
-    """Raise ValueError for states of a fragment that are not those of some names."""
+    """Raise ValueError for states of a fragment with other names."""
     check_names(
         "state.method",
         state.method.get(name, {}),

@@ -1,7 +1,7 @@
 """Norms that a worker carries from the first half of a mean to the second.
 
-An all-reduce of DynamiQ rounds a sum in the order of the messages before it, and so with their
-noise: errors cancel. The second half does the same where it has the norms that ordered the rows in
+An all-reduce of DynamiQ rounds a sum in the order of the earlier messages, and so with their noise.
+Then rounding errors cancel. The second half gets this order from the norms that ordered the rows in
 the first half.
 """
 
@@ -15,7 +15,7 @@ from pallas_kernels.codec.scales import bfloat16_value
 
 
 def num_carried(method: Method, call: Call) -> int:
-    """Return how many norms a worker carries: one for each row of its shard, or none.
+    """Count the norms that a worker carries: one for each row of its shard, or none.
 
     Args:
       method: the method of a bucket.
@@ -38,7 +38,7 @@ def carried(method: Method, codec: Any, call: Call) -> Array:
 
     Args:
       method: the method of a bucket.
-      codec: that of the reduce-scatter.
+      codec: codec of the reduce-scatter.
       call: the reduce-scatter.
 
     Returns:
@@ -58,7 +58,7 @@ def bind(method: Method, part: Array, norms: Array, call: Call, key: Array) -> C
       part: the mean that this worker owns, float [size / workers].
       norms: result of `carried` in the first half.
       call: the all-gather.
-      key: that of the first half.
+      key: key of the first half.
     """
     assert isinstance(method, DynamiQ)
     return method.bind(part, call, key, local_norms=norms)

@@ -1,8 +1,8 @@
 """The two halves of a mean over workers: shards of buckets, and back.
 
-A shard is the part of a bucket's mean that one worker holds. Between the halves, shards can be
-kept: each bucket of the plan has the same call in both. Nothing but the halves reads them. So rows
-of a bucket are dealt over them, and each shard is about like the bucket.
+A shard is the part of a bucket's mean that one worker holds. Each bucket of the plan has the same
+call in both halves, so that shards can be kept between them. Only the halves read shards. So the
+rows of a bucket are dealt to its shards, and each shard is about like the bucket.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class ScatterMean(_Half):
         worker = axes.part_index * axes.slow.size + axes.slow.index
         each = call.topology.chunks_per_worker
         places = dealing.places(worker * each + jnp.arange(each, dtype=jnp.int32))
-        # A method may make something of padding, which is no part of a gradient's norm.
+        # A method may decode padding to other values than zero. Norms of gradients exclude it.
         is_padding = places >= bucket.size
         mean = scattered.values * np.float32(1 / self.divisor)
         norms = carrying.carried(bucket.method, codec, call)
@@ -106,7 +106,7 @@ class GatherMean(_Half):
         return self.deliver(bucket, *self.encode(bucket, flat, key))
 
     def encode(self, bucket: Bucket, shard: Array, key: Array) -> tuple[ChunkCodec, Payload]:
-        """Return the payload of a shard, and the codec that decodes those of all workers."""
+        """Return the payload of a shard, and the codec that decodes the payloads of all workers."""
         assert isinstance(bucket.method, ChunkedMethod) and self.salt is not None
         call, axes = _call(bucket, "all_gather"), self.axes
         part, norms = jnp.split(shard, [shard_size(bucket)])
@@ -180,8 +180,8 @@ def gather(
 
     Args:
       plan: plan of the first half, with a `GatherMean` in place of its collective.
-      shards: those of the first half.
-      key: typed PRNG key, the same on all workers. That of the first half may be used again.
+      shards: the shards of the first half.
+      key: typed PRNG key, the same on all workers. It may be the key of the first half.
       token: token that the first transfer waits for; see `order.after`.
 
     Returns:
@@ -196,9 +196,8 @@ def gather(
     )
     all_shards = dataclasses.replace(plan, buckets=of_shards)
     sender, leaves = Sender(all_shards, key), dict(enumerate(shards))
-    # All shards are here. If one was encoded after the gather of another, the chain of transfers
-    # would be as much longer as that takes, and what workers exchange before they encode would
-    # wait for it too.
+    # All shards are here, and are encoded before the first gather. Otherwise the chain of transfers
+    # would include the time of encoding, and of the statistics that workers exchange for it.
     encoded = {
         number: collective.encode(
             of_shards[number], shards[number], sender.key_of(of_shards[number], number)

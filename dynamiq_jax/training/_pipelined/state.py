@@ -1,4 +1,4 @@
-"""State of pipelined steps, and what its arrays belong to."""
+"""State of pipelined steps, and checks that its arrays belong to the parameters."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ _REMEDY = (
 class PipelinedState(NamedTuple):
     """State of `Pipelined` between two steps: a plain pytree that can be saved and restored.
 
-    All of it is the same on all workers but `shards` and `exact`. Their arrays have a leading axis
-    of size 1, the worker, as in `AllReduceState.method`. `Pipelined.state_specs` has the specs
-    of `jax.shard_map`.
+    All fields but `shards` and `exact` are the same on all workers. The arrays of these two have a
+    leading axis of size 1, the worker, as in `AllReduceState.method`. `Pipelined.state_specs` has
+    the specs of `jax.shard_map`.
     """
 
     step: Array  # int32 scalar: gradients scattered so far
@@ -70,11 +70,11 @@ def shard_names(plan: Plan) -> list[str]:
 
 
 def check_state(state: PipelinedState, first: PipelinedState) -> None:
-    """Raise ValueError for a state whose pending gradients are not those of its parameters.
+    """Raise ValueError for a state whose pending gradients belong to other parameters.
 
     Args:
       state: the state.
-      first: one of the same parameters in which nothing is pending, or its shapes.
+      first: state of the same parameters without pending gradients, or its shapes.
     """
     user = "these parameters and options"
     check_names("state.shards", state.shards, first.shards, user=user, remedy=_REMEDY)

@@ -69,18 +69,18 @@ class Pipelined:
     The method is DeAR (arXiv 2302.12445, section III).
     """
 
-    # Runs on the whole tree. Where it treats leaves one by one, as adamw does, each waits for its
-    # own bucket alone. Where it needs all of them, as optax.clip_by_global_norm does, it is as
-    # right, but all wait for the last bucket: use `clip_norm` instead.
+    # Runs on the whole tree. An optimizer that treats leaves one by one, such as adamw, updates a
+    # leaf as soon as its bucket is there. With one that needs all leaves at once, such as
+    # optax.clip_by_global_norm, all updates wait for the last bucket: use `clip_norm` instead.
     optimizer: optax.GradientTransformation
     axis_name: AxisName  # axis of the slow link, or several axes, the slowest first; see `psum`
     # Method without state that compresses chunks. Unlike in `all_gather`, the default rounds
     # without bias in both halves.
     method: Method | str | Rules = DynamiQ(rounding="correlated")
     topology: Topology | str = Ring(unroll=True)  # of the first half; nothing runs under a loop
-    # Largest global norm of the mean gradient, which is scaled down to it; None for no limit. It is
-    # the norm of the shards: it waits for no gather, and is exact but for the compression of the
-    # second half.
+    # Largest global norm of the mean gradient, which is scaled down to it; None for no limit. The
+    # norm is computed from the shards, before the gather. It is exact but for the compression of
+    # the second half.
     clip_norm: float | None = None
     seed: int = 0  # of the rounding noise, the same on all workers
     specs: Any = None  # how parameters are split over axes that the compiler manages; see `psum`
@@ -151,7 +151,8 @@ class Pipelined:
     def resume(self, updated: PipelinedUpdate) -> PipelinedState:
         """Return a state in which nothing is pending.
 
-        With it, a run goes on from what `gather` returned, also with another number of workers.
+        With this state, a run goes on from the result of `gather`, also with another number of
+        workers.
         """
         _check_updated(updated)
         plan, _ = self._plan(updated.params)
@@ -248,7 +249,7 @@ class Pipelined:
 
     @jax.named_scope("pipelined.scatter")
     def scatter(self, grads: Any, updated: PipelinedUpdate) -> PipelinedState:
-        """Average gradients, each worker its part: they are pending then.
+        """Average gradients, each worker its part, and keep them as pending.
 
         Args:
           grads: gradients of this worker, like the parameters.
@@ -284,8 +285,9 @@ class Pipelined:
             opt_state=updated.opt_state,
             shards=dict(zip(shard_names(plan), shards, strict=True)),
             exact=tuple(exact[index] for index, _ in plan.exact),
-            # True, but no constant. A compiler that knows it would drop the selection in `gather`
-            # where both are in one program, and fuse, and so round, the optimizer in another way.
+            # True, but not a constant. Where `scatter` and `gather` are in one program, a constant
+            # would remove the selection in `gather`. XLA would then fuse, and so round, the
+            # optimizer in another way.
             is_pending=~never(updated.step),
         )
 
@@ -354,7 +356,7 @@ def _exact_specs(plan: Plan) -> dict[int, PartitionSpec]:
 
 
 def _norm(shards: tuple[Array, ...], exact: Leaves, plan: Plan) -> Array:
-    """Return the global norm of a mean from what one device has of it."""
+    """Return the global norm of a mean from the shards and exact leaves of one device."""
     squares: dict[tuple[str, ...], Array] = {}  # by the axes to sum them over
 
     def add(values: Array, axes: tuple[str, ...]) -> None:
@@ -362,7 +364,7 @@ def _norm(shards: tuple[Array, ...], exact: Leaves, plan: Plan) -> Array:
         squares[axes] = squares[axes] + square if axes in squares else square
 
     for bucket, shard in zip(plan.buckets, shards, strict=True):
-        own = shard[: halves.shard_size(bucket)]  # without what the method carries
+        own = shard[: halves.shard_size(bucket)]  # without the norms that a worker carries
         add(own, (*plan.collective.axes.names, *bucket.split_over))
     for index, mean in exact.items():
         add(mean, plan.split_over[index])
