@@ -10,9 +10,9 @@ import dataclasses
 import math
 
 from dynamiq_jax._core import WireCost, check_number
+from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.topologies import AllToAll, Topology
 
-_ORDERED_FROM = 8  # workers
 _NONNEGATIVE = 0.0, "a number of at least 0"
 _POSITIVE = math.ulp(0.0), "a positive number"
 
@@ -92,7 +92,7 @@ def predict(
     steps = topology.steps(num_workers)
     statistics_steps = 1 + _library_steps(num_workers) if cost.statistics_bytes else 0
     transfers = steps + _library_steps(num_workers) + statistics_steps
-    ordered = isinstance(topology, AllToAll) and num_workers >= _ORDERED_FROM
+    ordered = isinstance(topology, AllToAll) and DynamiQ.reorders_sums(num_workers)
     order_seconds = size * codec.ns_of_order * 1e-9 if ordered else 0.0
     return Prediction(
         codec=codec.seconds(size, steps + 2) + order_seconds,
