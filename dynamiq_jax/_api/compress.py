@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._api._sum_report import CompressReport, report_of
+from dynamiq_jax._api.sum_report import CompressReport, report_of
 from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.checks import check_key
 from dynamiq_jax._inputs.options import Options, resolve
