@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +75,8 @@ def compress(
     Returns:
       A function with the arguments and results of `fun`. If `fun` is the result of `jax.jit`, so is
       this one, with the same donated and static arguments and shardings; otherwise it is compiled
-      when it is called outside of a trace, for each set of arguments that are no arrays. Its method
+      when it is called outside of a trace, for each set of arguments that are no arrays, and of
+      arrays that its object holds as attributes. Its method
       `report` lists all sums of the step, and `lower` and `trace` are those of `jax.jit`.
 
     Raises:
@@ -188,9 +189,13 @@ class CompressedStep:
     def _function(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the compiled step for arguments, as a function of those that are arrays."""
         arguments = _Arguments.of(args, kwargs)
-        function = self._compiled.get(arguments.kind) if arguments.kind is not None else None
+        owner = getattr(self._fun, "__self__", self._fun)
+        held = _arrays_of((owner, *arguments.others))
+        kind = (arguments.kind, tuple(map(id, held)))
+        function, _ = self._compiled.get(kind, (None, None))
         if function is None:
             program = self._program(arguments)
+            _check_unchanged((owner, *arguments.others))
 
             def step(*arrays: Any) -> Any:
                 recording.record_step(lambda: self._report(program))
@@ -199,7 +204,7 @@ class CompressedStep:
             step.__name__ = getattr(self._fun, "__name__", "step")
             function = jax.jit(step, donate_argnums=program.donated)
             if arguments.kind is not None:
-                self._compiled[arguments.kind] = function
+                self._compiled[kind] = function, held  # whose ids stay theirs as long as they live
         return function, arguments.arrays
 
     def _run(self, program: "_Program", arguments: "_Arguments") -> Any:
@@ -285,6 +290,30 @@ class _Arguments(NamedTuple):
         leaves = [next(of_kind[is_array]) for is_array in self.are_arrays]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return args, kwargs
+
+
+def _arrays_of(objects: Sequence[Any]) -> list[Any]:
+    """Return the arrays that objects hold as attributes: constants of a trace."""
+    return [
+        leaf
+        for each in objects
+        for leaf in jax.tree.leaves(getattr(each, "__dict__", {}))
+        if isinstance(leaf, _ARRAYS)
+    ]
+
+
+def _check_unchanged(objects: Sequence[Any]) -> None:
+    """Check that a trace has left nothing in objects.
+
+    Raises:
+      TypeError: the step assigns an attribute, which would happen only while it is traced.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in _arrays_of(objects)):
+        raise TypeError(
+            "The step assigns arrays to attributes of an object, such as self.state, which would "
+            "happen only while it is traced. Return them, or compress the function inside that "
+            "takes and returns them."
+        )
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
