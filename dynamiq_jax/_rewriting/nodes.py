@@ -30,7 +30,7 @@ class Value(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Terms of a sum that an inner program leaves to its caller."""
+    """Terms of a sum that another equation has made: one that holds a program, or a linear one."""
 
     result: Value  # the sum
 

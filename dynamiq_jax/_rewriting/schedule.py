@@ -50,7 +50,7 @@ class Evaluate:
 
     function: Callable[..., Sequence[Any]]
     inputs: tuple[Key, ...]
-    outputs: tuple[Value, ...]
+    outputs: tuple[Key, ...]
     axes: tuple[str, ...]  # over which it is a sum or a gather
 
 
@@ -158,23 +158,30 @@ class Scheduler:
         self, nodes: Sequence[Node], outputs: Sequence[Key], around: Surroundings
     ) -> tuple[list[Evaluate | Reduce | Enter], dict[int, Member]]:
         """Return the steps of a program, and the sums that are left to its caller, by output."""
-        used = {key for node in nodes for key in node.inputs}
-        count = collections.Counter(outputs)
-        place = {key: i for i, key in enumerate(outputs) if count[key] == 1 and key not in used}
+        uses = collections.Counter(key for node in nodes for key in node.inputs)
+        uses.update(outputs)
+        place = {key: i for i, key in enumerate(outputs) if uses[key] == 1}
         steps: list[Evaluate | Reduce | Enter] = []
         left: dict[int, Member] = {}
         remaining = list(nodes)
         while remaining:
             later: list[Node] = []
             waiting: set[Key] = set()
-            sums: list[tuple[Node, tuple[Member, ...]]] = []
+            sums: dict[Key, tuple[Node, Member]] = {}  # by their results
             order_matters = False
             for node in remaining:
                 effects = equations.has_effects(node.equation)
                 if waiting.intersection(node.inputs) or (effects and order_matters):
-                    later.append(node)
+                    if moved := _in_front(node, sums, uses):
+                        added, member = moved
+                        steps.append(added)
+                        for key in node.inputs:
+                            sums.pop(key)
+                        sums[member.result] = node, member
+                    else:
+                        later.append(node)
+                        order_matters |= effects
                     waiting.update(node.outputs)
-                    order_matters |= effects
                     continue
                 if node.is_target or node.may_join:
                     members = _members(node)
@@ -182,11 +189,14 @@ class Scheduler:
                     step, members = self._step(node, around)
                     steps.append(step)
                 waiting.update(member.result for member in members)
-                if members and all(_can_leave(member, place, around) for member in members):
-                    left.update((place[member.result], member) for member in members)
-                elif members:
-                    sums.append((node, members))
-            steps += self._reduce(sums, around)
+                sums.update((member.result, (node, member)) for member in members)
+            stay = {
+                id(node) for node, member in sums.values() if not _can_leave(member, place, around)
+            }
+            leaving = [member for node, member in sums.values() if id(node) not in stay]
+            left.update((place[member.result], member) for member in leaving)
+            here = [(node, member) for node, member in sums.values() if id(node) in stay]
+            steps += self._reduce(here, around)
             remaining = later
         return steps, left
 
@@ -229,13 +239,12 @@ class Scheduler:
         return step, tuple(members)
 
     def _reduce(
-        self, sums: Sequence[tuple[Node, tuple[Member, ...]]], around: Surroundings
+        self, sums: Sequence[tuple[Node, Member]], around: Surroundings
     ) -> Iterator[Evaluate | Reduce]:
         """Yield a group for each kind of sums with a large one; others stay as they are."""
         kinds: dict[Any, list[tuple[Node, Member]]] = {}
-        for node, members in sums:
-            for member in members:
-                kinds.setdefault(_kind(member), []).append((node, member))
+        for node, member in sums:
+            kinds.setdefault(_kind(member), []).append((node, member))
         for of_kind in kinds.values():
             members = tuple(member for _, member in of_kind)
             nodes = {id(node): node for node, _ in of_kind}
@@ -251,6 +260,49 @@ class Scheduler:
 def _product(*times: int | None) -> int | None:
     known = [each for each in times if each is not None]
     return math.prod(known) if len(known) == len(times) else None
+
+
+# Linear equations that may come before a sum in place of behind it: of one array, and of several.
+_OF_ONE = {"reshape", "squeeze", "transpose"}
+_OF_SEVERAL = {"add", "add_any"}
+
+
+def _in_front(
+    node: Node, sums: Mapping[Key, tuple[Node, Member]], uses: Mapping[Key, int]
+) -> tuple[Evaluate, Member] | None:
+    """Return the step of an equation of sums as one of their terms, and the sum of its results.
+
+    So the gradients of a parameter that a loss uses several times are one sum.
+
+    Args:
+      node: equation that needs a sum.
+      sums: sums that wait, by their results.
+      uses: number of uses of each value.
+    """
+    name, keys = node.equation.primitive.name, node.inputs
+    is_linear = name in _OF_SEVERAL or (name in _OF_ONE and len(keys) == 1)
+    if not is_linear or any(key not in sums or uses[key] > 1 for key in keys):
+        return None
+    members = [sums[key][1] for key in keys]
+    kinds = {(_kind(member), member.why_exact) for member in members}
+    is_psum = members[0].description.operation == "psum"
+    is_unreduced = "dst_sharding" in members[0].params  # linear equations have rules of their own
+    if kinds != {(_kind(members[0]), None)} or not is_psum or is_unreduced:
+        return None
+    result = node.outputs[0]
+    described = members[0].description
+    shape = equations.shape_of(node.equation.outvars[0])
+    operands = dict(zip(node.equation.invars, (member.operand for member in members), strict=True))
+    step = Evaluate(
+        equations.evaluated(node.equation), tuple(operands.values()), (Terms(result),), ()
+    )
+    member = dataclasses.replace(
+        members[0],
+        description=dataclasses.replace(described, shape=shape),
+        operand=Terms(result),
+        result=result,
+    )
+    return step, member
 
 
 def _can_leave(member: Member, place: Mapping[Key, int], around: Surroundings) -> bool:

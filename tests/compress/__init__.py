@@ -1,0 +1,1 @@
+"""Tests of `dq.compress`: the sums of steps that others wrote."""
