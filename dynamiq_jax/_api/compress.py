@@ -251,7 +251,7 @@ class _Arguments(NamedTuple):
           TypeError: a flax.nnx object, whose change inside of the step would be lost.
         """
         nnx = sys.modules.get("flax.nnx")
-        objects = () if nnx is None else (nnx.Object,)
+        objects = () if nnx is None else (getattr(nnx, "Pytree", nnx.Object),)
         leaves, structure = jax.tree.flatten(
             (args, kwargs), is_leaf=lambda node: isinstance(node, objects)
         )

@@ -120,10 +120,11 @@ def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
 
 def _bucket_bytes(group: Reduce, bucket: Bucket, num_workers: int) -> int:
     """Count the bytes that each worker sends over the slow axis for a bucket."""
-    topology, cost = bucket.call.topology, bucket.method.wire_cost(bucket.call)
-    match group.members[0].description.operation:
-        case "psum":
-            return bucket.bytes_sent
+    operation, topology = group.members[0].description.operation, bucket.call.topology
+    if operation == "psum":
+        return bucket.bytes_sent
+    cost = bucket.method.wire_cost(dataclasses.replace(bucket.call, collective=operation))
+    match operation:
         case "psum_scatter":
             return cost.statistics_bytes + topology.bytes_scattered(cost, num_workers)
         case "all_gather":

@@ -1,0 +1,117 @@
+"""Messages of compressed steps: those of a collective of the same tree, as reported."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.compress.forms import FORMS
+from tests.support.hlo import collectives, unordered
+
+WORKERS = 4
+TREE = {
+    "w": jax.ShapeDtypeStruct((WORKERS, 64, 96), jnp.float32),
+    "v": jax.ShapeDtypeStruct((WORKERS, 40, 64), jnp.float32),
+    "b": jax.ShapeDtypeStruct((WORKERS, 64), jnp.float32),
+}
+KEY_BYTES = 4
+
+
+def key_of(*args):
+    return jax.random.key(0)
+
+
+def text_of(step, *args):
+    return jax.jit(step).lower(*args).compile().as_text()
+
+
+def sent(text):
+    return sum(each.sent_bytes(WORKERS) for each in collectives(text))
+
+
+def on_mesh(data_mesh, local, out=P()):
+    return jax.shard_map(local, mesh=data_mesh(WORKERS), in_specs=P("data"), out_specs=out)
+
+
+@pytest.fixture(scope="module")
+def mean_of_a_tree(data_mesh):
+    def local(stacked):
+        return lax.pmean(jax.tree.map(lambda leaf: leaf[0], stacked), "data")
+
+    return on_mesh(data_mesh, local)
+
+
+def test_a_step_sends_the_messages_of_a_mean_of_the_same_tree(mean_of_a_tree, data_mesh):
+    def local(stacked):
+        own = jax.tree.map(lambda leaf: leaf[0], stacked)
+        return dq.pmean(own, "data", key=jax.random.key(0))
+
+    by_hand = text_of(on_mesh(data_mesh, local), TREE)
+    step = dq.compress(mean_of_a_tree, "data", key=key_of)
+    found = collectives(text_of(step, TREE))
+    assert found
+    assert sorted(map(str, found)) == sorted(map(str, collectives(by_hand)))
+
+
+def test_without_a_key_a_group_sends_four_bytes_more_than_the_report(mean_of_a_tree):
+    with_key = dq.compress(mean_of_a_tree, "data", key=key_of)
+    without = dq.compress(mean_of_a_tree, "data")
+    report = without.report(TREE)
+    counted = sum(each.bytes_after for each in report.sums)
+    assert sent(text_of(with_key, TREE)) == pytest.approx(counted)
+    more = sent(text_of(without, TREE)) - counted
+    assert more == pytest.approx(KEY_BYTES * 2 * (WORKERS - 1) / WORKERS)
+
+
+def test_the_report_counts_scattered_sums_and_gathers(data_mesh):
+    def scatter(stacked):
+        return lax.psum_scatter(stacked["w"][0], "data", tiled=True)
+
+    def gather(stacked):
+        return lax.all_gather(stacked["w"][0], "data", tiled=True)
+
+    operations = ("psum_scatter", "all_gather")
+    for local in (scatter, gather):
+        mapped = on_mesh(data_mesh, local, out=P("data"))
+        unrolled = dq.topologies.Ring(unroll=True)
+        step = dq.compress(mapped, "data", key=key_of, operations=operations, topology=unrolled)
+        (each,) = step.report(TREE).compressed
+        assert sent(text_of(step, TREE)) == pytest.approx(each.bytes_after)
+        assert each.bytes_after < 0.2 * each.bytes_before
+
+
+def test_collectives_of_a_step_wait_for_each_other(data_mesh):
+    """Those of two groups, of sums that only= refuses, and of one over a part of the axes."""
+
+    def local(stacked):
+        total = lax.psum(stacked["w"][0], "data")
+        refused = lax.psum(stacked["v"][0], "data")
+        part = lax.psum_scatter(stacked["w"][0], "data", tiled=True)
+        return total, refused, part
+
+    step = dq.compress(
+        on_mesh(data_mesh, local, out=(P(), P(), P("data"))),
+        "data",
+        only=lambda each: each.shape != (40, 64),
+    )
+    assert step.report(TREE).num_groups == 2
+    assert unordered(text_of(step, TREE)) == []
+
+
+@pytest.mark.parametrize("name", ["layers_in_a_scan", "layers_in_a_scan_with_checkpoint"])
+def test_layers_of_a_scan_are_sent_once_behind_it(name, data_mesh):
+    form = FORMS[name](data_mesh(2))
+    key = {"key": key_of, "options": dq.Options(exact_below=0)}
+    found = collectives(text_of(dq.compress(form.step, "data", **key), *form.args))
+
+    def local(params):
+        return dq.pmean(params, "data", key=jax.random.key(0), options=key["options"])
+
+    by_hand = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
+    params = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), form.args[0])
+    of_tree = collectives(text_of(by_hand, params))
+    integers = lambda found: [c for c in found if not c.dtypes & {"f32", "bf16"}]  # noqa: E731
+    assert integers(found)
+    assert sorted(map(str, integers(found))) == sorted(map(str, integers(of_tree)))

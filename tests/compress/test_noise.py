@@ -1,0 +1,89 @@
+"""Rounding noise of compressed steps: another one for each sum, step and turn of a loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.support.workers import STOCHASTIC
+
+WORKERS = 4
+REPEATS = 8
+ROWS = jax.random.normal(jax.random.key(1), (WORKERS, 64, 64))
+
+
+def step_of(data_mesh, local, **options):
+    mapped = jax.shard_map(local, mesh=data_mesh(WORKERS), in_specs=(P("data"), P()), out_specs=P())
+    return jax.jit(dq.compress(mapped, "data", method=STOCHASTIC, **options))
+
+
+def mean(rows, number):
+    """A step that depends on its number only by a value that is too small to matter."""
+    return lax.pmean(rows[0] * (1 + number * 2.0**-22), "data")
+
+
+def error(means):
+    return float(dq.vnmse(sum(means) / len(means), jnp.mean(ROWS, 0)))
+
+
+@pytest.mark.parametrize("key", [None, lambda rows, number: jax.random.key(jnp.int32(number))])
+def test_errors_of_steps_cancel(data_mesh, key):
+    step = step_of(data_mesh, mean, key=key)
+    means = [step(ROWS, jnp.float32(number)) for number in range(REPEATS)]
+    alone = np.mean([error([each]) for each in means])
+    assert alone > 0
+    assert 0.5 * alone / REPEATS < error(means) < 2 * alone / REPEATS
+
+
+def test_a_step_that_repeats_itself_repeats_its_noise(data_mesh):
+    step = step_of(data_mesh, mean)
+    first, again = step(ROWS, jnp.float32(0)), step(ROWS, jnp.float32(0))
+    np.testing.assert_array_equal(first, again)
+    assert jnp.any(first != step(ROWS, jnp.float32(1)))
+
+
+def test_errors_of_sums_of_one_step_cancel(data_mesh):
+    """The second group needs the first one."""
+
+    def local(rows, number):
+        first = lax.pmean(rows[0], "data")
+        same = rows[0] + 0 * lax.pcast(first, "data", to="varying")
+        return first, lax.pmean(same, "data")
+
+    for key in (None, lambda rows, number: jax.random.key(0)):
+        first, second = step_of(data_mesh, local, key=key)(ROWS, jnp.float32(0))
+        assert error([first, second]) < 0.75 * error([first])
+
+
+def test_errors_of_turns_of_a_loop_cancel_whatever_the_key(data_mesh):
+    def local(rows, number):
+        def turn(total, shift):
+            return total + lax.pmean(rows[0] * (1 + shift * 2.0**-22), "data"), None
+
+        start = jnp.zeros(ROWS.shape[1:])
+        return lax.scan(turn, start, jnp.arange(REPEATS, dtype=jnp.float32))[0]
+
+    for key in (None, lambda rows, number: jax.random.key(0)):
+        total = step_of(data_mesh, local, key=key)(ROWS, jnp.float32(0))
+        alone = error([step_of(data_mesh, mean, key=key)(ROWS, jnp.float32(0))])
+        assert error([total / REPEATS]) < 2 * alone / REPEATS
+
+
+def test_replicas_are_identical(data_mesh):
+    def local(rows, number):
+        return lax.psum(rows[0], "data")[None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=data_mesh(WORKERS),
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    replicas = dq.compress(mapped, "data")(ROWS, jnp.float32(0))
+    assert dq.vnmse(replicas[0], jnp.sum(ROWS, 0)) > 0
+    for each in replicas[1:]:
+        np.testing.assert_array_equal(each, replicas[0])

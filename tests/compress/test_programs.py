@@ -1,0 +1,254 @@
+"""The rest of a step: its buffers, effects, scopes and checkpoints are those that it had."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.compress.forms import FORMS, PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
+
+METHOD = "bf16"
+
+
+@pytest.fixture
+def mesh(data_mesh):
+    return data_mesh(2)
+
+
+def sgd(params, x, y):
+    return jax.tree.map(jnp.subtract, params, jax.grad(mean_loss)(params, x, y))
+
+
+def fresh():
+    return jax.tree.map(jnp.array, PARAMS)
+
+
+def test_donated_buffers_are_taken(mesh):
+    jitted = jax.jit(mapped(sgd, mesh), donate_argnums=0)
+    inside = lambda params, x, y: jitted(params, x, y)  # noqa: E731
+    for fun in (jitted, inside):
+        params = jax.device_put(fresh(), jax.NamedSharding(mesh, P()))
+        dq.compress(fun, "data", method=METHOD)(params, X, Y)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    params = jax.device_put(fresh(), jax.NamedSharding(mesh, P()))
+    dq.compress(mapped(sgd, mesh), "data", method=METHOD)(params, X, Y)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_a_step_is_traced_once_for_arguments_of_one_kind(mesh):
+    traces = []
+
+    def counted(params, x, y):
+        traces.append(x.shape)
+        return sgd(params, x, y)
+
+    for fun in (mapped(counted, mesh), jax.jit(mapped(counted, mesh))):
+        step = dq.compress(fun, "data", method=METHOD)
+        traces.clear()
+        for _ in range(3):
+            step(PARAMS, X, Y)
+        assert traces == [(X.shape[0] // 2, 32)]
+        step(PARAMS, X[:8], Y[:8])
+        assert len(traces) == 2
+
+
+def test_arrays_of_an_object_may_change_between_steps(mesh):
+    class Trainer:
+        def __init__(self):
+            self.params = PARAMS
+
+        def gradient(self, x, y):
+            return mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)(self.params, x, y)
+
+        def update(self, x, y):
+            self.params = mapped(sgd, mesh)(self.params, x, y)
+
+    trainer = Trainer()
+    step = dq.compress(trainer.gradient, "data", method=METHOD)
+    before = step(X, Y)
+    trainer.params = jax.tree.map(lambda leaf: 2 * leaf, PARAMS)
+    assert dq.vnmse(step(X, Y), before) > 1e-3
+    with pytest.raises(TypeError, match="attributes of an object"):
+        dq.compress(trainer.update, "data")(X, Y)
+
+
+def test_effects_keep_their_order(mesh):
+    """The second one needs the sum, the third one does not."""
+    seen = []
+
+    def note(value):
+        seen.append(int(value))
+
+    def step(params, x, y):
+        grads = jax.grad(mean_loss)(params, x, y)
+        return grads
+
+    def whole(params, x, y):
+        io_callback(note, None, jnp.int32(1), ordered=True)
+        grads = mapped(step, mesh)(params, x, y)
+        number = jnp.int32(2) + (0 * jnp.sum(grads["w"])).astype(jnp.int32)
+        io_callback(note, None, number, ordered=True)
+        io_callback(note, None, jnp.int32(3), ordered=True)
+        return grads
+
+    jax.block_until_ready(jax.jit(dq.compress(whole, "data", method=METHOD))(PARAMS, X, Y))
+    jax.effects_barrier()
+    assert seen == [1, 2, 3]
+
+
+def test_scopes_and_lines_of_the_source_are_kept(mesh):
+    def step(params, x, y):
+        with jax.named_scope("chosen_by_the_author"):
+            scaled = jnp.sin(x)
+        return jax.grad(mean_loss)(params, scaled, y)
+
+    text = (
+        dq.compress(mapped(step, mesh), "data", method=METHOD)
+        .lower(PARAMS, X, Y)
+        .as_text(debug_info=True)
+    )
+    (line,) = [line for line in text.splitlines() if "stablehlo.sine" in line]
+    (name,) = re.findall(r"loc\((#loc\d+)\)", line)
+    (named,) = [line for line in text.splitlines() if line.startswith(f"{name} = ")]
+    assert "chosen_by_the_author/sin" in named
+    assert "test_programs.py" in text
+
+
+def test_what_a_checkpoint_computes_again_is_computed_again(mesh):
+    form = FORMS["layers_in_a_scan_with_checkpoint"](mesh)
+
+    def marks(step):
+        text = str(jax.make_jaxpr(step)(*form.args))
+        return text.count("differentiated=True"), text.count("prevent_cse=True")
+
+    assert marks(form.step)[0] > 0
+    assert marks(dq.compress(form.step, "data", method=METHOD)) == marks(form.step)
+
+
+def test_a_step_that_is_compressed_already_stays_as_it_is(mesh):
+    """A part of a collective of the library is no sum of the step."""
+    small = {f"b{number}": jnp.ones((512,)) for number in range(4)}
+
+    def step(params, x, y):
+        own = lax.pcast((params, small), "data", to="varying")
+        return dq.pmean(own, "data", key=jax.random.key(0), method=METHOD)
+
+    with pytest.raises(ValueError, match="compressed already"):
+        dq.compress(mapped(step, mesh), "data")(PARAMS, X, Y)
+
+
+def test_groups_of_an_axis_stay_exact(data_mesh):
+    def step(params, x, y):
+        grads = jax.grad(loss_fn)(params, x, y)
+        part = lax.psum(grads["w"], "data", axis_index_groups=[[0, 1], [2, 3]])
+        return lax.psum(part, "data"), lax.psum(grads["v"], "data")
+
+    fun = mapped(step, data_mesh(4), check_vma=False)
+    report = dq.compress(fun, "data").report(PARAMS, X, Y)
+    assert [each.why_exact for each in report.sums if each.group is None] == [
+        "over groups of an axis (axis_index_groups)"
+    ]
+    assert len(report.compressed) == 2
+
+
+def test_only_chooses_among_large_sums(mesh):
+    asked = []
+
+    def only(each):
+        asked.append(each)
+        return len(asked) == 1
+
+    step = mapped(lambda *a: lax.pmean(own_gradient(*a), "data"), mesh)
+    compressed = dq.compress(step, "data", method=METHOD, only=only)
+    report = compressed.report(PARAMS, X, Y)
+    assert {each.shape for each in asked} == {(32, 32)}
+    assert len(report.compressed) == 1
+    asked.clear()
+    got, expected = compressed(PARAMS, X, Y), step(PARAMS, X, Y)
+    errors = [float(dq.vnmse(got[name], expected[name])) for name in "vw"]
+    assert min(errors) < 1e-12 < max(errors)
+
+
+def test_a_program_with_an_unknown_equation_around_a_sum_is_refused(mesh):
+    around = Primitive("around")
+    around.multiple_results = True
+    around.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
+    mlir.register_lowering(around, lambda context, *values, jaxpr: values)
+
+    def step(params, x, y):
+        inner = jax.make_jaxpr(lambda w: lax.psum(w, "data"))(params["w"])
+        return around.bind(params["w"], jaxpr=inner)
+
+    fun = mapped(step, mesh, check_vma=False)
+    with pytest.raises(ValueError, match="inside of 'around'"):
+        dq.compress(fun, "data")(PARAMS, X, Y)
+    left = dq.compress(fun, "data", only=lambda each: False)
+    with pytest.raises(ValueError, match=r"only= returned False"):
+        left(PARAMS, X, Y)
+
+
+def test_mistakes_are_errors(mesh):
+    step = mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)
+    args = (PARAMS, X, Y)
+    with pytest.raises(TypeError, match="fun=3 cannot be called"):
+        dq.compress(3, "data")
+    with pytest.raises(ValueError, match="axis_name=3"):
+        dq.compress(step, 3)
+    with pytest.raises(TypeError, match=r"(?s)key=.*cannot be called"):
+        dq.compress(step, "data", key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"only=.*cannot be called"):
+        dq.compress(step, "data", only="w")
+    with pytest.raises(TypeError, match="is one name"):
+        dq.compress(step, "data", operations="psum")
+    with pytest.raises(ValueError, match="operations='pmean'"):
+        dq.compress(step, "data", operations=("pmean",))
+    with pytest.raises(ValueError, match="all_reduce_gradients"):
+        dq.compress(step, "data", method="ef+bf16")(*args)
+    with pytest.raises(ValueError, match="over 'data'"):
+        dq.compress(step, "model")(*args)
+    automatic = jax.jit(lambda params, x, y: jax.grad(loss_fn)(params, x, y))
+    with pytest.raises(ValueError, match=r"no sum over a named axis\.\n.*dq\.data_parallel"):
+        dq.compress(automatic, "data")(*args)
+
+
+def test_the_gradient_of_a_compressed_step_is_refused(mesh):
+    fun = mapped(lambda *a: lax.pmean(own_gradient(*a), "data")["w"], mesh)
+    step = dq.compress(fun, "data", method=METHOD)
+    with pytest.raises(Exception, match=r"differentiated|gradient"):
+        jax.grad(lambda params: jnp.sum(step(params, X, Y)))(PARAMS)
+
+
+def test_objects_of_nnx_are_refused(mesh):
+    from flax import nnx
+
+    model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"nnx\.split"):
+        dq.compress(lambda model: model.kernel, "data")(model)
+
+
+def test_a_step_may_be_a_method_a_partial_or_checkpointed(mesh):
+    class Trainer:
+        gradient = dq.compress(
+            lambda self, *args: mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)(*args),
+            "data",
+            method=METHOD,
+        )
+
+    expected = mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)(PARAMS, X, Y)
+    by_keyword = functools.partial(mapped(lambda *a: jax.grad(mean_loss)(*a), mesh), PARAMS)
+    for got in (
+        Trainer().gradient(PARAMS, X, Y),
+        dq.compress(by_keyword, "data", method=METHOD)(X, Y),
+        jax.checkpoint(dq.compress(by_keyword, "data", method=METHOD))(X, Y),
+    ):
+        assert 1e-8 < dq.vnmse(got, expected) < 1e-4
+        np.testing.assert_array_equal(jax.tree.structure(got), jax.tree.structure(expected))
