@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dynamiq_jax._api.value_and_grad import run_exactly
 from dynamiq_jax._core import check_number
 from dynamiq_jax._worker_loss import modules
-from dynamiq_jax._worker_loss.arguments import by_position
 from dynamiq_jax._worker_loss.aux import ROLES, ROWS, roles_of
 from dynamiq_jax._worker_loss.causes import Difference, cause_of, cause_of_error
+from dynamiq_jax._worker_loss.gradients import exact_value_and_leaves
+from dynamiq_jax._worker_loss.loss_call import plan_call
 from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen, on_host
 from dynamiq_jax._worker_loss.wrapped import loss_of
 
@@ -70,9 +70,8 @@ def check_data_parallel(
     if tolerance is not None:
         check_number("tolerance", tolerance, 0, 1)
     copies = jax.tree.map(modules.without_dropout, (args, kwargs), is_leaf=modules.is_module)
-    arguments = by_position(work.loss_fn, *copies)
-    signature, specs, arrays = work.bind(*arguments)
-    on_rows = OnRows(work, signature, arrays)
+    call = plan_call(work, *copies)
+    on_rows = OnRows(call)
     whole = on_rows.whole
     if tolerance is None:
         tolerance = _OF_16_BITS if on_rows.has_16_bits else _OF_32_BITS
@@ -82,7 +81,7 @@ def check_data_parallel(
             "finite. Give a batch and parameters for which it is."
         )
     try:
-        value, gradient = run_exactly(work, signature, specs, arrays)
+        value, gradient = exact_value_and_leaves(call)
     except Exception as error:
         if not (on_rows.count and (text := on_rows.fails(on_rows.parts[0]))):
             raise

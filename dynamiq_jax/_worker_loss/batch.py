@@ -1,6 +1,5 @@
 """The batch of a call: the arrays that are split over the workers, and checks of their shapes."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,63 +9,40 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
-from dynamiq_jax._worker_loss.arguments import SPLIT, Signature, unwrap_single
-from dynamiq_jax._worker_loss.rows import order_of, take
+from dynamiq_jax._worker_loss.roles import SPLIT, ArgumentLeaf, unwrap_single
+from dynamiq_jax._worker_loss.rows import Split, order_of, take
 
 P = PartitionSpec
 _NAMED = 4  # arrays of one leading size in an error
 
 
 def resolve_batch(
-    signature: Signature,
-    arrays: Sequence[Any],
+    leaves: Sequence[ArgumentLeaf],
+    structure: Any,
     parameters: Sequence[str],
     axes: Mapping[str, int],
-) -> Signature:
-    """Return a signature with the specs of all arrays of the batch, after checks of their shapes.
+) -> list[ArgumentLeaf]:
+    """Return the leaves of a call with the specs of the batch, after checks of its shapes.
 
     Args:
-      signature: that of the call.
-      arrays: those of the batch, in flattened order.
+      leaves: leaves of all arguments, in flattened order.
+      structure: structure of `(args, kwargs)`.
       parameters: names of the positional arguments, as far as known.
       axes: axes of the workers, and their sizes.
 
     Raises:
-      ValueError: arrays without a spec have several leading sizes, or another one than those with
+      ValueError: arrays without a spec have several leading sizes, or another one than arrays with
         a spec; a shape that does not fit its spec.
     """
-    axis = unwrap_single(tuple(axes))
-    default = P(axis)
-    shapes = [np.shape(array) for array in arrays]
-    names = signature.of_batch(signature.names)
-    given: list[PartitionSpec | None] = signature.of_batch(signature.specs)
-    assumed = [shape[0] for shape, spec in zip(shapes, given, strict=True) if spec is None]
-    known = [
-        shape[0] for shape, spec in zip(shapes, given, strict=True) if spec and names_of(spec[0])
+    default = P(unwrap_single(tuple(axes)))
+    _check_leading_sizes(leaves, structure, parameters, default)
+    resolved = [
+        leaf._replace(spec=leaf.spec or default) if leaf.role == SPLIT else leaf for leaf in leaves
     ]
-    if len(set(assumed)) > 1 or (known and set(assumed) - set(known)):
-        batch_sizes = known or [max(assumed, key=lambda size: (assumed.count(size), size))]
-        proposed = [
-            spec or (default if shape[0] in batch_sizes else P())
-            for shape, spec in zip(shapes, given, strict=True)
-        ]
-        raise ValueError(
-            f"Arrays to split over axis {axis!r} have different leading sizes: "
-            f"{_by_size(names, shapes)}. An array that is not part of the batch, such as weights "
-            "of classes, has to be whole on every worker. Say which arrays are split, with "
-            "P = jax.sharding.PartitionSpec, such as "
-            f"in_specs={_proposal(signature, parameters, proposed)}"
-        )
-    specs = [spec or default for spec in given]
-    rules = signature.of_batch(signature.rules)
-    for name, shape, spec, rule in zip(names, shapes, specs, rules, strict=True):
-        _check_shape(name, shape, spec, axes)
-        axis, workers = split_axis(spec, axes)
-        try:
-            order_of(rule, shape[axis], workers)
-        except ValueError as error:
-            raise ValueError(f"{name[0].upper()}{name[1:]} has shape {shape}: {error}.") from None
-    return dataclasses.replace(signature, specs=_with_splits(signature, specs))
+    for leaf in resolved:
+        if leaf.role == SPLIT:
+            _check_shape(leaf, axes)
+    return resolved
 
 
 def split_axis(spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, int]:
@@ -78,31 +54,55 @@ def split_axis(spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def in_order_of_workers(
-    signature: Signature, arrays: Sequence[Any], axes: Mapping[str, int]
+    arrays: Sequence[Any],
+    specs: Sequence[PartitionSpec],
+    rules: Sequence[Split | None],
+    axes: Mapping[str, int],
 ) -> list[Any]:
     """Return the arrays of the batch with the rows of each worker as neighbors.
 
     Args:
-      signature: of `resolve_batch`.
-      arrays: those of the batch, in flattened order.
+      arrays: arrays of the batch, in flattened order.
+      specs: spec of each array.
+      rules: rule of the rows of each array.
       axes: axes of the workers, and their sizes.
     """
     moved = []
-    rules = signature.of_batch(signature.rules)
-    for array, spec, rule in zip(arrays, signature.splits, rules, strict=True):
+    for array, spec, rule in zip(arrays, specs, rules, strict=True):
         axis, workers = split_axis(spec, axes)
         moved.append(take(array, order_of(rule, np.shape(array)[axis], workers), axis))
     return moved
 
 
-def _with_splits(
-    signature: Signature, splits: Sequence[PartitionSpec]
-) -> tuple[PartitionSpec | None, ...]:
-    """Return the specs of all leaves, with others of those of the batch."""
-    left = iter(splits)
-    return tuple(
-        next(left) if role == SPLIT else spec
-        for spec, role in zip(signature.specs, signature.roles, strict=True)
+def _check_leading_sizes(
+    leaves: Sequence[ArgumentLeaf],
+    structure: Any,
+    parameters: Sequence[str],
+    default: PartitionSpec,
+) -> None:
+    """Raise ValueError for arrays without a spec that cannot all be parts of one batch."""
+    batch = [leaf for leaf in leaves if leaf.role == SPLIT]
+    rows = [np.shape(leaf.value)[0] for leaf in batch]
+    assumed = [size for size, leaf in zip(rows, batch, strict=True) if leaf.spec is None]
+    known = [
+        size for size, leaf in zip(rows, batch, strict=True) if leaf.spec and names_of(leaf.spec[0])
+    ]
+    if len(set(assumed)) <= 1 and not (known and set(assumed) - set(known)):
+        return
+    batch_sizes = known or [max(assumed, key=lambda size: (assumed.count(size), size))]
+
+    def proposed(leaf: ArgumentLeaf) -> PartitionSpec | None:
+        if leaf.role != SPLIT or leaf.spec:
+            return leaf.spec
+        return default if np.shape(leaf.value)[0] in batch_sizes else P()
+
+    shapes = [np.shape(leaf.value) for leaf in batch]
+    proposal = _proposal(structure, parameters, [proposed(leaf) for leaf in leaves])
+    raise ValueError(
+        f"Arrays to split over axis {default[0]!r} have different leading sizes: "
+        f"{_by_size([leaf.name for leaf in batch], shapes)}. An array that is not part of the "
+        "batch, such as weights of classes, has to be whole on every worker. Say which arrays are "
+        f"split, with P = jax.sharding.PartitionSpec, such as in_specs={proposal}"
     )
 
 
@@ -119,10 +119,11 @@ def _by_size(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
     return " and ".join(parts)
 
 
-def _check_shape(
-    name: str, shape: tuple[int, ...], spec: PartitionSpec, axes: Mapping[str, int]
-) -> None:
-    subject = f"{name[0].upper()}{name[1:]} has shape {shape}"
+def _check_shape(leaf: ArgumentLeaf, axes: Mapping[str, int]) -> None:
+    """Raise ValueError for an array of the batch that its spec or its rule does not split."""
+    shape, spec = np.shape(leaf.value), leaf.spec
+    assert spec is not None
+    subject = f"{leaf.name[0].upper()}{leaf.name[1:]} has shape {shape}"
     if len(spec) > len(shape):
         raise ValueError(
             f"{subject}, but in_specs gives it {spec}. Give a spec of at most {len(shape)} "
@@ -139,14 +140,18 @@ def _check_shape(
                 f"{axis!r}. Pad or trim the batch. If the array is not part of it, give "
                 "P() for it in in_specs."
             )
+    axis, workers = split_axis(spec, axes)
+    try:
+        order_of(leaf.rule, shape[axis], workers)
+    except ValueError as error:
+        raise ValueError(f"{subject}: {error}.") from None
 
 
 def _proposal(
-    signature: Signature, parameters: Sequence[str], specs: Sequence[PartitionSpec]
+    structure: Any, parameters: Sequence[str], leaves: Sequence[PartitionSpec | None]
 ) -> str:
     """Return `in_specs` as Python code: a tuple, or a dict where keywords have arrays too."""
-    leaves = _with_splits(signature, specs)
-    args, kwargs = signature.structure.children()
+    args, kwargs = structure.children()
     entries = [_text(part, own) for part, own in _parts(args, leaves)]
     by_name = {
         name: _text(part, own)

@@ -12,11 +12,11 @@ from jax import Array
 from jax.experimental import multihost_utils
 
 from dynamiq_jax._worker_loss import modules
-from dynamiq_jax._worker_loss.arguments import DIFFERENTIATED, SPLIT, WHOLE, Signature
 from dynamiq_jax._worker_loss.aux import split_result
 from dynamiq_jax._worker_loss.batch import split_axis
+from dynamiq_jax._worker_loss.loss_call import LossCall
+from dynamiq_jax._worker_loss.roles import DIFFERENTIATED, SPLIT, WHOLE
 from dynamiq_jax._worker_loss.rows import order_of
-from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
 
 _COORDINATES = 256  # of the gradient that experiments compare, at least
 
@@ -51,15 +51,16 @@ class Seen(NamedTuple):
 class OnRows:
     """A loss of one call, on chosen rows of its batch."""
 
-    def __init__(self, work: WorkerLoss, signature: Signature, arrays: Mapping[str, list[Any]]):
-        self.work, self.signature, self.arrays = work, signature, dict(arrays)
-        self.workers = math.prod(work.axes.values())
-        self.axes = [split_axis(spec, work.axes)[0] for spec in signature.splits]
+    def __init__(self, call: LossCall):
+        self.work, self.signature = call.plan.work, call.plan.signature
+        self.arrays = dict(call.arrays)
+        self.workers = self.work.workers.count
+        self.axes = [split_axis(spec, self.work.axes)[0] for spec in self.signature.splits]
         sizes = {
             np.shape(leaf)[axis] for leaf, axis in zip(self.arrays[SPLIT], self.axes, strict=True)
         }
         self.count = sizes.pop() if len(sizes) == 1 else 0  # 0: arrays differ
-        self.batch_names = signature.of_batch(signature.names)
+        self.batch_names = self.signature.of_batch(self.signature.names)
         self._largest: list[Array] = []
         self._see = jax.jit(self._seen, static_argnums=2)  # one program for sets of one size
         self._aux = jax.jit(self._aux_of_sets)
@@ -157,10 +158,6 @@ class OnRows:
     def _result(self, arrays: Mapping[str, list[Any]]) -> Result:
         def loss_of(differentiated: list[Array]) -> tuple[Array, tuple[Any, Array]]:
             args, kwargs = self.signature.rebuild({**arrays, DIFFERENTIATED: differentiated})
-            for where, graph in self.signature.graphs:
-                container: Any = args if isinstance(where, int) else kwargs
-                parts = container[where]
-                container[where] = modules.merge(graph, parts.params, parts.rest)
             loss, aux = split_result(self.work.loss_fn(*args, **kwargs), self.work.has_aux)
             return loss, (aux, self.work.targets(args, kwargs))
 

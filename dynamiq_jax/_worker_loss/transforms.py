@@ -30,8 +30,8 @@ _USE_VMAP = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Workers:
-    """Workers of some axes of a mesh, and the transformation that runs a function for each."""
+class WorkerMap:
+    """Map over the workers of some axes of a mesh, by a transformation of JAX."""
 
     mesh: Mesh
     axes: tuple[str, ...]

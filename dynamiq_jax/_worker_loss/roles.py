@@ -1,4 +1,4 @@
-"""Arguments of a loss function: which are differentiated, split over workers, whole, or static."""
+"""Roles of arguments of a loss function: differentiated, split over workers, whole, or static."""
 
 import dataclasses
 import inspect
@@ -6,18 +6,25 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.in_specs import Entries, axes_of, entries_of, of_leaves, rules_of
 from dynamiq_jax._worker_loss.rows import Split
-from dynamiq_jax._worker_loss.static import Static, static_value
 
 DIFFERENTIATED, SPLIT, WHOLE, STATIC = "differentiated", "split", "whole", "static"
 Arrays = Mapping[str, list[Any]]  # role to the leaves that have it
+
+
+class ArgumentLeaf(NamedTuple):
+    """Leaf of an argument, and its role."""
+
+    name: str  # for errors
+    role: str
+    spec: PartitionSpec | None  # None for the default
+    rule: Split | None  # of its rows; None for neighboring ones
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,128 +157,6 @@ class Roles:
         return {where, self.parameters.index(where)} if known else {where}
 
 
-class ModuleParts(NamedTuple):
-    """An nnx module without its structure."""
-
-    params: Any
-    rest: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """Everything about the arguments of one call that is not an array.
-
-    It is hashable, unless the structure of a module has metadata that is not.
-    """
-
-    argnums: tuple[int, ...]
-    structure: Any  # of (args, kwargs), with parts in place of modules
-    roles: tuple[str, ...]  # of every leaf
-    names: tuple[str, ...]  # of every leaf, for errors
-    specs: tuple[PartitionSpec | None, ...]  # of every leaf; None for the default
-    rules: tuple[Split | None, ...]  # of the rows of every leaf; None for neighboring ones
-    static: tuple[Static, ...]  # leaves that are no arrays
-    graphs: tuple[tuple[int | str, Any], ...]  # arguments that are modules, and their structures
-
-    @property
-    def splits(self) -> list[PartitionSpec]:
-        """Specs of the leaves of the batch, of which `resolve_batch` leaves none out."""
-        return self.of_batch(self.specs)
-
-    def of_batch(self, values: Sequence[Any]) -> list[Any]:
-        """Return those values of every leaf that are of leaves of the batch."""
-        return [value for value, role in zip(values, self.roles, strict=True) if role == SPLIT]
-
-    def rebuild(self, arrays: Arrays) -> tuple[list[Any], dict[str, Any]]:
-        """Return arguments of a call, with parts in place of modules, from leaves by role."""
-        return self._filled({**arrays, STATIC: [static.value for static in self.static]})
-
-    def _filled(self, leaves: Arrays) -> tuple[list[Any], dict[str, Any]]:
-        left = {role: iter(of_role) for role, of_role in leaves.items()}
-        args, kwargs = jax.tree.unflatten(self.structure, [next(left[role]) for role in self.roles])
-        return list(args), kwargs
-
-    def differentiated(self, arrays: Arrays) -> tuple[Any, ...]:
-        """Return the trees that gradients are like, by position: None for what is static."""
-        args, _ = self._filled({**arrays, STATIC: [None] * len(self.static)})
-        return tuple(
-            args[n].params if isinstance(args[n], ModuleParts) else args[n] for n in self.argnums
-        )
-
-
-def sort_by_role(
-    args: Sequence[Any], kwargs: Mapping[str, Any], roles: Roles
-) -> tuple[Signature, dict[str, list[Any]]]:
-    """Sort the leaves of the arguments of a call by role.
-
-    Floating and complex leaves of a differentiated argument are differentiated, the others are
-    whole. Numbers and other scalars are whole, and what is neither an array nor a number is static.
-    In equinox modules, numbers are static too: Python branches on them.
-
-    Raises:
-      ValueError: a static value that cannot be hashed; specs that do not fit an argument, or that
-        split one that is not split.
-    """
-    graphs: list[tuple[int | str, Any]] = []
-
-    def without_structure(where: int | str, value: Any) -> Any:
-        if not modules.is_module(value):
-            return value
-        graph, params, rest = modules.split_module(value)
-        graphs.append((where, graph))
-        return ModuleParts(params, rest)
-
-    parted = (
-        tuple(without_structure(n, value) for n, value in enumerate(args)),
-        {name: without_structure(name, value) for name, value in kwargs.items()},
-    )
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(parted)
-    values: dict[int | str, Any] = dict(enumerate(parted[0]))
-    values.update(parted[1])
-    left = {where: iter(roles.specs_of(where, value)) for where, value in values.items()}
-    rules_left = {where: iter(roles.rules_of(where, value)) for where, value in values.items()}
-    numbers_static = {where for where, value in values.items() if modules.holds_equinox(value)}
-    arrays: dict[str, list[Any]] = {DIFFERENTIATED: [], SPLIT: [], WHOLE: []}
-    sorted_roles: list[str] = []
-    specs: list[PartitionSpec | None] = []
-    rules: list[Split | None] = []
-    static: list[Static] = []
-    names: list[str] = []
-    for path, leaf in paths_and_leaves:
-        where = path[1].idx if path[0].idx == 0 else path[1].key
-        is_rest = path[2:3] == (jax.tree_util.GetAttrKey("rest"),)
-        is_module = any(where == other for other, _ in graphs)
-        spec, rule = next(left[where]), next(rules_left[where])
-        if is_module or roles.of(where) != SPLIT:
-            kind = "a module" if is_module else roles.of(where)
-            roles.check_whole(where, kind, spec, rule)
-        if where in numbers_static and isinstance(leaf, numbers.Number):
-            role = STATIC
-        else:
-            role = _role_of_leaf(leaf, roles.of(where), is_whole=is_module and is_rest)
-        if role == SPLIT and (is_module or not (spec is None or axes_of(spec))):
-            role = WHOLE
-        sorted_roles.append(role)
-        specs.append(spec)
-        rules.append(rule or roles.rule)
-        names.append(f"argument {where!r}{jax.tree_util.keystr(path[2:])}")
-        if role == STATIC:
-            static.append(static_value(names[-1], leaf))
-        else:
-            arrays[role].append(leaf)
-    signature = Signature(
-        roles.argnums,
-        structure,
-        tuple(sorted_roles),
-        tuple(names),
-        tuple(specs),
-        tuple(rules),
-        tuple(static),
-        tuple(graphs),
-    )
-    return signature, arrays
-
-
 def by_position(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -311,6 +196,23 @@ def unwrap_single(trees: Sequence[Any]) -> Any:
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
+def role_of_leaf(leaf: Any, role: str, *, is_whole: bool) -> str:
+    """Return the role of a leaf of an argument.
+
+    Args:
+      leaf: any value.
+      role: role of the arrays of the argument.
+      is_whole: True for a leaf that no role of the argument differentiates or splits.
+    """
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")  # a configuration may have one
+    if role == STATIC or not (is_array or isinstance(leaf, numbers.Number)):
+        return STATIC
+    if role == DIFFERENTIATED:
+        dtype = jnp.result_type(leaf)
+        return WHOLE if is_whole or not jnp.issubdtype(dtype, jnp.inexact) else DIFFERENTIATED
+    return WHOLE if is_whole or np.ndim(leaf) == 0 else role
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the positional arguments of a function, as far as known."""
     try:
@@ -323,13 +225,3 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
     return (given,) if isinstance(given, int | str) else tuple(given)
-
-
-def _role_of_leaf(leaf: Any, role: str, *, is_whole: bool) -> str:
-    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")  # a configuration may have one
-    if role == STATIC or not (is_array or isinstance(leaf, numbers.Number)):
-        return STATIC
-    if role == DIFFERENTIATED:
-        dtype = jnp.result_type(leaf)
-        return WHOLE if is_whole or not jnp.issubdtype(dtype, jnp.inexact) else DIFFERENTIATED
-    return WHOLE if is_whole or np.ndim(leaf) == 0 else role
