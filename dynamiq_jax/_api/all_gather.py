@@ -50,11 +50,11 @@ def all_gather(
       key: PRNG key, the same on all workers, a different key at every step; the key of the
         `psum_scatter` before may be used again.
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
-      tiled: join the parts along that dimension; otherwise it is a new one.
+      tiled: True to join the parts along this dimension; False to stack them along a new one.
       to: "varying" or "invarying", the type of the result under `check_vma=True`. Only a varying
         result has a compressed transpose: gradients of an invarying one are summed by JAX before
         they get here. Only an invarying one leaves `shard_map` with `out_specs=P()`.
-      method: compression method; see `psum`.
+      method: compression method or policy; see `psum`.
       topology: route of the chunks in the transpose; see `psum`.
       specs: how leaves are split over other axes; see `psum`. With `tiled`, they may not split the
         dimension that is gathered.

@@ -70,7 +70,7 @@ def all_reduce_gradients(
     the same on all workers.
 
     Args:
-      axis_name: axis to average over, or several with the slowest link first; see `psum`.
+      axis_name: one axis, or several with the slowest link first; see `psum`.
       method: compression method or policy; see `psum`. Or a `Schedule` of several. One program then
         holds all of them and chooses by the step; states are those of all phases. Phases share
         the state of a bucket that has the same leaves in both, if it is of the same kind: error

@@ -125,8 +125,8 @@ def allocate_bits(
       method: DynamiQ with the bits to compare with, or a policy. Only leaves of DynamiQ get other
         bits, and these methods keep their other fields. Errors are counted as their `exponent`
         says.
-      topology: as for `psum`.
-      options: as for `psum`, but that buckets are in order.
+      topology: route of the chunks; see `psum`.
+      options: leaves that stay exact, and the size of buckets, which are in order.
       groups: patterns of paths, as in a policy: the leaves that the first matching pattern has in
         common share bits. None: the leaves of a bucket do.
       layers: path of a part of the tree, such as "layers", whose leaves have a leading axis of

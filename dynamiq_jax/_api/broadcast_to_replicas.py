@@ -31,9 +31,9 @@ def broadcast_to_replicas(
 ) -> Tree:
     """Broadcast parameters to a replica for each worker, whose gradients are summed compressed.
 
-    Its transpose is `mean_of_replicas` times the number of workers. So whoever differentiates a
-    function of the parameters gets gradients that are reduced already. It is `dq.pcast` for
-    programs that are one `jax.jit` without `shard_map`, where workers are an axis of `jax.vmap`:
+    Its transpose is `mean_of_replicas` times the number of workers. So the gradient of a function
+    of the parameters is reduced already. It is `dq.pcast` for programs that are one `jax.jit`
+    without `shard_map`, where workers are an axis of `jax.vmap`:
 
         def mean_loss(params, x):  # x: [workers, rows, ...]
             params = dq.broadcast_to_replicas(params, "data", mesh=mesh)
@@ -45,11 +45,11 @@ def broadcast_to_replicas(
       tree: pytree of parameters. Only floating leaves have gradients.
       axis_name: axis of the mesh of which each worker gets a replica, or several with the slowest
         link first; see `psum`.
-      key: PRNG key, a different one at every step. By default it is computed from all bits of the
-        tree; see `pcast` for where that repeats.
-      mean: divide the sum by the number of workers.
-      mesh: the mesh; by default that of `jax.set_mesh`.
-      method: compression method without state; see `psum`.
+      key: PRNG key, a different key at every step. By default it is computed from all bits of the
+        tree, and may repeat; see `pcast`.
+      mean: whether the sum is divided by the number of workers.
+      mesh: the mesh; by default the mesh of `jax.set_mesh`.
+      method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
       specs: how the parameters are split over other axes; see `psum`.
       options: leaves whose gradients stay exact, and the size of buckets.
@@ -59,7 +59,7 @@ def broadcast_to_replicas(
       over the axis of the mesh.
 
     Raises:
-      ValueError: the mesh has no such axis; and as `psum`.
+      ValueError: as `psum`; the mesh has no such axis.
     """
     compression = resolve(method, topology, options, stateless="broadcast_to_replicas")
     replicas = Replicas(mesh, axis_name, compression, specs)

@@ -38,9 +38,9 @@ def mean_of_replicas(
     Args:
       tree: pytree of arrays [replicas, *shape], one replica for each worker of the axis.
       axis_name: axis of the mesh over which the leading axis is split; see `psum`.
-      key: PRNG key, another one at every call.
-      mesh: the mesh; by default that of `jax.set_mesh`.
-      method: compression method without state; see `psum`.
+      key: PRNG key, a different key at every call.
+      mesh: the mesh; by default the mesh of `jax.set_mesh`.
+      method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
       specs: how one replica, without the leading axis, is split over other axes; see `psum`.
       options: leaves that stay exact, and the size of buckets.
@@ -49,7 +49,7 @@ def mean_of_replicas(
       A tree of the same structure and dtypes, arrays [*shape], the same on all workers.
 
     Raises:
-      ValueError: a leading axis of another size than the axis; and as `psum`.
+      ValueError: as `psum`; a leading axis of another size than the number of workers.
     """
     compression = resolve(method, topology, options, stateless="mean_of_replicas")
     replicas = Replicas(mesh, axis_name, compression, specs)

@@ -35,8 +35,8 @@ def pcast(
     """Cast replicated parameters to varying ones, whose gradients are summed compressed.
 
     Like `jax.lax.pcast(tree, axis_name, to="varying")`, an identity whose transpose is a sum over
-    the axis. Here that sum is `dq.psum`. So whoever differentiates a function of the parameters
-    gets gradients that are reduced already, inside a `jax.lax.scan` over layers layer by layer.
+    the axis. Here the sum is `dq.psum`. So the gradient of a function of the parameters is reduced
+    already, inside a `jax.lax.scan` over layers layer by layer.
     Nothing is sent for leaves that are not differentiated, such as frozen ones.
 
         def loss(params, batch):
@@ -50,23 +50,23 @@ def pcast(
     Args:
       tree: pytree of parameters, the same on all workers. Only floating leaves have gradients.
       axis_name: one axis, or several with the slowest link first; see `psum`.
-      to: "varying".
-      key: PRNG key, the same on all workers, a different one at every step. By default it is
+      to: "varying", the type of the result, as for `jax.lax.pcast`.
+      key: PRNG key, the same on all workers, a different key at every step. By default it is
         computed from all bits of the tree, which are the same on all workers, and from the number
         of the cast among those of one trace. So it repeats where gradients are taken again at the
         same parameters: for each part of a batch, and at a learning rate of 0. Give a key there,
         such as `jax.random.key(step)`.
-      mean: divide the sum by the number of workers.
-      method: compression method without state; see `psum`.
+      mean: whether the sum is divided by the number of workers.
+      method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
-      specs: how parameters are split over axes that the compiler manages; see `psum`.
+      specs: how the parameters are split over axes that the compiler manages; see `psum`.
       options: leaves whose gradients stay exact, and the size of buckets.
 
     Returns:
       The same values.
 
     Raises:
-      ValueError: another `to`; parameters that vary over the axis; and as `psum`.
+      ValueError: as `psum`; another `to`; parameters that vary over the axis.
     """
     if to != "varying":
         raise ValueError(f"to={to!r} is not supported. Give to='varying', or use jax.lax.pcast.")

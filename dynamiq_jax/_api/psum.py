@@ -51,9 +51,9 @@ def psum(
       specs: how leaves are split over the axes of the mesh that the compiler manages, so that each
         device compresses its own shards: a tree of `PartitionSpec` or `NamedSharding` like `tree`,
         or a prefix of it, such as the shardings of the parameters, or a function from the tree to
-        one. `P()` says that devices hold
-        whole leaves. Axes that are manual already or have one device do not count. Needed only
-        where the compiler manages an axis of several devices; the types of explicit axes say it.
+        one. `P()` is for whole leaves on every device. Axes that are manual already or have one
+        device do not count. Specs are needed only where the compiler manages an axis of several
+        devices. Explicit axes are part of the types of leaves.
       options: leaves that stay exact, the size of buckets, and a limit of the error.
       with_metrics: return metrics beside the tree. They take 1% of the bytes, for the exact sum of
         a sample of the compressed coordinates.
@@ -111,9 +111,27 @@ def pmean(
 ) -> Any:
     """Average a pytree over a mesh axis, with floating-point leaves compressed on the wire.
 
-    Like `jax.lax.pmean`, with the arguments of `psum`. The sum is divided by the size of the axis
-    in float32 before it is cast to each leaf's dtype. Dtypes are kept: the mean of an integer leaf
-    is floored, and a boolean leaf is True where any worker has True.
+    Like `jax.lax.pmean`, and a `psum` divided by the size of the axis: in float32, before it is
+    cast to each leaf's dtype. Dtypes are kept. The mean of an integer leaf is floored, and a
+    boolean leaf is True where any worker has True.
+
+    Args:
+      tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are
+        compressed.
+      axis_name: one axis, or several with the slowest link first; see `psum`.
+      key: PRNG key, the same on all workers, a different key at every step.
+      method: compression method or policy, without state; see `psum`.
+      topology: route of the chunks; see `psum`.
+      specs: how leaves are split over axes that the compiler manages; see `psum`.
+      options: leaves that stay exact, the size of buckets, and a limit of the error.
+      with_metrics: return metrics beside the tree; see `psum`.
+
+    Returns:
+      A tree of the same structure, shapes and dtypes; with metrics, `(tree, metrics)`; see `psum`.
+
+    Raises:
+      ValueError: as `psum`; unreduced leaves, which are terms of a sum.
+      TypeError: as `psum`.
     """
     compression = resolve(method, topology, options, stateless="pmean", measures=with_metrics)
     if is_unreduced(tree):

@@ -29,19 +29,19 @@ def psum_scatter(
 ) -> Tree:
     """Sum a pytree over a mesh axis, each worker its own part, compressed on the wire.
 
-    Like `jax.lax.psum_scatter`. The sums themselves are never compressed, only the messages: one
-    compression less than `psum`. The parts of all workers take equal bytes, so that the error is
-    larger than that of `psum` if some parts of the tree have much larger values than others.
+    Like `jax.lax.psum_scatter`. Only messages are compressed, and sums are not: `psum` has one
+    compression more. The parts of all workers take equal bytes, so that the error is
+    larger than the error of `psum` if some parts of the tree have much larger values than others.
 
     Args:
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are
         compressed.
       axis_name: one axis; not several.
-      key: PRNG key, the same on all workers, another one at every call.
+      key: PRNG key, the same on all workers, a different key at every call.
       scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
         divided by it if tiled.
-      tiled: keep that dimension, divided by the size of the axis; otherwise remove it.
-      method: compression method; see `psum`.
+      tiled: True to keep this dimension, divided by the size of the axis; False to remove it.
+      method: compression method or policy; see `psum`.
       topology: route of the chunks; see `psum`.
       specs: how leaves are split over other axes; see `psum`. They may not split the dimension that
         is scattered.

@@ -97,13 +97,14 @@ def wire_report(
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.
       axis_size: number of workers, or the sizes of several axes, slowest link first; with a mesh,
         the name of its axis, or the names of several.
-      method: as for `psum`.
-      topology: as for `psum`.
+      method: compression method or policy; see `psum`.
+      topology: route of the chunks; see `psum`.
       mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`, for leaves with specs.
-      specs: as for `psum`: how leaves are split over further axes of the mesh. The counts are those
-        of each device then, for its own shards.
-      options: as for `psum`. What a bucket above `max_error` takes again is not counted.
-      with_metrics: as for `psum`.
+      specs: how leaves are split over further axes of the mesh; see `psum`. Bytes are then counted
+        for one device and its own shards.
+      options: leaves that stay exact, the size of buckets, and a limit of the error. A bucket above
+        `max_error` is sent again, which is not counted.
+      with_metrics: whether the exact sum of a sample, which metrics need, is counted.
 
     >>> import jax, jax.numpy as jnp
     >>> report = wire_report({"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}, 8)

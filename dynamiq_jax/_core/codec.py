@@ -193,7 +193,12 @@ class SummedChunks(ChunkCodec):
 
 
 def take_chunk(chunks: Array, index: Array) -> Array:
-    """Return one of several chunks, [...] of [chunks, ...]."""
+    """Return one of several chunks, [...] of [chunks, ...].
+
+    Args:
+      chunks: array [chunks, ...].
+      index: number of the chunk, int32 scalar.
+    """
     return lax.dynamic_index_in_dim(chunks, index, keepdims=False)
 
 
@@ -201,6 +206,11 @@ def as_chunks(flat: Array, num_chunks: int, multiple_of: int = 1) -> Array:
     """Reshape a vector [size] to [num_chunks, chunk size], padded with zeros.
 
     The chunk size is a multiple of `multiple_of`.
+
+    Args:
+      flat: vector [size].
+      num_chunks: number of chunks.
+      multiple_of: number that the chunk size is a multiple of.
     """
     return jnp.pad(flat, (0, -flat.size % (num_chunks * multiple_of))).reshape(num_chunks, -1)
 

@@ -9,19 +9,37 @@ import optax
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raise ValueError unless a value is one of several: strings or integers."""
+    """Raise ValueError unless a value is one of several: strings or integers.
+
+    Args:
+      name: name of the argument or field, for errors.
+      value: value to check.
+      choices: possible values, strings or integers.
+    """
     if value not in choices or isinstance(value, float):  # 256.0 equals 256, but is no size
         raise ValueError(f"{name}={value!r} is not possible. Give one of {tuple(choices)}.")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError unless a value is True or False."""
+    """Raise ValueError unless a value is True or False.
+
+    Args:
+      name: name of the argument or field, for errors.
+      value: value to check.
+    """
     if type(value) is not bool:
         raise ValueError(f"{name}={value!r} is not possible. Give True or False.")
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless a value is an integer from `low` to `high`, of Python or NumPy."""
+    """Raise ValueError unless a value is an integer from `low` to `high`, of Python or NumPy.
+
+    Args:
+      name: name of the argument or field, for errors.
+      value: value to check.
+      low: smallest possible value.
+      high: largest possible value; None for no limit.
+    """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
@@ -43,7 +61,15 @@ def is_whole_array(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, low: float, high: float, remedy: str = "") -> None:
-    """Raise ValueError unless a value is a number from `low` to `high`."""
+    """Raise ValueError unless a value is a number from `low` to `high`.
+
+    Args:
+      name: name of the argument or field, for errors.
+      value: value to check.
+      low: smallest possible value.
+      high: largest possible value.
+      remedy: value to give instead, for errors.
+    """
     if not (_is_number(value) and low <= value <= high):
         raise ValueError(
             f"{name}={value!r} is out of range. Give {remedy or f'{low:g} to {high:g}'}."
@@ -55,7 +81,13 @@ def _is_number(value: Any) -> bool:
 
 
 def check_optimizer(name: str, value: Any, example: str) -> None:
-    """Raise TypeError unless a value is an optax transformation, such as the example."""
+    """Raise TypeError unless a value is an optax transformation, such as the example.
+
+    Args:
+      name: name of the argument or field, for errors.
+      value: value to check.
+      example: expression of an optax transformation, for errors.
+    """
     if not isinstance(value, optax.GradientTransformation):
         raise TypeError(
             f"{name}={value!r:.80} is not an optax transformation. Give one, such as {example}."

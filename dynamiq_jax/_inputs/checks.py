@@ -17,6 +17,10 @@ from pallas_kernels._jax import compat
 def check_axis(name: Any, axis_name: Any) -> int:
     """Return the size of an axis, which is one of `axis_name`.
 
+    Args:
+      name: name of one axis.
+      axis_name: argument of the user, for errors.
+
     Raises:
       ValueError: the name is not a string, or no such axis is in scope.
     """
@@ -45,6 +49,10 @@ def check_axis(name: Any, axis_name: Any) -> int:
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:
     """Return a key as a typed one.
+
+    Args:
+      key: PRNG key, typed, or raw of the default generator.
+      axis_names: axes over which the key has to be the same.
 
     Raises:
       TypeError: not a PRNG key.

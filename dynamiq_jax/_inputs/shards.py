@@ -145,6 +145,9 @@ def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
     """Return the mesh for a `shard_map`: None for that of the context.
 
     Otherwise the given one with axes that the compiler manages.
+
+    Args:
+      mesh: mesh of the user, or None.
     """
     if mesh is None or is_explicit() or jax.sharding.get_abstract_mesh().manual_axes:
         return None

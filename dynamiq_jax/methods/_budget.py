@@ -12,7 +12,13 @@ _MAX_BITS = 32.0
 
 
 def check_bits(bits: Any, low: float, taken_by: str = "") -> None:
-    """Raise ValueError unless a budget is a number above `low` and at most 32."""
+    """Raise ValueError unless a budget is a number above `low` and at most 32.
+
+    Args:
+      bits: value to check, bits of a coordinate.
+      low: largest value that is too small.
+      taken_by: parts of a message that need `low` bits, for errors.
+    """
     is_number = isinstance(bits, numbers.Real) and type(bits) is not bool
     if not (is_number and low < bits <= _MAX_BITS):
         raise ValueError(

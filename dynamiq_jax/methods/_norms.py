@@ -28,13 +28,23 @@ def combine_norms(local: Array, axis: Axis) -> Array:
 
 
 def combined_bytes(count: int, axis: Axis) -> int:
-    """Return the bytes that each worker sends in `combine_norms`."""
+    """Return the bytes that each worker sends in `combine_norms`.
+
+    Args:
+      count: number of norms.
+      axis: workers.
+    """
     share = _BYTES * (count // axis.size)
     return axis.owners_bytes(share, share)
 
 
 def gather_norms(local: Array, axis: Axis) -> Array:
-    """Gather the norms of all workers, float32 [count] each, as bits: uint16 [workers * count]."""
+    """Gather the norms of all workers, float32 [count] each, as bits: uint16 [workers * count].
+
+    Args:
+      local: norms of this worker, float32 [count].
+      axis: workers.
+    """
     return axis.gather(bfloat16_bits(local)).reshape(-1)
 
 
@@ -42,5 +52,9 @@ def gathered_bytes(count: int, axis: Axis) -> int:
     """Return the bytes that each worker sends in `gather_norms`.
 
     A worker sends its share of the `count` norms to every other worker.
+
+    Args:
+      count: number of norms.
+      axis: workers.
     """
     return (axis.size - 1) * _BYTES * (count // axis.size)

@@ -101,6 +101,9 @@ def resolve_method(method: Method | str) -> Method:
 
     BITS is the field `bits` or `code_bits`, whichever the method has.
 
+    Args:
+      method: method, or its name with fields.
+
     >>> resolve_method("dynamiq:4").bits
     4
     >>> resolve_method("ef+topk_chunked:2:block_size=512").inner.block_size

@@ -30,6 +30,9 @@ TOPOLOGIES: dict[str, type[Topology]] = {
 def resolve_topology(topology: Topology | str) -> Topology:
     """Return a topology as given, or the topology of a name: "ring", "ring:unroll=True".
 
+    Args:
+      topology: topology, or its name with fields.
+
     Raises:
       ValueError: another value, or an unknown name.
     """

@@ -135,7 +135,13 @@ class Topology(abc.ABC):
 
 
 def gather(codec: SumCodec, mine: tuple[Payload, ...], axis: Axis) -> Gathered:
-    """Gather the payloads of the chunks that each worker owns."""
+    """Gather the payloads of the chunks that each worker owns.
+
+    Args:
+      codec: codec that decodes the payloads.
+      mine: payloads of the chunks that this worker owns.
+      axis: workers.
+    """
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *mine)
     gathered = jax.tree.map(axis.gather, stacked)
     return Gathered(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), gathered), codec)

@@ -19,7 +19,11 @@ if sys.version_info >= (3, 12):
 else:
 
     def override(method: Any) -> Any:
-        """Mark a method that overrides one of a base class, as `typing.override` does."""
+        """Mark a method that overrides one of a base class, as `typing.override` does.
+
+        Args:
+          method: method of a class.
+        """
         return method
 
 
@@ -30,6 +34,9 @@ def varying_axes(value: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Return the mesh axes over which a value, or one that a shape describes, is known to vary.
 
     They are none without `check_vma`.
+
+    Args:
+      value: array, or its shape.
     """
     aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
     manual_axis_type = getattr(aval, "manual_axis_type", None)
@@ -76,7 +83,12 @@ def can_check_erf() -> bool:
 
 
 def match_varying(values: Tree, reference: Array | jax.ShapeDtypeStruct) -> Tree:
-    """Mark values as varying over the axes of `reference`, as a loop carry has to be."""
+    """Mark values as varying over the axes of `reference`, as a loop carry has to be.
+
+    Args:
+      values: pytree of arrays.
+      reference: array, or its shape, whose axes count.
+    """
     axes = varying_axes(reference)
 
     def mark(value: Array) -> Array:
@@ -87,7 +99,12 @@ def match_varying(values: Tree, reference: Array | jax.ShapeDtypeStruct) -> Tree
 
 
 def vary_over(values: Tree, axis_names: tuple[str, ...]) -> Tree:
-    """Mark constants as varying over axes, as the values that replace them will be."""
+    """Mark constants as varying over axes, as the values that replace them will be.
+
+    Args:
+      values: pytree of arrays.
+      axis_names: manual axes, or axes of `jax.vmap`.
+    """
     axes = tuple(name for name in axis_names if tracks_varying(name))
     if not axes:
         return values
@@ -99,6 +116,10 @@ def same_over(values: Tree, axis_name: str) -> Tree:
 
     JAX infers this of sums and gathers, but not of a state that a program got back: its type says
     that every worker has its own, and so would that of all results.
+
+    Args:
+      values: pytree of arrays.
+      axis_name: manual axis.
     """
 
     def mark(value: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import pathlib
 import re
 from collections.abc import Iterator
@@ -368,6 +369,23 @@ def test_functions_take_at_most_six_parameters():
             if len(names) > 6 and not public:
                 wrong.append(f"{module}.{function.name}: {names}")
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "package",
+    (dq, dq.methods, dq.topologies, dq.training, messages, contrib, parts),
+    ids=lambda p: p.__name__,
+)
+def test_help_of_public_functions_describes_every_argument(package):
+    """As an entry `name: text` under "Args:", with the name that the signature has."""
+    functions = [getattr(package, name) for name in package.__all__]
+    for function in filter(inspect.isfunction, functions):
+        if function.__module__ == "typing":  # `parts.override`, in newer versions of Python
+            continue
+        text = inspect.getdoc(function) or ""
+        section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{text}\n", re.M)
+        described = re.findall(r"^  \*{0,2}(\w+): \S", section[1], re.M) if section else []
+        assert described == [*inspect.signature(function).parameters], function.__name__
 
 
 @pytest.mark.parametrize(
