@@ -45,7 +45,7 @@ _UNUSED = 3  # units of a message that no row needs: a backend has to clear them
 Row = NDArray[np.float32]
 
 
-class Call(NamedTuple):
+class OperationCall(NamedTuple):
     """One call of an operation."""
 
     operation: Operation  # such as `Backend.hop`
@@ -78,7 +78,7 @@ class Trial:
 
         return jax.lax.map(send_chunk, np.arange(self.layout.num_chunks, dtype=np.int32))
 
-    def calls(self, messages: Any) -> dict[str, Call]:
+    def calls(self, messages: Any) -> dict[str, OperationCall]:
         """Return a call of every operation, by name.
 
         Args:
@@ -102,7 +102,7 @@ class Trial:
             "decompress of sums": (messages, local.places, table),
         }
         return {
-            name: Call(
+            name: OperationCall(
                 operation,
                 arrays[name],
                 {} if operation is Backend.statistics else {"layout": self.layout},

@@ -42,7 +42,7 @@ from benchmarks import common
 from benchmarks.aot import tpu_kernels, tpu_schedule
 from benchmarks.aot import tpu_programs as tpu
 from benchmarks.speed import hlo_costs
-from benchmarks.speed.hlo_costs import Run
+from benchmarks.speed.hlo_costs import InstructionCost
 
 # Published peak of BF16 products of a chip, and products of a cycle: cores x units x side^2.
 # https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e. Those pages give v6e two units of 256 x 256,
@@ -190,7 +190,7 @@ def examine(
         ],
         PartitionSpec(),
     )
-    runs = _without_copy_of_result(hlo_costs.Program(program.text))
+    runs = _without_copy_of_result(hlo_costs.CostProgram(program.text))
     workers = next(iter(axes.values()))
     kernels = {run: name for run in runs if (name := _kernel_of(run))}
     # Of each bucket, all of which are alike, the part that the kernels of a chip handle.
@@ -250,7 +250,7 @@ def examine(
     }
 
 
-def _without_copy_of_result(program: hlo_costs.Program) -> list[Run]:
+def _without_copy_of_result(program: hlo_costs.CostProgram) -> list[InstructionCost]:
     """Return what a sum runs inside a training step, which uses the result and returns no copy."""
     of_entry = program.computations[program.entry].values()
     copies = {i.name for i in of_entry if i.is_root and i.opcode == "copy"}
@@ -309,13 +309,13 @@ def program_table(topology: str, programs: list[dict[str, Any]]) -> Table:
     return result
 
 
-def _kernel_of(run: Run) -> str | None:
+def _kernel_of(run: InstructionCost) -> str | None:
     """Return the name of the kernel that an instruction runs."""
     *_, name, last = ["", *run.instruction.source.split("/")]
     return name if run.instruction.opcode == "custom-call" and last == "pallas_call" else None
 
 
-def _not_fetched(run: Run, rows_bytes: int, chunks: int) -> float:
+def _not_fetched(run: InstructionCost, rows_bytes: int, chunks: int) -> float:
     """Return the bytes of rows that a kernel takes as an operand, but never fetches."""
     if _kernel_of(run) in ("statistics", "decompress") or run.operand_bytes < rows_bytes:
         return 0

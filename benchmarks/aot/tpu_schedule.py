@@ -39,7 +39,7 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class BundleSchedule:
     """Bundles of a kernel, whose steps are a loop if there are several."""
 
     program: Loop
@@ -76,7 +76,7 @@ def write_schedules(folder: Path) -> None:
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
 
 
-def read_schedule(folder: Path, name: str) -> Schedule:
+def read_schedule(folder: Path, name: str) -> BundleSchedule:
     """Read the schedule of the kernel of some name that was compiled last."""
     files = folder.glob(f"*-{name}.*-final_bundles.txt")
     text = max(files, key=lambda path: path.stat().st_mtime_ns).read_text()
@@ -98,4 +98,4 @@ def read_schedule(folder: Path, name: str) -> Schedule:
             open_loops = [loop for loop in stack[1:] if loop.trips is None]
             if open_loops:
                 open_loops[-1].trips = int(trips)
-    return Schedule(stack[0])
+    return BundleSchedule(stack[0])

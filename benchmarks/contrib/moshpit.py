@@ -193,7 +193,7 @@ class Peers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class MoshpitBench:
     """Everything that runs share."""
 
     config: Config
@@ -288,14 +288,14 @@ def _flat(params: Params) -> np.ndarray:
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
-def prepare(config: Config) -> Bench:
+def prepare(config: Config) -> MoshpitBench:
     """Pre-train the model that all runs start from."""
     corpora = load_corpora()
     structure, params = new_model(ModelConfig(corpora.vocabulary, width=config.width))
     params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
     held_out = jnp.asarray(all_windows(corpora.held_out, context=config.context, multiple_of=1))
     loss = jax.jit(loss_of(structure))
-    return Bench(
+    return MoshpitBench(
         config,
         structure,
         jax.device_get(params),

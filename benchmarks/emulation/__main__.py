@@ -9,9 +9,9 @@ from dynamiq_jax._console import program
 
 
 def _command() -> Any:
-    from benchmarks.emulation.command import Network
+    from benchmarks.emulation.command import Emulation
 
-    return Network
+    return Emulation
 
 
 if __name__ == "__main__":

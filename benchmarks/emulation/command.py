@@ -26,7 +26,7 @@ from dynamiq_jax._measurement.settings import BF16_RING, DEFAULTS, PSUM, parse_s
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
+class Emulation:
     """All-reduce over hosts emulated on this machine, on slow links (needs root and iproute2).
 
     Every host is a network namespace with one process and a link limited in both directions; the

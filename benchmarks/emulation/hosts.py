@@ -19,7 +19,7 @@ _PORT = 9876  # of the coordinator; free in every fresh namespace
 class Hosts:
     """Processes on emulated hosts; see `joined_hosts`."""
 
-    network: namespaces.Network
+    network: namespaces.EmulatedNetwork
     processes: Processes
     timeout: float  # seconds without an answer after which all processes are ended
     joined: list[dict[str, Any]]  # what every host answered when it had joined the others

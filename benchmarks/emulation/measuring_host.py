@@ -11,7 +11,7 @@ import jax
 
 from benchmarks.emulation.host import Host, serve
 from dynamiq_jax._measurement import all_reduce
-from dynamiq_jax._measurement.all_reduce import AllReduce
+from dynamiq_jax._measurement.all_reduce import CompiledAllReduce
 from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax._measurement.settings import parse_setting
@@ -25,7 +25,7 @@ class MeasuringHost(Host):
     def join(self) -> dict[str, Any]:
         """Join the other hosts and draw this one's gradient."""
         answer = super().join()
-        self._functions: dict[str, AllReduce] = {}
+        self._functions: dict[str, CompiledAllReduce] = {}
         self._mesh = make_mesh(jax.devices())
         size, seed = self.config["size"], self.config["seed"]
         self._gradients = all_reduce.make_gradients(self._mesh, size, seed)
@@ -36,7 +36,7 @@ class MeasuringHost(Host):
 
     def compile(self, setting: str) -> dict[str, Any]:
         """Compile a setting and check its result."""
-        function = AllReduce(parse_setting(setting), self._mesh, self._gradients)
+        function = CompiledAllReduce(parse_setting(setting), self._mesh, self._gradients)
         barrier()
         result = function(self.config["seed"])
         self._functions[setting] = function

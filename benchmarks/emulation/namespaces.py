@@ -62,14 +62,14 @@ def remove_stale() -> list[str]:
 
 
 @contextlib.contextmanager
-def emulated(num_hosts: int) -> Iterator["Network"]:
+def emulated(num_hosts: int) -> Iterator["EmulatedNetwork"]:
     """Emulate hosts on one bridge, for the time of a `with` block. Links start unlimited.
 
     with emulated(4) as network:
         network.set_rate(200e6)
         subprocess.run(network.command(0, ["ping", "-c1", network.address(1)]))
     """
-    network = Network(num_hosts)
+    network = EmulatedNetwork(num_hosts)
     try:
         network.make()
         yield network
@@ -77,7 +77,7 @@ def emulated(num_hosts: int) -> Iterator["Network"]:
         network.remove()
 
 
-class Network:
+class EmulatedNetwork:
     """Emulated hosts of this process, on one bridge."""
 
     def __init__(self, num_hosts: int):

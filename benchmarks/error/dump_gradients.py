@@ -36,7 +36,7 @@ READ = ("checkpoint", "text", "kinds", "layers", "embedding_every")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Config:
     """Write the gradients of several training steps, of every worker, to an .npz file."""
 
     output: Path = Path("gradients.npz")
@@ -75,7 +75,7 @@ class Options:
     """Not of smollm2: chooses the first weights and the batches."""
 
 
-def main(options: Options) -> None:
+def main(options: Config) -> None:
     if not options.output.absolute().parent.is_dir():
         raise SystemExit(f"--output is {options.output}: no such folder. Make it.")
     if options.workers < 1 or not options.steps or min(options.steps) < 0:
@@ -83,7 +83,7 @@ def main(options: Options) -> None:
     if options.embedding_every < 1:
         raise SystemExit(f"--embedding-every is {options.embedding_every}. Give at least 1.")
     for name in TRAINED if options.model == "smollm2" else READ:
-        if getattr(options, name) != getattr(Options(), name):
+        if getattr(options, name) != getattr(Config(), name):
             option = "--" + name.replace("_", "-")
             raise SystemExit(f"{option} has no effect with --model {options.model}. Leave it out.")
     console, start = Console(), time.perf_counter()
@@ -102,7 +102,7 @@ def main(options: Options) -> None:
     )
 
 
-def dump_real(options: Options) -> None:
+def dump_real(options: Config) -> None:
     """Write gradients of a checkpoint, tensor by tensor [workers, *shape]."""
     check_folder(options.checkpoint, "--checkpoint")
     layers = checkpoint.read_config(options.checkpoint).num_hidden_layers
@@ -122,7 +122,7 @@ def dump_real(options: Options) -> None:
     np.savez(options.output, **{name: np.stack(leaves) for name, leaves in arrays.items()})
 
 
-def dump_small(options: Options, console: Console) -> None:
+def dump_small(options: Config, console: Console) -> None:
     """Write gradients of several steps of a small model, which is trained here."""
     corpora = load_corpora()
     if options.model == "decoder":
@@ -146,4 +146,4 @@ def dump_small(options: Options, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Config))

@@ -8,17 +8,17 @@ from typing import Any
 
 import jax
 
-from benchmarks.gpu.options import Options
+from benchmarks.gpu.options import GpuOptions
 from benchmarks.gpu.record import Record
 from dynamiq_jax._measurement.batches import Batches
 
 Program = tuple[Callable[..., Any], Sequence[Any]]  # a function, and arguments or their shapes
 
 
-class Bench:
+class GpuBench:
     """Programs by their keys, and results that sections hand on to later ones."""
 
-    def __init__(self, options: Options, record: Record):
+    def __init__(self, options: GpuOptions, record: Record):
         self.options = options
         self.record = record
         self.batches = Batches(options.batches, options.batch_seconds, options.warm_seconds)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS
-from benchmarks.gpu.bench import Bench, Program
+from benchmarks.gpu.bench import GpuBench, Program
 from benchmarks.gpu.jobs import JobName, implementations, kernel_jobs, plain_jobs, program_key
 from dynamiq_jax._measurement.device_gradients import device_gradient
 from pallas_kernels.codec import SUPER_GROUP_SIZE, LocalRows
@@ -19,10 +19,10 @@ _CACHE_BYTES = 256 * 2**20  # several times the L2 of any GPU: inputs rotate thr
 Inputs = dict[str, Any]  # arrays by name
 
 
-class Case:
+class GpuCase:
     """One chunk on one device: a step of a ring is the same for every chunk."""
 
-    def __init__(self, bench: Bench, size: int, dtype: str, bits: float):
+    def __init__(self, bench: GpuBench, size: int, dtype: str, bits: float):
         self.size, self.dtype, self.bits = size, dtype, bits
         self.layout = bench.options.method(bits).layout(size, num_chunks=1)
         self.jobs = kernel_jobs(self.layout) | plain_jobs()

@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array
 
 import dynamiq_jax as dq
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.jobs import implementations
 from benchmarks.gpu.record import Results
 from dynamiq_jax._measurement.device_gradients import device_gradient
-from dynamiq_jax._measurement.kernel_checks import Verdict, check_kernels
+from dynamiq_jax._measurement.kernel_checks import KernelVerdict, check_kernels
 from dynamiq_jax._measurement.kernel_speed import places_of
 from pallas_kernels import operations
 from pallas_kernels.codec import LocalRows, l2_norm
@@ -26,7 +26,7 @@ from pallas_kernels.registry import BASE
 _TIMEOUT = 120.0  # seconds for the compiler and the run of one operation
 
 
-def check(bench: Bench, results: Results) -> None:
+def check(bench: GpuBench, results: Results) -> None:
     """Compare all operations with those of the base, on hard rows: what `dynamiq-jax verify` does.
 
     Differences by one step of rounding are no error here: reciprocals of a GPU are approximate.
@@ -47,12 +47,12 @@ def check(bench: Bench, results: Results) -> None:
             ]
             for each in checks:
                 print(f"{each.name}: {each.verdict.name.lower()} {each.text}", flush=True)
-            wrong = [each.name for each in checks if each.verdict > Verdict.ROUNDING]
+            wrong = [each.name for each in checks if each.verdict > KernelVerdict.ROUNDING]
             if wrong:
                 raise AssertionError(f"wrong: {', '.join(wrong)}")
 
 
-def simulate(bench: Bench, results: Results) -> None:
+def simulate(bench: GpuBench, results: Results) -> None:
     """Sum gradients with all backends: errors have to agree, and all replicas to be equal."""
     options = bench.options
     workers, size, dtype = options.workers, options.worker_size, options.dtypes[0]
@@ -87,7 +87,7 @@ def _compile_vmap(method: dq.DynamiQ, gradients: Array) -> Callable[[Array], Arr
     """Compile `psum`, mapped over workers: float [workers, size]."""
 
     def reduce(gradient: Array) -> Array:
-        key, options = jax.random.key(11), dq.Options(exact_below=1)
+        key, options = jax.random.key(11), dq.GpuOptions(exact_below=1)
         return dq.psum(gradient, "data", key=key, method=method, options=options)
 
     return jax.jit(jax.vmap(reduce, axis_name="data")).lower(gradients).compile()

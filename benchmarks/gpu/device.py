@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu import h200_model as h200
-from benchmarks.gpu.bench import Bench, Program
+from benchmarks.gpu.bench import GpuBench, Program
 from benchmarks.gpu.jobs import KERNELS, floor_bytes
 from benchmarks.gpu.record import Results
 from benchmarks.gpu.report import matching
@@ -40,7 +40,7 @@ def facts() -> dict[str, Any]:
         return {}
 
 
-def measure(bench: Bench, results: Results) -> None:
+def measure(bench: GpuBench, results: Results) -> None:
     """Measure yardsticks for all other sections: a copy, and what starting a call takes."""
     with bench.record.guard("copy"):
         speed = copy_speed(bench.options.copy_bytes, bench.batches)
@@ -57,7 +57,7 @@ def measure(bench: Bench, results: Results) -> None:
     )
 
 
-def predict(bench: Bench, results: Results) -> None:
+def predict(bench: GpuBench, results: Results) -> None:
     """Predict the times of the kernels, at the size and bits that matter most, from their bytes and
     instructions, and compare with those that were measured.
     """

@@ -23,9 +23,9 @@ import jax
 
 from benchmarks import common
 from benchmarks.gpu import correctness, device, profiling, speed
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.jobs import implementations, left_out
-from benchmarks.gpu.options import Options, parse
+from benchmarks.gpu.options import GpuOptions, parse
 from benchmarks.gpu.record import Record, Results
 from pallas_kernels.modes import without_gpu
 
@@ -52,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.interpret:
             print("INTERPRETED: no time below means anything")
         record = Record(options, environment, started)
-        bench = Bench(options, record)
+        bench = GpuBench(options, record)
         for name, run in sections(options).items():
             record.section(name, functools.partial(run, bench))
     return record.finish()
 
 
-def sections(options: Options) -> dict[str, Callable[[Bench, Results], None]]:
+def sections(options: GpuOptions) -> dict[str, Callable[[GpuBench, Results], None]]:
     """Return the sections in the order in which they run: what matters least comes last."""
     first, others = options.sizes[:1], options.sizes[1:]
     bits, other_bits = options.bits[:1], options.bits[1:]

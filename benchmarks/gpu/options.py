@@ -11,7 +11,7 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class GpuOptions:
     """Sizes, bits and durations. The tiny sizes of `--small` try the script, not the kernels."""
 
     sizes: tuple[int, ...]  # coordinates; the first is the one that matters most
@@ -38,7 +38,7 @@ class Options:
         return DynamiQ(bits=bits, implementation=implementation)
 
 
-def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
+def parse(description: str | None, arguments: Sequence[str] | None) -> GpuOptions:
     """Parse the command line.
 
     Args:
@@ -68,7 +68,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> Options:
     default = None if given.interpret or given.small else str(common.RESULTS / "gpu_kernels.json")
     small = given.small
     row = SUPER_GROUP_SIZE
-    return Options(
+    return GpuOptions(
         sizes=(64 * row,) if small else tuple(int(s * 2**20) for s in given.sizes),
         bits=(5.0,) if small else tuple(given.bits),
         bits_of_sizes=(5.0,) if small else tuple(given.bits),

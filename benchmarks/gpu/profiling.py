@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.cases import Case
+from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.cases import GpuCase
 from benchmarks.gpu.record import Results
 
 
-def profile(bench: Bench, results: Results) -> None:
+def profile(bench: GpuBench, results: Results) -> None:
     """Profile all operations that were compiled so far, at the size and bits that matter most, on
     one set of inputs. A machine may not allow it.
     """
@@ -25,7 +25,7 @@ def profile(bench: Bench, results: Results) -> None:
     bits = options.bits[0]
     for size in options.sizes[:1]:
         for dtype in options.dtypes:
-            case = Case(bench, size, dtype, bits)
+            case = GpuCase(bench, size, dtype, bits)
             label = f"{dtype} {size / 2**20:g} Mi {bits:g} bits"
             compiled = [job for job in case.jobs if case.key(job) in bench.executables]
             if ("hop", "triton") not in compiled or not bench.record.may_start(label):

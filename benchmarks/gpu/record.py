@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.options import Options
+from benchmarks.gpu.options import GpuOptions
 from dynamiq_jax._console.records import write_json
 
 Results = dict[str, Any]
@@ -19,7 +19,7 @@ Results = dict[str, Any]
 class Record:
     """Sections, the time that is left for them, and the file that they go to."""
 
-    def __init__(self, options: Options, environment: dict[str, Any], started: float):
+    def __init__(self, options: GpuOptions, environment: dict[str, Any], started: float):
         self.environment = environment
         self.path = Path(options.output) if options.output else None
         self._options = options

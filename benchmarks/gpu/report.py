@@ -19,7 +19,7 @@ def make_row(
 
     Args:
       key: key of the executable, see `program_key`.
-      timing: its time, see `Bench.measure`.
+      timing: its time, see `GpuBench.measure`.
       input_sets: number of sets of arguments.
       moved: bytes of a coordinate that it has to move.
       copy: speed of a copy, bytes per second.

@@ -6,20 +6,22 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.cases import Case
+from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.cases import GpuCase
 from benchmarks.gpu.jobs import floor_bytes
 from benchmarks.gpu.record import Results
 from benchmarks.gpu.report import Row, add_ratios, make_row, matching, print_rows, print_title
 
 # Rows of a program and its warps are no choice of users: the sweep takes the backend itself.
-from pallas_kernels._triton.blocks import Config
+from pallas_kernels._triton.blocks import LaunchConfig
 from pallas_kernels._triton.kernels import hop
 
 _HOP = ("hop", "triton")
 
 
-def measure(bench: Bench, results: Results, *, sizes: Sequence[int], bits: Sequence[float]) -> None:
+def measure(
+    bench: GpuBench, results: Results, *, sizes: Sequence[int], bits: Sequence[float]
+) -> None:
     """Time all operations for all dtypes at sizes and bits."""
     results["rows"] = rows = []
     print_title()
@@ -29,11 +31,11 @@ def measure(bench: Bench, results: Results, *, sizes: Sequence[int], bits: Seque
                 label = f"{size} {dtype} {one_bits:g} bits"
                 if bench.record.may_start(label):
                     with bench.record.case(label):
-                        rows += _measure(bench, Case(bench, size, dtype, one_bits))
+                        rows += _measure(bench, GpuCase(bench, size, dtype, one_bits))
                     bench.record.write()
 
 
-def sweep(bench: Bench, results: Results) -> None:
+def sweep(bench: GpuBench, results: Results) -> None:
     """Time the hop for all rows of a block and warps, at the size and bits that matter most."""
     options = bench.options
     for dtype in options.dtypes:
@@ -41,7 +43,7 @@ def sweep(bench: Bench, results: Results) -> None:
             continue
         with bench.record.case(f"sweep {dtype}"):
             rows = results[dtype] = _sweep(
-                bench, Case(bench, options.sizes[0], dtype, options.bits[0])
+                bench, GpuCase(bench, options.sizes[0], dtype, options.bits[0])
             )
             best = min(rows, key=lambda row: row["us"], default=None)
             for row in rows:
@@ -51,7 +53,7 @@ def sweep(bench: Bench, results: Results) -> None:
                 )
 
 
-def _measure(bench: Bench, case: Case) -> list[Row]:
+def _measure(bench: GpuBench, case: GpuCase) -> list[Row]:
     """Return the rows of a case, except those that are known, as bits do not change them."""
     bench.compile_all(case.programs(case.jobs))
     sets = case.make_inputs()
@@ -75,10 +77,17 @@ def _measure(bench: Bench, case: Case) -> list[Row]:
     return rows
 
 
-def _sweep(bench: Bench, case: Case) -> list[dict[str, Any]]:
+def _sweep(bench: GpuBench, case: GpuCase) -> list[dict[str, Any]]:
     options = bench.options
     keys = {
-        Config(rows=rows, warps=warps): ("sweep", rows, warps, case.size, case.dtype, case.bits)
+        LaunchConfig(rows=rows, warps=warps): (
+            "sweep",
+            rows,
+            warps,
+            case.size,
+            case.dtype,
+            case.bits,
+        )
         for rows in options.sweep_rows
         for warps in options.sweep_warps
     }

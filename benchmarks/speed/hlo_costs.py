@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from dynamiq_jax._inspection import hlo
-from dynamiq_jax._inspection.hlo import Computation, Instruction
+from dynamiq_jax._inspection.hlo import HloComputation, HloInstruction
 
 COLLECTIVES = (
     "all-gather",
@@ -34,10 +34,10 @@ _MOVES = {"copy", "transpose", "reshape"}  # results hold the values of the oper
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class InstructionCost:
     """An instruction of a program, and what all of its executions cost."""
 
-    instruction: Instruction
+    instruction: HloInstruction
     times: int  # it runs
     bytes: int  # that one execution reads and writes
     far_bytes: int  # of these, the part outside vector memory
@@ -50,14 +50,14 @@ class Run:
         return self.bytes * self.times
 
 
-class Program(hlo.Program):
+class CostProgram(hlo.HloProgram):
     """Optimized HLO program whose instructions have costs."""
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[InstructionCost]:
         """Return all instructions that touch memory; of a conditional, its heaviest branch."""
         return list(self._runs(self.entry, 1))
 
-    def _runs(self, name: str, times: int) -> Iterator[Run]:
+    def _runs(self, name: str, times: int) -> Iterator[InstructionCost]:
         for instruction in self.computations[name].values():
             if instruction.opcode == "while":
                 trips = self.trips(name, instruction)
@@ -72,9 +72,11 @@ class Program(hlo.Program):
             elif _touches_memory(instruction):
                 yield self._run(self.computations[name], instruction, times)
 
-    def _run(self, computation: Computation, instruction: Instruction, times: int) -> Run:
+    def _run(
+        self, computation: HloComputation, instruction: HloInstruction, times: int
+    ) -> InstructionCost:
         traffic = list(self._traffic(computation, instruction))
-        return Run(
+        return InstructionCost(
             instruction,
             times,
             bytes=sum(size for size, _ in traffic),
@@ -86,7 +88,7 @@ class Program(hlo.Program):
         )
 
     def _traffic(
-        self, computation: Computation, instruction: Instruction
+        self, computation: HloComputation, instruction: HloInstruction
     ) -> Iterator[tuple[int, bool]]:
         """Yield the bytes of every read and write, and whether they are outside vector memory."""
         operands = [computation[name] for name in instruction.operands if name in computation]
@@ -111,25 +113,25 @@ class Program(hlo.Program):
         for operand, read in zip(operands, reads, strict=True):
             yield read, _far(operand)
 
-    def _written(self, fused: Computation) -> list[int]:
+    def _written(self, fused: HloComputation) -> list[int]:
         root = next(i for i in fused.values() if i.is_root)
         results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
         return [self._written_by(result, fused) for result in results]
 
-    def _written_by(self, result: Instruction, fused: Computation) -> int:
+    def _written_by(self, result: HloInstruction, fused: HloComputation) -> int:
         while result.opcode in ("bitcast", "copy") and result.operands[0] in fused:
             result = fused[result.operands[0]]
         if result.opcode == "fusion":
             return sum(self._written(self.computations[result.called("calls")]))
         return _written(result, fused)
 
-    def _read(self, fused: Computation, number: int) -> int:
+    def _read(self, fused: HloComputation, number: int) -> int:
         parameter = next(
             i for i in fused.values() if i.opcode == "parameter" and i.text == str(number)
         )
         return min(parameter.bytes, self._read_of(fused, parameter))
 
-    def _read_of(self, fused: Computation, value: Instruction) -> int:
+    def _read_of(self, fused: HloComputation, value: HloInstruction) -> int:
         total = 0
         for user in fused.values():
             for place, name in enumerate(user.operands):
@@ -143,14 +145,14 @@ class Program(hlo.Program):
                     total += _read_by(user, place, fused)
         return total
 
-    def _moves(self, instruction: Instruction) -> bool:
+    def _moves(self, instruction: HloInstruction) -> bool:
         if instruction.opcode != "fusion":
             return instruction.opcode in _MOVES
         opcodes = {i.opcode for i in self.computations[instruction.called("calls")].values()}
         return bool(opcodes & _MOVES) and opcodes <= _MOVES | _NAMES
 
 
-def collectives(runs: list[Run]) -> dict[str, dict[str, int]]:
+def collectives(runs: list[InstructionCost]) -> dict[str, dict[str, int]]:
     """Return how often each collective runs, and the bytes of its operands in all executions.
 
     A send moves bytes between slices; what the host then does with them is not in the program.
@@ -169,29 +171,29 @@ def sizes(types: str) -> list[tuple[int, bool]]:
     return [(array.bytes, "S(1)" not in array.layout) for array in hlo.arrays_of(types)]
 
 
-def cycles(instruction: Instruction) -> int:
+def cycles(instruction: HloInstruction) -> int:
     """Return the cycles that the compiler expects; 0 where it gives none."""
     return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
 
 
-def _touches_memory(instruction: Instruction) -> bool:
+def _touches_memory(instruction: HloInstruction) -> bool:
     """Return whether an instruction reads or writes more than names of arrays."""
     if instruction.opcode == "custom-call":
         return instruction.attribute(r'custom_call_target="([^"]*)"') not in _NO_CODE
     return instruction.opcode not in _NAMES and not instruction.opcode.endswith("-done")
 
 
-def _far(instruction: Instruction) -> bool:
+def _far(instruction: HloInstruction) -> bool:
     return any(far for _, far in sizes(instruction.type))
 
 
-def _written(instruction: Instruction, computation: Computation) -> int:
+def _written(instruction: HloInstruction, computation: HloComputation) -> int:
     """Return the bytes that an instruction writes: of an update in place, those of the update."""
     place = {"dynamic-update-slice": 1, "scatter": 2}.get(instruction.opcode)
     return instruction.bytes if place is None else computation[instruction.operands[place]].bytes
 
 
-def _read_by(instruction: Instruction, place: int, computation: Computation) -> int:
+def _read_by(instruction: HloInstruction, place: int, computation: HloComputation) -> int:
     """Return the bytes of an operand that an instruction reads."""
     if place == 0 and instruction.opcode in ("dynamic-slice", "gather", "slice"):
         return instruction.bytes

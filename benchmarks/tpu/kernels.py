@@ -28,7 +28,7 @@ from dynamiq_jax._measurement.kernel_checks import (
     BASE,
     CASES,
     INTERPRETED_CASES,
-    Verdict,
+    KernelVerdict,
     check_kernels,
     reason_against,
 )
@@ -60,14 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done=lambda name: print(name, flush=True),
     )
     for check in checks:
-        if check.verdict > Verdict.SAME:
+        if check.verdict > KernelVerdict.SAME:
             print(f"{check.name}: {check.verdict.name.lower()} {check.text}", flush=True)
     keep(
         checks=[
             dataclasses.asdict(check) | {"verdict": check.verdict.name.lower()} for check in checks
         ]
     )
-    wrong = {check.backend for check in checks if check.verdict > Verdict.ROUNDING}
+    wrong = {check.backend for check in checks if check.verdict > KernelVerdict.ROUNDING}
     with without_gpu("interpret") if options.interpret else contextlib.nullcontext():
         _time_operations(options, [name for name in BACKENDS if name not in wrong], keep)
     if jax.device_count() > 1:

@@ -36,7 +36,7 @@ from benchmarks import common
 from benchmarks.emulation import namespaces
 from benchmarks.training.emulated_training import report
 from benchmarks.training.emulated_training.rounds import Rounds, parse_all_rounds
-from benchmarks.training.emulated_training.run import Run, check_identical, trainers
+from benchmarks.training.emulated_training.run import EmulatedRun, check_identical, trainers
 from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import pretrain
@@ -212,7 +212,7 @@ def measure(config: Config) -> None:
     }
     kept = dataclasses.asdict(config)
     del kept["output"]
-    runs: list[Run] = []
+    runs: list[EmulatedRun] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(config, corpora, folder)

@@ -10,7 +10,7 @@ import numpy as np
 from dynamiq_jax._core import check_number
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.aux import ROLES, ROWS, roles_of
-from dynamiq_jax._worker_loss.causes import Difference, cause_of, cause_of_error
+from dynamiq_jax._worker_loss.causes import LossDifference, cause_of, cause_of_error
 from dynamiq_jax._worker_loss.gradients import exact_value_and_leaves
 from dynamiq_jax._worker_loss.loss_call import plan_call
 from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen, on_host
@@ -115,7 +115,7 @@ def _compare(on_rows: OnRows, loss: float, gradient: list[Any], tolerance: float
         )
     coordinates = on_host(on_rows.coordinates(gradient))
     workers = Seen(np.array([loss]), coordinates[None], np.ones(1))
-    cause = cause_of(Difference(on_rows, workers))
+    cause = cause_of(LossDifference(on_rows, workers))
     raise ValueError(f"{text} Likely cause: {cause.name}. {cause.remedy}")
 
 

@@ -74,7 +74,7 @@ def check(plan: Plan, key: Array) -> None:
     exchange_of(job).agree(description, processes, only_traces=compat.only_traces())
 
 
-def exchange_of(job: compat.Job) -> Exchange:
+def exchange_of(job: compat.DistributedProcess) -> Exchange:
     """Return the exchange of a job: a new one if `jax.distributed` was initialized again."""
     global _exchange
     if _exchange is None or _exchange.client is not job.client:

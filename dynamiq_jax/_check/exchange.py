@@ -14,7 +14,15 @@ import jax
 
 from dynamiq_jax._check import disagreement
 from dynamiq_jax._check.disagreement import Description
-from dynamiq_jax._check.ledger import AGREED, WENT_ON, Entry, Ledger, Record, Verdict, Wait
+from dynamiq_jax._check.ledger import (
+    AGREED,
+    WENT_ON,
+    DescriptionRecord,
+    Entry,
+    Ledger,
+    Verdict,
+    Wait,
+)
 
 PATIENCE = 10.0  # seconds that a process waits for the others, once
 SHORT_PATIENCE = 2.0  # the same after that, until the processes agree again
@@ -139,7 +147,7 @@ class _Group:
             if not verdict.entries or verdict.has(self._process, digest):
                 return verdict
 
-    def _come(self, digest: str) -> tuple[int, Record]:
+    def _come(self, digest: str) -> tuple[int, DescriptionRecord]:
         """Enter the first round without a verdict, or any if all processes are present."""
         number = 0
         while True:
@@ -149,7 +157,7 @@ class _Group:
                 return number, record
             number = record.next_round
 
-    def _missing(self, record: Record) -> set[int]:
+    def _missing(self, record: DescriptionRecord) -> set[int]:
         return {*self._processes} - {*record.present}
 
     def _await(self, digest: str, number: int, only_traces: bool) -> Verdict:

@@ -37,7 +37,7 @@ class Verdict:
 AGREED, WENT_ON = Verdict("agreed"), Verdict("went on")
 
 
-class Record(NamedTuple):
+class DescriptionRecord(NamedTuple):
     """Record of one description."""
 
     rounds: Mapping[int, int]  # by process
@@ -102,13 +102,13 @@ class Ledger:
         """Enter a round of a description."""
         self._set(f"{self._place}/{digest}/came/{self._process}", str(number))
 
-    def record(self, digest: str) -> Record:
+    def record(self, digest: str) -> DescriptionRecord:
         """Read the record of a description."""
         found: dict[str, dict[int, str]] = {"came": {}, "verdict": {}, "late": {}}
         for key, value in self._client.key_value_dir_get(f"{self._place}/{digest}/"):
             kind, number = key.split("/")[-2:]
             found[kind][int(number)] = value
-        return Record(
+        return DescriptionRecord(
             {process: int(value) for process, value in found["came"].items()},
             {number: _verdict(value) for number, value in found["verdict"].items()},
             {number: _verdict(value) for number, value in found["late"].items()},
@@ -150,7 +150,7 @@ class Ledger:
     def waits(self) -> list[Wait]:
         """Read the waits of all processes, the first one first, also those of who went on."""
         found = []
-        records: dict[str, Record] = {}
+        records: dict[str, DescriptionRecord] = {}
         for key, value in self._client.key_value_dir_get(f"{self._place}/waits/"):
             process, digest = key.split("/")[-2:]
             number, since, only_thread, only_traces = json.loads(value)

@@ -28,7 +28,7 @@ from pallas_kernels._jax import compat
 from pallas_kernels._jax.compat import override
 
 
-class Check(NamedTuple):
+class ErrorCheck(NamedTuple):
     """Outcome of the check of a bucket."""
 
     estimate: Estimate  # of what was returned
@@ -59,7 +59,7 @@ class Measured(AllReduce):
             estimated, variance = estimate(
                 self.axes, bucket, flat, reduced.total, key, self.divisor
             )
-        total, check = reduced.total, Check(estimated, jnp.zeros_like(estimated.error))
+        total, check = reduced.total, ErrorCheck(estimated, jnp.zeros_like(estimated.error))
         if self.limit is not None:
             is_over = estimated.may_exceed(self.limit, variance) | (estimated.bad_rows > 0)
             total, kept = lax.cond(
@@ -67,7 +67,7 @@ class Measured(AllReduce):
                 lambda: self._exactly(bucket, flat, reduced.total, estimated),
                 lambda: (reduced.total, estimated),
             )
-            check = Check(kept, is_over.astype(jnp.float32))
+            check = ErrorCheck(kept, is_over.astype(jnp.float32))
         token = token_of([total, check.estimate.error])
         assert token is not None
         return dataclasses.replace(reduced, total=total, token=token, measured=check)

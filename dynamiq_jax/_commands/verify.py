@@ -24,8 +24,8 @@ from dynamiq_jax._measurement.kernel_checks import (
     BASE,
     CASES,
     INTERPRETED_CASES,
-    Check,
-    Verdict,
+    KernelCheck,
+    KernelVerdict,
     check_kernels,
     worst_of_processes,
 )
@@ -49,12 +49,12 @@ _MOST_ERROR = 4.0 ** (3 - 5)  # vNMSE: far above any right answer at 5 bits, far
 _COPY_BYTES = {"cpu": 2**28}  # several times the caches of a CPU
 _LARGE_COPY = 2**30
 _MARKS = {
-    Verdict.ABSENT: "-",
-    Verdict.NOT_HERE: "not here",
-    Verdict.SAME: "[green]same[/green]",
-    Verdict.ROUNDING: "[yellow]rounding[/yellow]",
-    Verdict.DIFFERENT: "[red]DIFFERENT[/red]",
-    Verdict.FAILED: "[red]FAILED[/red]",
+    KernelVerdict.ABSENT: "-",
+    KernelVerdict.NOT_HERE: "not here",
+    KernelVerdict.SAME: "[green]same[/green]",
+    KernelVerdict.ROUNDING: "[yellow]rounding[/yellow]",
+    KernelVerdict.DIFFERENT: "[red]DIFFERENT[/red]",
+    KernelVerdict.FAILED: "[red]FAILED[/red]",
 }
 
 
@@ -151,7 +151,7 @@ class Verify:
                 "checks": [
                     dataclasses.asdict(check) | {"verdict": check.verdict.name.lower()}
                     for check in checks
-                    if check.verdict != Verdict.NOT_HERE
+                    if check.verdict != KernelVerdict.NOT_HERE
                 ],
                 "not_compared": _not_compared(checks),
                 "refused": operations.refused_backends(),
@@ -170,7 +170,7 @@ class Verify:
             records.write(self.json, where, dataclasses.asdict(self), results)
         return int(bool(problems))
 
-    def _checks(self, console: Console) -> list[Check]:
+    def _checks(self, console: Console) -> list[KernelCheck]:
         cases = self.cases or (INTERPRETED_CASES if self.interpret else tuple(CASES))
         steps = len(cases) * len(self.backends) * len(CALLS)
         with tables.progress(console, "verify", steps) as advance:
@@ -180,7 +180,7 @@ class Verify:
         return worst_of_processes(checks)
 
     def _speeds(
-        self, console: Console, checks: Sequence[Check], size: int, problems: list[str]
+        self, console: Console, checks: Sequence[KernelCheck], size: int, problems: list[str]
     ) -> tuple[float, list[Speed]]:
         """Time the base and the backends that are right, and print a table.
 
@@ -227,8 +227,8 @@ class Verify:
         ours = [str(w.message) for w in caught if "dynamiq-jax verify" in str(w.message)]
         return rows, list(dict.fromkeys(ours))
 
-    def _problems_of_checks(self, checks: Sequence[Check]) -> list[str]:
-        least = Verdict.DIFFERENT if self.allow_rounding else Verdict.ROUNDING
+    def _problems_of_checks(self, checks: Sequence[KernelCheck]) -> list[str]:
+        least = KernelVerdict.DIFFERENT if self.allow_rounding else KernelVerdict.ROUNDING
         return [f"{check.name}: {check.text}" for check in checks if check.verdict >= least]
 
 
@@ -240,18 +240,18 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
         raise CommandError(f"{option}: nothing to verify. Give some of {', '.join(known)}.")
 
 
-def _right_backends(checks: Sequence[Check]) -> list[str]:
+def _right_backends(checks: Sequence[KernelCheck]) -> list[str]:
     """Return the backends besides the base that run here, and whose outputs are right."""
-    worst: dict[str, Verdict] = {}
+    worst: dict[str, KernelVerdict] = {}
     for check in checks:
-        worst[check.backend] = max(check.verdict, worst.get(check.backend, Verdict.ABSENT))
-    good = (Verdict.SAME, Verdict.ROUNDING)
+        worst[check.backend] = max(check.verdict, worst.get(check.backend, KernelVerdict.ABSENT))
+    good = (KernelVerdict.SAME, KernelVerdict.ROUNDING)
     return [name for name, verdict in worst.items() if name != BASE and verdict in good]
 
 
-def _not_compared(checks: Sequence[Check]) -> dict[str, str]:
+def _not_compared(checks: Sequence[KernelCheck]) -> dict[str, str]:
     """Return the backends that cannot run here, with the reasons."""
-    return {c.backend: c.text for c in checks if c.verdict == Verdict.NOT_HERE}
+    return {c.backend: c.text for c in checks if c.verdict == KernelVerdict.NOT_HERE}
 
 
 def _problems_of_sums(summed: Sequence[dict[str, Any]]) -> list[str]:
@@ -264,7 +264,7 @@ def _problems_of_sums(summed: Sequence[dict[str, Any]]) -> list[str]:
     return problems
 
 
-def _print_checks(console: Console, checks: Sequence[Check], *, interpret: bool) -> None:
+def _print_checks(console: Console, checks: Sequence[KernelCheck], *, interpret: bool) -> None:
     """Print a table of the backends that run here, and the reasons against the others."""
     reasons = _not_compared(checks)
     here = list(dict.fromkeys(c.backend for c in checks if c.backend not in reasons))
@@ -286,8 +286,8 @@ def _print_checks(console: Console, checks: Sequence[Check], *, interpret: bool)
     console.print(table)
 
 
-def _cell(check: Check) -> str:
-    if check.verdict in (Verdict.ROUNDING, Verdict.DIFFERENT):
+def _cell(check: KernelCheck) -> str:
+    if check.verdict in (KernelVerdict.ROUNDING, KernelVerdict.DIFFERENT):
         return f"{_MARKS[check.verdict]} {check.differing} of {check.compared} B"
     return _MARKS[check.verdict]
 
@@ -348,8 +348,10 @@ def _advice(pays: dict[str, float], *, alone: bool) -> str:
     return f"Compression pays here {'; '.join(texts)}.{how}"
 
 
-def _conclusion(checks: Sequence[Check], problems: Sequence[str]) -> str:
-    compared = [c for c in checks if c.verdict not in (Verdict.ABSENT, Verdict.NOT_HERE)]
+def _conclusion(checks: Sequence[KernelCheck], problems: Sequence[str]) -> str:
+    compared = [
+        c for c in checks if c.verdict not in (KernelVerdict.ABSENT, KernelVerdict.NOT_HERE)
+    ]
     if problems:
         return (
             f"{len(problems)} of {len(compared)} outputs or sums are not right. The library does "

@@ -2,7 +2,7 @@
 
 import graphlib
 
-from dynamiq_jax._inspection.hlo import Computation, Program, ProgramError, heads_and_ends
+from dynamiq_jax._inspection.hlo import HloComputation, HloProgram, ProgramError, heads_and_ends
 
 
 def check_program(text: str) -> None:
@@ -19,7 +19,7 @@ def check_program(text: str) -> None:
     """
     _check_ends(text)
     try:
-        program = Program(text)
+        program = HloProgram(text)
     except (ValueError, IndexError) as error:
         raise ProgramError(f"an instruction is damaged: {error}.") from None
     if not program.entry:
@@ -49,7 +49,7 @@ def _check_ends(text: str) -> None:
         )
 
 
-def _check_instructions(name: str, computation: Computation) -> None:
+def _check_instructions(name: str, computation: HloComputation) -> None:
     """Raise ProgramError for a computation without a root, or an operand without its line."""
     if not any(line.is_root for line in computation.values()):
         raise ProgramError(f"lines are missing: the computation {name!r} has no ROOT.")
@@ -62,7 +62,7 @@ def _check_instructions(name: str, computation: Computation) -> None:
             )
 
 
-def _check_calls(program: Program) -> None:
+def _check_calls(program: HloProgram) -> None:
     """Raise ProgramError for a computation that calls itself, directly or by others."""
     graph = {
         name: {callee for line in computation.values() for callee in line.callees}

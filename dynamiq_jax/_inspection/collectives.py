@@ -12,14 +12,14 @@ from dynamiq_jax._buckets.scopes import labels
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.hlo import (
     ArrayType,
-    Computation,
-    Instruction,
-    Program,
+    HloComputation,
+    HloInstruction,
+    HloProgram,
     ProgramError,
     arrays_of,
     parts_of,
 )
-from dynamiq_jax._inspection.places import Place, Places
+from dynamiq_jax._inspection.places import Place, SourcePlaces
 
 # Bytes that one of `size` devices sends for each byte of its result.
 _SENT_PER_RESULT_BYTE = {
@@ -35,7 +35,7 @@ MOST_DEVICES = 2**20  # above all machines: a list of more would fill the memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class CompiledCollective:
     """Collective of a program, and what all of its executions in one step send."""
 
     opcode: str
@@ -69,7 +69,7 @@ class Collective:
         return tuple(array.size * factor for array in self.arrays)
 
 
-def collectives_of(text: str, devices: Devices) -> list[Collective]:
+def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
     """Return the collectives of a program, in the order in which they are scheduled.
 
     The compiler combines small ones: they are listed one by one, and the first counts as run.
@@ -81,11 +81,11 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
     Raises:
       ProgramError: groups of devices that cannot be.
     """
-    program, places = Program(text), Places(text)
+    program, places = HloProgram(text), SourcePlaces(text)
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
     count = math.prod(map(int, counts))
 
-    def inside(name: str, times: int, in_branch: bool) -> Iterator[Collective]:
+    def inside(name: str, times: int, in_branch: bool) -> Iterator[CompiledCollective]:
         computation = program.computations[name]
         for line in computation.values():
             opcode = line.opcode.removesuffix("-start")
@@ -94,7 +94,7 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
                 sent = _SENT_PER_RESULT_BYTE[opcode](groups.shape[1])
                 for number, part in enumerate(_parts(line, computation)):
                     arrays, origin = part
-                    yield Collective(
+                    yield CompiledCollective(
                         opcode=opcode,
                         arrays=tuple(arrays),
                         groups=connected(groups),
@@ -124,8 +124,8 @@ def collectives_of(text: str, devices: Devices) -> list[Collective]:
 
 
 def _parts(
-    line: Instruction, computation: Computation
-) -> list[tuple[list[ArrayType], Instruction]]:
+    line: HloInstruction, computation: HloComputation
+) -> list[tuple[list[ArrayType], HloInstruction]]:
     """Return the results of a collective by their origin, with a line that has its metadata."""
     arrays = line.arrays
     if line.opcode.endswith("-start") and not line.opcode.startswith("all-reduce"):
@@ -141,7 +141,7 @@ def _parts(
         for other in computation.values()
         if other.opcode == "get-tuple-element" and names & set(other.operands)
     }
-    parts: dict[tuple[tuple[str, ...], str], tuple[list[ArrayType], Instruction]] = {}
+    parts: dict[tuple[tuple[str, ...], str], tuple[list[ArrayType], HloInstruction]] = {}
     for index, array in enumerate(arrays):
         user = users.get(index, line)
         origin = user if len(arrays) > 1 and user.source else line
@@ -150,7 +150,7 @@ def _parts(
     return list(parts.values())
 
 
-def groups_of(line: Instruction, count: int) -> np.ndarray:
+def groups_of(line: HloInstruction, count: int) -> np.ndarray:
     """Return the devices of every group of a collective: [groups, members].
 
     Groups of a permutation are pairs.
@@ -190,7 +190,7 @@ def groups_of(line: Instruction, count: int) -> np.ndarray:
     return devices.reshape(num_groups, members)
 
 
-def _numbered(line: Instruction, shape: list[int]) -> np.ndarray:
+def _numbered(line: HloInstruction, shape: list[int]) -> np.ndarray:
     """Return the numbers of devices from 0 on, of a shape."""
     count = math.prod(shape)
     if not 0 < count <= MOST_DEVICES:

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-from dynamiq_jax._inspection.collectives import Collective
-from dynamiq_jax._plan.recording import Record
+from dynamiq_jax._inspection.collectives import CompiledCollective
+from dynamiq_jax._plan.recording import TracedCollective
 
 
 class Argument(NamedTuple):
@@ -28,7 +28,7 @@ class Traced(NamedTuple):
     """Facts about a step that its trace has, and its compiled text has not."""
 
     written: str = ""  # text of the program before optimization
-    records: tuple[Record, ...] = ()  # of collectives of this library
+    records: tuple[TracedCollective, ...] = ()  # of collectives of this library
     arguments: tuple[Argument, ...] = ()
 
 
@@ -43,8 +43,8 @@ class Sharing(NamedTuple):
 class Evidence:
     """Facts about a program."""
 
-    collectives: tuple[Collective, ...]
-    records: tuple[Record, ...] = ()  # of collectives of this library; none in a file of HLO
+    collectives: tuple[CompiledCollective, ...]
+    records: tuple[TracedCollective, ...] = ()  # none in a file of HLO
     arguments: tuple[Argument, ...] = ()
     written: tuple[Written, ...] = ()
     workers: tuple[str, ...] = ()  # axes of workers, as a user says; empty if not said

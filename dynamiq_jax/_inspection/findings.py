@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._inspection.collectives import Collective
+from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.evidence import Evidence, Sharing
-from dynamiq_jax._plan.recording import Record
+from dynamiq_jax._plan.recording import TracedCollective
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter
@@ -61,7 +61,7 @@ def _double_reduction(known: Evidence) -> Iterator[Finding]:
         )
 
 
-def _summed_twice(known: Evidence) -> dict[Collective, tuple[Record, list[str]]]:
+def _summed_twice(known: Evidence) -> dict[CompiledCollective, tuple[TracedCollective, list[str]]]:
     """Return exact sums of arrays like those of compressed leaves, with the names of these."""
     summed_twice = {}
     for record in known.records:
@@ -175,7 +175,7 @@ def _widened(known: Evidence) -> Iterator[Finding]:
             )
 
 
-def _is_between_workers(one: Collective, known: Evidence) -> bool:
+def _is_between_workers(one: CompiledCollective, known: Evidence) -> bool:
     """Return whether a collective may be over an axis of workers.
 
     Axes of workers are those that a user says, or those of recorded collectives. In a text without
@@ -218,7 +218,7 @@ def _fast_link(known: Evidence) -> Iterator[Finding]:
             )
 
 
-def wasted_bits(sharing: Sharing, records: Iterable[Record]) -> Iterator[Finding]:
+def wasted_bits(sharing: Sharing, records: Iterable[TracedCollective]) -> Iterator[Finding]:
     """Yield the bucket with the most bits to give, where sharing them would gain much."""
     if not sharing.gain >= _WASTED:
         return
@@ -237,13 +237,13 @@ def wasted_bits(sharing: Sharing, records: Iterable[Record]) -> Iterator[Finding
             )
 
 
-def _what(one: Collective) -> str:
+def _what(one: CompiledCollective) -> str:
     place = f" at {one.place}" if one.place else ""
     axes = "" if one.axes is None else f" over {_spelled(one.axes)}"
     return f"The {one.opcode}{place} of {format_bytes(one.bytes)} in {'+'.join(one.dtypes)}{axes}"
 
 
-def _by_autodiff(one: Collective) -> str:
+def _by_autodiff(one: CompiledCollective) -> str:
     if "transpose(" not in one.source:
         return ""
     return (

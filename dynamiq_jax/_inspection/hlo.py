@@ -50,7 +50,7 @@ class ArrayType(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line of HLO."""
 
     name: str
@@ -98,16 +98,16 @@ class Instruction:
         return re.findall(r"[\w.\-]+", listed) or list(filter(None, both))
 
 
-Computation = dict[str, Instruction]
+HloComputation = dict[str, HloInstruction]
 
 
-class Program:
+class HloProgram:
     """Computations of a program."""
 
     def __init__(self, text: str):
-        self.computations: dict[str, Computation] = {}
+        self.computations: dict[str, HloComputation] = {}
         self.entry = ""
-        current: Computation = {}
+        current: HloComputation = {}
         for line in text.splitlines():
             if match := _LINE.match(line):
                 current[match[2]] = _instruction(match[2], match[3], bool(match[1]))
@@ -115,7 +115,7 @@ class Program:
                 current = self.computations[head[2]] = {}
                 self.entry = head[2] if head[1] else self.entry
 
-    def trips(self, computation: str, loop: Instruction) -> int | None:
+    def trips(self, computation: str, loop: HloInstruction) -> int | None:
         """Return how often the body of a loop runs; None where that is not a constant."""
         if known := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
             return int(known)
@@ -129,7 +129,7 @@ class Program:
         return None if first is None or limit is None else max(0, limit - first)
 
     def _constant(
-        self, outer: str, loop: Instruction, condition: Computation, name: str
+        self, outer: str, loop: HloInstruction, condition: HloComputation, name: str
     ) -> int | None:
         """Return the value that an operand of a loop's condition has at the start of the loop."""
         value = _origin(condition, name)
@@ -178,13 +178,15 @@ def parts_of(type: str) -> list[str]:
     return parts
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+def _instruction(name: str, rest: str, is_root: bool) -> HloInstruction:
     type_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opcode, operands_start = rest[type_end:].split("(", 1)[0].strip(), rest.index("(", type_end)
     end = _closing(rest, operands_start)
     text = rest[operands_start + 1 : end]
     names = tuple(re.findall(r"%([\w.\-]+)", text))
-    return Instruction(name, rest[:type_end], opcode, names, text.strip(), rest[end + 1 :], is_root)
+    return HloInstruction(
+        name, rest[:type_end], opcode, names, text.strip(), rest[end + 1 :], is_root
+    )
 
 
 def _closing(text: str, start: int) -> int:
@@ -197,7 +199,7 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"No parenthesis closes {text[start : start + 80]!r}.")
 
 
-def _origin(computation: Computation, name: str) -> Instruction:
+def _origin(computation: HloComputation, name: str) -> HloInstruction:
     value = computation[name]
     while value.opcode in ("bitcast", "convert", "copy"):
         value = computation[value.operands[0]]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dynamiq_jax._api.sum_report import CompressReport
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._inspection.collectives import Collective
+from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.findings import Finding
 from pallas_kernels._jax.compat import override
 
@@ -81,9 +81,9 @@ def texts(row: Row) -> tuple[str, ...]:
     return (row.what, row.over, row.link, row.type, messages, sent, row.where)
 
 
-def rows_of(collectives: Iterable[Collective]) -> tuple[Row, ...]:
+def rows_of(collectives: Iterable[CompiledCollective]) -> tuple[Row, ...]:
     """Join collectives that differ in nothing but their sizes."""
-    groups: dict[tuple[str, str, str, str, str], list[Collective]] = {}
+    groups: dict[tuple[str, str, str, str, str], list[CompiledCollective]] = {}
     for one in collectives:
         over = "" if one.axes is None else ", ".join(one.axes)
         over = over or f"groups of {len(one.groups[0])}"
@@ -115,7 +115,7 @@ _PARTS: Mapping[str, str] = {
 }
 
 
-def _what(one: Collective) -> str:
+def _what(one: CompiledCollective) -> str:
     if not one.labels:
         return one.opcode
     innermost = one.labels[-1]

@@ -30,7 +30,7 @@ class Place(NamedTuple):
         return f"{'cell' if is_cell else path.name}:{self.line}"
 
 
-class Places:
+class SourcePlaces:
     """Table of the source lines of a program, which its text opens with."""
 
     def __init__(self, text: str):

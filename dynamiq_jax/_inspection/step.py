@@ -18,9 +18,9 @@ from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Traced, Written
 from dynamiq_jax._inspection.findings import Finding, findings, wasted_bits
-from dynamiq_jax._inspection.hlo import Instruction, Program
+from dynamiq_jax._inspection.hlo import HloInstruction, HloProgram
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
-from dynamiq_jax._inspection.places import Places
+from dynamiq_jax._inspection.places import SourcePlaces
 from dynamiq_jax._plan.recording import recording
 from pallas_kernels._jax import compat
 
@@ -183,8 +183,8 @@ def _arguments(tree: Any) -> Iterator[Argument]:
 
 def _written(text: str) -> Iterator[Written]:
     """Yield the collectives of a program before optimization."""
-    places = Places(text)
-    for computation in Program(text).computations.values():
+    places = SourcePlaces(text)
+    for computation in HloProgram(text).computations.values():
         for line in computation.values():
             if line.opcode in ("all-reduce", "reduce-scatter", "collective-permute", "all-gather"):
                 place = places.of(line.attributes)
@@ -194,7 +194,7 @@ def _written(text: str) -> Iterator[Written]:
                     yield Written(line.opcode, place.key, min(bits), min(sent))
 
 
-def _inputs(line: Instruction, computation: Mapping[str, Instruction]) -> list[Any]:
+def _inputs(line: HloInstruction, computation: Mapping[str, HloInstruction]) -> list[Any]:
     """Return the types that go into a collective, before a cast just in front of it."""
     arrays = list(line.arrays)
     for name in line.text.split(", "):

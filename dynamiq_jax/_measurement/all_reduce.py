@@ -20,7 +20,7 @@ from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax._measurement.settings import Setting
 
 
-class AllReduce:
+class CompiledAllReduce:
     """A compiled all-reduce of `gradients`, float32 [workers, size] split over the axis."""
 
     def __init__(self, setting: Setting, mesh: Mesh, gradients: Array):

@@ -26,7 +26,7 @@ _MESSAGES = "messages"
 _ROWS, _MANY_ROWS = 37, 2085  # of a chunk: blocks of any usual size overhang
 
 
-class Verdict(IntEnum):
+class KernelVerdict(IntEnum):
     """Outcome of one operation, from the best to the worst."""
 
     ABSENT = 0  # the backend makes the operation of its others
@@ -37,7 +37,7 @@ class Verdict(IntEnum):
     FAILED = 5  # it does not compile, or not in time, or raises an error
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """Rows on which backends are compared."""
 
     method: DynamiQ
@@ -56,33 +56,33 @@ class Case(NamedTuple):
 _ALL_WIDTHS = DynamiQ(bits=9.0, widths=(0, *range(2, 17)))
 # Every width, group size, rounding, spacing and dtype; the first two matter most.
 CASES = {
-    "default": Case(DynamiQ(), 4),
-    "bfloat16": Case(DynamiQ(), 5, "bfloat16"),
-    "all widths": Case(_ALL_WIDTHS, 4),
-    "paper": Case(DynamiQ.paper(), 4, "float16"),
-    "groups of 8": Case(
+    "default": KernelCase(DynamiQ(), 4),
+    "bfloat16": KernelCase(DynamiQ(), 5, "bfloat16"),
+    "all widths": KernelCase(_ALL_WIDTHS, 4),
+    "paper": KernelCase(DynamiQ.paper(), 4, "float16"),
+    "groups of 8": KernelCase(
         DynamiQ(bits=4.0, widths=(6, 2, 0), group_size=8, rounding="independent", gap_ratio=1),
         2,
         "bfloat16",
     ),
-    "two widths": Case(DynamiQ(bits=5.0, widths=(3, 7), rounding="nearest"), 7),
-    "wide": Case(DynamiQ(bits=13.0, widths=(9, 16), group_size=16), 9),
-    "two rows": Case(DynamiQ(bits=6.0, widths=(5, 8)), 5, rows=2),
-    "many rows": Case(_ALL_WIDTHS, 5, rows=_MANY_ROWS),
+    "two widths": KernelCase(DynamiQ(bits=5.0, widths=(3, 7), rounding="nearest"), 7),
+    "wide": KernelCase(DynamiQ(bits=13.0, widths=(9, 16), group_size=16), 9),
+    "two rows": KernelCase(DynamiQ(bits=6.0, widths=(5, 8)), 5, rows=2),
+    "many rows": KernelCase(_ALL_WIDTHS, 5, rows=_MANY_ROWS),
 }
 # Interpreted kernels take minutes for many rows.
 INTERPRETED_CASES = tuple(name for name, case in CASES.items() if case.rows <= _ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Check:
+class KernelCheck:
     """One operation of one backend in one case."""
 
     backend: str
     operation: str
     case: str
     dtype: str
-    verdict: Verdict
+    verdict: KernelVerdict
     compared: int = 0  # bytes
     differing: int = 0  # bytes
     text: str = ""  # an error, or the reason why the backend is not here
@@ -101,7 +101,7 @@ def check_kernels(
     interpret: bool,
     timeout: float,
     done: Callable[[str], None],
-) -> list[Check]:
+) -> list[KernelCheck]:
     """Compare all operations of backends with the base.
 
     The base itself is compared with that of the CPU of this host, where the device is another.
@@ -118,7 +118,7 @@ def check_kernels(
       backends, operations.
     """
     pairs = [(backend, operation) for backend in backends for operation in CALLS]
-    checks: list[Check] = []
+    checks: list[KernelCheck] = []
     # Nearly all of the time is that of the compiler, which takes one core for an operation. The
     # interpreters of Pallas keep state for all threads of a process.
     threads = 1 if interpret else min(_MOST_THREADS, os.cpu_count() or 1)
@@ -131,7 +131,7 @@ def check_kernels(
     return checks
 
 
-def worst_of_processes(checks: Sequence[Check]) -> list[Check]:
+def worst_of_processes(checks: Sequence[KernelCheck]) -> list[KernelCheck]:
     """Return the checks of this process with the worst verdict of all processes.
 
     Outputs that differ between processes are wrong: workers would hold different sums.
@@ -140,13 +140,16 @@ def worst_of_processes(checks: Sequence[Check]) -> list[Check]:
     of_processes = on_all_processes(ours, np.uint32).reshape(-1, len(checks), 2)
     worst = []
     for check, verdicts, checksums in zip(checks, *of_processes.transpose(2, 1, 0), strict=True):
-        verdict = Verdict(int(verdicts.max()))
+        verdict = KernelVerdict(int(verdicts.max()))
         if verdict > check.verdict:
             where = ", ".join(map(str, np.flatnonzero(verdicts == verdict)))
             check = dataclasses.replace(check, verdict=verdict, text=f"in process {where}")
-        elif verdict in (Verdict.SAME, Verdict.ROUNDING) and len({*checksums.tolist()}) > 1:
+        elif (
+            verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING)
+            and len({*checksums.tolist()}) > 1
+        ):
             text = "the bytes of this output differ between processes"
-            check = dataclasses.replace(check, verdict=Verdict.DIFFERENT, text=text)
+            check = dataclasses.replace(check, verdict=KernelVerdict.DIFFERENT, text=text)
         worst.append(check)
     return worst
 
@@ -168,18 +171,18 @@ class _CaseRun:
         self._known: dict[str, np.ndarray] = {}
         self._locks = {name: threading.Lock() for name in (_MESSAGES, *CALLS)}
 
-    def check(self, backend: str, operation: str) -> Check:
+    def check(self, backend: str, operation: str) -> KernelCheck:
         """Compare one operation of a backend."""
-        check = Check(backend, operation, self._name, self._case.dtype, Verdict.SAME)
+        check = KernelCheck(backend, operation, self._name, self._case.dtype, KernelVerdict.SAME)
         with self._mode():
             reason = reason_against(backend)
         on_cpu = _cpu_device() if backend == BASE else None
         if backend == BASE and on_cpu in (None, self._device):
             reason = "the base, with which others are compared"
         if reason:
-            return dataclasses.replace(check, verdict=Verdict.NOT_HERE, text=reason)
+            return dataclasses.replace(check, verdict=KernelVerdict.NOT_HERE, text=reason)
         if registry.BACKENDS[backend].derives(CALLS[operation]):
-            return dataclasses.replace(check, verdict=Verdict.ABSENT)
+            return dataclasses.replace(check, verdict=KernelVerdict.ABSENT)
         try:
             base = in_own_thread(lambda: self._of_base(operation), self._timeout)
             ours, again = in_own_thread(
@@ -188,10 +191,10 @@ class _CaseRun:
             found = compare(ours, base, self._trial.layout, self._trial.widths)
         except Exception as error:  # of any kind: it is that of a compiler
             text = f"{type(error).__name__}: {str(error).strip():.300}"
-            return dataclasses.replace(check, verdict=Verdict.FAILED, text=text)
+            return dataclasses.replace(check, verdict=KernelVerdict.FAILED, text=text)
         if ours.tobytes() != again.tobytes():  # a race, or memory that nothing wrote
             text = "its output differs from one run to the next"
-            return dataclasses.replace(check, verdict=Verdict.DIFFERENT, text=text)
+            return dataclasses.replace(check, verdict=KernelVerdict.DIFFERENT, text=text)
         return dataclasses.replace(
             check,
             verdict=_verdict(found),
@@ -236,10 +239,10 @@ class _CaseRun:
             yield
 
 
-def _verdict(found: Difference) -> Verdict:
+def _verdict(found: Difference) -> KernelVerdict:
     if not found.differing:
-        return Verdict.SAME
-    return Verdict.ROUNDING if found.is_rounding else Verdict.DIFFERENT
+        return KernelVerdict.SAME
+    return KernelVerdict.ROUNDING if found.is_rounding else KernelVerdict.DIFFERENT
 
 
 def _cpu_device() -> jax.Device | None:

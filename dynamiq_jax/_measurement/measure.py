@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dynamiq_jax._measurement.all_reduce import (
-    AllReduce,
+    CompiledAllReduce,
     checksums,
     exact_sum,
     make_gradients,
@@ -62,7 +62,7 @@ def measure(
     truth = exact_sum(mesh.size, size, seed)
     functions, errors, equal = [], [], []
     for setting in settings:
-        functions.append(AllReduce(setting, mesh, gradients))
+        functions.append(CompiledAllReduce(setting, mesh, gradients))
         result = functions[-1](seed)
         errors.append(relative_error(result, truth))
         equal.append(len(np.unique(on_all_processes(checksums(result), np.uint32))) == 1)

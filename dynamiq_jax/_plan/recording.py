@@ -11,7 +11,7 @@ from dynamiq_jax._buckets import exact
 from dynamiq_jax._plan.plan import Plan
 
 
-class Record(NamedTuple):
+class TracedCollective(NamedTuple):
     """Collective that was traced, as one device sees it."""
 
     plan: Plan
@@ -44,7 +44,7 @@ class Record(NamedTuple):
         return tuple(exact.bytes_sent(axes, [parts[index]]) for index, _ in self.plan.exact)
 
 
-class Records(list[Record]):
+class Records(list[TracedCollective]):
     """Collectives that were traced, and the sums of steps that `compress` made of others."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def record(plan: Plan) -> None:
     records = _records.get()
     if records is None:
         return
-    new = Record(plan, tuple(jax.sharding.get_abstract_mesh().shape.items()))
+    new = TracedCollective(plan, tuple(jax.sharding.get_abstract_mesh().shape.items()))
     if new not in records:
         records.append(new)
 

@@ -22,7 +22,7 @@ class Cause(NamedTuple):
     remedy: str
 
 
-class Difference:
+class LossDifference:
     """A difference between the workers' loss and that of the whole batch, and experiments on it."""
 
     def __init__(self, on_rows: OnRows, workers: Seen):
@@ -47,9 +47,9 @@ class Difference:
         return not self.on_rows.fails(units[0]) and self.explains(self.on_rows.see(units).mean())
 
 
-def cause_of(difference: Difference) -> Cause:
+def cause_of(difference: LossDifference) -> Cause:
     """Return the likely cause of a difference."""
-    rules: tuple[Callable[[Difference], Iterator[Cause]], ...] = (
+    rules: tuple[Callable[[LossDifference], Iterator[Cause]], ...] = (
         _empty,
         _random,
         _no_rows,
@@ -76,7 +76,7 @@ def cause_of_error(on_rows: OnRows) -> Cause:
     )
 
 
-def _random(difference: Difference) -> Iterator[Cause]:
+def _random(difference: LossDifference) -> Iterator[Cause]:
     on_rows = difference.on_rows
     if not difference.explains(on_rows.see(difference.everything, keys=1)):
         yield Cause(
@@ -86,7 +86,7 @@ def _random(difference: Difference) -> Iterator[Cause]:
         )
 
 
-def _empty(difference: Difference) -> Iterator[Cause]:
+def _empty(difference: LossDifference) -> Iterator[Cause]:
     seen = difference.on_rows.see(difference.on_rows.parts)
     finite = np.isfinite(seen.losses) & np.isfinite(seen.gradients).all(axis=1)
     finite |= seen.targets == 0  # num_targets leaves such workers out
@@ -99,7 +99,7 @@ def _empty(difference: Difference) -> Iterator[Cause]:
         )
 
 
-def _no_rows(difference: Difference) -> Iterator[Cause]:
+def _no_rows(difference: LossDifference) -> Iterator[Cause]:
     on_rows = difference.on_rows
     for number, name in _beside_others(on_rows):
         try:
@@ -110,7 +110,7 @@ def _no_rows(difference: Difference) -> Iterator[Cause]:
             yield _no_row_each(name, "the loss is that of the batch")
 
 
-def _ordered(difference: Difference) -> Iterator[Cause]:
+def _ordered(difference: LossDifference) -> Iterator[Cause]:
     """Yield causes of a loss that depends on the order of rows."""
     on_rows, rows = difference.on_rows, difference.everything[0]
     mixed = np.random.default_rng(0).permutation(rows)
@@ -142,7 +142,7 @@ def _ordered(difference: Difference) -> Iterator[Cause]:
     )
 
 
-def _function_of_means(difference: Difference) -> Iterator[Cause]:
+def _function_of_means(difference: LossDifference) -> Iterator[Cause]:
     """Yield causes of a loss whose gradient is a weighted sum of those of the workers' parts."""
     on_rows, whole = difference.on_rows, difference.whole
     seen = on_rows.see(on_rows.parts)
@@ -187,7 +187,7 @@ def _function_of_means(difference: Difference) -> Iterator[Cause]:
     )
 
 
-def _gap(difference: Difference, one: Seen, other: Seen) -> float:
+def _gap(difference: LossDifference, one: Seen, other: Seen) -> float:
     """Return how much the sum over sets of rows differs from that over other sets of them."""
     scale = abs(difference.whole.losses[0]) or 1.0
     norm = np.linalg.norm(difference.whole.gradients[0]) or 1.0
@@ -195,7 +195,7 @@ def _gap(difference: Difference, one: Seen, other: Seen) -> float:
     return float(of_loss + np.linalg.norm(one.gradients.sum(0) - other.gradients.sum(0)) / norm)
 
 
-def _compared(difference: Difference) -> Iterator[Cause]:
+def _compared(difference: LossDifference) -> Iterator[Cause]:
     """Yield causes of a loss for which each row depends on all others."""
     on_rows = difference.on_rows
     half = np.arange(on_rows.count // 2)

@@ -18,7 +18,7 @@ Split = Callable[[int, int], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BlockSplit:
     """Split of a batch of stacked blocks: each worker gets its rows of every block.
 
     For losses that compare row `i` of one block with row `i` of another one, such as DPO, whose
@@ -49,7 +49,7 @@ class Blocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class GroupSplit:
     """Split of a batch of groups of neighboring rows, none of which is cut.
 
     For losses that compare the rows of a group, such as GRPO with eight answers to each prompt:
@@ -79,7 +79,7 @@ class Groups:
         return np.arange(rows).reshape(workers, -1)
 
 
-_RULES: Mapping[str, Callable[[int], Split]] = {"blocks": Blocks, "groups": Groups}
+_RULES: Mapping[str, Callable[[int], Split]] = {"blocks": BlockSplit, "groups": GroupSplit}
 
 
 def rule_of(value: Any) -> Split:

@@ -65,7 +65,7 @@ class WordFormat:
         return (bfloat16_value(words) if self.method == "bf16" else words)[:size]
 
 
-class BlockFormat(Format, Protocol):
+class BlockScaledFormat(Format, Protocol):
     """Codes of one width, and a scale for each block."""
 
     @property
@@ -111,7 +111,7 @@ class BlockIntFormat:
         return _decode_blocks(self, sections, size)
 
     def decode_rows(self, codes: Numbers, scales: Numbers) -> F32:
-        """Multiply codes by scales; see `BlockFormat.decode_rows`."""
+        """Multiply codes by scales; see `BlockScaledFormat.decode_rows`."""
         top = 2 ** (self.code_bits - 1) - 1
         return product((codes.astype(np.int32) - top).astype(np.float32), bfloat16_value(scales))
 
@@ -158,7 +158,7 @@ class MXFormat:
         return _decode_blocks(self, sections, size)
 
     def decode_rows(self, codes: Numbers, scales: Numbers) -> F32:
-        """Multiply elements by powers of two; see `BlockFormat.decode_rows`.
+        """Multiply elements by powers of two; see `BlockScaledFormat.decode_rows`.
 
         A result below the normal numbers is zero, and one above is Inf.
         """
@@ -356,12 +356,12 @@ def element_values(element: str) -> NDArray[np.float64]:
     return np.concatenate([values, -values])
 
 
-def _block_sections(form: BlockFormat, size: int) -> tuple[Section, ...]:
+def _block_sections(form: BlockScaledFormat, size: int) -> tuple[Section, ...]:
     """Return the planes of codes and the scales of whole rows, as bytes of one message."""
     return (Section("u1", -(-size // LANES) * (LANES * form.bits // 8 + form.scales.num_bytes)),)
 
 
-def _decode_blocks(form: BlockFormat, sections: Sequence[Numbers], size: int) -> F32:
+def _decode_blocks(form: BlockScaledFormat, sections: Sequence[Numbers], size: int) -> F32:
     (message,) = sections
     rows = -(-size // LANES)
     values = np.empty((rows, LANES), np.float32)

@@ -201,7 +201,7 @@ def mosaic_gpu_store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
-class Job(NamedTuple):
+class DistributedProcess(NamedTuple):
     """This process among those that `jax.distributed` joined."""
 
     client: Any  # of the coordination service
@@ -219,7 +219,7 @@ _CLIENT = (
 )
 
 
-def job() -> Job | None:
+def job() -> DistributedProcess | None:
     """Return this process among those of its job; None if it is the only one.
 
     JAX has no public function that returns the client of the coordination service. Where another
@@ -236,7 +236,7 @@ def job() -> Job | None:
     if missing := [name for name in _CLIENT if not hasattr(client, name)]:
         _warn_that_nothing_is_compared(_SERVICE, f"the client has no {', '.join(missing)}")
         return None
-    return Job(client, process, number)
+    return DistributedProcess(client, process, number)
 
 
 @functools.cache  # once

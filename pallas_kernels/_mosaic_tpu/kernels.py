@@ -47,7 +47,7 @@ class Memory(NamedTuple):
     others: Any  # semaphore of all else
 
 
-class Gathered(NamedTuple):
+class GatheredRows(NamedTuple):
     """Local rows of a chunk: refs, or operands."""
 
     first: Any  # where the rows of the first block lie
@@ -61,7 +61,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
     gathered = _gathered(local, shape)
 
     def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
-        rows_refs, (table_ref, received_ref, result_ref) = Gathered(*refs[:3]), refs[3:6]
+        rows_refs, (table_ref, received_ref, result_ref) = GatheredRows(*refs[:3]), refs[3:6]
         memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
 
         @pl.when(step == 0)
@@ -125,7 +125,7 @@ def _sums(
     shape, received, results = Shape(layout), payloads.shape[0], 1 + with_scales
 
     def kernel(step, chunk_ref, _turn, _seed, starts_ref, *refs):
-        gathered, (table_ref, received_ref, sums_ref) = Gathered(*refs[:3]), refs[3:6]
+        gathered, (table_ref, received_ref, sums_ref) = GatheredRows(*refs[:3]), refs[3:6]
         memory, (result_ref, *scales_ref) = Memory(*refs[5 + results : -results]), refs[-results:]
 
         @pl.when(step == 0)
@@ -264,7 +264,7 @@ def _receive(received_ref, received: int, memory: Memory, layout: Layout) -> Non
         transfers.run(words.copy_in(received_ref, index, lines_ref, layout, memory.others))
 
 
-def _sum(block: Block, step: Array, gathered: Gathered, received: int, memory: Memory) -> None:
+def _sum(block: Block, step: Array, gathered: GatheredRows, received: int, memory: Memory) -> None:
     """Sum the local rows of a block, which are on their way, and received messages.
 
     It starts to gather the first lanes of the next block. The caller starts the others.
@@ -289,7 +289,7 @@ def _sum(block: Block, step: Array, gathered: Gathered, received: int, memory: M
         lax.fori_loop(0, received, add, None)
 
 
-def _gather(gathered: Gathered, memory: Memory, lanes: Iterable) -> None:
+def _gather(gathered: GatheredRows, memory: Memory, lanes: Iterable) -> None:
     """Start to gather the rows of the next block."""
     transfers.gather(gathered.next, gathered.lines, memory.staged, memory.semaphore, lanes)
 
@@ -322,13 +322,13 @@ def _bits(layout: Layout) -> tuple[int, ...]:
     return (8,) if max(layout.allocation.widths) <= 8 else (8, 16)
 
 
-def _gathered(local: LocalRows, shape: Shape) -> Gathered:
+def _gathered(local: LocalRows, shape: Shape) -> GatheredRows:
     order = shape.order_of_blocks(local.places.order, transfers.lines_of_row(local.rows.dtype))
 
     def of_block(block: Callable) -> Operand:
         return order, _order_spec(lambda step, chunk, *_: chunk[0] * shape.blocks + block(step))
 
-    return Gathered(
+    return GatheredRows(
         of_block(lambda step: 0),
         of_block(lambda step: jnp.minimum(step + 1, shape.blocks - 1)),
         (transfers.as_lines(local.rows), IN_MEMORY),

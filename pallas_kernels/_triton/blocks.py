@@ -34,7 +34,7 @@ PIECES, LANES = 8, 32  # of a row, of a piece
 U32 = jnp.uint32
 
 
-class Config(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Rows of one program, and the warps that share them: powers of two, the same for all shapes.
 
     16 rows on 4 warps give every thread four lanes of each of the eight pieces of a row: 128 bytes
@@ -52,7 +52,7 @@ class Config(NamedTuple):
 def launch(
     kernel: Callable,
     grid: tuple[int, ...],
-    config: Config,
+    config: LaunchConfig,
     operands: Sequence[Any],
     out_shape: Any,
 ) -> Any:
@@ -99,7 +99,7 @@ class Blocks:
     """The blocks of a chunk, or of all chunks, which the second axis of the grid counts."""
 
     layout: Layout
-    config: Config
+    config: LaunchConfig
     places: Places
     chunk: Index | None = None  # None for all
 

@@ -9,13 +9,13 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._jax.compat import shape_like
 from pallas_kernels._triton import message, rows
-from pallas_kernels._triton.blocks import Blocks, Config, launch
+from pallas_kernels._triton.blocks import Blocks, LaunchConfig, launch
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 
 
-def statistics(values: Array, *, config: Config = Config()) -> Array:
+def statistics(values: Array, *, config: LaunchConfig = LaunchConfig()) -> Array:
     """Compute the norm of every row."""
     num_rows = values.shape[0]
 
@@ -41,7 +41,7 @@ def hop(
     turn: Index,
     *,
     layout: Layout,
-    config: Config = Config(),
+    config: LaunchConfig = LaunchConfig(),
 ) -> Array:
     """Encode the sum of received and local rows."""
     received = payloads.shape[0]
@@ -64,7 +64,12 @@ def hop(
 
 
 def decompress_accumulate(
-    payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout, config: Config = Config()
+    payloads: Array,
+    local: LocalRows,
+    chunk: Index,
+    *,
+    layout: Layout,
+    config: LaunchConfig = LaunchConfig(),
 ) -> Array:
     """Sum received and local rows."""
     received = payloads.shape[0]
@@ -82,7 +87,7 @@ def decompress_accumulate(
 
 
 def decompress(
-    payloads: Array, places: Places, *, layout: Layout, config: Config = Config()
+    payloads: Array, places: Places, *, layout: Layout, config: LaunchConfig = LaunchConfig()
 ) -> Array:
     """Decode the messages of all chunks to rows in their original order."""
 

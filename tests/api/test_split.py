@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._worker_loss.rows import Blocks, Groups
+from dynamiq_jax._worker_loss.rows import BlockSplit, GroupSplit
 
 ROWS, IN, OUT = 16, 32, 48
 KEY = jax.random.key(0)
@@ -58,7 +58,7 @@ def both(data_mesh, loss_fn, workers=4, **arguments):
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
 def test_every_worker_has_its_rows_of_every_block(count, workers, each):
     rows = count * workers * each
-    order = Blocks(count)(rows, workers)
+    order = BlockSplit(count)(rows, workers)
     assert sorted(order.ravel()) == list(range(rows))
     block, within = np.divmod(order, workers * each)
     for worker in range(workers):
@@ -72,9 +72,9 @@ def test_every_worker_has_its_rows_of_every_block(count, workers, each):
 def test_a_group_is_on_one_worker_or_refused(rows, size, workers):
     if rows % (size * workers):
         with pytest.raises(ValueError, match=f"a multiple of {size * workers} rows"):
-            Groups(size)(rows, workers)
+            GroupSplit(size)(rows, workers)
     else:
-        for group in Groups(size)(rows, workers).reshape(-1, size) // size:
+        for group in GroupSplit(size)(rows, workers).reshape(-1, size) // size:
             assert len(set(group)) == 1
 
 
@@ -169,6 +169,6 @@ def test_rules_that_do_not_fit(data_mesh, split, error, words):
 
 @pytest.mark.parametrize("value", (0, -1, 2.0, True))
 def test_blocks_and_groups_are_counted_in_integers(value):
-    for rule, name in ((Blocks, "count"), (Groups, "size")):
+    for rule, name in ((BlockSplit, "count"), (GroupSplit, "size")):
         with pytest.raises(ValueError, match=f"{name}={value}"):
             rule(value)

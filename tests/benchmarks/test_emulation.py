@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks.emulation import namespaces
-from benchmarks.emulation.command import Network
+from benchmarks.emulation.command import Emulation
 from benchmarks.emulation.network import NetworkRun
 from benchmarks.emulation.processes import Processes
 from dynamiq_jax._console import program
@@ -120,10 +120,10 @@ def test_one_repeat_and_one_second_are_enough(monkeypatch):
 
     monkeypatch.setattr(namespaces, "check_possible", reached)
     with pytest.raises(CommandError, match="the machine"):
-        Network(repeats=1, timeout=1).run()
+        Emulation(repeats=1, timeout=1).run()
     for name in ("repeats", "timeout"):
         with pytest.raises(CommandError, match=f"--{name}"):
-            Network(**{name: 0}).run()
+            Emulation(**{name: 0}).run()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_one_repeat_and_one_second_are_enough(monkeypatch):
 def test_mistakes_end_in_one_line(arguments, says, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmarks.emulation", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
-        program.run("emulation", lambda: Network)
+        program.run("emulation", lambda: Emulation)
     assert re.match(f"emulation: .*{says}", ended.value.code)
     assert "\n" not in ended.value.code
 

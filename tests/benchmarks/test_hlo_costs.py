@@ -53,7 +53,7 @@ SMALL, LARGE = 4 * 8 * 128, 4 * 64 * 128
 
 @pytest.fixture(scope="module")
 def runs():
-    return {run.instruction.name: run for run in hlo_costs.Program(PROGRAM).runs()}
+    return {run.instruction.name: run for run in hlo_costs.CostProgram(PROGRAM).runs()}
 
 
 def test_bodies_of_loops_count_as_often_as_they_run(runs):
@@ -68,7 +68,7 @@ def test_bodies_of_loops_count_as_often_as_they_run(runs):
 @pytest.mark.parametrize("limit", (2, 1))
 def test_bodies_of_loops_that_end_at_once_do_not_run(limit):
     """The loop begins at 2."""
-    program = hlo_costs.Program(PROGRAM.replace("constant(7)", f"constant({limit})"))
+    program = hlo_costs.CostProgram(PROGRAM.replace("constant(7)", f"constant({limit})"))
     assert {run.instruction.name: run.times for run in program.runs()}["next"] == 0
 
 
@@ -94,4 +94,4 @@ def test_loop_without_a_constant_trip_count_is_an_error():
         "index=0\n  ROOT %less", "index=1\n  ROOT %less"
     )
     with pytest.raises(ValueError, match="trip count"):
-        hlo_costs.Program(program).runs()
+        hlo_costs.CostProgram(program).runs()

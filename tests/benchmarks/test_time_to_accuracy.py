@@ -12,7 +12,7 @@ import tyro
 
 from benchmarks.training import time_to_accuracy
 from benchmarks.training.emulated_training import report
-from benchmarks.training.emulated_training.run import Run, check_identical
+from benchmarks.training.emulated_training.run import EmulatedRun, check_identical
 from benchmarks.training.emulated_training.target import reached, target_loss
 from dynamiq_jax._console.errors import CommandError
 from tests.support.emulation import emulates
@@ -24,7 +24,7 @@ COSTS = dict.fromkeys(("psum", "bf16", "dynamiq"), COST)
 def make_run(setting: str, losses: list[float], step_seconds: float, rate: float = 1e8):
     """A run of three evaluations, ten steps apart."""
     steps = (0, 10, 20)
-    return Run(
+    return EmulatedRun(
         setting=setting,
         seed=0,
         rate=rate,

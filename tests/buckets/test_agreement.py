@@ -270,7 +270,7 @@ def on_mesh(size: int, method="mxfp8", **arguments):
 def described(monkeypatch) -> list[tuple[dict, tuple[int, ...]]]:
     """What this process would send as one of two."""
     sent = []
-    monkeypatch.setattr(compat, "job", lambda: compat.Job(object(), 0, 2))
+    monkeypatch.setattr(compat, "job", lambda: compat.DistributedProcess(object(), 0, 2))
 
     def record(self, *arguments, only_traces):
         sent.append(arguments)
@@ -383,7 +383,7 @@ def test_one_process_compares_nothing(monkeypatch):
 
 
 def test_a_new_job_has_a_new_exchange():
-    first, second = (compat.Job(object(), 0, 2) for _ in range(2))
+    first, second = (compat.DistributedProcess(object(), 0, 2) for _ in range(2))
     assert agreement.exchange_of(first) is agreement.exchange_of(first)
     one = agreement.exchange_of(first)
     assert agreement.exchange_of(second) is not one

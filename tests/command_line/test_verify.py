@@ -14,7 +14,7 @@ from dynamiq_jax._commands.verify import Verify
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement import kernel_checks
 from dynamiq_jax._measurement.batches import Batches
-from dynamiq_jax._measurement.kernel_checks import CASES, Verdict
+from dynamiq_jax._measurement.kernel_checks import CASES, KernelVerdict
 from dynamiq_jax._prediction.break_even import rate_of_kernels
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import differences
@@ -104,8 +104,10 @@ def test_a_right_backend_is_compared_and_timed(chosen_backend, here, tmp_path, c
 @pytest.mark.parametrize(("allow", "count"), [(False, 1), (True, 0)])
 def test_another_rounding_is_a_problem_unless_it_is_allowed(allow, count):
     checks = [
-        kernel_checks.Check("triton", "hop", CASE, "float32", verdict, 100, 1, "1 of 100 bytes")
-        for verdict in (Verdict.SAME, Verdict.ROUNDING, Verdict.NOT_HERE)
+        kernel_checks.KernelCheck(
+            "triton", "hop", CASE, "float32", verdict, 100, 1, "1 of 100 bytes"
+        )
+        for verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING, KernelVerdict.NOT_HERE)
     ]
     problems = Verify(allow_rounding=allow)._problems_of_checks(checks)
     assert problems == count * ["triton: hop (two widths, float32): 1 of 100 bytes"]
@@ -217,13 +219,19 @@ def test_results_that_hardware_may_flush_are_told_from_lost_ones(shape):
 @pytest.mark.parametrize(
     ("others", "verdict", "text"),
     [
-        ((Verdict.SAME, 5), Verdict.SAME, ""),
-        ((Verdict.FAILED, 0), Verdict.FAILED, "in process 1"),
-        ((Verdict.SAME, 6), Verdict.DIFFERENT, "the bytes of this output differ between processes"),
+        ((KernelVerdict.SAME, 5), KernelVerdict.SAME, ""),
+        ((KernelVerdict.FAILED, 0), KernelVerdict.FAILED, "in process 1"),
+        (
+            (KernelVerdict.SAME, 6),
+            KernelVerdict.DIFFERENT,
+            "the bytes of this output differ between processes",
+        ),
     ],
 )
 def test_the_verdict_of_all_processes_is_the_worst(others, verdict, text, monkeypatch):
-    check = kernel_checks.Check("triton", "hop", CASE, "float32", Verdict.SAME, checksum=5)
+    check = kernel_checks.KernelCheck(
+        "triton", "hop", CASE, "float32", KernelVerdict.SAME, checksum=5
+    )
     monkeypatch.setattr(
         kernel_checks, "on_all_processes", lambda ours, dtype: np.array([ours, others], dtype)
     )

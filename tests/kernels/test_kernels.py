@@ -306,7 +306,7 @@ def test_blocks_of_any_size_write_every_byte(monkeypatch):
             input_output_aliases={len(arrays): 0},
         )(*arrays, jnp.full(out_shape.shape, 0xFFFF, out_shape.dtype))
 
-    small = triton_blocks.Config(rows=4, warps=2)
+    small = triton_blocks.LaunchConfig(rows=4, warps=2)
     layout = CASES["two widths"].layout
     assert layout.padding_start < layout.payload_bytes
     monkeypatch.setattr(triton_blocks, "launch", launch_onto_ones)

@@ -1,6 +1,7 @@
 """Rules for the source as a whole: who imports whom, what is private, how long, how quiet."""
 
 import ast
+import collections
 import functools
 import inspect
 import pathlib
@@ -352,6 +353,37 @@ def test_docstrings_are_statements():
         and question.match(ast.get_docstring(node) or "")
     ]
     assert found == []
+
+
+def test_classes_have_names_of_their_own():
+    """In the library, and in benchmarks those that other modules import.
+
+    `Block` is one of each kernel backend, and `Config` the options of a benchmark.
+    """
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+        for path in (ROOT / "benchmarks").rglob("*.py")
+    }
+    imported = {
+        (node.module, alias.name)
+        for tree in modules.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    places = collections.defaultdict(list)
+    for module, tree in (LIBRARY | modules).items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    shared = {
+        name: where
+        for name, where in places.items()
+        if name not in ("Block", "Config")
+        and len(where) > 1
+        and any(module in LIBRARY or (module, name) in imported for module in where)
+    }
+    assert shared == {}
 
 
 def test_functions_take_at_most_six_parameters():

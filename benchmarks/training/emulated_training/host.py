@@ -23,7 +23,12 @@ from benchmarks.training.emulated_training.rounds import Rounds, parse_rounds
 from benchmarks.training.small_lm.corpora import random_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import make_optimizer
-from benchmarks.training.small_lm.training import Training, abstract_model, data_parallel, local_sgd
+from benchmarks.training.small_lm.training import (
+    CompiledTraining,
+    abstract_model,
+    data_parallel,
+    local_sgd,
+)
 from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax._measurement.settings import PSUM
 
@@ -34,7 +39,7 @@ class TrainingHost(Host):
     def join(self) -> dict[str, Any]:
         """Join the other hosts and read the text."""
         answer, config = super().join(), self.config
-        self._compiled: dict[str | None, Training] = {}  # by setting
+        self._compiled: dict[str | None, CompiledTraining] = {}  # by setting
         self._trainings: dict[str | None, _Training] = {}  # of these, by setting
         self._everyone, self._alone = _mesh(jax.devices()), _mesh(jax.local_devices())
         with np.load(Path(config["folder"]) / "text.npz") as text:
@@ -81,7 +86,7 @@ class TrainingHost(Host):
         loss, accuracy = self._evaluate(self._trainings[setting].own_params(), self._held_out)
         return {"loss": float(loss), "accuracy": float(accuracy)}
 
-    def _build(self, mesh: Mesh, rounds: Rounds) -> Training:
+    def _build(self, mesh: Mesh, rounds: Rounds) -> CompiledTraining:
         config = self.config
         optimizer = make_optimizer(config["learning_rate"], config["steps"] * rounds.times)
         args = self._structure, optimizer, mesh, rounds.setting
@@ -129,7 +134,7 @@ class _Training:
 
     def __init__(
         self,
-        compiled: Training,
+        compiled: CompiledTraining,
         params: Any,
         batches: Iterable[tuple[jax.Array, jax.Array]],
         times: int,

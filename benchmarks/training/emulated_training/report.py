@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from rich.table import Table
 
 from benchmarks.training.emulated_training.rounds import parse_rounds
-from benchmarks.training.emulated_training.run import Run
+from benchmarks.training.emulated_training.run import EmulatedRun
 from benchmarks.training.emulated_training.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds
@@ -37,7 +37,7 @@ COLORS = {
 
 
 def summary(
-    runs: Sequence[Run], costs: dict[str, dict[str, float]], compute_seconds: float
+    runs: Sequence[EmulatedRun], costs: dict[str, dict[str, float]], compute_seconds: float
 ) -> dict[str, Any]:
     """Return the record of all runs so far.
 
@@ -74,7 +74,10 @@ def summary(
 
 
 def _on_link(
-    run: Run, evaluated: Run, targets: dict[float, float], costs: dict[str, dict[str, float]]
+    run: EmulatedRun,
+    evaluated: EmulatedRun,
+    targets: dict[float, float],
+    costs: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     """Return the times of one setting on one link."""
     steps, losses = list(evaluated.losses), list(evaluated.losses.values())
@@ -114,7 +117,7 @@ def _times_sooner(
     return {}
 
 
-def _final_losses(runs: Sequence[Run], settings: Sequence[str]) -> list[dict[str, Any]]:
+def _final_losses(runs: Sequence[EmulatedRun], settings: Sequence[str]) -> list[dict[str, Any]]:
     """Return the evaluation loss after all steps, by seed, also relative to the exact run's."""
     last = max(runs[0].losses)
     by_seed: dict[str, dict[int, float]] = {name: {} for name in settings}

@@ -18,7 +18,7 @@ from dynamiq_jax._measurement.joining import START_TIMEOUT
 
 
 @dataclasses.dataclass
-class Run:
+class EmulatedRun:
     """Record of one run. Dictionaries are by the number of steps taken before."""
 
     setting: str
@@ -63,7 +63,7 @@ class Trainers:
         stops: Sequence[int],
         evaluate_at: Collection[int],
         advance: Callable[[str], None],
-    ) -> list[Run]:
+    ) -> list[EmulatedRun]:
         """Train with every setting, from the pre-trained weights of a seed.
 
         Settings take turns, a few steps each, so that a change of the machine's load meets all.
@@ -82,7 +82,7 @@ class Trainers:
         self._hosts.network.set_rate(rate)
         at = "an unlimited link" if rate is None else format_rate(rate)
         link = link_patience(max(settings.values()), rate)
-        runs = [Run(setting, seed, rate) for setting in settings]
+        runs = [EmulatedRun(setting, seed, rate) for setting in settings]
         for run in runs:
             request = {"do": "begin", "setting": run.setting, "seed": seed}
             self._hosts.ask(request, f"compiling {run.setting}", patience=START_TIMEOUT + link)
@@ -99,7 +99,7 @@ class Trainers:
                 advance(f"{run.setting}, seed {seed}, {at}")
         return runs
 
-    def _evaluate(self, run: Run, stop: int) -> None:
+    def _evaluate(self, run: EmulatedRun, stop: int) -> None:
         request = {"do": "evaluate", "setting": run.setting}
         answers = self._hosts.ask(request, f"evaluating {run.setting}")
         run.losses[stop] = statistics.fmean(answer["loss"] for answer in answers)
@@ -131,11 +131,11 @@ def trainers(
         yield Trainers(hosts)
 
 
-def check_identical(runs: Sequence[Run]) -> None:
+def check_identical(runs: Sequence[EmulatedRun]) -> None:
     """Raise CommandError unless runs of a setting and seed went through the same parameters, bit
     for bit, on all links.
     """
-    first: dict[tuple[str, int], Run] = {}
+    first: dict[tuple[str, int], EmulatedRun] = {}
     for run in runs:
         other = first.setdefault((run.setting, run.seed), run)
         apart = [step for step, bits in run.checksums.items() if other.checksums[step] != bits]

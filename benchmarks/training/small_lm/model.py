@@ -69,7 +69,7 @@ class GatedMLP(nnx.Module):
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
+class TransformerBlock(nnx.Module):
     """Attention, then the MLP, each beside a residual path."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
@@ -91,7 +91,7 @@ class Transformer(nnx.Module):
         # The embedding is also the output layer, so its scale sets that of the first logits.
         init = nnx.initializers.normal(config.width**-0.5)
         self.embedding = nnx.Embed(config.vocabulary, config.width, embedding_init=init, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.blocks = nnx.List([TransformerBlock(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:

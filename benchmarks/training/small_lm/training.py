@@ -30,7 +30,7 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class CompiledTraining:
     """Training on a mesh, compiled."""
 
     init: Callable[[Params], State]
@@ -45,7 +45,7 @@ def data_parallel(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     setting: Setting,
-) -> Training:
+) -> CompiledTraining:
     """Build the training that a mesh runs.
 
     Args:
@@ -86,7 +86,7 @@ def data_parallel(
     each = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), specs, P("data"), P()), out_specs=(P(), specs, P())
     )
-    return Training(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))
+    return CompiledTraining(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))
 
 
 def local_sgd(
@@ -95,7 +95,7 @@ def local_sgd(
     mesh: Mesh,
     setting: Setting,
     every: int,
-) -> Training:
+) -> CompiledTraining:
     """Build a training by local SGD, whose parameters are the reference of all workers.
 
     Args:
@@ -132,4 +132,4 @@ def local_sgd(
     each = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), specs, P("data"), P()), out_specs=(P(), specs, P("data"))
     )
-    return Training(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))
+    return CompiledTraining(jax.jit(first), jax.jit(each, donate_argnums=(0, 1)))

@@ -18,8 +18,8 @@ from dynamiq_jax.contrib.drop_compute.plots import draw_steps, draw_sweep
 from dynamiq_jax.contrib.drop_compute.prediction import (
     MadeUp,
     Noise,
-    Prediction,
     Rule,
+    ThresholdPrediction,
     read_latencies,
 )
 from dynamiq_jax.contrib.drop_compute.thresholds import Latencies
@@ -135,7 +135,7 @@ class Predict:
         )
         return made_up.draw(self.steps, self.seed)
 
-    def _table(self, latencies: Latencies, prediction: Prediction) -> Table:
+    def _table(self, latencies: Latencies, prediction: ThresholdPrediction) -> Table:
         steps, workers, micro_batches = latencies.times.shape
         source = f"{self.noise} latencies, simulated" if self.latencies is None else self.latencies
         made = tables.table(
@@ -173,7 +173,7 @@ class Predict:
         return made
 
 
-def _advice(prediction: Prediction) -> str:
+def _advice(prediction: ThresholdPrediction) -> str:
     held_out = prediction.held_out
     if not np.isfinite(held_out.threshold) or held_out.speedup <= 1:
         return (

@@ -111,7 +111,7 @@ def _table(rows: Any) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction:
+class ThresholdPrediction:
     """Predicted gain of a compute threshold."""
 
     chosen: ThresholdEffect  # on the steps that the threshold was chosen from
@@ -141,11 +141,11 @@ class Rule:
         return law_of(latencies) if (self.min_done, self.in_flight) == (1, 0) else None
 
 
-def predict(latencies: Latencies, rule: Rule) -> Prediction:
+def predict(latencies: Latencies, rule: Rule) -> ThresholdPrediction:
     """Choose a threshold on the first half of the steps, and replay the other half with it."""
     first, other = split_in_half(latencies)
     chosen = choose_threshold(*first, **dataclasses.asdict(rule))
-    return Prediction(
+    return ThresholdPrediction(
         chosen=chosen,
         held_out=rule.effect(other, chosen.threshold),
         cut=effect_of_threshold(*other, chosen.threshold, cut=True),
