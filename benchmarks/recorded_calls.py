@@ -217,7 +217,7 @@ def reduce(case: Case, mine: Any, axes: Any, options: dict[str, Any]) -> Any:
     if exact and "mask" in inspect.signature(dq.Options).parameters:
         options["mask"] = {name: name != exact for name in mine}
     elif exact:
-        method = {f"^{exact}$": "exact", ".*": method}
+        method = {f"^{exact}$": _left_to_jax(), ".*": method}
     arguments = {"method": method} | call_options(function, **options)
     if name != "all_gather":
         arguments["topology"] = TOPOLOGIES.get(case.topology, case.topology)
@@ -237,6 +237,13 @@ def reduce(case: Case, mine: Any, axes: Any, options: dict[str, Any]) -> Any:
         arguments["scatter_dimension"] = 1
         mine = {name: leaf for name, leaf in mine.items() if leaf.ndim > 1}
     return function(mine, axes, key=key, **arguments)
+
+
+def _left_to_jax() -> str:
+    """The name in a policy of leaves that the collectives of JAX sum."""
+    from dynamiq_jax._inputs import policy
+
+    return getattr(policy, "UNCOMPRESSED", "exact")
 
 
 def value_and_grad(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -22,8 +22,8 @@ from dynamiq_jax._bit_allocation.bit_groups import (
 from dynamiq_jax._bit_allocation.shared_budget import SharedBudget
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inputs.options import Compression, Options, resolve
-from dynamiq_jax._inputs.policy import Rules, paths_of
-from dynamiq_jax.methods import DynamiQ, Exact, Method
+from dynamiq_jax._inputs.policy import UNCOMPRESSED, Rules, paths_of
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels._jax.compat import override
 
@@ -45,13 +45,14 @@ class GroupBits(NamedTuple):
 class BitAllocation:
     """Policy with the bits of each group of leaves, and the error that it is expected to have.
 
-    Errors are those of one compression of normal values. A sum has more, but their ratio is about
-    the same. As text, it is a table of the groups.
+    Errors are errors of one compression of normal values. A sum has larger errors, in about the
+    same ratio. As text, the allocation is a table of the groups.
     """
 
     # Pattern of paths to its method, for `method=`. With `layers`, for the leaves outside of it.
-    policy: Mapping[str, Method]
-    layer_policy: Mapping[str, Method]  # of one layer's leaves, if `layers` is given; else empty
+    policy: Mapping[str, Method | str]
+    # Pattern of paths of one layer's leaves to its method, if `layers` is given; else empty.
+    layer_policy: Mapping[str, Method | str]
     groups: tuple[GroupBits, ...]
     uniform_error: float  # expected vNMSE with the bits that were given, the same for all leaves
     error: float  # expected vNMSE with the policy
@@ -100,11 +101,11 @@ def allocate_bits(
 ) -> BitAllocation:
     """Give each bucket the bits that its gradients need, in the bytes of equal bits.
 
-    For buckets in order: striped ones share their bits already, see `Options.bucketing`.
+    Buckets have to be in order. Striped buckets share their bits already; see `Options.bucketing`.
 
     DynamiQ spends the bits of a bucket where its energy is, but no bits of another bucket. This
-    function compares buckets: it takes the bits of those whose error hardly counts, and gives them
-    to those that have most of the error. The result is a policy for `method=`:
+    function compares buckets. It takes bits from buckets whose error hardly counts, and gives them
+    to the buckets that have most of the error. The result is a policy for `method=`:
 
         options = dq.Options(bucketing="in_order")
         found = dq.allocate_bits(gradients, axis_size=8, method="dynamiq:5", options=options)
@@ -112,8 +113,8 @@ def allocate_bits(
 
     From the norms of rows of 256 coordinates follows the expected error of a bucket at every
     budget. The best budgets have the same return for a byte. They are multiples of a quarter of a
-    bit, except for one group that gets what is left: leaves of the same bits share a method, and so
-    buckets and a compiled codec. The result depends on nothing but the arguments.
+    bit, except for one group that gets the rest: leaves of the same bits share a method, and so
+    buckets and a compiled codec. The result depends on the arguments alone.
 
     Call it outside of `jax.jit`, with gradients of some steps. The shares of the leaves change
     slowly in training, and a phase of a `Schedule` can have a new policy.
@@ -123,8 +124,7 @@ def allocate_bits(
         have the same structure and shapes, and steps count alike.
       axis_size: number of workers, or the sizes of several axes, slowest link first.
       method: DynamiQ with the bits to compare with, or a policy. Only leaves of DynamiQ get other
-        bits, and these methods keep their other fields. Errors are counted as their `exponent`
-        says.
+        bits, and these methods keep their other fields. Errors are counted by their `exponent`.
       topology: route of the chunks; see `psum`.
       options: leaves that stay exact, and the size of buckets, which are in order.
       groups: patterns of paths, as in a policy: the leaves that the first matching pattern has in
@@ -351,14 +351,16 @@ def _bytes_sent(scopes: Sequence[Scope], methods: Sequence[Sequence[Method | Non
     return sum(map(Scope.bytes_sent, scopes, methods))
 
 
-def _policy(scope: Scope, groups: Sequence[Group], bits: Sequence[float]) -> dict[str, Method]:
+def _policy(
+    scope: Scope, groups: Sequence[Group], bits: Sequence[float]
+) -> dict[str, Method | str]:
     """Return the policy of a call."""
     floating = [
         n for n, leaf in enumerate(scope.leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     # First the leaves of other methods, which a pattern of a group may have too.
-    rules: dict[str, Method] = {
-        exactly(scope.paths[n]): scope.methods[n] or Exact()
+    rules: dict[str, Method | str] = {
+        exactly(scope.paths[n]): scope.methods[n] or UNCOMPRESSED
         for n in floating
         if not isinstance(scope.methods[n], DynamiQ)
     }
@@ -369,5 +371,5 @@ def _policy(scope: Scope, groups: Sequence[Group], bits: Sequence[float]) -> dic
     left = [n for n in floating if not any(re.search(each, scope.paths[n]) for each in rules)]
     methods = {scope.methods[n] for n in left}
     if len(methods) == 1:  # leaves that are too small
-        return rules | {".*": methods.pop() or Exact()}
-    return rules | {exactly(scope.paths[n]): scope.methods[n] or Exact() for n in left}
+        return rules | {".*": methods.pop() or UNCOMPRESSED}
+    return rules | {exactly(scope.paths[n]): scope.methods[n] or UNCOMPRESSED for n in left}

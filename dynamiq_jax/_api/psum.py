@@ -31,9 +31,8 @@ def psum(
 
     Like `jax.lax.psum`. Use it inside `jax.shard_map`, with `check_vma` True or False, or inside
     `jax.vmap(..., axis_name=...)`, which simulates workers on one device. All workers get the same
-    bits. On explicit axes, outside of both, it takes arrays whose types call them unreduced over
-    the axis, such as gradients of parameters that are `P(reduced={axis_name})`, as `jax.reshard`
-    does.
+    bits. Outside of a map, on explicit axes, `psum` takes arrays whose types are unreduced over the
+    axis, such as gradients of parameters that are `P(reduced={axis_name})`, as `jax.reshard` does.
 
     Args:
       tree: pytree of arrays. Floating leaves (f16, bf16, f32; f64 through f32) of at least
@@ -45,13 +44,15 @@ def psum(
         same bits.
       method: compression method, or a name such as "dynamiq:5", "paper:4" or "qgz"; or a policy,
         which gives each leaf its own: patterns of paths, the first match counts, such as
-        `{"embedding": "dynamiq:6", "norm|bias": "exact", ".*": "dynamiq:5"}`, or a function of a
-        path, such as "layers/0/kernel", and the leaf to a method.
+        `{"embedding": "dynamiq:6", "norm|bias": "uncompressed", ".*": "dynamiq:5"}`, or a function
+        of a path, such as "layers/0/kernel", and the leaf to a method. Leaves that
+        are "uncompressed" are summed by `jax.lax.psum`. The method "exact" sends float32 along the
+        topology, like any method.
       topology: route of the chunks, or a name such as "ring" or "all_to_all".
       specs: how leaves are split over the axes of the mesh that the compiler manages, so that each
         device compresses its own shards: a tree of `PartitionSpec` or `NamedSharding` like `tree`,
         or a prefix of it, such as the shardings of the parameters, or a function from the tree to
-        one. `P()` is for whole leaves on every device. Axes that are manual already or have one
+        specs. `P()` is for whole leaves on every device. Axes that are manual already or have one
         device do not count. Specs are needed only where the compiler manages an axis of several
         devices. Explicit axes are part of the types of leaves.
       options: leaves that stay exact, the size of buckets, and a limit of the error.
@@ -66,10 +67,10 @@ def psum(
       Metrics are float32 scalars, the same on all workers, of the compressed leaves: `error`, the
       estimated vNMSE; `worst_error`, the largest of a bucket, and `worst_bucket`, its number;
       `sharing_gain`, the factor by which the error would fall if all buckets of DynamiQ shared
-      their bits, and `idle_bucket`, the number of the one with the most bits to give; `norm` of the
-      exact result; `non_finite`, the share of the rows of 256 that hold NaN or Inf; `bytes` that
-      each worker has sent over the slow axis, exact leaves included; `fallbacks`, the buckets that
-      were sent again because of `options.max_error`; and those that the method has.
+      their bits, and `idle_bucket`, the number of the bucket with the most bits to give; `norm` of
+      the exact result; `non_finite`, the share of the rows of 256 that hold NaN or Inf; `bytes`
+      that each worker has sent over the slow axis, exact leaves included; `fallbacks`, the buckets
+      that were sent again because of `options.max_error`; and the metrics of the method.
 
     Raises:
       ValueError: unknown axis, method or topology; a policy with a leaf without a pattern, or a

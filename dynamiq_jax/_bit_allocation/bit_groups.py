@@ -31,7 +31,7 @@ class Scope:
     indices: tuple[int, ...]  # of the leaves in the whole tree
     paths: tuple[str, ...]  # as the call has them, without the prefix
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # as the call has them, without an axis of layers
-    methods: tuple[Method | None, ...]  # that the user gave; None for exact leaves
+    methods: tuple[Method | None, ...]  # that the user gave; None for uncompressed leaves
     repeats: int
     axes: Axes
     compression: Compression

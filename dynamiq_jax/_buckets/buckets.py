@@ -84,7 +84,7 @@ def sort_leaves(
       leaves: anything with `shape` and `dtype`.
       axes: axes of the collective.
       compression: policy, topology and options.
-      methods: method of each leaf by the policy; None for a leaf that stays exact.
+      methods: method of each leaf by the policy; None for an uncompressed leaf.
       split_over: further axes along which the values of each leaf differ. Leaves of different axes
         never share a bucket. So a leaf that is the same along an axis stays the same: its rounding
         depends on nothing that differs there.

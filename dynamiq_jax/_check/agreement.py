@@ -16,6 +16,7 @@ from jax import Array
 
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._check.exchange import Exchange
+from dynamiq_jax._inputs.policy import UNCOMPRESSED
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan
 from pallas_kernels import codec, operations
@@ -139,7 +140,7 @@ def _flags(text: str) -> list[str]:
 
 def _of_leaves(plan: Plan) -> dict[str, str]:
     """Describe the leaves of a tree and their methods."""
-    methods = [method or "exact" for method in plan.methods]
+    methods = [method or UNCOMPRESSED for method in plan.methods]
     same = len({*methods}) == 1
     texts = {"number of leaves": _text(len(methods))}
     if same:

@@ -1,4 +1,4 @@
-"""Policy: which method for which leaf of a tree."""
+"""Policy: the method of each leaf of a tree."""
 
 import dataclasses
 import re
@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dynamiq_jax.methods import Exact, Method, resolve_method
+from dynamiq_jax.methods import Method, resolve_method
 
+UNCOMPRESSED = "uncompressed"  # in place of a method, for leaves that the collectives of JAX send
 # Patterns of paths to methods, the first that matches counts; or a function of a path and a leaf.
 Rules = Mapping[str, Method | str] | Callable[[str, Any], Method | str]
 
@@ -23,9 +24,9 @@ class Policy:
     """
 
     everywhere: Method | None = None
-    patterns: tuple[tuple[str, Method], ...] = ()
+    patterns: tuple[tuple[str, Method | None], ...] = ()  # None for leaves that stay uncompressed
     function: Callable[[str, Any], Method | str] | None = None
-    # Whether a pattern that no leaf has is an error. A part of a tree does not need all of them.
+    # Whether a pattern without a leaf is an error. A part of a tree may have leaves of some alone.
     all_used: bool = True
 
     @staticmethod
@@ -33,18 +34,20 @@ class Policy:
         """Make the policy of an argument `method`.
 
         Raises:
-          ValueError: a name that is not known, or no valid pattern.
+          ValueError: an unknown name, or no valid pattern.
 
-        >>> Policy.of({"norm": "exact", ".*": "dynamiq:5"}).patterns[0]
-        ('norm', Exact())
+        >>> Policy.of({"norm": "uncompressed", ".*": "dynamiq:5"}).patterns[0]
+        ('norm', None)
         """
         if isinstance(method, Mapping):
             for pattern in method:
                 _check_pattern(pattern, method)
-            pairs = ((pattern, resolve_method(each)) for pattern, each in method.items())
+            pairs = ((pattern, _method_of(each)) for pattern, each in method.items())
             return Policy(patterns=tuple(pairs))
         if not isinstance(method, Method | str) and callable(method):
             return Policy(function=method)
+        if method == UNCOMPRESSED:
+            return Policy(patterns=((".*", None),), all_used=False)
         return Policy(everywhere=resolve_method(method))
 
     @property
@@ -52,13 +55,11 @@ class Policy:
         """Methods that are known before there is a tree."""
         if self.everywhere is not None:
             return (self.everywhere,)
-        return tuple(dict.fromkeys(method for _, method in self.patterns))
+        methods = (method for _, method in self.patterns)
+        return tuple(dict.fromkeys(method for method in methods if method is not None))
 
     def methods(self, tree: Any) -> list[Method | None]:
-        """Return the method of every leaf in flattened order; None for leaves that stay exact.
-
-        These are leaves whose pattern or function says "exact". As the method of a whole tree,
-        `Exact` goes over the topology, like any other.
+        """Return the method of every leaf in flattened order; None for uncompressed leaves.
 
         Raises:
           ValueError: a leaf without a pattern, or a pattern without a leaf.
@@ -67,20 +68,19 @@ class Policy:
         if self.everywhere is not None:
             return [self.everywhere] * len(paths)
         if self.function is not None:
-            chosen = [
-                resolve_method(self.function(path, leaf))
+            return [
+                _method_of(self.function(path, leaf))
                 for path, leaf in zip(paths, leaves, strict=True)
             ]
-        else:
-            chosen = self._of_patterns(paths, leaves)
-        return [None if isinstance(method, Exact) else method for method in chosen]
+        return self._of_patterns(paths, leaves)
 
     def used(self, tree: Any) -> tuple[Method, ...]:
         """Return the methods of a tree, each once."""
         return tuple(dict.fromkeys(method for method in self.methods(tree) if method is not None))
 
-    def _of_patterns(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Method]:
-        unused, chosen = {pattern for pattern, _ in self.patterns}, []
+    def _of_patterns(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Method | None]:
+        unused = {pattern for pattern, _ in self.patterns}
+        chosen: list[Method | None] = []
         for path, leaf in zip(paths, leaves, strict=True):
             for pattern, method in self.patterns:
                 if re.search(pattern, path):
@@ -93,7 +93,7 @@ class Policy:
                         f"method={self._spelled()} has no pattern for the leaf {path!r}. Add one, "
                         "or '.*' as the last one, for all leaves that are left."
                     )
-                chosen.append(Exact())
+                chosen.append(None)
         if unused and self.all_used:
             raise ValueError(
                 f"method={self._spelled()}: no leaf is left for {sorted(unused)!r:.200}. Patterns "
@@ -103,7 +103,8 @@ class Policy:
         return chosen
 
     def _spelled(self) -> str:
-        return f"{dict(self.patterns)!r:.200}"
+        spelled = {pattern: method or UNCOMPRESSED for pattern, method in self.patterns}
+        return f"{spelled!r:.200}"
 
 
 def paths_of(tree: Any) -> list[str]:
@@ -116,6 +117,11 @@ def paths_of(tree: Any) -> list[str]:
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
+
+
+def _method_of(value: Method | str) -> Method | None:
+    """Return the method of a leaf, None if it stays uncompressed."""
+    return None if value == UNCOMPRESSED else resolve_method(value)
 
 
 def _check_pattern(pattern: Any, rules: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ class Plan:
     shards: Shards
     parts: tuple[jax.ShapeDtypeStruct, ...]  # of one device, as the collective counts them
     split_over: tuple[tuple[str, ...], ...]  # further axes along which values of each leaf differ
-    methods: tuple[Method | None, ...]  # of each leaf by the policy; None for exact ones
+    methods: tuple[Method | None, ...]  # of each leaf by the policy; None for uncompressed ones
     buckets: tuple[Bucket, ...]
     exact: tuple[tuple[int, str], ...]  # (leaf index, why)
     untouched: tuple[int, ...]  # leaves of dtype float0, which hold nothing
@@ -162,7 +162,7 @@ def make_plan(
       structure: structure of the tree.
       shards: how devices split the leaves.
       compression: policy, topology and options.
-      methods: method of each leaf; None for those that stay exact.
+      methods: method of each leaf; None for uncompressed ones.
     """
     collective = measured(collective, compression)
     own = set(collective.axes.names)

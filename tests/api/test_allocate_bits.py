@@ -262,7 +262,7 @@ def test_patterns_of_groups_are_those_of_the_policy():
 def test_other_fields_and_other_methods_of_a_policy_stay(groups):
     tree = leaves_of(SCALES)
     paper = dq.DynamiQ.paper(bits=5.0, rounding="independent")
-    policy = {"a": "bf16", "b": "exact", "": paper}
+    policy = {"a": "bf16", "b": "uncompressed", "": paper}
     found = dq.allocate_bits(tree, axis_size=4, method=policy, options=APART, groups=groups)
     bits = dict(zip("cd", found.bits.values(), strict=True))
     report = dq.wire_report(tree, 4, method=found.policy, options=APART)

@@ -292,9 +292,9 @@ def test_a_first_step_that_is_none_is_refused(step):
 @pytest.mark.parametrize(
     "policy",
     (
-        {"layer/(kernel|bias)": STOCHASTIC, "embedding": "exact"},
-        {"^embedding$": dq.Exact(), "": STOCHASTIC},
-        lambda path, leaf: "exact" if path == "embedding" or leaf.ndim == 1 else STOCHASTIC,
+        {"layer/(kernel|bias)": STOCHASTIC, "embedding": "uncompressed"},
+        {"^embedding$": "uncompressed", "": STOCHASTIC},
+        lambda path, leaf: "uncompressed" if path == "embedding" or leaf.ndim == 1 else STOCHASTIC,
     ),
     ids=("patterns", "first", "function"),
 )
@@ -317,7 +317,7 @@ def test_leaves_that_a_policy_keeps_are_averaged_exactly(policy):
     ("options", "method", "sizes"),
     (
         (dq.Options(), FEEDBACK, [64 * 96 + 40 * 128]),
-        (dq.Options(), {"kernel": "exact", "": FEEDBACK}, [40 * 128]),
+        (dq.Options(), {"kernel": "uncompressed", "": FEEDBACK}, [40 * 128]),
         (dq.Options(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128]),
         (dq.Options(exact_below=6000), FEEDBACK, [64 * 96]),
         (dq.Options(bucket_bytes=1, bucketing="in_order"), FEEDBACK, [40 * 128, 64 * 96]),

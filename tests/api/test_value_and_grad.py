@@ -126,7 +126,7 @@ def test_the_key_fixes_the_noise_and_every_device_gets_the_result(data_mesh):
 @pytest.mark.parametrize(
     ("options", "method", "compressed"),
     (
-        (dq.Options(), {"^in$": "exact", ".*": "bf16"}, {"out"}),
+        (dq.Options(), {"^in$": "uncompressed", ".*": "bf16"}, {"out"}),
         (dq.Options(exact_below=2000), "bf16", {"in"}),
         (dq.Options(exact_below=0), "bf16", {"in", "bias", "out"}),
         (dq.Options(bucket_bytes=1, bucketing="in_order"), "bf16", {"in", "out"}),

@@ -111,7 +111,7 @@ def test_every_exact_leaf_is_listed_with_its_reason():
     ).exact_leaves
     assert (path, none) == ("['w']", [])
     assert "100 coordinates over 8 workers" in reason
-    kept = dq.wire_report(TREE, NUM_WORKERS, method={"^w$": "exact", "": "dynamiq"})
+    kept = dq.wire_report(TREE, NUM_WORKERS, method={"^w$": "uncompressed", "": "dynamiq"})
     assert dict(kept.exact_leaves)["['w']"] == "by the policy"
     assert (kept.compressed_bytes, kept.compressed_size) == (0, 0)
 

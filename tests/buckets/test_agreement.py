@@ -325,7 +325,7 @@ def test_a_description_has_the_method_of_each_leaf(described):
     def local():
         rank = jax.lax.axis_index("data").astype(jnp.float32)
         tree = {"a": jnp.zeros((4, 1024)) + rank, "b": jnp.zeros((4, 1024)) + rank}
-        rules = {"a": "mxfp8", "b": "exact"}
+        rules = {"a": "mxfp8", "b": "uncompressed"}
         return dq.pmean(tree, "data", key=jax.random.key(0), method=rules)
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
@@ -333,7 +333,7 @@ def test_a_description_has_the_method_of_each_leaf(described):
     jax.jit(mapped).lower()
     ((description, _),) = described
     assert "MXFP8" in description["method of tree['a']"]
-    assert description["method of tree['b']"] == "exact"
+    assert description["method of tree['b']"] == "uncompressed"
 
 
 def test_equal_configurations_are_described_alike(described):

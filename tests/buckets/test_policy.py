@@ -27,7 +27,7 @@ TREE = {
     ],
 }
 ONE = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), TREE)
-POLICY = {"embedding": "dynamiq:6", "norm": "exact", "layers/0": "bf16", "": "blockint:6"}
+POLICY = {"embedding": "dynamiq:6", "norm": "uncompressed", "layers/0": "bf16", "": "blockint:6"}
 
 
 def mean_of(method, tree=TREE, **arguments):
@@ -79,11 +79,25 @@ def test_each_leaf_has_the_error_of_its_method():
 
 def test_a_function_of_paths_and_leaves_is_a_policy_too():
     def by_rank(path, leaf):
-        return "exact" if leaf.ndim < 2 else POLICY["embedding" if "emb" in path else ""]
+        return "uncompressed" if leaf.ndim < 2 else POLICY["embedding" if "emb" in path else ""]
 
-    as_patterns = {"embedding": "dynamiq:6", "norm": "exact", ".*": "blockint:6"}
+    as_patterns = {"embedding": "dynamiq:6", "norm": "uncompressed", ".*": "blockint:6"}
     for one, other in zip(*map(jax.tree.leaves, map(mean_of, (by_rank, as_patterns))), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("method", ["uncompressed", "exact"])
+def test_uncompressed_is_left_to_jax_and_exact_is_sent_like_any_method(data_mesh, method):
+    """Alone and in a policy, both with the bytes of float32. Norms are below `exact_below`."""
+    for policy in (method, {".*": method}, lambda path, leaf: method):
+        found = compiled_collectives(data_mesh(WORKERS), ONE, policy, "ring")
+        report = dq.wire_report(ONE, WORKERS, method=policy)
+        kinds = {each.kind for each in found}
+        assert ("collective-permute" in kinds) == (method == "exact")
+        assert "all-reduce" in kinds
+        assert report.bytes_per_worker == sum(2 * 3 / 4 * 4 * leaf.size for leaf in report.leaves)
+        chosen = {leaf.method for leaf in report.leaves if "norm" not in leaf.path}
+        assert chosen == {dq.Exact() if method == "exact" else None}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -134,13 +148,16 @@ def test_the_report_says_leaf_by_leaf_what_is_sent_and_how():
     ("policy", "message"),
     [
         ({"embedding": "bf16"}, r"no pattern for the leaf 'layers/0/kernel'.*'\.\*'"),
-        ({"embeding": "bf16", "": "exact"}, r"no leaf is left for \['embeding'\].*layers/0/kernel"),
-        ({"": "exact", "norm": "bf16"}, r"no leaf is left for \['norm'\]"),
+        (
+            {"embeding": "bf16", "": "uncompressed"},
+            r"no leaf is left for \['embeding'\].*layers/0/kernel",
+        ),
+        ({"": "uncompressed", "norm": "bf16"}, r"no leaf is left for \['norm'\]"),
         ({"(": "bf16"}, r"'\(' is not a regular expression"),
         ({3: "bf16"}, r"3 is not a regular expression"),
         ({"": "bf17"}, "method='bf17' is not known"),
         (lambda path, leaf: None, "method=None is not known"),
-        ({"norm": "exact", "": "powersgd:inner=3"}, "powersgd"),
+        ({"norm": "uncompressed", "": "powersgd:inner=3"}, "powersgd"),
     ],
 )
 def test_policies_that_are_not_possible(policy, message):
@@ -151,9 +168,9 @@ def test_policies_that_are_not_possible(policy, message):
 @pytest.mark.parametrize("as_function", [True, False])
 def test_methods_with_a_state_are_refused_where_it_cannot_be_kept(as_function):
     feedback = ErrorFeedback(inner=dq.BF16())
-    policy = {"norm": "exact", "": feedback}
+    policy = {"norm": "uncompressed", "": feedback}
     if as_function:
-        policy = lambda path, leaf: "exact" if "norm" in path else feedback  # noqa: E731
+        policy = lambda path, leaf: "uncompressed" if "norm" in path else feedback  # noqa: E731
     with pytest.raises(ValueError, match=r"carries state.*dq\.pmean cannot keep"):
         mean_of(policy)
 
@@ -195,9 +212,9 @@ def test_fragments_of_local_sgd_have_the_methods_of_their_leaves(data_mesh):
         found["layers"][0]["norm"], outer * params["layers"][0]["norm"], rtol=1e-4
     )
     with pytest.raises(ValueError, match="no leaf is left"):
-        dq.training.LocalSGD(axis_name="data", method={"none": "exact", "": "bf16"}).wire_report(
-            ONE, WORKERS
-        )
+        dq.training.LocalSGD(
+            axis_name="data", method={"none": "uncompressed", "": "bf16"}
+        ).wire_report(ONE, WORKERS)
 
 
 def test_shards_have_the_methods_of_their_leaves():

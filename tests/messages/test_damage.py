@@ -18,7 +18,7 @@ from tests.support.message_bytes import signed, taken_apart, with_header
 ROOT = Path(__file__).parents[2]
 KEY = jax.random.key(0)
 TREE = {"w": heavy_tailed(0, (40, 30)), "b": heavy_tailed(1, (900,)), "n": np.arange(5.0)}
-POLICY = {"w": "dynamiq:4", "b": "blockint:4", "n": "exact"}
+POLICY = {"w": "dynamiq:4", "b": "blockint:4", "n": "uncompressed"}
 MESSAGES = [
     dq.encode(TREE, key=KEY, method=method).to_bytes() for method in (POLICY, "bf16", "mxfp6")
 ]
