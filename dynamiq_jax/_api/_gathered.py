@@ -54,7 +54,7 @@ def received(method: ChunkedMethod, size: int, arrays: Sequence[Array]) -> Array
     Args:
       method: compression method.
       size: coordinates, a multiple of `method.granule`.
-      arrays: what was sent.
+      arrays: arrays of the message, in the order in which they were sent.
     """
     *statistics, payload = arrays
     remaining = iter(statistics)

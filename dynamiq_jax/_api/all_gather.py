@@ -36,12 +36,12 @@ def all_gather(
 ) -> Tree:
     """Gather a pytree over a mesh axis, with floating-point leaves compressed on the wire.
 
-    Like `jax.lax.all_gather`, and the other half of the all-reduce: `all_gather` of the result of
-    `psum_scatter` is a sum with one more compression. All workers, the owner of a part too, get the
-    same bits. DynamiQ rounds to nearest here, unless its field `rounding` is set.
+    Like `jax.lax.all_gather`, and the second half of an all-reduce: an `all_gather` after a
+    `psum_scatter` is a sum with one more compression. All workers have the same bits, the owner of
+    a part included. DynamiQ rounds to nearest here, unless its field `rounding` is set.
 
-    The transpose is `psum_scatter`, compressed as well. So parameters that live in parts are
-    gathered for a loss, and their gradients leave in the same parts.
+    The transpose is `psum_scatter`, compressed as well. So parameters that
+    are split over workers are gathered for a loss, and their gradients are split alike.
 
     Args:
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once
@@ -52,13 +52,13 @@ def all_gather(
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
       tiled: True to join the parts along this dimension; False to stack them along a new one.
       to: "varying" or "invarying", the type of the result under `check_vma=True`. Only a varying
-        result has a compressed transpose: gradients of an invarying one are summed by JAX before
-        they get here. Only an invarying one leaves `shard_map` with `out_specs=P()`.
+        result has a compressed transpose: JAX sums the gradient of an invarying result before its
+        transpose. Only an invarying result leaves `shard_map` with `out_specs=P()`.
       method: compression method or policy; see `psum`.
       topology: route of the chunks in the transpose; see `psum`.
-      specs: how leaves are split over other axes; see `psum`. With `tiled`, they may not split the
+      specs: how leaves are split over other axes; see `psum`. With `tiled`, specs may not split the
         dimension that is gathered.
-      options: leaves that stay exact, and the size of buckets; sizes are those of gathered leaves.
+      options: leaves that stay exact, and the size of buckets, both by sizes of gathered leaves.
 
     Returns:
       A tree of the same structure and dtypes with all of every leaf.
@@ -80,7 +80,7 @@ def all_gather(
     tracked = all(map(compat.tracks_varying, names))
     whole_specs = None if specs is None else _gathered(collective, tree, specs)
 
-    # Its own trace: a token of the last collective goes in and comes out.
+    # A trace of its own takes the token of the last collective, and returns the next token.
     @jax.custom_vjp
     def gather(tree: Tree, key: Array, token: Array | None) -> tuple[Tree, Array | None]:
         order.remember(token)

@@ -28,25 +28,25 @@ class AllReduceState(NamedTuple):
     """State of `all_reduce_gradients`: a plain pytree.
 
     Each array of `method` has a leading axis of size 1, the worker. Between calls of
-    `jax.shard_map`, states of all workers lie side by side along it, for every method:
+    `jax.shard_map`, states of all workers lie side by side along this axis, for every method:
 
         specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
     With `specs` of the gradients, the states of a worker's shards lie side by side too, split over
     the axes that split the gradients.
 
-    Beside the states is a record of the worker that they belong to, under the name "worker". With
+    Beside the states is a record of their worker, under the name "worker". With
     `method=P()` under `check_vma=False`, a checkpoint would hold the states of one worker for all.
-    If any worker gets states that are not its own, all of them go on from first ones, and
-    `metrics["reset_states"]` is the share of workers that did.
+    If any worker has states of another worker, all workers go on from first states, and
+    `metrics["reset_states"]` is the share of workers with foreign states.
     """
 
     step: Array  # int32 scalar: steps taken, which with the seed make the key of a step
-    # States of methods, of the buckets whose method carries one. Keys name what a state belongs to:
-    # its kind, its leaves, and a hash of both. With a schedule, those of all phases. Beside states,
-    # "worker" has the index of the worker and the number of workers, int32 [1, 2].
+    # States of methods, of the buckets whose method carries one; with a schedule, of all phases. A
+    # key names a state by its kind, its leaves, and a hash of the kind and the leaves. Beside
+    # states, "worker" has the index of the worker and the number of workers, int32 [1, 2].
     method: Mapping[str, Any]
-    metrics: Mapping[str, Array] = {}  # of the last step, float32 scalars; {} if it has none
+    metrics: Mapping[str, Array] = {}  # of the last step, float32 scalars; {} without metrics
 
 
 def all_reduce_gradients(
@@ -66,24 +66,26 @@ def all_reduce_gradients(
         optimizer = optax.chain(dq.all_reduce_gradients("data"), optax.adamw(1e-3))
 
     `update` must run inside `jax.shard_map` (or `jax.vmap`) with the axis; so must `init` for a
-    method that carries state. It takes the local gradients of each worker and returns their mean,
-    the same on all workers.
+    method that carries state. `update` takes the local gradients of each worker, and returns their
+    mean, the same on all workers.
 
     Args:
       axis_name: one axis, or several with the slowest link first; see `psum`.
-      method: compression method or policy; see `psum`. Or a `Schedule` of several. One program then
-        holds all of them and chooses by the step; states are those of all phases. Phases share
-        the state of a bucket that has the same leaves in both, if it is of the same kind: error
+      method: compression method or policy; see `psum`. Or a `Schedule` of several methods. One
+        program then holds all methods and the states of all phases, and chooses by the step. Two
+        phases share the state of a bucket of the same leaves, if the states are of one kind: error
         feedback goes on through a switch.
       topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
       specs: how gradients are split over axes that the compiler manages; see `psum`.
       options: leaves that stay exact, the size of buckets, and a limit of the error.
-      with_metrics: whether the metrics in the state include those that any method has; see `psum`.
-      phase: the phase of a schedule that all steps of this program are in. The compiler runs no
-        transfer of a choice at run time under a backward pass: compile one program for each phase,
-        and call that of `schedule.phase(step)`. The states of all of them are alike.
+      with_metrics: whether the metrics in the state include the metrics of `psum`, which any method
+        has.
+      phase: the phase of a schedule for all steps of this program; None to choose by the step. The
+        compiler runs no transfer of a choice at run time under a backward pass. For an overlap,
+        compile one program for each phase, and call the program of `schedule.phase(step)`. The
+        states of all programs are alike.
 
     Returns:
       A transformation whose state holds the step, the states of methods and metrics. The state can

@@ -29,9 +29,9 @@ def check_data_parallel(
         mean_loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data")
         dq.check_data_parallel(mean_loss, params, batch)
 
-    The wrapped loss without compression is compared with the loss function on the whole batch: the
-    value, the gradients, and aux by its roles. A loss that compares rows, depends on their order,
-    or is no mean has another value on the parts of the workers, without an error. If there is a
+    The wrapped loss without compression is compared with the loss function on the whole batch, by
+    value, gradients, and aux with its roles. A loss that compares rows, depends on their order, or
+    is no mean has another value on the parts of the workers, without an error. If there is a
     difference, experiments with the loss on chosen rows find a likely cause:
 
     - *rows in blocks*, *groups that are cut*, *the order of rows*: rows that belong together are on
@@ -53,13 +53,13 @@ def check_data_parallel(
       *args: arguments of the loss function.
       tolerance: relative difference that rounding may cause, in the loss, the norm of all gradients
         and each array of aux. None for 0.001, or 0.03 if the loss computes in 16 bits. Values of
-        the loss and of aux may also differ by 1e-6, for those whose terms cancel.
+        the loss and of aux may also differ by 1e-6, since their terms may cancel.
       **kwargs: keyword arguments of the loss function.
 
     Raises:
-      TypeError: `wrapped` is another function.
-      ValueError: there is a difference; the text names its likely cause and a remedy. Or the loss
-        of the whole batch is not finite, or arguments are not possible.
+      TypeError: `wrapped` is no such result.
+      ValueError: there is a difference, and the text names a likely cause and a remedy; the loss of
+        the whole batch is not finite; or arguments are not possible.
     """
     work = loss_of(wrapped)
     if work is None:
@@ -98,7 +98,7 @@ def check_data_parallel(
 
 
 def _compare(on_rows: OnRows, loss: float, gradient: list[Any], tolerance: float) -> None:
-    """Raise ValueError if the loss or the gradient is not that of the whole batch."""
+    """Raise ValueError if the loss or the gradient differs from the whole batch."""
     whole = on_rows.whole
     expected = float(whole.loss)
     of_gradient = _distance(gradient, whole)
@@ -120,7 +120,7 @@ def _compare(on_rows: OnRows, loss: float, gradient: list[Any], tolerance: float
 
 
 def _distance(gradient: list[Any], whole: Result) -> float:
-    """Return the relative distance of a gradient from that of the whole batch."""
+    """Return the relative distance of a gradient from the gradient of the whole batch."""
     pairs = list(zip(gradient, whole.gradient, strict=True))
     squares = [float(jnp.sum((a - b).astype(jnp.float32) ** 2)) for a, b in pairs]
     norms = [float(jnp.sum(b.astype(jnp.float32) ** 2)) for _, b in pairs]
@@ -128,7 +128,7 @@ def _distance(gradient: list[Any], whole: Result) -> float:
 
 
 def _compare_aux(on_rows: OnRows, aux: Any, tolerance: float) -> None:
-    """Raise ValueError for an array of aux that is not that of the whole batch."""
+    """Raise ValueError for an array of aux that differs from the whole batch."""
     roles = roles_of(on_rows.work.aux, aux)
     expected = jax.tree.leaves(on_rows.whole.aux)
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(aux)):
@@ -154,7 +154,7 @@ def _compare_aux(on_rows: OnRows, aux: Any, tolerance: float) -> None:
 
 
 def _by_role(on_rows: OnRows, number: int) -> Mapping[str, Any]:
-    """Return what an array of aux would be with each role."""
+    """Return the values that an array of aux would have, by role."""
     parts, targets = on_rows.aux_of(on_rows.parts)
     each = on_host(jax.tree.leaves(parts)[number])
     rows = np.concatenate(each) if each.ndim > 1 else each

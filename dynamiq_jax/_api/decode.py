@@ -21,18 +21,18 @@ def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any
     """Decode a message, or the sum of several.
 
     The result has the bits of `dynamiq_jax.messages.decode`, which needs no JAX, on all hardware
-    that rounds float32 products as IEEE 754 says; this is tested on CPUs. Only rows of 256 whose
-    largest magnitude is below 2^-118 may differ, where hardware keeps subnormal numbers.
+    that rounds float32 products by IEEE 754. Tests compare the bits on CPUs. Only rows of 256 whose
+    largest magnitude is below 2^-118 may differ, on hardware that keeps subnormal numbers.
 
     Floating leaves are added in float32 (float64 in its own), in the order of the messages, and
-    cast to their dtypes once. Other numbers are added in their dtypes. A boolean is True where any
-    is.
+    cast to their dtypes once. Other numbers are added in their dtypes. A boolean is True where
+    any message has True.
 
     Args:
       messages: messages of the same leaves, perhaps of different methods.
       weights: factor of each message, for floating leaves alone; None for a plain sum.
-      like: pytree with the paths and shapes of the messages: that of `encode`, or anything with
-        `shape` in the place of its arrays. None: no structure is restored.
+      like: pytree with the paths and shapes of the messages: the tree of `encode`, or a tree of
+        values with a `shape` in place of its arrays. None to restore no structure.
 
     Returns:
       A tree like `like`, or a dictionary from the paths of leaves to arrays.
@@ -40,7 +40,7 @@ def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any
     Raises:
       TypeError: an argument that is no message.
       ValueError: no message, messages of other leaves than the first, weights that do not fit, a
-        tree of other leaves, or 64 bits that are not enabled in JAX.
+        tree of other leaves, or leaves of 64 bits without `jax_enable_x64`.
 
     >>> import dynamiq_jax as dq
     >>> tree = {"w": jnp.ones((512, 64)), "b": jnp.arange(3.0)}

@@ -51,10 +51,10 @@ def encode(
 ) -> Message:
     """Encode a tree as a message, which can leave the program.
 
-    Its body has the bytes that a worker sends in `all_gather` of its tree to one other worker, and
-    its header all that a reader needs: `decode` of another process, or of
-    `dynamiq_jax.messages`, which needs no JAX. A part of a tree is a tree too: each fragment of
-    `training.LocalSGD.split` can be a message of its own.
+    Its body has the bytes that a worker sends in `all_gather` of its tree to one other worker. Its
+    header has everything that a reader needs: `decode` of another process, or
+    `dynamiq_jax.messages.decode`, which needs no JAX. A part of a tree is a tree too: each fragment
+    of `training.LocalSGD.split` can be a message of its own.
 
     DynamiQ rounds to nearest here, as in an all-gather. Where errors of many messages have to
     average out, give a method that is unbiased: `"dynamiq:4:rounding=independent"`, with another
@@ -69,7 +69,7 @@ def encode(
         a leaf counts twice.
 
     Returns:
-      The message. `to_bytes` makes bytes of it.
+      The message. Its method `to_bytes` returns bytes.
 
     Raises:
       ValueError: a method that no message can hold, leaves of the same path, or a leaf that is

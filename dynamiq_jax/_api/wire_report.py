@@ -36,9 +36,9 @@ class LeafReport(NamedTuple):
     path: str  # as a policy has it, such as "layers/0/kernel"
     size: int  # coordinates, of a device's shard
     method: Method | None  # None: summed exactly
-    bytes: float  # sent by each worker over the slow axis: its share of those of its buckets
+    bytes: float  # sent by each worker over the slow axis: its share of the bytes of its buckets
     why_exact: str | None  # None: compressed
-    buckets: tuple[int, ...] = ()  # numbers of those that hold it, as the metric `worst_bucket` has
+    buckets: tuple[int, ...] = ()  # numbers of its buckets, as in the metric `worst_bucket`
 
 
 @dataclasses.dataclass(frozen=True)

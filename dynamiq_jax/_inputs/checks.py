@@ -48,15 +48,15 @@ def check_axis(name: Any, axis_name: Any) -> int:
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:
-    """Return a key as a typed one.
+    """Return a PRNG key as a typed key.
 
     Args:
       key: PRNG key, typed, or raw of the default generator.
       axis_names: axes over which the key has to be the same.
 
     Raises:
-      TypeError: not a PRNG key.
-      ValueError: not one key, or not the same one on all workers.
+      TypeError: no PRNG key.
+      ValueError: several keys, or different keys on the workers.
     """
     if getattr(key, "dtype", None) == jnp.uint32 and key.ndim == 1:  # of jax.random.PRNGKey
         key = _typed_key(jnp.asarray(key))
@@ -82,7 +82,7 @@ def check_key(key: Any, axis_names: Sequence[str]) -> Array:
 
 
 def _typed_key(raw: Array) -> Array:
-    """Return a raw key as one of the default generator.
+    """Return a raw key as a typed key of the default generator.
 
     Raises:
       ValueError: keys of the default generator have another length.
@@ -98,7 +98,7 @@ def _typed_key(raw: Array) -> Array:
 
 
 def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None:
-    """Check that a leaf is not reduced already, which types show under `check_vma=True`.
+    """Raise an error for a leaf that is reduced already, by its type under `check_vma=True`.
 
     Raises:
       MistakeError: the leaf is already the same on all workers.

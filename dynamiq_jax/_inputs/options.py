@@ -1,4 +1,4 @@
-"""Options of a collective: everything about compression that a user can set."""
+"""Options of a collective, and their resolution with methods and a topology."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
 Bucketing = Literal["auto", "striped", "in_order"]
-RESET_STATES = "reset_states"  # metric of methods with state: share of workers with a foreign one
+RESET_STATES = "reset_states"  # metric of methods with state: share of workers with foreign states
 # Metrics that any method has, on request.
 MEASURED = (
     "error",
@@ -46,18 +46,18 @@ class Options:
     exact_below: int = 1024
     # Leaves of one dtype are compressed together, in buckets of at most about this many bytes. The
     # default fills the messages of a fast link. It is small enough for the first bucket to leave
-    # early in a backward pass, and for a second copy of it in memory. The largest possible one is
-    # 7 * 2^28, since programs count coordinates and bytes of messages in int32.
+    # early in a backward pass, and for a second copy of it in memory. The largest possible
+    # number is 7 * 2^28, since programs count coordinates and bytes of messages in int32.
     bucket_bytes: int = 2**27
-    # What a bucket holds, where there are several.
-    # "striped": a like share of every leaf, so that bits go where the whole tree needs them. All
+    # Content of a bucket, where there are several.
+    # "striped" is a like share of every leaf, so that bits go where the whole tree needs them. All
     # buckets are alike. They share one compiled codec, and wait for all gradients.
-    # "in_order": neighbors, so that the compiler can send one bucket while a backward pass still
-    # computes another. Each has as many bits for a coordinate, whether it needs them or not. A leaf
-    # that is larger is cut along its first dimension.
-    # "auto": striped where the hops of the topology are a loop, as in the default ring: nothing
-    # else runs under it. In order on TPUs, where stripes take more time than the codec, on other
-    # topologies, in an all-gather, and where methods use shapes.
+    # "in_order" is neighboring leaves, so that the compiler can send one bucket while a backward
+    # pass still computes another one. All buckets have the same bits for a coordinate. A leaf that
+    # is larger than a bucket is cut along its first dimension.
+    # "auto" is striped where the hops of the topology are a loop, as in the default ring, under
+    # which nothing else runs. It is in order on TPUs, where stripes take more time than the codec,
+    # on other topologies, in an all-gather, and where methods use shapes.
     bucketing: Bucketing = "auto"
     # Buckets in order, from the first that is sent on, that have a codec of their own in the
     # compiled program. The compiler can send them while a backward pass still computes. Further
@@ -66,12 +66,12 @@ class Options:
     unrolled_buckets: int = 8
     # Largest vNMSE of the mean of a bucket in an all-reduce, estimated in every step from the exact
     # mean of a sample, which takes 1% of the bytes. A bucket that may exceed it is sent again,
-    # exactly. None: no limit, and no estimate.
+    # exactly. With None, there is no limit and no estimate.
     max_error: float | None = None
     # Whether the processes of `jax.distributed` compare each collective that they trace, before
-    # they run it. A difference is an error on all of them. It costs some milliseconds while a step
-    # is traced, and nothing in a step or with one process. Processes wait up to 10 seconds for each
-    # other, and go on with a warning then.
+    # they run it. A difference is an error on all processes. The comparison costs some milliseconds
+    # while a step is traced, and nothing in a step or with one process. Processes wait up to 10
+    # seconds for each other, and then go on with a warning.
     check_agreement: bool = True
 
     def __post_init__(self):
@@ -91,8 +91,8 @@ class Compression:
     policy: Policy
     topology: Topology
     options: Options
-    stateless: str = ""  # the function, if it cannot keep states of methods
-    measures: bool = False  # whether metrics are asked for
+    stateless: str = ""  # name of a function that cannot keep states of methods
+    measures: bool = False  # whether the function returns metrics
     # Values of the caller, by name, that have to be the same in all processes; see `agreement`.
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -139,8 +139,8 @@ def resolve(
       method: method, its name, or a policy.
       topology: topology, or its name.
       options: options.
-      stateless: name of the function, if it cannot keep states of methods.
-      measures: whether metrics are asked for.
+      stateless: name of a function that cannot keep states of methods; otherwise empty.
+      measures: whether the function returns metrics.
       settings: values of the caller, by name, that have to be the same in all processes.
 
     Raises:

@@ -20,9 +20,9 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Parts of leaves that are split over axes which are not manual yet."""
+    """Parts of leaves that are split over axes that the compiler manages, or explicit axes."""
 
-    axes: tuple[str, ...]  # those of more than one device, in the order of the mesh
+    axes: tuple[str, ...]  # axes of more than one device, in the order of the mesh
     sizes: tuple[int, ...]  # their devices
     specs: tuple[PartitionSpec, ...]  # of every leaf, over these axes alone
 
@@ -31,13 +31,13 @@ class Shards:
         return axes_in(self.specs[index], self.axes)
 
     def split_of(self, index: int) -> list[list[int]]:
-        """Return how devices split a leaf, whatever the names of axes.
+        """Return the split of a leaf over devices, without names of axes.
 
         The devices are numbered along the axes of the leaf, in the order of the mesh. Neighboring
         axes that split a dimension in this order count as one.
 
         Returns:
-          For each axis: its dimension, its place among the axes of this dimension, its devices.
+          For each axis, its dimension, its place among the axes of this dimension, and its devices.
         """
         sizes = dict(zip(self.axes, self.sizes, strict=True))
         places = {
@@ -63,7 +63,7 @@ class Shards:
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """Make the axes manual inside a function of arrays; without axes, leave it as it is."""
+        """Make the axes manual inside a function of arrays. Without axes, return the function."""
         if not self.axes:
             return function
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -76,9 +76,9 @@ class Shards:
         )
 
     def same(self, value: Any) -> Any:
-        """Mark a value inside `map`, or None, as one that may come out of it with spec P().
+        """Mark a value inside `map`, or None, as the same on all devices, for a spec P().
 
-        Each device goes on with its own.
+        The value may differ. Each device goes on with its own value.
         """
         for axis in self.axes:
             value = compat.same_over(value, axis)
@@ -86,7 +86,7 @@ class Shards:
 
 
 def axes_in(spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return those of some axes that a spec names, in their order."""
+    """Return the axes that a spec names, among some axes and in their order."""
     named = {name for dimension in spec for name in names_of(dimension)}
     return tuple(axis for axis in axes if axis in named)
 
@@ -99,10 +99,10 @@ def names_of(dimension: Any) -> tuple[str, ...]:
 
 
 def managed_axes(mesh: Any) -> dict[str, int]:
-    """Return axes of a mesh that are not manual, and their sizes; those of one device are left out.
+    """Return the sizes of the axes of a mesh that are not manual and have several devices.
 
     Args:
-      mesh: `jax.sharding.Mesh` or an abstract one.
+      mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return {
@@ -118,10 +118,9 @@ def is_explicit() -> bool:
 
 
 def check_whole(name: str, tree: Any) -> None:
-    """Raise ValueError for parameters whose type leaves the sum of their gradient to be done.
+    """Raise ValueError for parameters whose gradient would be unreduced by its type.
 
-    The gradient of an array that is reduced over an axis is unreduced. That of a compressed mean is
-    whole.
+    The gradient of an array that is reduced over an axis is unreduced. A compressed mean is whole.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         sharding = getattr(jax.typeof(leaf), "sharding", None)
@@ -142,9 +141,9 @@ def automatic(function: Callable[..., Any], out_sharding: Any) -> Callable[..., 
 
 
 def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
-    """Return the mesh for a `shard_map`: None for that of the context.
+    """Return the mesh for a `shard_map`, or None for the mesh of the context.
 
-    Otherwise the given one with axes that the compiler manages.
+    A given mesh gets axes that the compiler manages.
 
     Args:
       mesh: mesh of the user, or None.
@@ -212,16 +211,16 @@ def split_over(
 
 
 def spread(specs: Any, tree: Any) -> list[Any]:
-    """Return what a tree of specs, or a prefix of it, has for every leaf of a tree, None included.
+    """Return the value for every leaf of a tree, of a tree of values or a prefix; it may be None.
 
     Raises:
-      ValueError: it is no prefix of the tree.
+      ValueError: values that are no prefix of the tree.
     """
 
     def is_none(spec: Any) -> bool:
         return spec is None
 
-    # A list for each spec, as None in the tree is no leaf, and None in specs is one.
+    # A list for each spec: None in specs is a leaf, and None in the tree is not.
     of_each = jax.tree.map(
         lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_none
     )
@@ -238,8 +237,8 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
 
     Args:
       tree: the tree.
-      specs: a tree like it, or a prefix, of PartitionSpecs, NamedShardings or None for leaves that
-        are not split; or a function from the tree to one.
+      specs: tree of PartitionSpecs or NamedShardings like the tree, or a prefix, with None for
+        leaves that are not split; or a function from the tree to specs.
 
     Raises:
       ValueError: specs do not fit the tree.
@@ -266,7 +265,7 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
 
 
 def over(spec: PartitionSpec, axes: Any) -> PartitionSpec:
-    """Drop all axes but some from a spec."""
+    """Return a spec with some of its axes alone."""
     kept = [tuple(name for name in names_of(dimension) if name in axes) for dimension in spec]
     return P(*(names if len(names) > 1 else (names[0] if names else None) for names in kept))
 

@@ -1,4 +1,4 @@
-"""Aux of a loss: its roles, by which the aux of all workers is made from that of each worker."""
+"""Roles of aux, by which the aux of all workers is made from the aux of each worker."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class OfWorker(NamedTuple):
 
 
 def check_roles(roles: Any, has_aux: bool) -> None:
-    """Raise ValueError for roles that do not exist, or that are of no aux."""
+    """Raise ValueError for roles that do not exist, or for roles without aux."""
     for role in jax.tree.leaves(roles):
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(
@@ -46,10 +46,10 @@ def check_roles(roles: Any, has_aux: bool) -> None:
 
 
 def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Split what a loss returns into its value and aux, which is None without `has_aux`.
+    """Split the result of a loss into its value and aux, which is None without `has_aux`.
 
     Raises:
-      ValueError: it is not `(loss, aux)` with `has_aux`, or the loss is not a scalar.
+      ValueError: with `has_aux`, the result is not `(loss, aux)`; the loss is not a scalar.
     """
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise ValueError(
@@ -102,10 +102,10 @@ def roles_of(roles: Any, tree: Any) -> list[str]:
 
 
 def of_workers(value: Any, role: str, weight: Weight | None, names: Sequence[str]) -> Array:
-    """Return one value of all workers; that of a worker, if it is rows.
+    """Return one value of all workers; rows stay the rows of each worker.
 
     Args:
-      value: that of a worker.
+      value: value of this worker.
       role: one of `ROLES`.
       weight: of the worker in a mean; None for equal weights.
       names: axes of the workers.
@@ -115,7 +115,7 @@ def of_workers(value: Any, role: str, weight: Weight | None, names: Sequence[str
         is_small = value.dtype == bool or (
             jnp.issubdtype(value.dtype, jnp.integer) and value.dtype.itemsize < 4
         )
-        # Counts of all workers may not fit.
+        # The sum of counts may not fit in the dtype of one.
         return lax.psum(value.astype(jnp.int32) if is_small else value, names)
     if role == ROWS:
         return value
@@ -129,7 +129,7 @@ def of_workers(value: Any, role: str, weight: Weight | None, names: Sequence[str
 
 
 def mean_of_workers(value: Array, names: Sequence[str]) -> Array:
-    """Average over workers: in float32 for 16 bits, in which their sum may be infinite."""
+    """Average over workers. Values of 16 bits, whose sum may be infinite, are added in float32."""
     if value.dtype.itemsize >= 4:
         return lax.pmean(value, names)
     return lax.pmean(value.astype(jnp.float32), names).astype(value.dtype)
@@ -154,7 +154,7 @@ def take_rows(roles: Any, tree: Any) -> tuple[list[Array], Any]:
 
 
 def put_rows(rows: Sequence[Array], roles: Any, tree: Any) -> Any:
-    """Return a tree of `take_rows` with its rows, or others."""
+    """Return a tree of `take_rows` with rows in place of its empty arrays."""
     left = iter(rows)
     return map_roles(lambda role, leaf: next(left) if role == ROWS else leaf, roles, tree)
 
@@ -164,8 +164,8 @@ def in_order_of_batch(
 ) -> Any:
     """Return aux with rows in the order of the batch.
 
-    Rows of which there are as many as in the batch are put back. Others, such as one for each pair,
-    keep the order of the workers.
+    An array with as many rows as the batch gets the order of the batch. Other arrays, such as one
+    row for each pair, keep the order of the workers.
 
     Args:
       roles: as a user gives them.

@@ -15,13 +15,13 @@ from dynamiq_jax._buckets import order
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """A cast of a tree of parameters to those of the workers, and its transpose.
+    """A cast of a tree of parameters to parameters of each worker, and its transpose.
 
     In the tree that `sum` takes, leaves that are not differentiated have dtype float0.
     """
 
-    spread: Callable[[Any], Any]  # parameters to those of the workers, of the same values
-    sum: Callable[[Any, Array], Any]  # cotangents of these, and a key, to sums over the workers
+    spread: Callable[[Any], Any]  # parameters to parameters of each worker, of the same values
+    sum: Callable[[Any, Array], Any]  # cotangents of the workers, and a key, to their sums
     key_of: Callable[[Any], Array]  # parameters to a PRNG key
 
     def __call__(
@@ -31,8 +31,8 @@ class Cast:
 
         Args:
           tree: pytree of arrays.
-          key: PRNG key; None for one from all bits of the tree.
-          salt: number that such a key depends on as well, uint32 scalar, or None.
+          key: PRNG key; None for a key from all bits of the tree.
+          salt: further number that a key from bits depends on, uint32 scalar, or None.
           ticket: zero whose cotangent carries the order of collectives, float32 scalar, or None;
             see `order.enter`.
 
@@ -87,7 +87,7 @@ class _Differentiated:
     shardings: tuple[NamedSharding, ...]
 
     def only(self, tree: Any) -> Any:
-        """Return a tree in which other leaves, and symbolic zeros, have dtype float0."""
+        """Return a tree with dtype float0 for symbolic zeros and for leaves without gradients."""
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_zero)
         kept = [
             leaf if flag and not _is_zero(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
@@ -96,7 +96,7 @@ class _Differentiated:
         return jax.tree.unflatten(structure, kept)
 
     def placed(self, tree: Any) -> Any:
-        """Return sums that are placed as the types of explicit leaves say; None for float0."""
+        """Return sums with the shardings of explicit leaves; None for float0."""
         leaves, structure = jax.tree.flatten(tree)
         placed = [
             _placed(leaf, sharding) for leaf, sharding in zip(leaves, self.shardings, strict=True)

@@ -1,7 +1,7 @@
-"""Likely causes of a loss of workers that is not the loss of the batch, found by experiments on it.
+"""Likely causes of a difference between the loss of workers and of the batch, by experiments.
 
-Each cause is a law that losses without it do not have. An experiment explains a difference if its
-loss and its gradient are much closer to those of the whole batch than the workers' are.
+Each cause is a law that other losses break. An experiment explains a difference if its loss and its
+gradient are much closer to the whole batch than the loss and the gradient of the workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ class Cause(NamedTuple):
 
 
 class LossDifference:
-    """A difference between the workers' loss and that of the whole batch, and experiments on it."""
+    """A difference between the workers' loss and the loss of the whole batch, with experiments."""
 
     def __init__(self, on_rows: OnRows, workers: Seen):
         self.on_rows = on_rows

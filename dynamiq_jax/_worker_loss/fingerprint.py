@@ -1,4 +1,4 @@
-"""Keys that follow from the bits of arrays, for calls that are given no key."""
+"""Keys that follow from the bits of arrays, for calls without a key."""
 
 import collections
 import hashlib
@@ -21,7 +21,7 @@ from pallas_kernels.codec.rounding import mix
 def key_of(tree: Any, specs: Any) -> Array:
     """Return a PRNG key that changes with any bit of a tree.
 
-    It is the same on all devices that hold the same tree, also where its leaves are split. Sums of
+    The key is the same on all devices that hold the same tree, also where leaves are split. Sums of
     integers are exact in any order. Leaves of dtype float0 hold nothing.
 
     Args:
@@ -44,11 +44,11 @@ def key_of(tree: Any, specs: Any) -> Array:
     return jax.random.fold_in(jax.random.key(0), word)
 
 
-_TRACES = 64  # that a thread is in, one inside the other, or has left
+_TRACES = 64  # traces whose calls a thread counts, open ones and closed ones
 
 
 class _Calls(threading.local):
-    """Numbers of calls in the last traces of a thread, by what was called."""
+    """Numbers of calls in the last traces of a thread, by name of the function."""
 
     def __init__(self) -> None:
         self.of_traces: collections.deque[tuple[Any, collections.Counter[str]]]
@@ -59,13 +59,13 @@ _calls = _Calls()
 
 
 def salt_of_call(called: str) -> np.uint32:
-    """Return a number for a call of something, another one for each call of it in one trace.
+    """Return a number for a call of a function, different for each of its calls in one trace.
 
-    It is the same in all processes that trace the same program. Outside of any trace it is that of
-    a first call, so that a call can be repeated.
+    The number is the same in all processes that trace the same program. Outside of any trace it is
+    the number of a first call, so that a call can be repeated.
 
     Args:
-      called: what is called, such as the name of a loss function.
+      called: name of the function, such as a loss, and its static arguments.
     """
     here = get_opaque_trace_state()
     counts = next((counts for trace, counts in _calls.of_traces if trace == here), None)
@@ -80,7 +80,7 @@ def salt_of_call(called: str) -> np.uint32:
 
 
 def word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:
-    """Return a hash of arrays of which the workers of some axes hold parts: uint32, of all bits."""
+    """Return a hash of all bits, uint32, of arrays whose parts are on the workers of some axes."""
     words = [_word_of_parts(leaf, number, axis_names) for number, leaf in enumerate(leaves)]
     return sum(map(mix, words), start=jnp.uint32(0))
 
@@ -93,7 +93,7 @@ def joint_word_of(leaves: Sequence[Array], axis_names: Sequence[str]) -> Array:
 
 
 def _word_of_parts(leaf: Array, number: int, axis_names: Sequence[str]) -> Array:
-    """Return a hash of a leaf and its number, of which devices of some axes hold parts."""
+    """Return a hash of a number and a leaf whose parts are on the devices of some axes."""
     return _over_axes(_word(leaf, jnp.uint32(number)), axis_names)
 
 
@@ -110,7 +110,7 @@ def _word(leaf: Array, salt: Array) -> Array:
     bits = _bits(leaf)
     # Numbers that are 2^32 places apart may change places without a change of the hash.
     places = jnp.zeros(bits.shape, jnp.uint32)
-    for dimension in range(bits.ndim):  # not of a flat array, which the compiler would gather
+    for dimension in range(bits.ndim):  # the compiler would gather a flat array
         places = places * np.uint32(bits.shape[dimension] % 2**32) + lax.broadcasted_iota(
             jnp.uint32, bits.shape, dimension
         )
@@ -119,7 +119,7 @@ def _word(leaf: Array, salt: Array) -> Array:
 
 
 def _bits(leaf: Array) -> Array:
-    """Return all bits of an array, uint32: as many words as fit, those of one number last."""
+    """Return all bits of an array, uint32, with the words of one number along the last axis."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf).astype(jnp.uint32)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -1,6 +1,6 @@
 """Specs and rules of a user, by which the arrays of a loss function are split over the workers.
 
-Specs name the axis that is split. Rules say which of its rows go to which worker.
+Specs name the axis that is split. Rules assign the rows of this axis to workers.
 """
 
 from collections.abc import Mapping
@@ -46,11 +46,11 @@ def entries_of(in_specs: Any) -> Entries:
 
 
 def rules_of(split: Any) -> tuple[Split | None, Entries]:
-    """Return the rule for all arrays, and those of arguments by position or name.
+    """Return the rule for all arrays, and the rules of arguments by position or name.
 
     Raises:
-      TypeError: `split` is neither a rule nor a dict of them.
-      ValueError: there is no such rule, or it cannot be hashed.
+      TypeError: `split` is neither a rule nor a dict of rules.
+      ValueError: no such rule, or a rule that cannot be hashed.
     """
     if isinstance(split, Mapping):
         return None, {where: jax.tree.map(rule_of, entry) for where, entry in split.items()}
@@ -58,7 +58,7 @@ def rules_of(split: Any) -> tuple[Split | None, Entries]:
 
 
 def check_axes(entries: Entries, names: tuple[str, ...]) -> None:
-    """Raise ValueError for a spec that names other axes than those of the workers, or one twice."""
+    """Raise ValueError for a spec that names an axis twice, or an axis without workers."""
     for where, entry in entries.items():
         for spec in jax.tree.leaves(entry):
             used = axes_of(spec)
@@ -81,7 +81,7 @@ def of_leaves(given: str, key: int | str, entry: Any, argument: Any) -> list[Any
 
     Args:
       given: `in_specs` or `split`, for errors.
-      key: that of the entry, for errors.
+      key: key of the entry, for errors.
       entry: a tree like the argument, or a prefix, of specs or rules, or None for the default.
       argument: a pytree.
 

@@ -94,7 +94,7 @@ class LossPlan:
             own[DIFFERENTIATED] = weight.mask_gradients(differentiated)
         args, kwargs = self.signature.rebuild(own, worker)
         loss, aux = auxiliary.split_result(self.work.loss_fn(*args, **kwargs), self.work.has_aux)
-        # Of a loss that is the same everywhere, such as a pmean, JAX would differentiate one share.
+        # JAX would differentiate one share of a loss that is equal on all workers, as a pmean is.
         loss = compat.match_varying(loss, worker)
         if weight is not None:
             loss = weight.of(jnp.asarray(loss))

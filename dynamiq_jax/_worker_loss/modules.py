@@ -1,7 +1,7 @@
 """Flax nnx modules as arguments: parameters to differentiate, and the rest, which a call changes.
 
-Modules of equinox are pytrees, of which only leaves that are no arrays need care. Both packages are
-optional: nothing here imports them unless a caller has.
+Modules of equinox are pytrees, in which only leaves that are no arrays are special. Flax and
+equinox are optional: this module uses them only if they are imported already.
 """
 
 import sys
@@ -34,13 +34,13 @@ def split_module(module: Any) -> tuple[Any, Any, Any]:
 
 
 def merge(structure: Any, params: Any, rest: Any, worker: Array | None = None) -> Any:
-    """Make a module of parts, with random keys of one worker: dropout differs between workers.
+    """Make a module from its parts, with the random keys of one worker, for dropout of its own.
 
     Args:
       structure: from `split_module`.
       params: parameters.
       rest: other state.
-      worker: index of the worker, int32 scalar; None for the keys as they are.
+      worker: index of the worker, int32 scalar; None to keep the keys.
     """
     nnx = _nnx()
 
@@ -51,7 +51,7 @@ def merge(structure: Any, params: Any, rest: Any, worker: Array | None = None) -
             del path
             if not isinstance(variable, nnx.RngKey):
                 return variable
-            # Of every layer, where layers are stacked.
+            # Stacked layers have an array of keys.
             return variable.replace(fold_in_all(variable.get_value(), index))
 
         rest = nnx.map_state(own, rest)
@@ -67,11 +67,11 @@ def fold_in_all(keys: Array, number: int | Array) -> Array:
 def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
     """Return the state of a module besides its parameters, the same on all workers.
 
-    Floating numbers, such as statistics of a batch, are averaged. Of integers, such as counters of
-    steps, the largest is taken. Keys are those from before.
+    Floating numbers, such as statistics of a batch, are averaged. Integers, such as counters of
+    steps, become the largest of all workers. Keys stay the keys from before.
 
     Raises:
-      ValueError: the module has other state than before.
+      ValueError: the loss has added state to the module, or removed state.
     """
     _, _, rest = split_module(module)
     paths = [{path for path, _ in jax.tree.leaves_with_path(state)} for state in (rest, before)]
@@ -93,7 +93,7 @@ def rest_of(module: Any, before: Any, axis_names: tuple[str, ...]) -> Any:
 
 
 def without_dropout(value: Any) -> Any:
-    """Return a copy of a module that drops nothing; other values as they are."""
+    """Return a copy of a module without dropout; other values stay as they are."""
     if not is_module(value):
         return value
     copy = _nnx().clone(value)
@@ -108,5 +108,5 @@ def update(module: Any, rest: Any) -> None:
 
 
 def _nnx() -> Any:
-    """Return the package `flax.nnx`, which whoever made a module has imported."""
+    """Return the package `flax.nnx`, which is imported where a module exists."""
     return sys.modules["flax.nnx"]

@@ -1,4 +1,4 @@
-"""A loss on chosen rows of one batch, without workers: what experiments on a loss are made of."""
+"""A loss on chosen rows of one batch, without workers, for experiments."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ _COORDINATES = 256  # of the gradient that experiments compare, at least
 
 
 class Result(NamedTuple):
-    """Loss of some rows, and what belongs to it."""
+    """Loss of some rows, with its gradient, aux and targets."""
 
     loss: Array
     gradient: list[Array]  # of the leaves that are differentiated
@@ -59,7 +59,7 @@ class OnRows:
         sizes = {
             np.shape(leaf)[axis] for leaf, axis in zip(self.arrays[SPLIT], self.axes, strict=True)
         }
-        self.count = sizes.pop() if len(sizes) == 1 else 0  # 0: arrays differ
+        self.count = sizes.pop() if len(sizes) == 1 else 0  # 0 if arrays differ
         self.batch_names = self.signature.of_batch(self.signature.names)
         self._largest: list[Array] = []
         self._see = jax.jit(self._seen, static_argnums=2)  # one program for sets of one size
@@ -90,7 +90,7 @@ class OnRows:
         return any(dtype in (jnp.bfloat16, jnp.float16) for dtype in _dtypes_in(closed.jaxpr))
 
     def fails(self, rows: np.ndarray, kept: int | None = None) -> str:
-        """Return the error that the loss raises for as many rows; empty if it raises none.
+        """Return the error that the loss raises for some rows; empty without an error.
 
         Args:
           rows: numbers of rows.
@@ -100,7 +100,7 @@ class OnRows:
             jax.eval_shape(
                 lambda arrays: self._result(self._taken(arrays, rows, kept)), self.arrays
             )
-        except Exception as error:  # of any kind: it is the user's
+        except Exception as error:  # the loss may raise any error
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return ""
 
@@ -126,7 +126,7 @@ class OnRows:
         return aux, on_host(targets)
 
     def coordinates(self, gradient: Sequence[Array]) -> Array:
-        """Return those of a gradient that are large in the whole batch, float32."""
+        """Return the coordinates of a gradient that are large in the whole batch, float32."""
         pairs = zip(gradient, self._largest, strict=True)
         chosen = [leaf.astype(jnp.float32).ravel()[places] for leaf, places in pairs]
         return jnp.concatenate(chosen) if chosen else jnp.zeros(0)
@@ -177,7 +177,7 @@ def on_host(array: Any) -> np.ndarray:
 
 
 def _dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    """Yield the dtypes of all results in a jaxpr, and in those that its equations hold."""
+    """Yield the dtypes of all results in a jaxpr, and in the jaxprs of its equations."""
     for equation in jaxpr.eqns:
         yield from (getattr(result.aval, "dtype", None) for result in equation.outvars)
         for held in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
@@ -186,7 +186,7 @@ def _dtypes_in(jaxpr: Any) -> Iterator[Any]:
 
 
 def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns")  # a closed one has them too
+    return hasattr(value, "eqns")  # a closed jaxpr has equations too
 
 
 def _as_only_worker(function: Callable[[], Any], axis_name: str) -> Any:
@@ -196,7 +196,7 @@ def _as_only_worker(function: Callable[[], Any], axis_name: str) -> Any:
 
 
 def _other(leaf: Any, number: int) -> Any:
-    """Return a PRNG key that is another one; other values as they are."""
+    """Return another PRNG key for a key; other values stay as they are."""
     if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
         return leaf
     return modules.fold_in_all(leaf, number)

@@ -1,6 +1,6 @@
-"""Replicas in a global view: those of all workers, stacked along a leading axis of every array.
+"""Replicas of all workers in a global view, stacked along a leading axis of every array.
 
-The program is one `jax.jit`. Only the collective itself runs where the workers' axes are manual.
+The program is one `jax.jit`. Only the collective runs where the workers' axes are manual.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)  # specs cannot be hashed
 class Replicas:
-    """Replicas of a tree for each worker of some axes, and how they are summed."""
+    """Replicas of a tree for each worker of some axes, and the settings of their sum."""
 
-    mesh: Mesh | None  # None for that of the context
+    mesh: Mesh | None  # None for the mesh of the context
     axis_name: AxisName
     compression: Compression
     specs: Any  # how one replica is split over other axes; see `find_shards`
@@ -65,7 +65,7 @@ class Replicas:
         return jax.tree.unflatten(structure, stacked)
 
     def all_reduce(self, stacked: Any, key: Array, *, mean: bool) -> tuple[Any, dict[str, Array]]:
-        """Sum or average replicas: a tree without the leading axis, and metrics.
+        """Sum or average replicas, and return a tree without the leading axis, and metrics.
 
         Leaves of dtype float0 are not sent.
         """
@@ -120,7 +120,7 @@ class Replicas:
         return cast(tree, key, salt, ticket)
 
     def _key_of(self, tree: Any) -> Array:
-        """Return a PRNG key from all bits of a tree: the one that each worker would compute."""
+        """Return a PRNG key from all bits of a tree, the same as each worker would compute."""
         leaves, structure = jax.tree.flatten(tree)
         arrays = {n: leaf for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0}
 
@@ -131,7 +131,7 @@ class Replicas:
         return self._on_workers(local, P())(arrays, ())
 
     def _on_workers(self, function: Callable[..., Any], in_spec: PartitionSpec) -> Any:
-        """Map a function of arrays, and of something whole, to results that all workers share."""
+        """Map a function of split arrays and of whole values to results that all workers share."""
         return jax.shard_map(
             function,
             mesh=context_or_automatic(self.mesh),
@@ -155,7 +155,7 @@ class Replicas:
 
 
 def place(array: Array, mesh: Mesh | None, spec: PartitionSpec) -> Array:
-    """Split an array over axes of a mesh; without one, or under explicit axes, of the context."""
+    """Split an array over axes of a mesh, or of the context if it has explicit axes."""
     if is_explicit():
         return jax.sharding.reshard(array, spec)
     automatic = context_or_automatic(mesh)

@@ -34,7 +34,7 @@ class Roles:
     given: int | tuple[int, ...]  # position or positions that are differentiated
     in_specs: Entries  # how further arguments are split, by position or name
     rule: Split | None  # of the rows of all arrays that are split
-    rules: Entries  # of those of some arguments, by position or name
+    rules: Entries  # of the rows of some arguments, by position or name
     static: tuple[int | str, ...]  # positions and names that are not arrays
     parameters: tuple[str, ...]  # names of the positions, as far as known
 
@@ -90,7 +90,7 @@ class Roles:
         return STATIC if self._known_as(where) & set(self.static) else SPLIT
 
     def entry(self, where: int | str, entries: Entries) -> tuple[int | str, Any]:
-        """Return the key of an argument among specs or rules, and its entry; None without one."""
+        """Return the key of an argument among specs or rules, and its entry or None."""
         for key in self._known_as(where) & set(entries):
             return key, entries[key]
         return where, None
@@ -100,11 +100,11 @@ class Roles:
         return of_leaves("in_specs", *self.entry(where, self.in_specs), argument)
 
     def rules_of(self, where: int | str, argument: Any) -> list[Split | None]:
-        """Return the rules of the leaves of an argument, None for that of all arguments."""
+        """Return the rules of the leaves of an argument, None for the rule of all arguments."""
         return of_leaves("split", *self.entry(where, self.rules), argument)
 
     def check(self, count: int, kwargs: Mapping[str, Any]) -> None:
-        """Raise ValueError for roles of arguments that a call does not have, or of two kinds."""
+        """Raise ValueError for a role of an argument that a call lacks, or for two roles of one."""
         given = {
             "argnums": self.argnums,
             "static_argnums or static_argnames": self.static,
@@ -135,7 +135,7 @@ class Roles:
                     )
 
     def check_whole(self, where: int | str, kind: str, spec: Any, rule: Any) -> None:
-        """Raise ValueError for a spec or a rule that splits an argument which is not split."""
+        """Raise ValueError for a spec or a rule that splits an argument of another role."""
         remedy = ""
         if spec is not None and axes_of(spec):
             given, value = f"in_specs[{self.entry(where, self.in_specs)[0]!r}]", f"{spec}"
@@ -160,9 +160,9 @@ class Roles:
 def by_position(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, by position as far as no argument is left out before them.
+    """Return the arguments of a call, by position up to the first that the call leaves out.
 
-    Defaults stay with the function: they are constants of it, not arguments of the call.
+    Defaults are constants of the function, and no arguments of the call.
     """
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
@@ -174,9 +174,9 @@ def by_position(
 def with_gaps_filled(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, all by position where the function has one for them.
+    """Return the arguments of a call, by position for all parameters that have one.
 
-    Arguments that are left out before others have their defaults.
+    Arguments that a call leaves out, before an argument that it gives, have their defaults.
     """
     named = set(kwargs) & set(_parameters(function))
     if not named:
@@ -186,13 +186,13 @@ def with_gaps_filled(
     last = max(map(names.index, named))
     for name in names[:last]:
         bound.arguments.setdefault(name, bound.signature.parameters[name].default)
-    # In the order of the parameters, as `BoundArguments.args` needs them.
+    # `BoundArguments.args` needs the order of the parameters.
     bound.arguments = {name: bound.arguments[name] for name in names if name in bound.arguments}
     return bound.args, bound.kwargs
 
 
 def unwrap_single(trees: Sequence[Any]) -> Any:
-    """Return a single value as it is, else all: errors and policies name what a user gave."""
+    """Return a single tree as it is, and several as a tuple, as the user gave them."""
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
@@ -204,7 +204,7 @@ def role_of_leaf(leaf: Any, role: str, *, is_whole: bool) -> str:
       role: role of the arrays of the argument.
       is_whole: True for a leaf that no role of the argument differentiates or splits.
     """
-    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")  # a configuration may have one
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")  # a configuration may have a dtype
     if role == STATIC or not (is_array or isinstance(leaf, numbers.Number)):
         return STATIC
     if role == DIFFERENTIATED:

@@ -1,7 +1,7 @@
-"""Rows of a batch that belong together: which rows go to which worker.
+"""Rules that assign the rows of a batch to workers, for rows that belong together.
 
 A split is any function `(rows, workers)` to the numbers of the rows of every worker. It is called
-while a step is traced, and can be hashed.
+while a step is traced, and has a hash.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Split = Callable[[int, int], np.ndarray]
 class BlockSplit:
     """Split of a batch of stacked blocks: each worker gets its rows of every block.
 
-    For losses that compare row `i` of one block with row `i` of another one, such as DPO, whose
+    For losses that compare row `i` of one block with row `i` of another block, such as DPO, whose
     batches stack the chosen rows before the rejected ones: `split="blocks:2"`.
 
     Attributes:
@@ -50,7 +50,7 @@ class BlockSplit:
 
 @dataclasses.dataclass(frozen=True)
 class GroupSplit:
-    """Split of a batch of groups of neighboring rows, none of which is cut.
+    """Split of a batch of groups of neighboring rows, which stay whole.
 
     For losses that compare the rows of a group, such as GRPO with eight answers to each prompt:
     `split="groups:8"`. The rows of a worker are neighbors, as without a split. A number of
@@ -83,11 +83,11 @@ _RULES: Mapping[str, Callable[[int], Split]] = {"blocks": BlockSplit, "groups": 
 
 
 def rule_of(value: Any) -> Split:
-    """Return a rule from its name, such as "blocks:2", or the rule that is given.
+    """Return a rule as given, or the rule of a name such as "blocks:2".
 
     Raises:
-      TypeError: it is neither a name nor a function.
-      ValueError: there is no such rule, or it cannot be hashed.
+      TypeError: neither a name nor a function.
+      ValueError: no such rule, or a rule that cannot be hashed.
     """
     remedy = (
         'Give "blocks:2", "groups:8" with numbers of your own, a function of the numbers of rows '

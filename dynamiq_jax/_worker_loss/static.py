@@ -20,11 +20,11 @@ def static_value(name: str, value: Any) -> Static:
     """Make a static value.
 
     Args:
-      name: what it is, for errors.
+      name: name of the argument, for errors.
       value: the value.
 
     Raises:
-      ValueError: it cannot be hashed.
+      ValueError: a value that cannot be hashed.
     """
     try:
         hash(value)

@@ -39,7 +39,7 @@ class WorkerMap:
     check_vma: bool | None
 
     def check(self) -> None:
-        """Raise ValueError for a transformation that does not exist, or has no such check."""
+        """Raise ValueError for an unknown transformation, or for `check_vma` beside "vmap"."""
         if self.transform not in get_args(Transform):
             raise ValueError(
                 f"transform={self.transform!r} is not supported. Give one of {get_args(Transform)}."
@@ -54,8 +54,8 @@ class WorkerMap:
     def names(self) -> tuple[str, ...]:
         """Names of the axes for collectives.
 
-        Those of `vmap` are not those of the mesh. Otherwise a collective in a `shard_map` of the
-        loss would be over the one worker that the devices there have, and silently do nothing.
+        The names under `vmap` differ from the names of the mesh. Otherwise a collective in a
+        `shard_map` of the loss would be over one worker, and silently do nothing.
         """
         if self.transform == "shard_map":
             return self.axes
@@ -72,13 +72,13 @@ class WorkerMap:
         """Call a function for every worker. Collectives over the workers' axes work in it.
 
         Args:
-          function: function of a worker's parts of the arrays to what it has of its own, and to
-            what is the same on all workers.
-          specs: how arrays are split over the workers, by role: a spec for each.
+          function: function of a worker's parts of the arrays to its own results, and to results
+            that are the same on all workers.
+          specs: spec of each array over the workers, by role.
           arrays: arrays by role.
 
         Returns:
-          What workers have of their own, stacked [workers, *shape], and what is the same.
+          Results of each worker, stacked [workers, *shape], and results of all workers.
         """
         mapped = self._shard_map if self.transform == "shard_map" else self._vmap
         return mapped(function, specs, arrays)
@@ -156,7 +156,7 @@ class WorkerMap:
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[count:]), own), same
 
     def _names_axes(self, error: str) -> str:
-        """Return what to change in a loss that names the workers' axes, from the error of JAX."""
+        """Return the text of an error for a loss that names the workers' axes, or an empty one."""
         if "spmd_axis_name" in error:
             return (
                 f"transform='vmap', but the loss names an axis of the workers, {self.axes}, in the "

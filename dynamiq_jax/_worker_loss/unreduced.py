@@ -1,4 +1,4 @@
-"""Sums in a global view, of arrays whose types call them unreduced over explicit axes."""
+"""Sums in a global view, of arrays whose types are unreduced over explicit axes."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ Tree = TypeVar("Tree")
 
 
 def is_unreduced(tree: Any) -> bool:
-    """Return whether a leaf is a sum over a mesh axis that has not been done yet."""
+    """Return whether a leaf is a sum over a mesh axis that is still to be done."""
     return any(_unreduced_axes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -27,8 +27,8 @@ def reduce_unreduced(reduce: Callable[[Tree], Tree], tree: Tree, axis_name: Axis
       axis_name: one axis, or several; see `psum`.
 
     Raises:
-      ValueError: a leaf is unreduced over other axes, or not at all; or this JAX has no map of
-        unreduced arrays over some axes.
+      ValueError: a leaf is unreduced over other axes, or reduced; or this version of JAX has no map
+        of unreduced arrays over some axes.
     """
     names = axis_names(axis_name)
     for path, leaf in named_leaves(tree)[0]:
@@ -56,7 +56,7 @@ def reduce_unreduced(reduce: Callable[[Tree], Tree], tree: Tree, axis_name: Axis
 
 
 def _unreduced_axes(leaf: Any) -> set[str]:
-    if not isinstance(leaf, jax.Array):  # what is not one has an error of its own
+    if not isinstance(leaf, jax.Array):  # other leaves raise an error later
         return set()
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     return set(sharding.spec.unreduced) if sharding is not None else set()

@@ -8,11 +8,10 @@ from jax import Array
 
 
 class Weight(NamedTuple):
-    """Weight of a worker, and whether it takes part in the mean at all.
+    """Weight of a worker, and whether it takes part in the mean.
 
-    A worker without targets takes no part, whatever its loss is, which may be 0/0. If no worker has
-    targets, all of them take part with a weight of zero: the mean is then zero, or NaN if that of
-    one device is.
+    A worker without targets takes no part, even if its loss is 0/0. If no worker has targets, all
+    workers take part with a weight of zero. The mean is then zero, or NaN if one loss is.
     """
 
     share: Array  # float32 scalar, whose mean over workers is 1
@@ -27,7 +26,8 @@ class Weight(NamedTuple):
         """Return the same leaves, with finite gradients if the worker takes no part.
 
         The derivative of 0/0 is NaN also where its cotangent is zero. So gradients that are not
-        finite become zero. Others are kept: they may be those of aux, which has weights of its own.
+        finite become zero. Finite gradients are kept: they may come from aux, which has weights of
+        its own.
         """
         return _masked(leaves, self.takes_part)
 
