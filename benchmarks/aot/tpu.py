@@ -55,7 +55,7 @@ _PEAKS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
+class SumProgram:
     """A program that sums one bucket."""
 
     name: str
@@ -69,21 +69,21 @@ class Sum:
 
 KERNELS = "dynamiq:5"
 ONE_SLICE = (
-    Sum("exact", None),
-    Sum("BF16", "bf16"),
-    Sum("kernels, ring", KERNELS),
-    Sum("kernels, ring, BF16 rows", KERNELS, dtype="bfloat16"),
-    Sum("kernels, all-to-all", KERNELS, topology="all_to_all"),
+    SumProgram("exact", None),
+    SumProgram("BF16", "bf16"),
+    SumProgram("kernels, ring", KERNELS),
+    SumProgram("kernels, ring, BF16 rows", KERNELS, dtype="bfloat16"),
+    SumProgram("kernels, all-to-all", KERNELS, topology="all_to_all"),
 )
 LINKS = (3.1, 6.25)  # GB/s of a chip
-BASE = Sum("base, ring", dq.DynamiQ(bits=5.0, implementation="xla"))
+BASE = SumProgram("base, ring", dq.DynamiQ(bits=5.0, implementation="xla"))
 TWO_SLICES = (
-    Sum("exact", None),
-    Sum("BF16", "bf16"),
-    Sum("kernels, ring", KERNELS),
-    Sum("kernels between slices", KERNELS, in_slices=True),
+    SumProgram("exact", None),
+    SumProgram("BF16", "bf16"),
+    SumProgram("kernels, ring", KERNELS),
+    SumProgram("kernels between slices", KERNELS, in_slices=True),
 )
-BETWEEN = Sum("kernels between slices", KERNELS, in_slices=True)
+BETWEEN = SumProgram("kernels between slices", KERNELS, in_slices=True)
 LARGE = (
     dataclasses.replace(BETWEEN, times=4),
     dataclasses.replace(BETWEEN, times=32),
@@ -167,7 +167,12 @@ def examine_kernels(
 
 
 def examine(
-    config: Config, topology: str, slices: int, axes: dict[str, int], one: Sum, schedules: Path
+    config: Config,
+    topology: str,
+    slices: int,
+    axes: dict[str, int],
+    one: SumProgram,
+    schedules: Path,
 ) -> dict[str, Any]:
     """Compile one sum: a column of the table."""
     names = tuple(axes) if len(axes) > 1 else next(iter(axes))
@@ -257,7 +262,7 @@ def _without_copy_of_result(program: hlo_costs.CostProgram) -> list[InstructionC
     return [run for run in program.runs() if run.instruction.name not in copies]
 
 
-def _sent(one: Sum, size: int, axes: dict[str, int]) -> int:
+def _sent(one: SumProgram, size: int, axes: dict[str, int]) -> int:
     """Return the bytes that a chip sends over the slow axis."""
     report = dq.wire_report(
         jax.ShapeDtypeStruct((size,), one.dtype),
@@ -269,7 +274,7 @@ def _sent(one: Sum, size: int, axes: dict[str, int]) -> int:
     return report.bytes_per_worker
 
 
-def _options(one: Sum) -> dict[str, dq.Options]:
+def _options(one: SumProgram) -> dict[str, dq.Options]:
     return {} if one.options is None else {"options": one.options}
 
 

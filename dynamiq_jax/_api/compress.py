@@ -17,7 +17,7 @@ from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.nodes import Choice
-from dynamiq_jax._rewriting.schedule import Schedule, Scheduler, Surroundings
+from dynamiq_jax._rewriting.schedule import EvaluationSchedule, Scheduler, Surroundings
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -109,7 +109,7 @@ def compress(
 class _Program(NamedTuple):
     """Step that is traced and scheduled for some arguments."""
 
-    schedule: Schedule
+    schedule: EvaluationSchedule
     exact: list[Choice]
     structure: Any  # of the results
     donated: tuple[int, ...]  # numbers of flat arguments

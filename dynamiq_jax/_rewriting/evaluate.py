@@ -12,7 +12,7 @@ from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.nodes import Constant, Key
-from dynamiq_jax._rewriting.schedule import Enter, Evaluate, Reduce, Schedule
+from dynamiq_jax._rewriting.schedule import Enter, Evaluate, EvaluationSchedule, Reduce
 from dynamiq_jax._rewriting.sums import Selection, is_refused
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._worker_loss.fingerprint import joint_word_of
@@ -27,7 +27,7 @@ class Evaluation:
     compression: Compression
     specs: Any = None  # one for all sums, or a function of a `Sum`
 
-    def run(self, schedule: Schedule, key: Array | None, *values: Any) -> list[Any]:
+    def run(self, schedule: EvaluationSchedule, key: Array | None, *values: Any) -> list[Any]:
         """Evaluate a program.
 
         Args:
@@ -60,7 +60,7 @@ class Evaluation:
                     )
         return [read(each) for each in schedule.outputs]
 
-    def _body(self, schedule: Schedule) -> inner.Body:
+    def _body(self, schedule: EvaluationSchedule) -> inner.Body:
         return lambda key, *values: self.run(schedule, key, *values)
 
     def _evaluate(self, step: Evaluate, values: list[Any]) -> Sequence[Any]:

@@ -20,7 +20,7 @@ Body = Callable[..., list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class InnerProgram:
     """Program of an equation."""
 
     program: Any
@@ -71,7 +71,7 @@ def layout(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return (is_unreduced, *((name, params[name]) for name in names if name in params))
 
 
-def parts_of(equation: Equation) -> list[Part]:
+def parts_of(equation: Equation) -> list[InnerProgram]:
     """Return the programs of an equation.
 
     Raises:
@@ -102,14 +102,14 @@ def make_anew(
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    parts: Callable[[Equation], list[Part]]
+    parts: Callable[[Equation], list[InnerProgram]]
     make: Callable[[Equation, Sequence[Body], Array | None, Sequence[Any]], Sequence[Any]]
 
 
-def _map_parts(equation: Equation) -> list[Part]:
+def _map_parts(equation: Equation) -> list[InnerProgram]:
     params = equation.params
     sizes = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"]}
-    return [Part(params["jaxpr"], sizes=sizes)]
+    return [InnerProgram(params["jaxpr"], sizes=sizes)]
 
 
 def _make_map(
@@ -126,11 +126,11 @@ def _make_map(
     )(key, *values)
 
 
-def _scan_parts(equation: Equation) -> list[Part]:
+def _scan_parts(equation: Equation) -> list[InnerProgram]:
     params = equation.params
     constants, carried = equations.scan_counts(equation)
     return [
-        Part(
+        InnerProgram(
             params["jaxpr"],
             times=params["length"],
             carried={i: constants + i for i in range(carried)},
@@ -162,13 +162,15 @@ def _make_scan(
     return [*carry, *rows]
 
 
-def _while_parts(equation: Equation) -> list[Part]:
+def _while_parts(equation: Equation) -> list[InnerProgram]:
     params = equation.params
     constants = params["body_nconsts"]
     outputs = len(equation.outvars)
     return [
-        Part(params["cond_jaxpr"], times=None, has_outputs=False),
-        Part(params["body_jaxpr"], times=None, carried={i: constants + i for i in range(outputs)}),
+        InnerProgram(params["cond_jaxpr"], times=None, has_outputs=False),
+        InnerProgram(
+            params["body_jaxpr"], times=None, carried={i: constants + i for i in range(outputs)}
+        ),
     ]
 
 
@@ -185,8 +187,8 @@ def _make_while(
     )
 
 
-def _cond_parts(equation: Equation) -> list[Part]:
-    return [Part(branch) for branch in equation.params["branches"]]
+def _cond_parts(equation: Equation) -> list[InnerProgram]:
+    return [InnerProgram(branch) for branch in equation.params["branches"]]
 
 
 def _make_cond(
@@ -197,8 +199,8 @@ def _make_cond(
     return lax.switch(index, branches, *operands)
 
 
-def _remat_parts(equation: Equation) -> list[Part]:
-    return [Part(equation.params["jaxpr"], may_leave=lambda output: True)]
+def _remat_parts(equation: Equation) -> list[InnerProgram]:
+    return [InnerProgram(equation.params["jaxpr"], may_leave=lambda output: True)]
 
 
 def _make_remat(
@@ -211,8 +213,8 @@ def _make_remat(
     return equation.primitive.bind(*constants, *values, **params)
 
 
-def _jit_parts(equation: Equation) -> list[Part]:
-    return [Part(equation.params["jaxpr"])]
+def _jit_parts(equation: Equation) -> list[InnerProgram]:
+    return [InnerProgram(equation.params["jaxpr"])]
 
 
 def _make_jit(

@@ -29,7 +29,7 @@ class Value(NamedTuple):
     call: int  # number of the call
 
 
-class Terms(NamedTuple):
+class SumTerms(NamedTuple):
     """Terms of a sum that another equation has made: one that holds a program, or a linear one."""
 
     result: Value  # the sum
@@ -42,7 +42,7 @@ class Constant:
     value: Any
 
 
-Key = Value | Terms | Constant
+Key = Value | SumTerms | Constant
 Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
 
 

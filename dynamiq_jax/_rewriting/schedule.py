@@ -23,7 +23,7 @@ from dynamiq_jax._rewriting.nodes import (
     Key,
     Node,
     Reader,
-    Terms,
+    SumTerms,
     Value,
     keep_exact,
     key_of,
@@ -82,12 +82,12 @@ class Enter:
     equation: Equation
     scopes: str
     inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]  # `Terms` of sums that are left to this program
-    programs: tuple["Schedule", ...]
+    outputs: tuple[Key, ...]  # `SumTerms` of sums that are left to this program
+    programs: tuple["EvaluationSchedule", ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class EvaluationSchedule:
     """Steps that evaluate a program."""
 
     steps: tuple[Evaluate | Reduce | Enter, ...]
@@ -128,7 +128,7 @@ class Scheduler:
         self._reader = Reader(selection)
         self._groups = itertools.count()
 
-    def schedule(self, program: Any, around: Surroundings) -> Schedule:
+    def schedule(self, program: Any, around: Surroundings) -> EvaluationSchedule:
         """Schedule a traced program."""
         opened, constants = equations.opened(program)
         call = self._reader.next_call()
@@ -143,7 +143,7 @@ class Scheduler:
             {outputs[i]: inputs[j] for i, j in around.carried.items()},
         )
         steps, left = self._in_order(nodes, outputs, around)
-        return Schedule(
+        return EvaluationSchedule(
             tuple(steps),
             inputs,
             tuple(
@@ -225,7 +225,7 @@ class Scheduler:
             )
             programs.append(schedule)
             for i, member in schedule.left.items():
-                outputs[i] = Terms(node.outputs[i])
+                outputs[i] = SumTerms(node.outputs[i])
                 shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop
                 members.append(
                     dataclasses.replace(
@@ -294,12 +294,12 @@ def _in_front(
     shape = equations.shape_of(node.equation.outvars[0])
     operands = dict(zip(node.equation.invars, (member.operand for member in members), strict=True))
     step = Evaluate(
-        equations.evaluated(node.equation), tuple(operands.values()), (Terms(result),), ()
+        equations.evaluated(node.equation), tuple(operands.values()), (SumTerms(result),), ()
     )
     member = dataclasses.replace(
         members[0],
         description=dataclasses.replace(described, shape=shape),
-        operand=Terms(result),
+        operand=SumTerms(result),
         result=result,
     )
     return step, member
