@@ -30,7 +30,7 @@ class _Alone(Axis):
 
 
 def sent(method: ChunkedMethod, part: Array, key: Array) -> list[Array]:
-    """Return what a worker sends of a bucket in an all-gather, in order.
+    """Return the arrays that a worker sends of a bucket in an all-gather, in order.
 
     Args:
       method: compression method.
@@ -49,7 +49,7 @@ def sent(method: ChunkedMethod, part: Array, key: Array) -> list[Array]:
 
 
 def received(method: ChunkedMethod, size: int, arrays: Sequence[Array]) -> Array:
-    """Decode what `sent` returned: float32 [size], the same bits on all hardware.
+    """Decode the arrays of `sent` to float32 [size], the same bits on all hardware.
 
     Args:
       method: compression method.

@@ -56,7 +56,7 @@ def all_gather(
         transpose. Only an invarying result leaves `shard_map` with `out_specs=P()`.
       method: compression method or policy; see `psum`.
       topology: route of the chunks in the transpose; see `psum`.
-      specs: how leaves are split over other axes; see `psum`. With `tiled`, specs may not split the
+      specs: split of the leaves over other axes; see `psum`. With `tiled`, specs may not split the
         dimension that is gathered.
       options: leaves that stay exact, and the size of buckets, both by sizes of gathered leaves.
 
@@ -108,7 +108,7 @@ def all_gather(
 
 
 def _gathered(collective: AllGather, tree: Any, specs: Any) -> Any:
-    """Return how gathered leaves are split: a tree of specs."""
+    """Return the specs of gathered leaves, as a tree."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     split = map(collective.result_spec, leaves, leaf_specs(tree, specs))
     return jax.tree.unflatten(jax.tree.structure(tree), split)

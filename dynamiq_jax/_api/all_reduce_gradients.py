@@ -78,7 +78,7 @@ def all_reduce_gradients(
       topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
-      specs: how gradients are split over axes that the compiler manages; see `psum`.
+      specs: split of the gradients over axes that the compiler manages; see `psum`.
       options: leaves that stay exact, the size of buckets, and a limit of the error.
       with_metrics: whether the metrics in the state include the metrics of `psum`, which any method
         has.

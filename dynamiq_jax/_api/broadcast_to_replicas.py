@@ -51,7 +51,7 @@ def broadcast_to_replicas(
       mesh: the mesh; by default the mesh of `jax.set_mesh`.
       method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
-      specs: how the parameters are split over other axes; see `psum`.
+      specs: split of the parameters over other axes; see `psum`.
       options: leaves whose gradients stay exact, and the size of buckets.
 
     Returns:

@@ -83,7 +83,7 @@ def data_parallel(
         `value_and_grad`.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
-      specs: how the parameters are split over other axes of the mesh; see `value_and_grad`. It may
+      specs: split of the parameters over other axes of the mesh; see `value_and_grad`. It may
         be a function of the parameters to their specs, such as `nnx.get_partition_spec`.
       options: gradients that stay exact, and the size of buckets.
       transform: "shard_map" or "vmap", the transformation of JAX that runs the loss for every

@@ -113,7 +113,7 @@ def encode(
 
 @functools.partial(jax.jit, static_argnames="buckets")
 def _sent(leaves: Sequence[Array], key: Array, buckets: tuple[Bucket, ...]) -> list[list[Array]]:
-    """Return what a worker sends of each bucket."""
+    """Return the arrays that a worker sends, by bucket."""
     assert _COLLECTIVE.salt is not None
     key, found = jax.random.fold_in(key, _COLLECTIVE.salt), []
     for number, bucket in enumerate(buckets):

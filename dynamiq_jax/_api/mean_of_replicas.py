@@ -42,7 +42,7 @@ def mean_of_replicas(
       mesh: the mesh; by default the mesh of `jax.set_mesh`.
       method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
-      specs: how one replica, without the leading axis, is split over other axes; see `psum`.
+      specs: split of one replica, without the leading axis, over other axes; see `psum`.
       options: leaves that stay exact, and the size of buckets.
 
     Returns:

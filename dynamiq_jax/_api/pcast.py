@@ -59,7 +59,7 @@ def pcast(
       mean: whether the sum is divided by the number of workers.
       method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
-      specs: how the parameters are split over axes that the compiler manages; see `psum`.
+      specs: split of the parameters over axes that the compiler manages; see `psum`.
       options: leaves whose gradients stay exact, and the size of buckets.
 
     Returns:

@@ -49,7 +49,7 @@ def psum(
         are "uncompressed" are summed by `jax.lax.psum`. The method "exact" sends float32 along the
         topology, like any method.
       topology: route of the chunks, or a name such as "ring" or "all_to_all".
-      specs: how leaves are split over the axes of the mesh that the compiler manages, so that each
+      specs: split of the leaves over the axes of the mesh that the compiler manages, so that each
         device compresses its own shards: a tree of `PartitionSpec` or `NamedSharding` like `tree`,
         or a prefix of it, such as the shardings of the parameters, or a function from the tree to
         specs. `P()` is for whole leaves on every device. Axes that are manual already or have one
@@ -123,7 +123,7 @@ def pmean(
       key: PRNG key, the same on all workers, a different key at every step.
       method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
-      specs: how leaves are split over axes that the compiler manages; see `psum`.
+      specs: split of the leaves over axes that the compiler manages; see `psum`.
       options: leaves that stay exact, the size of buckets, and a limit of the error.
       with_metrics: return metrics beside the tree; see `psum`.
 

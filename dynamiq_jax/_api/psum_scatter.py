@@ -43,7 +43,7 @@ def psum_scatter(
       tiled: True to keep this dimension, divided by the size of the axis; False to remove it.
       method: compression method or policy; see `psum`.
       topology: route of the chunks; see `psum`.
-      specs: how leaves are split over other axes; see `psum`. Specs may not split the dimension
+      specs: split of the leaves over other axes; see `psum`. Specs may not split the dimension
         that is scattered.
       options: leaves that stay exact, and the size of buckets.
 

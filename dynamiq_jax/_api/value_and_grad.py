@@ -105,7 +105,7 @@ def value_and_grad(
         to trees of rules, is for these arguments alone. By default each worker gets neighbors.
       static_argnums: positions of arguments that are compile-time constants, as for `jax.jit`.
       static_argnames: names of such keyword arguments.
-      specs: how the differentiated argument is split over other axes of the mesh; see `psum`. For
+      specs: split of the differentiated argument over other axes of the mesh; see `psum`. For
         several positions, a tuple with the specs of each. By default, specs are the placement of
         the arguments of a call, or are part of their types. Inside `jax.jit` both are unknown: give
         specs there, if the mesh has further axes.

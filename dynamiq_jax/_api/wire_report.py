@@ -100,7 +100,7 @@ def wire_report(
       method: compression method or policy; see `psum`.
       topology: route of the chunks; see `psum`.
       mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`, for leaves with specs.
-      specs: how leaves are split over further axes of the mesh; see `psum`. Bytes are then counted
+      specs: split of the leaves over further axes of the mesh; see `psum`. Bytes are then counted
         for one device and its own shards.
       options: leaves that stay exact, the size of buckets, and a limit of the error. A bucket above
         `max_error` is sent again, which is not counted.

@@ -155,7 +155,7 @@ def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
 
 
 def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: Any) -> Shards:
-    """Find how the leaves of a tree are split over the axes that are not manual here.
+    """Find the split of the leaves of a tree over the axes that are not manual here.
 
     Args:
       names: names of the leaves, for errors.

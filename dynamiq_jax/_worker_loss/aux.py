@@ -136,7 +136,7 @@ def mean_of_workers(value: Array, names: Sequence[str]) -> Array:
 
 
 def out_specs(roles: Any, axes: Any) -> Any:
-    """Return how results of `of_workers` are split over the workers: a tree like the roles."""
+    """Return specs of the results of `of_workers` over the workers, a tree like the roles."""
     return jax.tree.map(lambda role: P(axes) if role == ROWS else P(), roles)
 
 

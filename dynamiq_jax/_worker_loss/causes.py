@@ -188,7 +188,7 @@ def _function_of_means(difference: LossDifference) -> Iterator[Cause]:
 
 
 def _gap(difference: LossDifference, one: Seen, other: Seen) -> float:
-    """Return how much the sum over sets of rows differs from that over other sets of them."""
+    """Return the distance of two sums of losses, each over its own sets of rows."""
     scale = abs(difference.whole.losses[0]) or 1.0
     norm = np.linalg.norm(difference.whole.gradients[0]) or 1.0
     of_loss = abs(one.losses.sum() - other.losses.sum()) / scale

@@ -26,7 +26,7 @@ def key_of(tree: Any, specs: Any) -> Array:
 
     Args:
       tree: pytree of arrays.
-      specs: how the leaves are split over axes that are not manual here; see `find_shards`.
+      specs: split of the leaves over axes that are not manual here; see `find_shards`.
     """
     named, _ = named_leaves(tree)
     leaves = [leaf for _, leaf in named]

@@ -83,7 +83,7 @@ def _specs_of(work: WorkerLoss, trees: tuple[Any, ...]) -> Specs:
 
 
 def _placed(trees: tuple[Any, ...], mesh: Mesh) -> Specs:
-    """Return how leaves are placed on the mesh; None where a tracer does not show it."""
+    """Return the placement of leaves on the mesh; None for tracers, which have none."""
     explicit = is_explicit()
     specs = []
     for leaf in jax.tree.leaves(trees):

@@ -41,7 +41,7 @@ class Replicas:
     mesh: Mesh | None  # None for the mesh of the context
     axis_name: AxisName
     compression: Compression
-    specs: Any  # how one replica is split over other axes; see `find_shards`
+    specs: Any  # split of one replica over other axes; see `find_shards`
 
     def __post_init__(self) -> None:
         axes_of_mesh(self.axis_name, self._mesh)  # raises if it is not possible

@@ -32,7 +32,7 @@ class Roles:
     """Roles of arguments, as a user gives them."""
 
     given: int | tuple[int, ...]  # position or positions that are differentiated
-    in_specs: Entries  # how further arguments are split, by position or name
+    in_specs: Entries  # split of further arguments, by position or name
     rule: Split | None  # of the rows of all arrays that are split
     rules: Entries  # of the rows of some arguments, by position or name
     static: tuple[int | str, ...]  # positions and names that are not arrays
