@@ -115,10 +115,10 @@ def value_and_grad(
         the workers' axis manual, so that the compiler can send nothing else over it, and the loss
         may call collectives over it. "vmap" leaves all axes to the compiler. The loss may then hold
         sharding constraints and a `jax.shard_map` over other axes of the mesh, as kernels of
-        attention do. It must not name the workers' axis, and a `jax.lax.cond` that depends on the
-        batch computes both branches.
-      check_vma: argument of `jax.shard_map`. By default, it is True where JAX can differentiate
-        `erf`, as in exact GELU, with it: not in JAX 0.12. Gradients and bytes are the same.
+        attention do. The loss must then not name the workers' axis, and a `jax.lax.cond` that
+        depends on the batch computes both branches.
+      check_vma: argument of `jax.shard_map`. By default, it is True, but False in JAX 0.12, which
+        cannot differentiate `erf` under True, as in exact GELU. Gradients and bytes are the same.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
