@@ -35,9 +35,11 @@ class Form:
     groups: int = 1
     compressed: int = 2  # sums of all groups
     method: str = "bf16"  # that rounds
+    same_sums: bool = True  # False: terms are added in another order
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `dq.compress`
 
 
+FIELDS = ("groups", "compressed", "method", "same_sums")
 Make = Callable[[Mesh], Form]
 FORMS: dict[str, Make] = {}
 
@@ -65,7 +67,7 @@ def mapped(step, mesh, *, specs=(P(), P("data"), P("data")), out=P(), **options)
 
 
 def in_map(step, mesh, args=(PARAMS, X, Y), *, options=None, **how):
-    fields = {name: how.pop(name) for name in ("groups", "compressed", "method") if name in how}
+    fields = {name: how.pop(name) for name in FIELDS if name in how}
     return Form(mapped(step, mesh, **how), args, options=options or {}, **fields)
 
 
@@ -299,7 +301,7 @@ def parameter_that_is_used_twice(mesh):
         hidden = jnp.tanh(x @ params["w"])
         return lax.pmean(jnp.mean((hidden @ params["w"].T - y) ** 2), "data")
 
-    return in_map(lambda *a: jax.grad(loss)(*a)["w"], mesh, compressed=1)
+    return in_map(lambda *a: jax.grad(loss)(*a)["w"], mesh, compressed=1, same_sums=False)
 
 
 @form
@@ -311,7 +313,7 @@ def statistics_of_the_batch(mesh):
         hidden = jnp.tile(x @ params["w"], (1, 32)) - mean[None, :]
         return lax.pmean(jnp.mean((hidden.reshape(-1, 32) @ params["v"]) ** 2), "data")
 
-    return in_map(lambda *a: jax.grad(loss)(*a), mesh)
+    return in_map(lambda *a: jax.grad(loss)(*a), mesh, same_sums=False)
 
 
 @form
@@ -366,7 +368,7 @@ def a_further_axis(mesh):
     def step(params, x, y):
         return jax.grad(lambda p: lax.pmean(loss_fn(p, x, y), axes))(params)
 
-    return in_map(step, Mesh(both, axes), specs=(P(), P(axes), P(axes)))
+    return in_map(step, Mesh(both, axes), specs=(P(), P(axes), P(axes)), same_sums=False)
 
 
 @form

@@ -25,7 +25,7 @@ def compressed(form, method):
 def original(form):
     if form.options.get("vmap"):
         return jax.vmap(form.step, (None, 0, 0), axis_name="data")
-    return form.step
+    return form.step if "pmap" in repr(form.step) else jax.jit(form.step)  # XLA fuses, too
 
 
 def copies(args):
@@ -34,13 +34,15 @@ def copies(args):
 
 
 def test_only_the_values_of_large_sums_change_and_the_report_has_them(form):
-    """BF16 rounds every message. An uncompressed collective has another order of additions."""
+    """BF16 rounds every message. Uncompressed, two terms have one sum, whatever the message."""
     expected = jax.tree.map(np.asarray, original(form)(*copies(form.args)))
-    exactly, _ = compressed(form, "exact")
+    exactly, _ = compressed(form, "uncompressed")
     for got, wanted in zip(
         jax.tree.leaves(exactly(*copies(form.args))), jax.tree.leaves(expected), strict=True
     ):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
+        if form.same_sums:
+            np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-7)
     step, reported = compressed(form, form.method)
     got = step(*copies(form.args))
     assert 1e-8 < dq.vnmse(got, expected) < (1e-4 if form.method == "bf16" else 1e-2)
