@@ -19,12 +19,13 @@ def compressed(form, method):
     options = {"axis_name": "data"} | form.options
     in_vmap = options.pop("vmap", False)
     step = dq.compress(form.step, method=method, options=OPTIONS, **options)
-    return (jax.vmap(step, (None, 0, 0), axis_name="data") if in_vmap else step), step
+    in_map = jax.jit(jax.vmap(step, (None, 0, 0), axis_name="data")) if in_vmap else step
+    return in_map, step
 
 
 def original(form):
     if form.options.get("vmap"):
-        return jax.vmap(form.step, (None, 0, 0), axis_name="data")
+        return jax.jit(jax.vmap(form.step, (None, 0, 0), axis_name="data"))
     return form.step if "pmap" in repr(form.step) else jax.jit(form.step)  # XLA fuses, too
 
 
