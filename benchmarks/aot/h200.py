@@ -34,9 +34,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks import common
 from benchmarks.aot import kernels, pmean, training_step
 from benchmarks.gpu import h200_model as h200
+from benchmarks.harness import files
 from dynamiq_jax.topologies import TOPOLOGIES
 from pallas_kernels.modes import without_gpu
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Off: {problem}")
     if options.save:
         results = {"target": "NVIDIA H200", "kernels": rows, "pmean": means, "steps": steps}
-        print(f"Written to {common.save('aot_h200', vars(options), results)}")
+        print(f"Written to {files.write(files.path_of('aot_h200'), vars(options), results)}")
     return 1 if problems else 0
 
 

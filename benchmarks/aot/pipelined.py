@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import common
 from benchmarks.aot import pipelined_step
 from benchmarks.aot.h200 import progress
 from benchmarks.gpu import h200_model as h200
+from benchmarks.harness import files
 from pallas_kernels.modes import without_gpu
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Off: {problem}")
     if options.save:
         results = {"target": "NVIDIA H200", "steps": rows}
-        print(f"Written to {common.save('pipelined_h200', vars(options), results)}")
+        print(f"Written to {files.write(files.path_of('pipelined_h200'), vars(options), results)}")
     return 1 if problems else 0
 
 

@@ -31,16 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tyro
 from jax import lax
 from jax.sharding import PartitionSpec
-from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
 from benchmarks.aot import tpu_kernels, tpu_schedule
 from benchmarks.aot import tpu_programs as tpu
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.speed import hlo_costs
 from benchmarks.speed.hlo_costs import InstructionCost
 
@@ -108,20 +107,25 @@ class Config:
     save: bool = True  # write the result to benchmarks/results/aot_tpu.json
 
 
-def main(config: Config) -> None:
-    """Compile all programs and print tables of them."""
+@benchmark("aot_tpu")
+def main(config: Config) -> Report:
+    """Compile all programs."""
     with tempfile.TemporaryDirectory() as folder:
         tpu_schedule.write_schedules(Path(folder))
         tpu.prepare()
         results = {name: examine_topology(config, name, Path(folder)) for name in config.topologies}
-    console = Console()
-    for topology, result in results.items():
-        console.print(kernel_table(topology, result["kernels"]))
-        console.print(program_table(topology, result["programs"]))
-    if config.save:
-        versions = {"libtpu": importlib.metadata.version("libtpu")}
-        path = common.save("aot_tpu", dataclasses.asdict(config), versions | results)
-        console.print(f"Written to {path}")
+    versions = {"libtpu": importlib.metadata.version("libtpu")}
+    return Report(
+        results=versions | results,
+        shown=[
+            shown
+            for topology, result in results.items()
+            for shown in (
+                kernel_table(topology, result["kernels"]),
+                program_table(topology, result["programs"]),
+            )
+        ],
+    )
 
 
 def clock_mhz(topology: str) -> int:
@@ -280,38 +284,29 @@ def _options(one: SumProgram) -> dict[str, dq.Options]:
 
 def kernel_table(topology: str, kernels: dict[str, dict[str, Any]]) -> Table:
     """Return the table of all kernels."""
-    result = Table("kernel", title=f"Kernels for {topology}: cycles a coordinate, by rows")
-    for dtype in kernels:
-        result.add_column(dtype, justify="right")
-    for what in kernels["float32"]:
-        cells = (of_dtype[what]["cycles_per_coordinate"] for of_dtype in kernels.values())
-        result.add_row(what, *(f"{cell:.4f}" for cell in cells))
-    return result
+    columns = [Column("kernel", lambda what: what)]
+    columns += [
+        Column(dtype, lambda what, of=of: of[what]["cycles_per_coordinate"], "{:.4f}")
+        for dtype, of in kernels.items()
+    ]
+    title = f"Kernels for {topology}: cycles a coordinate, by rows"
+    return table(title, columns, list(kernels["float32"]))
 
 
 def program_table(topology: str, programs: list[dict[str, Any]]) -> Table:
     """Return the table of all programs, one a row."""
-    headings = {
-        "sum": "{sum}",
-        "slices": "{slices}",
-        "Mi": "{mebi:g}",
-        "compile, s of a core": "{compile_cpu_seconds:.1f}",
-        "kernels, k cycles": "{kernel_kilocycles:.0f}",
-        "all else": "{other_kilocycles:.0f}",
-        "ms": "{ms:.2f}",
-        "bytes a coordinate": "{bytes_per_coordinate:.1f}",
-        "far": "{far_bytes_per_coordinate:.1f}",
-    }
-    result = Table(title=f"Sums of one bucket, compiled for {topology}")
-    for heading in headings:
-        result.add_column(heading, justify="left" if heading == "sum" else "right")
-    for program in programs:
-        kilocycles = {
-            f"{of}_kilocycles": program[f"{of}_cycles"] / 1e3 for of in ("kernel", "other")
-        }
-        kilocycles["mebi"] = program["size"] / 2**20
-        result.add_row(*(cell.format(**program, **kilocycles) for cell in headings.values()))
-    return result
+    columns = (
+        Column("sum", "sum"),
+        Column("slices", "slices"),
+        Column("Mi", lambda program: program["size"] / 2**20, "{:g}"),
+        Column("compile, s of a core", "compile_cpu_seconds", "{:.1f}"),
+        Column("kernels, k cycles", lambda program: program["kernel_cycles"] / 1e3, "{:.0f}"),
+        Column("all else", lambda program: program["other_cycles"] / 1e3, "{:.0f}"),
+        Column("ms", "ms", "{:.2f}"),
+        Column("bytes a coordinate", "bytes_per_coordinate", "{:.1f}"),
+        Column("far", "far_bytes_per_coordinate", "{:.1f}"),
+    )
+    return table(f"Sums of one bucket, compiled for {topology}", columns, programs)
 
 
 def _kernel_of(run: InstructionCost) -> str | None:
@@ -328,4 +323,4 @@ def _not_fetched(run: InstructionCost, rows_bytes: int, chunks: int) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

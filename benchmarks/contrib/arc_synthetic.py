@@ -18,13 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import Array
-from rich.console import Console
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax.contrib import EF21M, ARCTopK
 from dynamiq_jax.contrib.ef21m import sums_applied
 from dynamiq_jax.methods import (
@@ -168,22 +166,21 @@ def measure(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def main(config: Config) -> None:
-    """Run every method and print a table."""
-    console = Console()
+@benchmark("arc_synthetic")
+def main(config: Config) -> Report:
+    """Run every method."""
     rows = measure(config)
-    table = Table("method", title="distance from the optimum", title_justify="left")
-    wrappers = list(dict.fromkeys(row["wrapper"] for row in rows))
-    for wrapper in wrappers:
-        table.add_column(wrapper, justify="right")
-    for name in dict.fromkeys(row["method"] for row in rows):
-        losses = {row["wrapper"]: row["last"] for row in rows if row["method"] == name}
-        table.add_row(name, *(f"{losses[wrapper]:.2e}" for wrapper in wrappers))
-    console.print(table)
-    if config.save:
-        path = common.save("arc_synthetic", dataclasses.asdict(config), rows)
-        console.print(f"Written to {path}")
+    lines: dict[str, dict[str, float]] = {}
+    for row in rows:
+        lines.setdefault(row["method"], {})[row["wrapper"]] = row["last"]
+    columns = [Column("method", (0,))]
+    columns += [
+        Column(wrapper, (1, wrapper), "{:.2e}")
+        for wrapper in dict.fromkeys(row["wrapper"] for row in rows)
+    ]
+    shown = table("distance from the optimum", columns, list(lines.items()))
+    return Report(results=rows, shown=[shown])
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import common
-from dynamiq_jax._console import tables
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.contrib import THC, EntropyCoded
@@ -149,8 +149,9 @@ def code_entropy(values: NDArray[np.float32]) -> dict[str, float]:
     return saved_bits
 
 
-def main(config: Config) -> None:
-    """Measure every case, and print tables."""
+@benchmark("entropy")
+def main(config: Config) -> Report:
+    """Measure every case."""
     rows, codes = [], []
     coders = [("rans", agreement) for agreement in config.agreements]
     coders.append(("patched", config.agreements[0]))
@@ -167,50 +168,39 @@ def main(config: Config) -> None:
         for summed, of in (("one worker", flat[:1]), ("sum of 8", flat[:8])):
             saved = code_entropy(of.sum(axis=0))
             codes.append({"gradients": name, "values": summed, "saved": saved})
-    console = tables.console()
-    for table in (of_sums(rows), of_codes(codes)):
-        console.print(table)
-    if config.save:
-        options = dataclasses.asdict(config) | {"gradients": config.gradients.name}
-        path = common.save("entropy", options, {"sums": rows, "codes": codes})
-        console.print(f"Written to {path}")
+    return Report(
+        results={"sums": rows, "codes": codes},
+        shown=[of_sums(rows), of_codes(codes)],
+        options=files.options_of(config) | {"gradients": config.gradients.name},
+    )
 
 
 def of_sums(rows: list[dict[str, Any]]) -> Table:
     """Make a table with a line for each gradient, number of workers and code."""
-    table = Table(title="Sums of THC at 4 bits")
-    for heading in ("gradients", "workers", "sent", "entropy: scattered", "gathered", "coder"):
-        table.add_column(heading, justify="left" if heading in ("gradients", "coder") else "right")
-    for heading in ("agreement", "topology", "bits", "filled", "coarse", "error of these"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        of_row = (str(row["workers"]), str(row["wire_bits"]), f"{row['entropy_scattered']:.2f}")
-        for each in row["coded"]:
-            table.add_row(
-                row["gradients"],
-                *of_row,
-                f"{row['entropy'][-1]:.2f}",
-                each["coder"],
-                f"{each['agreement']:g}",
-                each["topology"],
-                f"{each['bits']:.2f}",
-                f"{each['filled']:.2f}",
-                f"{each['coarse']:.0%}",
-                f"{each['coarse_error']:.1e}",
-            )
-    return table
+    lines = [row | coded for row in rows for coded in row["coded"]]
+    columns = (
+        Column("gradients", "gradients"),
+        Column("workers", "workers"),
+        Column("sent", "wire_bits"),
+        Column("entropy: scattered", "entropy_scattered", "{:.2f}"),
+        Column("gathered", ("entropy", -1), "{:.2f}"),
+        Column("coder", "coder"),
+        Column("agreement", "agreement", "{:g}"),
+        Column("topology", "topology"),
+        Column("bits", "bits", "{:.2f}"),
+        Column("filled", "filled", "{:.2f}"),
+        Column("coarse", "coarse", "{:.0%}"),
+        Column("error of these", "coarse_error", "{:.1e}"),
+    )
+    return table("Sums of THC at 4 bits", columns, lines)
 
 
 def of_codes(codes: list[dict[str, Any]]) -> Table:
     """Make a table of the bits that entropy coding would save."""
-    table = Table(title="Bits of a coordinate that entropy coding would save")
-    for heading in ("gradients", "values", *codes[0]["saved"]):
-        table.add_column(heading)
-    for row in codes:
-        saved = (f"{bits:.2f}" for bits in row["saved"].values())
-        table.add_row(row["gradients"], row["values"], *saved)
-    return table
+    columns = [Column("gradients", "gradients"), Column("values", "values")]
+    columns += [Column(name, ("saved", name), "{:.2f}") for name in codes[0]["saved"]]
+    return table("Bits of a coordinate that entropy coding would save", columns, codes)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks import common
 from benchmarks.contrib.islands_host import islands_of
+from benchmarks.harness import files
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.small_lm.corpora import (
     Corpora,
     all_windows,
     load_corpora,
     worker_windows,
 )
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import Params, adamw, loss_of, pretrain
-from benchmarks.training.small_lm.training import new_model
+from benchmarks.training.small_lm.pretraining import Params, adamw, loss_of
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax.methods import BlockInt, ErrorFeedback, TopKChunked
 from dynamiq_jax.training import LocalSGD
 
@@ -212,10 +211,10 @@ def _wait_for_join(folder: str, jobs: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
+def plot(results: dict[str, Any]) -> Figure:
     """Draw the loss against the bytes that a worker sends."""
-    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
-    figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axis = figure.subplots()
     rows = {name: row for name, row in results.items() if "@" in name}
     for number, every in enumerate(dict.fromkeys(name.partition("@")[2] for name in rows)):
         points = [(row["bytes"], row["loss"]) for n, row in rows.items() if n.endswith(f"@{every}")]
@@ -227,18 +226,17 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axis.set(xscale="log", xlabel="sent by each worker (bytes)", ylabel="evaluation loss")
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
-def main(config: Config) -> None:
-    """Train with all runs, and print their rows."""
+@benchmark("islands")
+def main(config: Config) -> Iterator[Report]:
+    """Train with all runs; report after each, since all of them take long."""
     jax.config.update("jax_num_cpu_devices", config.workers)
     console = Console()
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary, width=config.width))
     with console.status("Pre-training"):
-        params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+        structure, params = pretrained(corpora, steps=config.pretrain_steps, width=config.width)
     windows = all_windows(corpora.held_out, context=config.context, multiple_of=1)[:512]
     loss = jax.jit(loss_of(structure))
 
@@ -246,7 +244,9 @@ def main(config: Config) -> None:
         return float(loss(jax.device_put(params, jax.devices()[0]), jnp.asarray(windows)))
 
     task = Task(config, corpora, structure, params, evaluate)
-    earlier = common.earlier_results("islands", dataclasses.asdict(config), but=("save",))
+    earlier = files.earlier_results(
+        files.path_of("islands"), dataclasses.asdict(config), but=("save",)
+    )
     # Runs that are there are not run again.
     results: dict[str, Any] = earlier or {
         "parameters": sum(x.size for x in jax.tree.leaves(params))
@@ -262,17 +262,14 @@ def main(config: Config) -> None:
     for every in (config.every, config.long):
         for name, method in METHODS.items():
             runs[f"{name}@{every}"] = lambda m=method, e=every: task.local_sgd(m, e)
-    for name, run in runs.items():
+    for name, train in runs.items():
         if name in results:
             continue
         start = time.monotonic()
-        results[name] = {**run(), "seconds": time.monotonic() - start}
+        results[name] = {**train(), "seconds": time.monotonic() - start}
         console.print(name, results[name])
-        if config.save:
-            path = common.save("islands", dataclasses.asdict(config), results)
-    if config.save:
-        plot(results, path.with_suffix(".png"))
+        yield Report(results=results, draw=lambda: plot(results))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -23,25 +23,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from rich.console import Console
 
 import dynamiq_jax as dq
-from benchmarks import common
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.network import NetworkRun
 from benchmarks.emulation.processes import Processes
 from benchmarks.emulation.python_processes import python_command, python_environment
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.timing import median_seconds
 from benchmarks.training.emulated_training.target import reached, target_loss
 from benchmarks.training.small_lm.corpora import all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import adamw, loss_of, pretrain
-from benchmarks.training.small_lm.training import new_model
+from benchmarks.training.small_lm.pretraining import adamw, loss_of
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._console.units import parse_rate
 from dynamiq_jax._measurement.settings import PSUM, parse_settings
 
 Batch = Any
-NAME, METHOD, RING = "islands_links", "dynamiq:4", "dynamiq:4:ring"
+METHOD, RING = "dynamiq:4", "dynamiq:4:ring"
 FRACTIONS = 0.8, 0.95
 # What each run waits for: a setting of an all-reduce or "islands", and whether in every step.
 RUNS = {
@@ -74,15 +73,14 @@ class Training:
 
     def __init__(self, config: Config):
         self.config, self.corpora = config, load_corpora()
-        structure, params = new_model(ModelConfig(self.corpora.vocabulary, width=config.width))
-        self.params = pretrain(
-            structure, params, self.corpora.source_code, steps=config.pretrain_steps
+        structure, self.params = pretrained(
+            self.corpora, steps=config.pretrain_steps, width=config.width
         )
         self.loss = jax.jit(loss_of(structure))
         held_out = all_windows(self.corpora.held_out, context=config.context, multiple_of=1)
         self.held_out = jnp.asarray(held_out[:256])
         self.optimizer = adamw(config.learning_rate)
-        self.size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        self.size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def losses(self, name: str) -> list[float]:
         """Return the loss of a run after every round."""
@@ -119,7 +117,7 @@ class Training:
         step = jax.jit(lambda own, batch: self._step(own, batch, None, None))
         own = self.params, self.optimizer.init(self.params)
         own = jax.block_until_ready(step(own, self._batches(0)[0]))
-        return common.median_seconds(step, own, self._batches(1)[0])
+        return median_seconds(step, own, self._batches(1)[0])
 
     def _step(self, own: Any, batch: Batch, key: Any, setting: str | None) -> Any:
         params, state = own
@@ -192,7 +190,7 @@ def exchanges(size: int, config: Config, done: Callable[[str], None]) -> dict[st
 
 def all_reduces(size: int, config: Config, done: Callable[[str], None]) -> dict[str, Any]:
     """Return the times of all-reduces, for each setting and rate."""
-    run = NetworkRun(
+    network = NetworkRun(
         parse_settings((PSUM, RING)),
         config.workers,
         size=size,
@@ -200,7 +198,7 @@ def all_reduces(size: int, config: Config, done: Callable[[str], None]) -> dict[
         seed=config.seed,
         timeout=300,
     )
-    _, rows = run.measure([parse_rate(rate, "--rates") for rate in config.rates], done)
+    _, rows = network.measure([parse_rate(rate, "--rates") for rate in config.rates], done)
     return {
         setting: {
             rate: row["repeats"]
@@ -228,8 +226,9 @@ def times(results: dict[str, Any], config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def main(config: Config) -> None:
-    """Measure all parts, combine them, and write the results."""
+@benchmark("islands_links")
+def main(config: Config) -> Report:
+    """Measure all parts, and combine them."""
     namespaces.check_possible()
     console, training = Console(), Training(config)
     results: dict[str, Any] = {"parameters": training.size, "losses": {}}
@@ -243,9 +242,8 @@ def main(config: Config) -> None:
         results["losses"][name] = training.losses(name)
         console.print(name, results["losses"][name])
     results["rows"] = times(results, config)
-    common.save(NAME, dataclasses.asdict(config), results)
-    console.print(results["rows"])
+    return Report(results=results, shown=[results["rows"]])
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -9,28 +9,26 @@ ones miss the averages of a step and go on alone.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import common
 from benchmarks.contrib.averaging_schemes import MOSHPIT, SCHEMES, rounds_until, variances
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
-from benchmarks.training.small_lm.training import new_model
-from dynamiq_jax._console import tables
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax.contrib import moshpit_mean, moshpit_variance
 
 AXES = ("x", "y", "z")
@@ -288,11 +286,23 @@ def _flat(params: Params) -> np.ndarray:
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
+def mean_final_loss(row: dict[str, Any]) -> float:
+    """Return the mean over the seeds of the loss after the last step."""
+    return float(np.mean([losses[-1] for losses in row["losses"]]))
+
+
+COLUMNS = (
+    Column("average of", "group"),
+    Column("run", "run"),
+    Column("loss", mean_final_loss, "{:.4f}"),
+    Column("off", lambda row: np.mean(row["off"]), "{:+.2%}"),
+)
+
+
 def prepare(config: Config) -> MoshpitBench:
     """Pre-train the model that all runs start from."""
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary, width=config.width))
-    params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    structure, params = pretrained(corpora, steps=config.pretrain_steps, width=config.width)
     held_out = jnp.asarray(all_windows(corpora.held_out, context=config.context, multiple_of=1))
     loss = jax.jit(loss_of(structure))
     return MoshpitBench(
@@ -304,8 +314,9 @@ def prepare(config: Config) -> MoshpitBench:
     )
 
 
-def main(config: Config) -> None:
-    """Simulate, train, and print tables."""
+@benchmark("moshpit")
+def main(config: Config) -> Iterator[Report]:
+    """Simulate and train; report after each run, since all of them take long."""
     jax.config.update("jax_num_cpu_devices", int(np.prod(config.grid)))
     console = Console()
     options = dataclasses.asdict(config)
@@ -314,7 +325,7 @@ def main(config: Config) -> None:
         simulated = ("grids", "peers", "trials")
         simulated += ("schemes_grid", "schemes_dead", "schemes_rounds", "schemes_trials")
         but = (*simulated, "groups", "save", "resume")
-        earlier = common.earlier_results("moshpit", options, but=but) or {}
+        earlier = files.earlier_results(files.path_of("moshpit"), options, but=but) or {}
     results: dict[str, Any] = {"laws": laws(config), "schemes": schemes(config)}
     bench = functools.cache(lambda: prepare(config))
     with console.status("Pre-training"):
@@ -324,12 +335,12 @@ def main(config: Config) -> None:
     runs = [(group, name, run) for group in config.groups for name, run in GROUPS[group].items()]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Training", total=len(runs) * len(config.seeds))
-        for group, name, run in runs:
+        for group, name, kind in runs:
             row = known.get((group, name))
             if row is None:
                 row = {"group": group, "run": name, "losses": []}
                 for seed in config.seeds:
-                    row["losses"].append(bench().losses(run, seed))
+                    row["losses"].append(bench().losses(kind, seed))
                     progress.advance(task)
             else:
                 progress.advance(task, len(config.seeds))
@@ -337,24 +348,17 @@ def main(config: Config) -> None:
             first = next(row for row in results["training"] if row["group"] == group)
             pairs = zip(row["losses"], first["losses"], strict=True)
             row["off"] = [losses[-1] / other[-1] - 1 for losses, other in pairs]
-            if config.save:  # after every run: all of them take long
-                path = common.save("moshpit", options, results)
-                plot(results, config, path.with_suffix(".png"))
-    console.print(_table(results))
+            yield Report(
+                results=results,
+                shown=[table("Evaluation loss after training", COLUMNS, results["training"])],
+                draw=lambda: plot(results, config),
+            )
 
 
-def _table(results: dict[str, Any]) -> Any:
-    table = tables.table("Evaluation loss after training", ("average of", "run"), ("loss", "off"))
-    for row in results["training"]:
-        final = np.mean([losses[-1] for losses in row["losses"]])
-        table.add_row(row["group"], row["run"], f"{final:.4f}", f"{np.mean(row['off']):+.2%}")
-    return table
-
-
-def plot(results: dict[str, Any], config: Config, path: Path) -> None:
+def plot(results: dict[str, Any], config: Config) -> Figure:
     """Draw variances against rounds, beside the law, and losses against steps."""
-    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     shown = 14
     for row in results["schemes"]:
         left.semilogy(row["variance"][: shown + 1], marker=".", label=row["scheme"])
@@ -385,9 +389,8 @@ def plot(results: dict[str, Any], config: Config, path: Path) -> None:
     right.grid(alpha=0.3)
     if rows:
         right.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -9,28 +9,29 @@ rounding and losses.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
-from benchmarks.training.small_lm.training import new_model
-from dynamiq_jax._console.plots import figure_of
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.contrib import LossyChannel, LossyCollectives, drift
 from dynamiq_jax.contrib.packet_loss import terms_of
@@ -249,28 +250,31 @@ def measure_messages(method: str, config: Config) -> dict[str, Any]:
 
 def table_of_messages(messages: list[dict[str, Any]]) -> Table:
     """Make a table with one line for each method."""
-    table = Table(title="One reduction of made-up gradients, without and with loss")
-    for heading in ("gradients", "values lost", "in bursts", "rows together"):
-        table.add_column(heading)
-    for heading in ("error", "under loss", "rows together"):
-        table.add_column(heading)
-    for row in messages:
-        lost = [row[name] for name in ("lost", "lost_in_bursts", "lost_with_rows_together")]
-        shares = ["all" if share is None else f"{share:.1%}" for share in lost]
-        names = ("error", "error_under_loss", "error_with_rows_together")
-        errors = [f"{row[name]:.2g}" for name in names]
-        table.add_row(row["method"], *shares, *errors)
-    return table
+    columns = (
+        Column("gradients", "method"),
+        Column("values lost", share_of("lost")),
+        Column("in bursts", share_of("lost_in_bursts")),
+        Column("rows together", share_of("lost_with_rows_together")),
+        Column("error", "error", "{:.2g}"),
+        Column("under loss", "error_under_loss", "{:.2g}"),
+        Column("rows together", "error_with_rows_together", "{:.2g}"),
+    )
+    return table("One reduction of made-up gradients, without and with loss", columns, messages)
 
 
-def main(config: Config) -> None:
-    """Train with every rate and print a table."""
+def share_of(name: str) -> Callable[[dict[str, Any]], str]:
+    """Return a function that shows a share of a row, of which None are all."""
+    return lambda row: "all" if row[name] is None else f"{row[name]:.1%}"
+
+
+@benchmark("packet_loss")
+def main(config: Config) -> Iterator[Report]:
+    """Train with every rate; report after each run, since all of them take long."""
     jax.config.update("jax_num_cpu_devices", config.workers)
     console = Console()
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary, width=config.width))
     with console.status("Pre-training"):
-        params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+        structure, params = pretrained(corpora, steps=config.pretrain_steps, width=config.width)
     with console.status("Messages"):
         messages = [measure_messages(method, config) for method in config.message_methods]
     known = earlier_runs(config) if config.resume else {}
@@ -280,14 +284,13 @@ def main(config: Config) -> None:
             seeds = known.get(run) or measure(structure, params, corpora, run, config)
             of_run = {**dataclasses.asdict(run), "gradients": run.gradients}
             results.append({**of_run, "seeds": seeds})
-            if config.save:  # after every run: all of them take long
-                measured = {"messages": messages, "training": with_offsets(results)}
-                common.save("packet_loss", dataclasses.asdict(config), measured)
-    results = with_offsets(results)
-    if config.save:
-        draw(results)
-    console.print(table_of_messages(messages))
-    console.print(as_table(results))
+            rows = with_offsets(results)
+            yield Report(
+                results={"messages": messages, "training": rows},
+                shown=[table_of_messages(messages), as_table(rows)],
+                # The figure needs all runs.
+                draw=functools.partial(draw, rows) if len(rows) == len(config.runs) else None,
+            )
 
 
 def earlier_runs(config: Config) -> dict[Run, list[dict[str, Any]]]:
@@ -295,7 +298,9 @@ def earlier_runs(config: Config) -> dict[Run, list[dict[str, Any]]]:
     of_runs = "methods", "rates", "burst", "contrast_rate", "save", "resume"
     of_messages = "message_methods", "message_size"
     config_of_all = dataclasses.asdict(config)
-    earlier = common.earlier_results("packet_loss", config_of_all, but=of_runs + of_messages)
+    earlier = files.earlier_results(
+        files.path_of("packet_loss"), config_of_all, but=of_runs + of_messages
+    )
     names = [field.name for field in dataclasses.fields(Run)]
     rows = earlier["training"] if earlier else []
     return {Run(**{name: row[name] for name in names}): row["seeds"] for row in rows}
@@ -317,24 +322,18 @@ def with_offsets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def as_table(results: list[dict[str, Any]]) -> Table:
     """Make a table with one line for each kind of run."""
-    table = Table(title="Evaluation loss after fine-tuning, against no loss of packets")
-    for heading in ("gradients", "broadcast"):
-        table.add_column(heading)
-    for heading in ("lost", "burst", "loss", "off", "of each seed", "largest drift"):
-        table.add_column(heading, justify="right")
-    for row in results:
-        relative = [relative_drift(seed).max() for seed in row["seeds"]]
-        table.add_row(
-            row["gradients"],
-            row["broadcast"] if row["decays"] else f"{row['broadcast']}, constant rate",
-            f"{row['rate']:.0%}",
-            f"{row['burst'] or 1 / (1 - row['rate']):.1f}",
-            f"{np.mean([seed['loss'] for seed in row['seeds']]):.4f}",
-            f"{np.mean(row['off']):+.2%}",
-            "  ".join(f"{off:+.2%}" for off in row["off"]),
-            f"{np.mean(relative):.2%}",
-        )
-    return table
+    columns = (
+        Column("gradients", "gradients"),
+        Column("broadcast", "broadcast"),
+        Column("learning rate", lambda row: "decays" if row["decays"] else "constant"),
+        Column("lost", "rate", "{:.0%}"),
+        Column("burst", lambda row: row["burst"] or 1 / (1 - row["rate"]), "{:.1f}"),
+        Column("loss", lambda row: np.mean([seed["loss"] for seed in row["seeds"]]), "{:.4f}"),
+        Column("off", lambda row: np.mean(row["off"]), "{:+.2%}"),
+        Column("of each seed", lambda row: "  ".join(f"{off:+.2%}" for off in row["off"])),
+        Column("largest drift", largest_drift, "{:.2%}"),
+    )
+    return table("Evaluation loss after fine-tuning, against no loss of packets", columns, results)
 
 
 def relative_drift(seed: dict[str, Any]) -> Any:
@@ -342,54 +341,56 @@ def relative_drift(seed: dict[str, Any]) -> Any:
     return np.sqrt(np.array(seed["drift"]) / seed["mean_square"])
 
 
-def draw(results: list[dict[str, Any]]) -> None:
+def largest_drift(row: dict[str, Any]) -> float:
+    """Return the largest relative drift of a run, mean over the seeds."""
+    return float(np.mean([relative_drift(seed).max() for seed in row["seeds"]]))
+
+
+def draw(results: list[dict[str, Any]]) -> Figure:
     """Draw the loss against the rate, and drift over time for both kinds of broadcast."""
-    with figure_of(common.RESULTS / "packet_loss.png", 1, 2) as (figure, axes):
-        figure.set_size_inches(11, 4.2)
-        figure.set_layout_engine("constrained")
-        of_loss, of_drift = axes[0]
-        plain = [row for row in results if row["decays"]]
-        series = dict.fromkeys(row["gradients"] for row in plain)
-        colors = dict(zip(series, ("#1864ab", "#e8590c", "#2b8a3e", "#862e9c"), strict=False))
-        for name, color in colors.items():
-            mine = [row for row in plain if row["gradients"] == name]
-            line = sorted((row for row in mine if not row["burst"]), key=lambda row: row["rate"])
-            for rows, style, label in (
-                (line, "o-", name),
-                ([row for row in mine if row["burst"]], "D", f"{name}, in bursts"),
-            ):
-                offs = 100 * np.array([row["off"] for row in rows])
-                middle = offs.mean(axis=1)
-                spread = np.abs(np.stack([offs.min(axis=1), offs.max(axis=1)]) - middle)
-                rates = [100 * row["rate"] for row in rows]
-                of_loss.errorbar(
-                    rates, middle, spread, fmt=style, color=color, capsize=3, label=label
-                )
-        of_loss.axhline(0, color="black", linewidth=0.8)
-        of_loss.set(
-            xlabel="packets lost (%)",
-            ylabel="evaluation loss against no loss of packets (%)",
-            title="Final loss of training",
-        )
-        of_loss.legend(frameon=False)
-        constant = {row["broadcast"]: row for row in results if not row["decays"]}
-        for broadcast, color, label in (
-            ("updates", "#c92a2a", "updates are broadcast: grows"),
-            ("parameters", "#2b8a3e", "parameters are broadcast: bounded"),
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    of_loss, of_drift = figure.subplots(1, 2)
+    plain = [row for row in results if row["decays"]]
+    series = dict.fromkeys(row["gradients"] for row in plain)
+    colors = dict(zip(series, ("#1864ab", "#e8590c", "#2b8a3e", "#862e9c"), strict=False))
+    for name, color in colors.items():
+        mine = [row for row in plain if row["gradients"] == name]
+        line = sorted((row for row in mine if not row["burst"]), key=lambda row: row["rate"])
+        for rows, style, label in (
+            (line, "o-", name),
+            ([row for row in mine if row["burst"]], "D", f"{name}, in bursts"),
         ):
-            curves = 100 * np.array([relative_drift(seed) for seed in constant[broadcast]["seeds"]])
-            of_drift.plot(curves.mean(axis=0), color=color, label=label, linewidth=2)
-        of_drift.set(
-            xlabel="step",
-            ylabel="difference of two workers (% of parameters)",
-            title=f"Drift at {constant['updates']['rate']:.0%} loss, constant learning rate",
-            ylim=(0, None),
-        )
-        of_drift.legend(frameon=False)
-        for axis in axes[0]:
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(alpha=0.3)
+            offs = 100 * np.array([row["off"] for row in rows])
+            middle = offs.mean(axis=1)
+            spread = np.abs(np.stack([offs.min(axis=1), offs.max(axis=1)]) - middle)
+            rates = [100 * row["rate"] for row in rows]
+            of_loss.errorbar(rates, middle, spread, fmt=style, color=color, capsize=3, label=label)
+    of_loss.axhline(0, color="black", linewidth=0.8)
+    of_loss.set(
+        xlabel="packets lost (%)",
+        ylabel="evaluation loss against no loss of packets (%)",
+        title="Final loss of training",
+    )
+    of_loss.legend(frameon=False)
+    constant = {row["broadcast"]: row for row in results if not row["decays"]}
+    for broadcast, color, label in (
+        ("updates", "#c92a2a", "updates are broadcast: grows"),
+        ("parameters", "#2b8a3e", "parameters are broadcast: bounded"),
+    ):
+        curves = 100 * np.array([relative_drift(seed) for seed in constant[broadcast]["seeds"]])
+        of_drift.plot(curves.mean(axis=0), color=color, label=label, linewidth=2)
+    of_drift.set(
+        xlabel="step",
+        ylabel="difference of two workers (% of parameters)",
+        title=f"Drift at {constant['updates']['rate']:.0%} loss, constant learning rate",
+        ylim=(0, None),
+    )
+    of_drift.legend(frameon=False)
+    for axis in (of_loss, of_drift):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    return figure
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -22,17 +22,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import pretrain
-from benchmarks.training.small_lm.training import new_model
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.gradient_files import LARGE
 from dynamiq_jax.contrib import SplitSketch
 from dynamiq_jax.contrib.split_sketch.count_sketch import CountSketch
@@ -62,8 +60,7 @@ class Config:
 def gradients(config: Config) -> Iterator[np.ndarray]:
     """Yield the gradients of each step, float32 [workers, size]; small leaves are left out."""
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary))
-    params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    structure, params = pretrained(corpora, steps=config.pretrain_steps)
     steps = range(config.first, config.first + config.steps)
     for _, tree in gradient_snapshots(
         structure, params, corpora.reference, workers=config.workers, steps=steps
@@ -135,57 +132,51 @@ def reductions(bits: float, call: Call) -> dict[str, Reduce]:
     }
 
 
-def main(config: Config) -> None:
-    """Measure every reduction on the same gradients and print a table."""
-    console = Console()
+@benchmark("split_sketch")
+def main(config: Config) -> Report:
+    """Measure every reduction on the same gradients."""
     cases: dict[tuple[float, str], Reduce] = {}
     errors: dict[tuple[float, str], list[float]] = {}
     size = 0
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Training and reducing", total=config.steps)
-        for number, stacked in enumerate(gradients(config)):
-            size = stacked.shape[1]
-            if not cases:
-                call = Call(
-                    size=size,
-                    axis=Axis(_AXIS, config.workers),
-                    topology=resolve_topology("all_to_all"),
-                )
-                for bits in config.bits:
-                    made = reductions(bits, call)
-                    cases |= {(bits, name): reduce for name, reduce in made.items()}
-            truth = stacked.sum(axis=0, dtype=np.float64)
-            for case, reduce in cases.items():
-                error = np.sum((reduce(stacked, number) - truth) ** 2) / np.sum(truth**2)
-                errors.setdefault(case, []).append(float(error))
-            progress.advance(task)
+    steps = track(gradients(config), "Training and reducing", total=config.steps, transient=True)
+    for number, stacked in enumerate(steps):
+        size = stacked.shape[1]
+        if not cases:
+            call = Call(
+                size=size,
+                axis=Axis(_AXIS, config.workers),
+                topology=resolve_topology("all_to_all"),
+            )
+            for bits in config.bits:
+                made = reductions(bits, call)
+                cases |= {(bits, name): reduce for name, reduce in made.items()}
+        truth = stacked.sum(axis=0, dtype=np.float64)
+        for case, reduce in cases.items():
+            error = np.sum((reduce(stacked, number) - truth) ** 2) / np.sum(truth**2)
+            errors.setdefault(case, []).append(float(error))
     results: list[dict[str, Any]] = []
     for (bits, name), of_steps in errors.items():
         mean = float(np.mean(of_steps[-config.measured :]))
         results.append({"bits": bits, "name": name, "vnmse": mean, "first": of_steps[0]})
-    console.print(as_table(results, size))
-    if config.save:
-        options = dataclasses.asdict(config) | {"size": size}
-        console.print(f"Written to {common.save('split_sketch', options, results)}")
+    return Report(
+        results=results,
+        shown=[as_table(results, size)],
+        options=files.options_of(config) | {"size": size},
+    )
 
 
 def as_table(results: list[dict[str, Any]], size: int) -> Table:
     """Make a table with a line for each reduction and budget."""
-    table = Table(title=f"vNMSE, {size:,} coordinates")
-    table.add_column("sent")
-    for heading in ("bits", "first step", "last steps", "of second round"):
-        table.add_column(heading, justify="right")
-    for row in results:
-        base = next(r for r in results if (r["bits"], r["name"]) == (row["bits"], "second round"))
-        table.add_row(
-            row["name"],
-            f"{row['bits']:g}",
-            f"{row['first']:.3f}",
-            f"{row['vnmse']:.3f}",
-            f"{row['vnmse'] / base['vnmse']:.2f}",
-        )
-    return table
+    base = {row["bits"]: row["vnmse"] for row in results if row["name"] == "second round"}
+    columns = (
+        Column("sent", "name"),
+        Column("bits", "bits", "{:g}"),
+        Column("first step", "first", "{:.3f}"),
+        Column("last steps", "vnmse", "{:.3f}"),
+        Column("of second round", lambda row: row["vnmse"] / base[row["bits"]], "{:.2f}"),
+    )
+    return table(f"vNMSE, {size:,} coordinates", columns, results)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

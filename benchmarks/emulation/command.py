@@ -11,6 +11,7 @@ from rich.table import Table
 
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.network import NetworkRun, Row
+from benchmarks.harness.columns import Column, table
 from dynamiq_jax._console import options, plots, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
@@ -108,42 +109,26 @@ class Emulation:
 def _table(rows: Sequence[Row]) -> Table:
     """Make the table of one rate."""
     row = rows[0]
-    table = tables.table(
+    columns = (
+        Column("setting", "setting"),
+        Column("time", lambda row: format_seconds(row["seconds"])),
+        Column("wire alone", lambda row: format_seconds(row["wire_seconds"])),
+        Column("time / wire", "times_wire", "{:.2f}"),
+        Column("unlimited link", lambda row: format_seconds(row["local_seconds"])),
+        Column("vs psum", lambda row: row["speedup"].get(PSUM), "{:.2f}x"),
+        Column("vs BF16", lambda row: row["speedup"].get(BF16_RING), "{:.2f}x"),
+        Column("sent by each", lambda row: format_bytes(row["bytes_per_worker"])),
+        Column("on interface", "overhead", "x {:.3f}"),
+        Column("vNMSE", "vnmse", "{:.1e}"),
+    )
+    return table(
         f"{row['hosts']} hosts at {format_rate(row['rate'])}, {format_size(row['size'])} float32 "
         "coordinates",
-        ("setting",),
-        (
-            "time",
-            "wire alone",
-            "time / wire",
-            "unlimited link",
-            "vs psum",
-            "vs BF16",
-            "sent by each",
-            "on interface",
-            "vNMSE",
-        ),
-    )
-    for row in rows:
-        table.add_row(
-            row["setting"],
-            format_seconds(row["seconds"]),
-            format_seconds(row["wire_seconds"]),
-            f"{row['times_wire']:.2f}",
-            format_seconds(row["local_seconds"]),
-            *(
-                f"{row['speedup'][n]:.2f}x" if n in row["speedup"] else ""
-                for n in (PSUM, BF16_RING)
-            ),
-            format_bytes(row["bytes_per_worker"]),
-            f"x {row['overhead']:.3f}",
-            f"{row['vnmse']:.1e}",
-        )
-    table.caption = (
+        columns,
+        rows,
         "wire alone: the bytes sent at the rate. unlimited link: codec, memory and TCP of all "
-        "hosts on this machine's cores. on interface: with headers and acknowledgements."
+        "hosts on this machine's cores. on interface: with headers and acknowledgements.",
     )
-    return table
 
 
 def _series(rows: Sequence[Row]) -> dict[str, dict[str, float]]:

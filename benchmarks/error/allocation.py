@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.table import Table
 
-from benchmarks import common
 from benchmarks.error.tensors import Recipe, load, make, names_of
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.real_lm.folder import check_folder
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.settings import parse_setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
 
-FITTED = common.RESULTS / "allocation_fitted.json"
+FITTED = files.path_of("allocation_fitted")
 
 Case = tuple[str, str, int]  # method with its options, topology, workers
 Rows = list[dict[str, Any]]
@@ -52,11 +53,12 @@ class Config:
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
     folder: Path = Path(tempfile.gettempdir()) / "dynamiq-jax-tensors"  # tensors are kept here
     save: bool = True  # write the result to the file of `output`
-    output: Path = common.RESULTS / "allocation.json"
+    output: Path = files.path_of("allocation")
 
 
-def main(config: Config) -> int:
-    """Measure every case, print the tables, and return the exit status."""
+@benchmark("allocation")
+def main(config: Config) -> Report:
+    """Measure every case; the status is 1 if workers got different bits."""
     console = tables.console()
     if config.recipe.model:
         check_folder(config.recipe.model, "--recipe.model")
@@ -82,15 +84,12 @@ def main(config: Config) -> int:
         "against_blockint": against_blockint(vnmse, config, names),
         "against_mxfp4": against_mxfp4(vnmse, config, names),
     }
-    for name, rows in results.items():
-        if rows:
-            console.print(as_table(name, rows, config.tolerance))
-    if config.save:
-        options = dataclasses.asdict(config)
-        del options["folder"], options["output"]
-        path = common.write(config.output, options, results | {"measured": measured})
-        console.print(f"Written to {path}", soft_wrap=True)
-    return tables.warn_unequal(console, measured)
+    return Report(
+        results=results | {"measured": measured},
+        shown=[as_table(name, rows, config.tolerance) for name, rows in results.items() if rows],
+        options=files.options_of(config, but=("folder",)),
+        status=tables.warn_unequal(console, measured),
+    )
 
 
 # -------------------------------------------------------------------------------------- measuring
@@ -263,27 +262,23 @@ _TITLES = {
 def as_table(name: str, rows: Rows, tolerance: float) -> Table:
     """Make a table with a line for each row, and the highest ratios as its caption."""
     errors, ratios = rows[0]["vnmse"], rows[0]["ratios"]
-    headings = ("workers", "bits", *errors, *(f"ratio, {kind}" for kind in ratios))
-    table = tables.table(f"vNMSE: {_TITLES[name]}", ("tensor", "topology"), headings)
-    table.add_column("verdict")
-    for row in rows:
-        table.add_row(
-            row["tensor"],
-            row["topology"],
-            str(row["workers"]),
-            f"{row['bits']:g}",
-            *("" if error is None else f"{error:.2e}" for error in row["vnmse"].values()),
-            *("" if ratio is None else f"{ratio:.3f}" for ratio in row["ratios"].values()),
-            verdict(row["ratios"], tolerance),
-        )
     known = {
         kind: [row["ratios"][kind] for row in rows if row["ratios"][kind] is not None]
         for kind in ratios
     }
-    table.caption = "  ".join(
+    columns = (
+        Column("tensor", "tensor"),
+        Column("topology", "topology"),
+        Column("workers", "workers"),
+        Column("bits", "bits", "{:g}"),
+        *(Column(kind, ("vnmse", kind), "{:.2e}") for kind in errors),
+        *(Column(f"ratio, {kind}", ("ratios", kind), "{:.3f}") for kind in ratios),
+        Column("verdict", lambda row: verdict(row["ratios"], tolerance)),
+    )
+    caption = "  ".join(
         f"{kind}: {min(of):.3f} to {max(of):.3f}" for kind, of in known.items() if of
     )
-    return table
+    return table(f"vNMSE: {_TITLES[name]}", columns, rows, caption)
 
 
 def verdict(ratios: Mapping[str, float | None], tolerance: float) -> str:
@@ -301,4 +296,4 @@ def verdict(ratios: Mapping[str, float | None], tolerance: float) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Config, description=__doc__)))
+    run(main, __doc__)

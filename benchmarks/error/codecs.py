@@ -9,24 +9,21 @@ dominate, the table has the mean over super-groups of their relative error.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import tyro
-from matplotlib import pyplot as plt
-from rich.console import Console
+from matplotlib.figure import Figure
 from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import pretrain
-from benchmarks.training.small_lm.training import new_model
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.gradient_files import LARGE
 from dynamiq_jax._measurement.settings import Setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
@@ -52,8 +49,7 @@ def stacked_gradients(config: Config) -> dict[int, np.ndarray]:
     are left out.
     """
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary))
-    params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    structure, params = pretrained(corpora, steps=config.pretrain_steps)
     snapshots = gradient_snapshots(
         structure, params, corpora.reference, workers=max(config.workers), steps=config.steps
     )
@@ -88,12 +84,11 @@ def oracle_vnmse(gradients: np.ndarray, method: dq.DynamiQ, config: Config) -> f
     return float(np.mean(result))
 
 
-def main(config: Config) -> None:
-    """Measure every case and print a table."""
+@benchmark("error")
+def main(config: Config) -> Report:
+    """Measure every case."""
     make_devices(max(config.workers))
-    console = Console()
-    with console.status("Training the model to get its gradients"):
-        gradients = stacked_gradients(config)
+    gradients = stacked_gradients(config)
     presets = {"default": dq.DynamiQ, "paper": dq.DynamiQ.paper}
     cases = [(name, bits, "ring", 8) for name in presets for bits in config.bits]
     by_workers = [("paper", 5.0, "ring", n) for n in config.workers]
@@ -102,7 +97,7 @@ def main(config: Config) -> None:
     ]
     cases += [case for case in by_workers if case not in cases]
     results = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(transient=True) as progress:
         task = progress.add_task("Simulating", total=len(cases) * len(config.steps))
         for name, bits, topology, workers in cases:
             method = presets[name](bits=bits)
@@ -125,37 +120,36 @@ def main(config: Config) -> None:
                 results.append(row)
                 progress.advance(task)
     size = next(iter(gradients.values())).shape[1]
-    print_table(console, results, config, size)
-    if config.save:
-        path = common.save("error", dataclasses.asdict(config) | {"size": size}, results)
-        plot(results, config, path.with_suffix(".png"))
-        console.print(f"Written to {path} and {path.with_suffix('.png')}")
-
-
-def print_table(console: Console, results: list[dict[str, Any]], config: Config, size: int) -> None:
-    """Print one line for each case, one column for each training step."""
-    table = Table(
-        title=f"vNMSE, {size:,} coordinates (in brackets: mean relative error of a super-group)"
+    return Report(
+        results=results,
+        shown=[as_table(results, config, size)],
+        options=files.options_of(config) | {"size": size},
+        draw=lambda: plot(results, config),
     )
-    for heading in ("preset", "topology"):
-        table.add_column(heading)
-    for heading in ("bits", "workers", *(f"step {step}" for step in config.steps)):
-        table.add_column(heading, justify="right")
+
+
+def as_table(results: list[dict[str, Any]], config: Config, size: int) -> Table:
+    """Make a table with a line for each case, and a column for each training step."""
+    lines = []
     for start in range(0, len(results), len(config.steps)):
         rows = results[start : start + len(config.steps)]
-        cells = [f"{row['vnmse']:.2e} ({row['relative']:.1e})" for row in rows]
-        preset, topology, workers = (rows[0][key] for key in ("preset", "topology", "workers"))
-        table.add_row(preset, topology, f"{rows[0]['bits']:.3f}", str(workers), *cells)
+        lines.append(
+            rows[0] | {"cells": [f"{row['vnmse']:.2e} ({row['relative']:.1e})" for row in rows]}
+        )
         if "oracle_vnmse" in rows[0]:
-            table.add_row(
-                "  NumPy oracle", "", "", "", *(f"{row['oracle_vnmse']:.2e}" for row in rows)
-            )
-    console.print(table)
+            errors = [f"{row['oracle_vnmse']:.2e}" for row in rows]
+            lines.append(rows[0] | {"preset": "  NumPy oracle", "cells": errors})
+    columns = [Column(name, name) for name in ("preset", "topology")]
+    columns += [Column("bits", "bits", "{:.3f}"), Column("workers", "workers")]
+    columns += [Column(f"step {step}", ("cells", place)) for place, step in enumerate(config.steps)]
+    title = f"vNMSE, {size:,} coordinates (in brackets: mean relative error of a super-group)"
+    return table(title, columns, lines)
 
 
-def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
+def plot(results: list[dict[str, Any]], config: Config) -> Figure:
     """Draw the error against bits and against workers, mean over the training steps."""
-    figure, (by_bits, by_workers) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_bits, by_workers = figure.subplots(1, 2)
     lines = [("paper", "ring", "tab:orange")]
     colors = ("tab:blue", "tab:green", "tab:purple")
     lines += [
@@ -184,9 +178,8 @@ def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     figure.suptitle("Error of the all-reduce on gradients of a small language model")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

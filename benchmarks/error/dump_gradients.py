@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 
+from benchmarks.harness.command import run
 from benchmarks.real_lm.folder import check_folder
 from benchmarks.real_lm.gradients import kind_of, layer_of, worker_gradients
 from benchmarks.real_lm.texts import Text
@@ -76,6 +76,7 @@ class Config:
 
 
 def main(options: Config) -> None:
+    """Write the gradients."""
     if not options.output.absolute().parent.is_dir():
         raise SystemExit(f"--output is {options.output}: no such folder. Make it.")
     if options.workers < 1 or not options.steps or min(options.steps) < 0:
@@ -146,4 +147,4 @@ def dump_small(options: Config, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    run(main, __doc__)

@@ -9,18 +9,16 @@ that was simulated.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
-from matplotlib import pyplot as plt
-from rich.console import Console
+from matplotlib.figure import Figure
 from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax._measurement.settings import Setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
@@ -86,28 +84,25 @@ def measure(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Print simulated errors and, in brackets, those of the law."""
-    table = Table(title="vNMSE, simulated (by the law)", title_justify="left")
-    table.add_column("agreement")
-    table.add_column("workers", justify="right")
-    for name in TOPOLOGIES:
-        table.add_column(name, justify="right")
-    for agreement, workers in sorted({(row["agreement"], row["workers"]) for row in rows}):
-        cells = []
-        for row in rows:
-            if (row["agreement"], row["workers"]) == (agreement, workers):
-                simulated = "" if row["vnmse"] is None else f"{row['vnmse']:.2e} "
-                cells.append(f"{simulated}({row['law']:.1e})")
-        table.add_row(f"{agreement:g}", str(workers), *cells)
-    console.print(table)
+def as_table(rows: list[dict[str, Any]]) -> Table:
+    """Make a table of simulated errors and, in brackets, those of the law."""
+    lines: dict[tuple[float, int], dict[str, str]] = {}
+    for row in rows:
+        simulated = "" if row["vnmse"] is None else f"{row['vnmse']:.2e} "
+        line = lines.setdefault((row["agreement"], row["workers"]), {})
+        line[row["topology"]] = f"{simulated}({row['law']:.1e})"
+    columns = [
+        Column("agreement", (0, 0), "{:g}"),
+        Column("workers", (0, 1)),
+        *(Column(name, (1, name)) for name in TOPOLOGIES),
+    ]
+    return table("vNMSE, simulated (by the law)", columns, sorted(lines.items()))
 
 
-def plot(rows: list[dict[str, Any]], config: Config, path: Path) -> None:
+def plot(rows: list[dict[str, Any]], config: Config) -> Figure:
     """Draw simulated errors as dots, the law as lines."""
-    figure, panels = plt.subplots(
-        1, len(config.agreements), figsize=(10, 4), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, len(config.agreements), squeeze=False)
     for axes, agreement in zip(panels[0], config.agreements, strict=True):
         for name, color in zip(TOPOLOGIES, ("tab:blue", "tab:green", "tab:purple"), strict=True):
             line = [r for r in rows if (r["agreement"], r["topology"]) == (agreement, name)]
@@ -124,21 +119,16 @@ def plot(rows: list[dict[str, Any]], config: Config, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     panels[0][0].set_ylabel(f"vNMSE, {config.bits:g} bits")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
-def main(config: Config) -> None:
-    """Simulate every case and print a table."""
+@benchmark("error_law")
+def main(config: Config) -> Report:
+    """Simulate every case."""
     make_devices(max(config.simulated))
-    console = Console()
     rows = measure(config)
-    print_table(console, rows)
-    if config.save:
-        path = common.save("error_law", dataclasses.asdict(config), rows)
-        plot(rows, config, path.with_suffix(".png"))
-        console.print(f"Written to {path} and {path.with_suffix('.png')}")
+    return Report(results=rows, shown=[as_table(rows)], draw=lambda: plot(rows, config))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

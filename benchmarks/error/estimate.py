@@ -11,29 +11,26 @@ hostile     a run with dq.Options(max_error=): from one step to another, its gra
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import tyro
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.timing import in_turns
 from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import pretrain
-from benchmarks.training.small_lm.training import new_model
-from dynamiq_jax._console.plots import figure_of
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.gradients import worker_gradients
 
 _AXIS = "data"
@@ -56,36 +53,25 @@ class Config:
     save: bool = True  # write benchmarks/results/error_estimate.json and .png
 
 
-def main(config: Config) -> None:
-    """Measure, print tables, and write the result file and the plot."""
-    console = Console()
+@benchmark("error_estimate")
+def main(config: Config) -> Report:
+    """Measure all three parts."""
     cases = len(config.bits) * len(config.workers) * 4
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Precision", total=cases)
-        precision = []
-        rows = precisions(kinds(config), bits=config.bits, workers=config.workers, keys=config.keys)
-        for row in rows:
-            precision.append(row)
-            progress.advance(task)
-        progress.add_task("Cost", total=None)
-        cost = costs(config)
-        progress.add_task("Hostile run", total=None)
-        hostile = hostile_run(config)
-    console.print(precision_table(precision))
-    console.print(
-        f"time: {cost['share_of_time']:+.1%} of the codec of all workers on this machine, bytes: "
-        f"{cost['share_of_bytes']:+.2%}"
+    measured = precisions(kinds(config), bits=config.bits, workers=config.workers, keys=config.keys)
+    precision = list(track(measured, "Precision", total=cases, transient=True))
+    cost, hostile = costs(config), hostile_run(config)
+    again = [step for step, sent_again in enumerate(hostile["fallbacks"]) if sent_again]
+    return Report(
+        results={"precision": precision, "cost": cost, "hostile": hostile},
+        shown=[
+            precision_table(precision),
+            f"time: {cost['share_of_time']:+.1%} of the codec of all workers on this machine, "
+            f"bytes: {cost['share_of_bytes']:+.2%}",
+            f"hostile run: largest error {max(hostile['error']):.1e} with a limit of "
+            f"{config.limit:g}, sent again in steps {again}",
+        ],
+        draw=lambda: plot(hostile, config),
     )
-    errors, sent_again = hostile["error"], hostile["fallbacks"]
-    console.print(
-        f"hostile run: largest error {max(errors):.1e} with a limit of {config.limit:g}, sent "
-        f"again in steps {[step for step, again in enumerate(sent_again) if again]}"
-    )
-    if config.save:
-        results = {"precision": precision, "cost": cost, "hostile": hostile}
-        path = common.save("error_estimate", dataclasses.asdict(config), results)
-        save_plot(common.RESULTS / "error_estimate.png", hostile, config)
-        console.print(f"Written to {path}")
 
 
 def mean_of(method: str, **changes: Any) -> Callable[..., Any]:
@@ -107,8 +93,7 @@ def kinds(config: Config) -> dict[str, Callable[[int], Values]]:
     """Return values by what they are: functions of the number of workers."""
     most = max(config.workers)
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary))
-    params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+    structure, params = pretrained(corpora, steps=config.pretrain_steps)
     ((_, tree),) = gradient_snapshots(
         structure, params, corpora.reference, workers=most, steps=range(20, 21)
     )
@@ -154,16 +139,11 @@ def costs(config: Config) -> dict[str, float]:
     """Return the shares of time and bytes that metrics take."""
     workers = 4
     values = jax.device_put(worker_gradients(workers, config.size, seed=0))
+    key = jax.random.key(0)
     runs = mean_of("dynamiq:5"), mean_of("dynamiq:5", with_metrics=True)
-    key, seconds = jax.random.key(0), ([], [])
-    for run in runs:
-        jax.block_until_ready(run(key, values))
-    for _ in range(config.rounds):
-        for run, of_run in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(run(key, values))
-            of_run.append(time.perf_counter() - start)
-    plain, measured = map(statistics.median, seconds)
+    calls = {place: functools.partial(run, key, values) for place, run in enumerate(runs)}
+    seconds = in_turns(calls, config.rounds)
+    plain, measured = map(statistics.median, seconds.values())
     report = dq.wire_report(values[0], workers, with_metrics=True)
     return {
         "seconds": plain,
@@ -203,34 +183,34 @@ def hostile_run(config: Config) -> dict[str, Any]:
 
 def precision_table(rows: list[dict[str, Any]]) -> Table:
     """Make a table of the means and standard deviations of ratios."""
-    table = Table(title="Estimated over true error")
-    for heading in ("values", "bits", "workers", "mean", "standard deviation"):
-        table.add_column(heading)
-    for row in rows:
-        mean, std = statistics.fmean(row["ratios"]), statistics.stdev(row["ratios"])
-        cells = (row["kind"], str(row["bits"]), str(row["workers"]), f"{mean:.2f}", f"{std:.2f}")
-        table.add_row(*cells)
-    return table
+    columns = (
+        Column("values", "kind"),
+        Column("bits", "bits"),
+        Column("workers", "workers"),
+        Column("mean", lambda row: statistics.fmean(row["ratios"]), "{:.2f}"),
+        Column("standard deviation", lambda row: statistics.stdev(row["ratios"]), "{:.2f}"),
+    )
+    return table("Estimated over true error", columns, rows)
 
 
-def save_plot(path: Path, hostile: dict[str, Any], config: Config) -> None:
+def plot(hostile: dict[str, Any], config: Config) -> Figure:
     """Draw the errors of the hostile run."""
-    with figure_of(path, 1, 1) as (figure, ((axis,),)):
-        figure.set_size_inches(8, 3.6)
-        figure.set_layout_engine("constrained")
-        axis.axvspan(config.hostile[0] - 0.5, config.hostile[1] - 0.5, color="#f1f3f5")
-        axis.axhline(config.limit, color="#868e96", lw=1, ls="--", label="max_error")
-        axis.plot(hostile["without_limit"], color="#adb5bd", label="without a limit")
-        # A sum that was sent again has an error of float32 alone.
-        least = config.limit / 1e3
-        axis.plot([max(e, least) for e in hostile["error"]], color="#d9480f", label="with it")
-        axis.set_yscale("log")
-        axis.set_xlabel("step")
-        axis.set_ylabel("vNMSE of the mean")
-        axis.set_title("Gradients turn hostile: the bucket is sent again, exactly", loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axis = figure.subplots()
+    axis.axvspan(config.hostile[0] - 0.5, config.hostile[1] - 0.5, color="#f1f3f5")
+    axis.axhline(config.limit, color="#868e96", lw=1, ls="--", label="max_error")
+    axis.plot(hostile["without_limit"], color="#adb5bd", label="without a limit")
+    # A sum that was sent again has an error of float32 alone.
+    least = config.limit / 1e3
+    axis.plot([max(e, least) for e in hostile["error"]], color="#d9480f", label="with it")
+    axis.set_yscale("log")
+    axis.set_xlabel("step")
+    axis.set_ylabel("vNMSE of the mean")
+    axis.set_title("Gradients turn hostile: the bucket is sent again, exactly", loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    return figure
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -15,14 +15,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 from rich.progress import track
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
-from dynamiq_jax._console import tables
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax.methods import Axis, Call, TopKChunked
 from dynamiq_jax.topologies import Ring
@@ -56,8 +55,19 @@ def share_left_out(flat: NDArray[np.float32], coordinates: int) -> float:
     return float(energy[:-coordinates].sum() / energy.sum())
 
 
-def main(config: Config) -> None:
-    """Measure every case and print a table."""
+COLUMNS = (
+    Column("", "step"),
+    Column("bits", "bits", "{:g}"),
+    Column("block", "block_size"),
+    Column("in order", "in_order", "{:.2f}"),
+    Column("permuted", "permuted", "{:.2f}"),
+    Column("as many coordinates", "coordinates", "{:.2f}"),
+)
+
+
+@benchmark("locality")
+def main(config: Config) -> Report:
+    """Measure every case."""
     rng = np.random.default_rng(0)
     results: list[dict[str, Any]] = []
     for step, leaves in track(gradient_files.load(config.gradients).items(), transient=True):
@@ -77,23 +87,12 @@ def main(config: Config) -> None:
                         "coordinates": share_left_out(flat, method.num_chosen(call) * block_size),
                     }
                 )
-    console = tables.console()
-    console.print(as_table(results))
-    if config.save:
-        options = dataclasses.asdict(config) | {"gradients": config.gradients.name}
-        console.print(f"Written to {common.save('locality', options, results)}")
-
-
-def as_table(results: list[dict[str, Any]]) -> Table:
-    """Make a table with a line for each step, budget and block size."""
-    table = Table(title="vNMSE of top-k of blocks")
-    for heading in ("", "bits", "block", "in order", "permuted", "as many coordinates"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in results:
-        errors = (f"{row[name]:.2f}" for name in ("in_order", "permuted", "coordinates"))
-        table.add_row(row["step"], f"{row['bits']:g}", str(row["block_size"]), *errors)
-    return table
+    return Report(
+        results=results,
+        shown=[table("vNMSE of top-k of blocks", COLUMNS, results)],
+        options=files.options_of(config) | {"gradients": config.gradients.name},
+    )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.real_lm.gradients import LAYER, layer_of
-from dynamiq_jax._console import tables
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.comparison import geometric_mean
 from dynamiq_jax._measurement.gradient_files import Gradients, of_workers
@@ -98,14 +98,14 @@ class Config:
     by_layer: bool = False  # each layer of a real model is a gradient, and so is its embedding
     seeds: int = 1  # rounding seeds that a figure is averaged over
     save: bool = True  # write the result to the file of `output`
-    output: Path = common.RESULTS / "paper_tables.json"
+    output: Path = files.path_of("paper_tables")
 
 
-def main(config: Config) -> None:
-    """Simulate every row and print the tables."""
+@benchmark("paper_tables")
+def main(config: Config) -> Report:
+    """Simulate every row."""
     cases = [case for case in CASES if case[3] <= config.workers]
     make_devices(max(workers for *_, workers, _ in cases))
-    console = tables.console()
     steps = gradient_files.load(config.gradients)
     if config.by_layer:
         steps = {
@@ -115,24 +115,25 @@ def main(config: Config) -> None:
         }
     done: dict[tuple[str, int], dict[str, float]] = {}
     results: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(transient=True) as progress:
         task = progress.add_task("Simulating", total=len(cases))
-        for table, label, text, workers, paper in cases:
+        for of, label, text, workers, paper in cases:
             if (text, workers) not in done:
                 done[text, workers] = errors_of(text, workers, steps, config.seeds)
             errors = done[text, workers]
-            row = {"table": table, "row": label, "setting": text, "workers": workers}
+            row = {"table": of, "row": label, "setting": text, "workers": workers}
             results.append(
                 row | {"vnmse": errors, "mean": geometric_mean(errors.values()), "paper": paper}
             )
             progress.advance(task)
-    for title in dict.fromkeys(row["table"] for row in results):
-        console.print(as_table(title, [row for row in results if row["table"] == title]))
-    if config.save:
-        options = dataclasses.asdict(config) | {"gradients": config.gradients.name}
-        del options["output"]
-        path = common.write(config.output, options, results)
-        console.print(f"Written to {path}")
+    return Report(
+        results=results,
+        shown=[
+            as_table(title, [row for row in results if row["table"] == title])
+            for title in dict.fromkeys(row["table"] for row in results)
+        ],
+        options=files.options_of(config) | {"gradients": config.gradients.name},
+    )
 
 
 def layers(gradients: Gradients) -> dict[str, Gradients]:
@@ -164,19 +165,17 @@ def errors_of(
 
 def as_table(title: str, rows: list[dict[str, Any]]) -> Table:
     """Make one table. Ratios are to its first row that the paper has."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("row")
-    for heading in (*rows[0]["vnmse"], "mean", "ratio", "paper", "its ratio"):
-        table.add_column(heading, justify="right")
     first = next((row for row in rows if row["paper"]), rows[0])
-    for row in rows:
-        cells = [f"{value:.2e}" for value in (*row["vnmse"].values(), row["mean"])]
-        cells.append(f"{row['mean'] / first['mean']:.3g}")
-        if row["paper"]:
-            cells += [f"{row['paper']:.2e}", f"{row['paper'] / first['paper']:.3g}"]
-        table.add_row(row["row"], *cells)
-    return table
+    columns = (
+        Column("row", "row"),
+        *(Column(step, ("vnmse", step), "{:.2e}") for step in rows[0]["vnmse"]),
+        Column("mean", "mean", "{:.2e}"),
+        Column("ratio", lambda row: row["mean"] / first["mean"], "{:.3g}"),
+        Column("paper", "paper", "{:.2e}"),
+        Column("its ratio", lambda row: row["paper"] and row["paper"] / first["paper"], "{:.3g}"),
+    )
+    return table(title, columns, rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks import common
-from dynamiq_jax._console import tables
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement import gradient_files
 
 GROUP = 16  # coordinates that share a variance
@@ -38,7 +37,7 @@ class Config:
     workers: tuple[int, ...] = (8, 16)
     bits: tuple[float, ...] = (3.0, 4.0, 5.0, 6.0)
     save: bool = True  # write the result to the file of `output`
-    output: Path = common.RESULTS / "rate_distortion.json"
+    output: Path = files.path_of("rate_distortion")
 
 
 def least_error(values: NDArray[np.float64], bits: float) -> float:
@@ -56,8 +55,18 @@ def least_error(values: NDArray[np.float64], bits: float) -> float:
     return GROUP * float(np.minimum(variances, 2.0**high).sum())
 
 
-def main(config: Config) -> None:
-    """Compute every bound and print them."""
+COLUMNS = (
+    Column("", "step"),
+    Column("workers", "workers"),
+    Column("bits", "bits", "{:g}"),
+    Column("gathered message alone", "message", "{:.1e}"),
+    Column("ring", "ring", "{:.1e}"),
+)
+
+
+@benchmark("rate_distortion")
+def main(config: Config) -> Report:
+    """Compute every bound."""
     steps = gradient_files.load(config.gradients)
     results: list[dict[str, Any]] = []
     for step, gradients in track(steps.items(), "Filling", transient=True):
@@ -71,23 +80,12 @@ def main(config: Config) -> None:
                 errors = [least_error(partial, bits) / energy for partial in sums]
                 row = {"step": step, "workers": workers, "bits": bits}
                 results.append(row | {"message": errors[-1], "ring": sum(errors)})
-    tables.console().print(as_table(results))
-    if config.save:
-        options = dataclasses.asdict(config) | {"gradients": config.gradients.name}
-        del options["output"]
-        print(f"Written to {common.write(config.output, options, results)}")
-
-
-def as_table(results: list[dict[str, Any]]) -> Table:
-    """Make a table with a line for each step, number of workers and budget."""
-    table = Table(title="Least vNMSE of any code")
-    for heading in ("", "workers", "bits", "gathered message alone", "ring"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in results:
-        errors = (f"{row[name]:.1e}" for name in ("message", "ring"))
-        table.add_row(row["step"], str(row["workers"]), f"{row['bits']:g}", *errors)
-    return table
+    return Report(
+        results=results,
+        shown=[table("Least vNMSE of any code", COLUMNS, results)],
+        options=files.options_of(config) | {"gradients": config.gradients.name},
+    )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

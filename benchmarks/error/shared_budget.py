@@ -13,16 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 from rich.progress import track
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
-from dynamiq_jax._console import tables
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from dynamiq_jax._measurement.simulate import make_devices
 from dynamiq_jax.methods import Method
@@ -199,16 +197,32 @@ def vnmse(tree: Tree, truth: Tree, method: Any, options: dq.Options) -> float:
     return error / norm
 
 
-def main(config: Config) -> None:
-    """Measure every form, print the table and save it."""
-    console = tables.console()
+def over_joint(name: str) -> Callable[[dict[str, Any]], float]:
+    """Return a function of a row: the error of a form relative to one joint bucket."""
+    return lambda row: row[name]["vnmse"] / row["joint"]["vnmse"]
+
+
+COLUMNS = (
+    Column("tree", "tree"),
+    Column("workers", "workers"),
+    Column("bits", "bits", "{:g}"),
+    Column("vNMSE, joint", lambda row: row["joint"]["vnmse"], "{:.1e}"),
+    *(Column(name, over_joint(name), "{:.2f}") for name in list(FORMS)[1:]),
+    Column("bytes", lambda row: row["allocated"]["bytes"] / row["in order"]["bytes"], "{:.2%}"),
+    Column("buckets", ("allocated", "buckets")),
+)
+
+
+@benchmark("shared_budget")
+def main(config: Config) -> Report:
+    """Measure every form."""
     known = cases(dataclasses.replace(config, trees=()))
     if unknown := set(config.trees) - {case.name for case in known}:
         raise SystemExit(f"--trees: no {sorted(unknown)}. Give some of {[c.name for c in known]}.")
     make_devices(max(config.workers))
     work = [(case, workers) for case in cases(config) for workers in config.workers]
     rows = []
-    for case, workers in track(work, "Measuring", console=console, transient=True):
+    for case, workers in track(work, "Measuring", transient=True):
         tree = draw(case, workers, config.agreement)
         truth = jax.tree.map(lambda leaf: leaf.mean(0, dtype=np.float64), tree)
         for bits in config.bits:
@@ -229,38 +243,8 @@ def main(config: Config) -> None:
                     "methods": len({leaf.method for leaf in report.leaves} - {None}),
                 }
             rows.append(row)
-    console.print(as_table(rows))
-    if config.save:
-        path = common.save("shared_budget", dataclasses.asdict(config), rows)
-        console.print(f"Written to {path}", soft_wrap=True)
-
-
-def as_table(rows: list[dict[str, Any]]) -> Table:
-    """Return errors relative to one joint bucket, with bytes relative to buckets of equal bits."""
-    table = Table(title="vNMSE over that of one joint bucket")
-    for heading in (
-        "tree",
-        "workers",
-        "bits",
-        "vNMSE, joint",
-        *list(FORMS)[1:],
-        "bytes",
-        "buckets",
-    ):
-        table.add_column(heading, justify="left" if heading == "tree" else "right")
-    for row in rows:
-        least = row["joint"]["vnmse"]
-        table.add_row(
-            row["tree"],
-            str(row["workers"]),
-            f"{row['bits']:g}",
-            f"{least:.1e}",
-            *(f"{row[name]['vnmse'] / least:.2f}" for name in list(FORMS)[1:]),
-            f"{row['allocated']['bytes'] / row['in order']['bytes']:.2%}",
-            str(row["allocated"]["buckets"]),
-        )
-    return table
+    return Report(results=rows, shown=[table("vNMSE over that of one joint bucket", COLUMNS, rows)])
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from benchmarks import common
 from benchmarks.gpu import correctness, device, profiling, speed
 from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.jobs import implementations, left_out
 from benchmarks.gpu.options import GpuOptions, parse
 from benchmarks.gpu.record import Record, Results
+from benchmarks.harness import files
 from pallas_kernels.modes import without_gpu
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"No kernel for GPUs can run here: {reasons}. Run on a machine with an NVIDIA GPU, "
                 "or give --interpret to try the script."
             )
-        environment = common.environment() | device.facts() | {"left_out": left_out()}
+        environment = files.environment() | device.facts() | {"left_out": left_out()}
         print(" ".join(f"{k}={v}" for k, v in environment.items()), flush=True)
         if options.interpret:
             print("INTERPRETED: no time below means anything")

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from benchmarks import common
+from benchmarks.harness import files
 from dynamiq_jax._measurement.kernel_checks import CASES
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels.codec import SUPER_GROUP_SIZE
@@ -65,7 +65,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> GpuOption
     add("--output", help="JSON; without it benchmarks/results/gpu_kernels.json (small: none)")
     given = parser.parse_args(arguments)
     # Tiny sizes are no result to keep.
-    default = None if given.interpret or given.small else str(common.RESULTS / "gpu_kernels.json")
+    default = None if given.interpret or given.small else str(files.path_of("gpu_kernels"))
     small = given.small
     row = SUPER_GROUP_SIZE
     return GpuOptions(

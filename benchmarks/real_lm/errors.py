@@ -13,15 +13,15 @@ Eight workers take 16 GB of memory.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +29,10 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.timing import timed
 from benchmarks.real_lm.folder import check_folder, origin
 from benchmarks.real_lm.gradients import KINDS, kind_of, layer_of, worker_gradients
 from benchmarks.real_lm.policies import POLICIES
@@ -38,7 +41,6 @@ from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from dynamiq_jax._measurement.simulate import make_devices
 
-NAME = "real_lm_errors"
 ALLOCATED = "allocated "  # before a method: its bits by bucket, from the gradient of one worker
 # The first ones are those of the gradient.
 OF_GRADIENT = ("model", "step", "text", "workers", "batch", "context")
@@ -64,7 +66,7 @@ METHODS = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Measure errors on the gradients of a real language model."""
+    """Options of the benchmark."""
 
     model: Path = Path("results/smollm2")
     """Folder of the model. That of a run of training says which, and after how many steps."""
@@ -95,8 +97,9 @@ class Config:
     """Tokens of a row."""
 
 
-def main(config: Config) -> None:
-    """Measure what the result file lacks, and print its table."""
+@benchmark("real_lm_errors")
+def main(config: Config) -> Iterator[Report]:
+    """Measure what the result file lacks; report after each row, since all of them take long."""
     check_folder(config.model)
     model, step = origin(config.model)
     make_devices(max(config.workers))
@@ -125,19 +128,18 @@ def main(config: Config) -> None:
         with console.status(f"Gradients of {workers} workers, {text}"):
             stacked, mean = gradients(config, text, workers)
         for row in missing:
-            begin = time.perf_counter()
             with console.status(f"{row}"):
-                row |= measured(stacked, mean, row) | common.stamp()
-            seconds = time.perf_counter() - begin
+                errors, seconds = timed(functools.partial(measured, stacked, mean, row))
+            row |= errors | files.stamp()
             console.print(f"{row['method']}: {row['vnmse']:.2e}, {seconds:.0f} s", soft_wrap=True)
             rows.append(row)
-            common.save(NAME, {}, rows)
-    console.print(table(rows))
+            yield Report(results=rows, options={})
+    yield Report(shown=[as_table(rows)])
 
 
 def earlier_rows() -> list[dict[str, Any]]:
     """Read the rows of the result file."""
-    path = common.RESULTS / f"{NAME}.json"
+    path = files.path_of("real_lm_errors")
     if not path.exists():
         return []
     saved = json.loads(path.read_text())
@@ -225,21 +227,24 @@ def reduced(
     return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in mapped(stacked).items()}
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def as_table(rows: list[dict[str, Any]]) -> Table:
     """Tabulate mean errors over seeds, with those settings beside the method that differ."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in KEY[:-1]), []).append(row)
     differ = {key for key in KEY[:-1] if len({row[key] for row in rows}) > 1} | {"method"}
-    left = [key for key in KEY[:-1] if key in differ]
-    shown = tables.table("vNMSE", left, ("bits", "all", *KINDS))
-    for of_seeds in groups.values():
-        errors = [np.mean([row["vnmse"] for row in of_seeds])]
-        errors += [np.mean([row["of_kind"][kind] for row in of_seeds]) for kind in KINDS]
-        bits, names = f"{of_seeds[0]['bits']:.2f}", [str(of_seeds[0][key]) for key in left]
-        shown.add_row(*names, bits, *(f"{error:.1e}" for error in errors))
-    return shown
+    columns = [Column(key, (0, key)) for key in KEY[:-1] if key in differ]
+    columns += [
+        Column("bits", (0, "bits"), "{:.2f}"),
+        Column("all", lambda of_seeds: np.mean([row["vnmse"] for row in of_seeds]), "{:.1e}"),
+    ]
+    columns += [Column(kind, functools.partial(_mean_of_kind, kind), "{:.1e}") for kind in KINDS]
+    return table("vNMSE", columns, list(groups.values()))
+
+
+def _mean_of_kind(kind: str, of_seeds: list[dict[str, Any]]) -> float:
+    return float(np.mean([row["of_kind"][kind] for row in of_seeds]))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    run(main, __doc__)

@@ -12,13 +12,11 @@ import functools
 import tempfile
 from pathlib import Path
 
-import tyro
-
-from benchmarks import common
 from benchmarks.error.estimate import precision_table, precisions
 from benchmarks.error.tensors import Recipe, load, make, names_of
+from benchmarks.harness import files
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.real_lm.folder import check_folder
-from dynamiq_jax._console import tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +32,21 @@ class Config:
     save: bool = True  # write benchmarks/results/real_lm_estimates.json
 
 
-def main(config: Config) -> None:
-    """Measure, print the table, and write the result file."""
+@benchmark("real_lm_estimates")
+def main(config: Config) -> Report:
+    """Measure every case."""
     check_folder(config.model)
     recipe = Recipe(workers=max(config.workers), size=config.size, model=config.model)
     names = names_of(recipe)
     folder = make(recipe, config.folder, names)
     data = {name: functools.partial(load, folder, name) for name in names}
-    console = tables.console()
     rows = list(precisions(data, bits=config.bits, workers=config.workers, keys=config.keys))
-    console.print(precision_table(rows))
-    if config.save:
-        options = dataclasses.asdict(config)
-        del options["folder"]
-        console.print(f"Written to {common.save('real_lm_estimates', options, rows)}")
+    return Report(
+        results=rows,
+        shown=[precision_table(rows)],
+        options=files.options_of(config, but=("folder",)),
+    )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -16,18 +16,20 @@ a loss is taken to fall on a straight line.
 import dataclasses
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import common
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.network import NetworkRun
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.real_lm import training
 from benchmarks.real_lm.folder import check_folder
 from benchmarks.real_lm.policies import POLICIES
@@ -40,14 +42,13 @@ from examples import finetune_llm
 from examples.llm.training import Recipe
 from examples.tools.document_files import write_documents
 
-NAME = "real_lm_time_to_accuracy"
 STEPS_ALONE = 6  # of one worker; the first ones are not counted
 WARM_UP = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Combine the losses of training runs with the time of their steps over slow links."""
+    """Options of the benchmark."""
 
     model: Path = Path("results/smollm2")
     """Folder of the model."""
@@ -62,8 +63,9 @@ class Config:
     """Timed calls of each method at each rate. The median counts."""
 
 
-def main(config: Config) -> None:
-    """Measure both parts of a step, combine them with the losses, and write the results."""
+@benchmark("real_lm_time_to_accuracy")
+def main(config: Config) -> Report:
+    """Measure both parts of a step, and combine them with the losses."""
     check_folder(config.model)
     path = training.Config().result
     if not path.exists():
@@ -80,7 +82,7 @@ def main(config: Config) -> None:
     settings = {
         row["method"]: PSUM if row["method"] == "exact" else f"{row['method']}:ring" for row in rows
     }
-    run = NetworkRun(
+    network = NetworkRun(
         parse_settings(tuple(settings.values())),
         runs["config"]["workers"],
         size=size,
@@ -88,8 +90,8 @@ def main(config: Config) -> None:
         seed=0,
         timeout=600,
     )
-    with tables.progress(console, "Emulated hosts", run.steps(len(rates))) as advance:
-        _, measured = run.measure(rates, advance)
+    with tables.progress(console, "Emulated hosts", network.steps(len(rates))) as advance:
+        _, measured = network.measure(rates, advance)
     seconds = {(r["setting"], r["rate"]): r["seconds"] * parameters / size for r in measured}
     results = {
         "computing": computing,
@@ -102,9 +104,11 @@ def main(config: Config) -> None:
         ],
         "all_reduces": measured,
     }
-    settings_used = dataclasses.asdict(config) | {"model": config.model.name}
-    common.save(NAME, settings_used, results)
-    console.print(table(results))
+    return Report(
+        results=results,
+        shown=[as_table(results)],
+        options=files.options_of(config) | {"model": config.model.name},
+    )
 
 
 def target_of(rows: list[dict[str, Any]], path: Path) -> float:
@@ -153,24 +157,33 @@ def result(row: dict[str, Any], rate: float, step: float, target: float) -> dict
     }
 
 
-def table(results: dict[str, Any]) -> Table:
+def as_table(results: dict[str, Any]) -> Table:
     """Tabulate steps and times to the target; a row for each method and rate."""
-    shown = tables.table(
-        f"Time to a held-out loss of {results['target']:.4f}",
-        ("method",),
-        ("link", "a step", "steps", "time", "vs exact", "vs BF16"),
-    )
     times = {(row["method"], row["rate"]): row["seconds_to_target"] for row in results["rows"]}
-    for row in results["rows"]:
-        cells = ["not reached"] * 4
-        if (own := row["seconds_to_target"]) is not None:
-            others = [times.get((method, row["rate"])) for method in ("exact", "bf16")]
-            sooner = ["" if other is None else f"{other / own:.2f}x" for other in others]
-            cells = [f"{row['steps_to_target']:.0f}", format_seconds(own), *sooner]
-        step = format_seconds(row["step_seconds"])
-        shown.add_row(row["method"], format_rate(row["rate"]), step, *cells)
-    return shown
+
+    def sooner_than(method: str) -> Callable[[dict[str, Any]], float | None]:
+        def times_sooner(row: dict[str, Any]) -> float | None:
+            own, other = row["seconds_to_target"], times.get((method, row["rate"]))
+            return None if own is None or other is None else other / own
+
+        return times_sooner
+
+    def to_target(row: dict[str, Any]) -> str:
+        own = row["seconds_to_target"]
+        return "not reached" if own is None else format_seconds(own)
+
+    columns = (
+        Column("method", "method"),
+        Column("link", lambda row: format_rate(row["rate"])),
+        Column("a step", lambda row: format_seconds(row["step_seconds"])),
+        Column("steps", "steps_to_target", "{:.0f}"),
+        Column("time", to_target),
+        Column("vs exact", sooner_than("exact"), "{:.2f}x"),
+        Column("vs BF16", sooner_than("bf16"), "{:.2f}x"),
+    )
+    title = f"Time to a held-out loss of {results['target']:.4f}"
+    return table(title, columns, results["rows"])
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    run(main, __doc__)

@@ -22,10 +22,12 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 import optax
-import tyro
 from rich.table import Table
 
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark
+from benchmarks.harness.command import run as run_benchmark
 from benchmarks.real_lm.folder import TRAINED, check_folder
 from benchmarks.real_lm.losses import by_method
 from benchmarks.real_lm.policies import POLICIES
@@ -51,7 +53,7 @@ METHODS = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Fine-tune a real language model with every method."""
+    """Options of the benchmark."""
 
     model: Path = Path("results/smollm2")
     """Folder of the model."""
@@ -94,7 +96,7 @@ class Config:
     def result(self) -> Path:
         """The result file."""
         name = NAME if self.optimizer == "adamw" else f"{NAME}_{self.optimizer}"
-        return self.output or common.RESULTS / f"{name}.json"
+        return self.output or files.path_of(name)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -113,8 +115,9 @@ class MuonRecipe(Recipe):
         return muon(schedule)
 
 
-def main(config: Config) -> None:
-    """Run what the result file lacks, and print its table."""
+@benchmark(NAME)
+def main(config: Config) -> Report:
+    """Run what the result file lacks."""
     check_folder(config.model)
     config.folder.mkdir(parents=True, exist_ok=True)
     data = config.folder / f"{config.text}-{config.count}.jsonl"
@@ -136,10 +139,10 @@ def main(config: Config) -> None:
             if process.exitcode:
                 raise SystemExit(f"{method}, seed {seed}: the run failed, see above.")
             records = read_records(folder_of(config, method, seed) / METRICS)
-            rows.append({"method": method, "seed": seed} | summary(records) | common.stamp())
-            common.write(config.result, settings, rows)
+            rows.append({"method": method, "seed": seed} | summary(records) | files.stamp())
+            files.write(config.result, settings, rows)
             shutil.rmtree(folder_of(config, method, seed) / CHECKPOINTS)
-    tables.console().print(table(rows))
+    return Report(shown=[as_table(rows)])
 
 
 def earlier_rows(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -217,21 +220,17 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def as_table(rows: list[dict[str, Any]]) -> Table:
     """Tabulate final losses, and how far they are from those of the exact runs."""
-    shown = tables.table(
-        "Fine-tuning", ("method",), ("held-out loss", "against exact", "vNMSE", "MB a step")
+    columns = (
+        Column("method", "method"),
+        Column("held-out loss", "loss", "{:.4f}"),
+        Column("against exact", "off", "{:+.2%}"),
+        Column("vNMSE", "error", "{:.1e}"),
+        Column("MB a step", lambda mean: mean["bytes"] / 1e6, "{:.0f}"),
     )
-    for mean in by_method(rows):
-        shown.add_row(
-            mean["method"],
-            f"{mean['loss']:.4f}",
-            "" if mean["off"] is None else f"{mean['off']:+.2%}",
-            f"{mean['error']:.1e}",
-            f"{mean['bytes'] / 1e6:.0f}",
-        )
-    return shown
+    return table("Fine-tuning", columns, list(by_method(rows)))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    run_benchmark(main, __doc__)

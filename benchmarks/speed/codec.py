@@ -10,21 +10,19 @@ speed, and a plain int8 block quantizer in jnp, the simplest compressor anybody 
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax import Array
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
 from benchmarks.error.plain_codecs import PLAIN_CODECS
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.timing import median_seconds, timed
 from dynamiq_jax._measurement.gradients import worker_gradient
 from pallas_kernels import operations
 from pallas_kernels.codec import LocalRows, Places, place_rows, restore_rows
@@ -42,6 +40,15 @@ class Config:
     dtype: str = "float32"  # of the gradient: float32 or bfloat16
     repeats: int = 15  # timed calls of each operation; the median counts
     save: bool = True  # write the result to benchmarks/results/codec.json
+
+
+COLUMNS = (
+    Column("method", "method"),
+    Column("operation", "operation"),
+    Column("ns / coordinate", "ns", "{:.2f}"),
+    Column("GB/s", lambda row: row["bytes"] / row["ns"], "{:.1f}"),
+    Column("time / time of its bytes at copy speed", "times_copy", "{:.1f}"),
+)
 
 
 def kernel_operations(
@@ -89,43 +96,31 @@ def int8_operations(gradient: Array) -> dict[str, tuple[Callable[..., Any], tupl
     }
 
 
-def main(config: Config) -> None:
-    """Time every operation and print a table."""
-    console = Console()
-    results = []
+@benchmark("codec")
+def main(config: Config) -> Report:
+    """Time every operation."""
+    results: list[dict[str, Any]] = []
+    shown = []
     cases = [(f"{bits:g} bits", dq.DynamiQ(bits=bits)) for bits in config.bits]
     cases.append(("paper, 5 bits", dq.DynamiQ.paper()))
     for size in config.sizes:
         gradient = jnp.asarray(worker_gradient(0, size, seed=0)).astype(config.dtype)
         bandwidth = copy_bandwidth(size, config)
-        for label, method in track(cases, f"{size} coordinates", console=console, transient=True):
+        rows = []
+        for label, method in track(cases, f"{size} coordinates", transient=True):
             for name, (function, args, item_bytes) in kernel_operations(method, gradient).items():
-                results.append(measure(label, name, function, args, size, item_bytes, config))
+                rows.append(measure(label, name, function, args, size, item_bytes, config))
         for name, (function, args, item_bytes) in int8_operations(gradient).items():
-            results.append(measure("plain jnp", name, function, args, size, item_bytes, config))
-        for row in results:
-            if row["size"] == size:
-                row["times_copy"] = row["ns"] * bandwidth / row["bytes"] / 1e9
-        table = Table(
-            title=f"{size / 2**20:g} Mi {config.dtype} coordinates; "
-            f"copy {bandwidth / 1e9:.1f} GB/s (read + written)",
+            rows.append(measure("plain jnp", name, function, args, size, item_bytes, config))
+        for row in rows:
+            row["times_copy"] = row["ns"] * bandwidth / row["bytes"] / 1e9
+        title = (
+            f"{size / 2**20:g} Mi {config.dtype} coordinates; "
+            f"copy {bandwidth / 1e9:.1f} GB/s (read + written)"
         )
-        for heading in ("method", "operation"):
-            table.add_column(heading)
-        for heading in ("ns / coordinate", "GB/s", "time / time of its bytes at copy speed"):
-            table.add_column(heading, justify="right")
-        for row in results:
-            if row["size"] == size:
-                table.add_row(
-                    row["method"],
-                    row["operation"],
-                    f"{row['ns']:.2f}",
-                    f"{row['bytes'] / row['ns']:.1f}",
-                    f"{row['times_copy']:.1f}",
-                )
-        console.print(table)
-    if config.save:
-        console.print(f"Written to {common.save('codec', dataclasses.asdict(config), results)}")
+        shown.append(table(title, COLUMNS, rows))
+        results += rows
+    return Report(results=results, shown=shown)
 
 
 def copy_bandwidth(size: int, config: Config) -> float:
@@ -135,11 +130,10 @@ def copy_bandwidth(size: int, config: Config) -> float:
     update = jax.jit(lambda x: x + 1, donate_argnums=0)
     buffer = update(jnp.ones((size,), jnp.float32))
     seconds = []
+    jax.block_until_ready(buffer)
     for _ in range(config.repeats):
-        jax.block_until_ready(buffer)
-        start = time.perf_counter()
-        buffer = jax.block_until_ready(update(buffer))
-        seconds.append(time.perf_counter() - start)
+        buffer, of_call = timed(functools.partial(update, buffer))
+        seconds.append(of_call)
     return 8 * size / statistics.median(seconds)
 
 
@@ -153,10 +147,10 @@ def measure(
     config: Config,
 ) -> dict[str, Any]:
     """Time an operation that has to move `item_bytes` of a coordinate: a row of the table."""
-    seconds = common.median_seconds(function, *args, repeats=config.repeats)
+    seconds = median_seconds(function, *args, repeats=config.repeats)
     ns = seconds / size * 1e9
     return {"method": label, "operation": name, "size": size, "ns": ns, "bytes": item_bytes}
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

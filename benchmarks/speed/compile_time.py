@@ -5,21 +5,18 @@ compressed, in one bucket and in several. Seconds are those of a core.
 """
 
 import dataclasses
-import json
-import subprocess
-import sys
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import AxisType, PartitionSpec
-from rich.console import Console
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.processes import in_process
+from benchmarks.harness.timing import timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +60,8 @@ def compile_seconds(workers: int, leaves: int, leaf_size: int, buckets: int) -> 
             in_specs=(PartitionSpec("data"), PartitionSpec()),
             out_specs=PartitionSpec(),
         )
-        start = time.process_time()
-        jax.jit(mapped).lower(tree, jax.random.key(0)).compile()
-        return time.process_time() - start
+        lowering = jax.jit(mapped).lower
+        return timed(lambda: lowering(tree, jax.random.key(0)).compile(), time.process_time)[1]
 
     seconds(exact)  # the first program pays for what all of them need
     return {
@@ -78,36 +74,21 @@ def compile_seconds(workers: int, leaves: int, leaf_size: int, buckets: int) -> 
     }
 
 
-def main(config: Config) -> None:
+@benchmark("compile_time")
+def main(config: Config) -> Report:
     """Measure each number of workers in a process of its own."""
-    console = Console()
-    results = []
-    for workers in config.workers:
-        shape = f"{workers}, {config.leaves}, {config.leaf_size}, {config.buckets}"
-        call = f"compile_time.compile_seconds({shape})"
-        code = f"import json; from benchmarks import compile_time; print(json.dumps({call}))"
-        output = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=common.RESULTS.parents[1],
-        ).stdout
-        results.append({"workers": workers} | json.loads(output))
-    table = Table(
-        title=f"Trace, lower and compile: pmean of {config.leaves} leaves of {config.leaf_size} f32"
-    )
-    for heading in ("workers", "exact, s", *(f"{kind}, s" for kind in results[0]["compressed"])):
-        table.add_column(heading, justify="right")
-    for row in results:
-        times = (row["exact"], *row["compressed"].values())
-        table.add_row(str(row["workers"]), *(f"{time:.2f}" for time in times))
-    console.print(table)
-    if config.save:
-        console.print(
-            f"Written to {common.save('compile_time', dataclasses.asdict(config), results)}"
-        )
+    shape = (config.leaves, config.leaf_size, config.buckets)
+    results = [
+        {"workers": workers} | in_process(compile_seconds, workers, *shape)
+        for workers in config.workers
+    ]
+    columns = [Column("workers", "workers"), Column("exact, s", "exact", "{:.2f}")]
+    columns += [
+        Column(f"{kind}, s", ("compressed", kind), "{:.2f}") for kind in results[0]["compressed"]
+    ]
+    title = f"Trace, lower and compile: pmean of {config.leaves} leaves of {config.leaf_size} f32"
+    return Report(results=results, shown=[table(title, columns, results)])
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

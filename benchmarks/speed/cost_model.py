@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
-from matplotlib import pyplot as plt
-from rich.console import Console
+from matplotlib.figure import Figure
 from rich.table import Table
 from scipy import optimize
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement.settings import parse_setting
 from dynamiq_jax._prediction.cost_model import CodecSpeed, Network, predict, predict_exact
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS
@@ -184,48 +184,38 @@ def simulate(config: Config) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------- reports
 
 
-def print_fit(console: Console, parameters: dict[str, float], rows: list[dict[str, Any]]) -> None:
-    """Print every measured point beside its prediction."""
-    table = Table(title="All-reduce, measured and predicted", title_justify="left")
-    for heading in ("hosts", "rate", "setting", "measured", "predicted", "off", ""):
-        table.add_column(heading, justify="left" if heading in ("setting", "") else "right")
+FIT_COLUMNS = (
+    Column("hosts", "hosts"),
+    Column("rate", lambda row: row["rate"] / 1e6, "{:g} Mbit/s"),
+    Column("setting", "setting"),
+    Column("measured", lambda row: 1e3 * row["seconds"], "{:.0f} ms"),
+    Column("predicted", lambda row: 1e3 * row["predicted"], "{:.0f} ms"),
+    Column("off", lambda row: 100 * row["off"], "{:+.1f} %"),
+    Column("", lambda row: "" if row["fitted"] else "not fitted"),
+)
+
+
+def simulation_table(rows: list[dict[str, Any]]) -> Table:
+    """Make a table of the speed-up over bfloat16 sums, by link and workers."""
+    lines: dict[tuple[int, str], dict[int, float]] = {}
     for row in rows:
-        table.add_row(
-            str(row["hosts"]),
-            f"{row['rate'] / 1e6:g} Mbit/s",
-            row["setting"],
-            f"{1e3 * row['seconds']:.0f} ms",
-            f"{1e3 * row['predicted']:.0f} ms",
-            f"{100 * row['off']:+.1f} %",
-            "" if row["fitted"] else "not fitted",
-        )
-    console.print(table)
-    console.print(", ".join(f"{name} {value:.2f}" for name, value in parameters.items()))
+        line = lines.setdefault((row["gbit_per_s"], row["topology"]), {})
+        line[row["workers"]] = row["speedup_over_bf16_psum"]
+    columns = [
+        Column("link", (0, 0), "{} Gbit/s"),
+        Column("topology", (0, 1)),
+    ]
+    columns += [
+        Column(f"{n} workers", (1, n), "{:.2f}") for n in sorted({row["workers"] for row in rows})
+    ]
+    title = "5 bits: times faster than psum of bf16 (simulated)"
+    return table(title, columns, list(lines.items()))
 
 
-def print_simulation(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Print the speed-up over bfloat16 sums, by link and workers."""
-    workers = sorted({row["workers"] for row in rows})
-    table = Table(title="5 bits: times faster than psum of bf16 (simulated)", title_justify="left")
-    table.add_column("link", justify="right")
-    table.add_column("topology")
-    for n in workers:
-        table.add_column(f"{n} workers", justify="right")
-    for gbit in sorted({row["gbit_per_s"] for row in rows}):
-        for name in TOPOLOGIES:
-            cells = [
-                f"{row['speedup_over_bf16_psum']:.2f}"
-                for n in workers
-                for row in rows
-                if (row["gbit_per_s"], row["topology"], row["workers"]) == (gbit, name, n)
-            ]
-            table.add_row(f"{gbit} Gbit/s", name, *cells)
-    console.print(table)
-
-
-def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> Figure:
     """Draw predicted against measured times, and the simulated speed-ups of two topologies."""
-    figure, (fit, scale) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    fit, scale = figure.subplots(1, 2)
     colors = {"psum": "tab:gray", "bf16": "tab:orange", "dynamiq": "tab:blue"}
     for row in rows:
         fit.plot(
@@ -266,38 +256,36 @@ def plot(rows: list[dict[str, Any]], simulated: list[dict[str, Any]], path: Path
     for axes in (fit, scale):
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
-def main(config: Config) -> int:
-    """Measure, fit and simulate; return 1 if a prediction is off by more than 15 %."""
-    console = Console()
+@benchmark("cost_model")
+def main(config: Config) -> Report:
+    """Measure, fit and simulate; the status is 1 if a prediction is off by more than 15 %."""
     records = [json.loads(path.read_text()) for path in config.measured] or [measure(config)]
     measured = [row for record in records for row in record["results"]]
     cores = records[0]["environment"]["cores"]
     parameters, rows = fit_and_predict(measured, config, cores)
-    print_fit(console, parameters, rows)
     worst = max(abs(row["off"]) for row in rows)
-    console.print(f"Furthest off: {100 * worst:.1f} %")
     simulated = simulate(config)
-    print_simulation(console, simulated)
-    if config.save:
-        settings = dataclasses.asdict(config) | {"measured": len(config.measured)}
-        path = common.save(
-            "cost_model",
-            settings,
-            {
-                "network": [record["environment"] for record in records],
-                "parameters": parameters,
-                "points": rows,
-                "simulation": simulated,
-            },
-        )
-        plot(rows, simulated, path.with_suffix(".png"))
-        console.print(f"Written to {path} and {path.with_suffix('.png')}")
-    return int(worst > 0.15)
+    return Report(
+        results={
+            "network": [record["environment"] for record in records],
+            "parameters": parameters,
+            "points": rows,
+            "simulation": simulated,
+        },
+        shown=[
+            table("All-reduce, measured and predicted", FIT_COLUMNS, rows),
+            ", ".join(f"{name} {value:.2f}" for name, value in parameters.items()),
+            f"Furthest off: {100 * worst:.1f} %",
+            simulation_table(simulated),
+        ],
+        options=files.options_of(config) | {"measured": len(config.measured)},
+        draw=lambda: plot(rows, simulated),
+        status=int(worst > 0.15),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Config, description=__doc__)))
+    run(main, __doc__)

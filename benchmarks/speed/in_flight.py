@@ -9,7 +9,6 @@ cases it cannot see that there are two collectives.
 """
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -18,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import tyro
 from rich.progress import track
 
-from benchmarks.common import save
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from tests.support.processes import free_port
 
 PROCESSES, DEVICES, SIZE = 2, 2, 32768
@@ -45,18 +44,20 @@ class Config:
     save: bool = True  # write the result to benchmarks/results/in_flight.json
 
 
-def main(options: Config) -> None:
+@benchmark("in_flight")
+def main(options: Config) -> Report:
+    """Count the runs that hang, and those with wrong values."""
     results: dict[str, dict[str, Any]] = {way: {"hangs": 0, "wrong": 0} for way in WAYS}
     for way in track([way for way in WAYS for _ in range(options.runs)], "runs"):
-        ended = run(way, options)
+        ended = has_ended_well(way, options)
         results[way]["hangs"] += ended is None
         results[way]["wrong"] += ended is False
-    print(json.dumps(results, indent=2))
-    if options.save:
-        save("in_flight", dataclasses.asdict(options), results)
+    columns = (Column("way", "way"), Column("hangs", "hangs"), Column("wrong", "wrong"))
+    rows = [{"way": way} | counts for way, counts in results.items()]
+    return Report(results=results, shown=[table(f"{options.runs} runs", columns, rows)])
 
 
-def run(way: str, options: Config) -> bool | None:
+def has_ended_well(way: str, options: Config) -> bool | None:
     """Return whether all processes ended with the right values; None if they hang."""
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.speed.in_flight", "--worker"]
@@ -140,4 +141,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker(*sys.argv[2:])
     else:
-        main(tyro.cli(Config))
+        run(main, __doc__)

@@ -8,23 +8,21 @@ short run.
 """
 
 import dataclasses
-import json
 import math
 import resource
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.processes import in_process
+from benchmarks.harness.timing import median_seconds
 
 # A decoder layer: attention, an MLP, and vectors that stay exact.
 LAYER = [(128, 128)] * 4 + [(128, 512), (512, 128), (128,), (128,), (512,), (128,)]
@@ -81,9 +79,7 @@ def measure(
     result = {}
 
     def timed(stage, call):
-        start = time.process_time()
-        value = call()
-        result[stage] = time.process_time() - start
+        value, result[stage] = timed(call, time.process_time)
         return value
 
     # The first program pays for what all of them need. It is none of those that are measured.
@@ -100,55 +96,51 @@ def measure(
     rng = np.random.default_rng(0)
     tree = [rng.standard_normal((workers, *shape), np.float32) for shape in shapes]
     tree = jax.device_put(tree, NamedSharding(mesh, data))
-    result["step"] = common.median_seconds(compiled, tree, key, repeats=steps)
+    result["step"] = median_seconds(compiled, tree, key, repeats=steps)
     result["peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return result
 
 
-def in_process(*case: Any) -> dict[str, float]:
-    """Measure one case in a process of its own."""
-    call = f"many_leaves.measure(*{case!r})"
-    code = f"import json; from benchmarks.speed import many_leaves; print(json.dumps({call}))"
-    output = subprocess.run(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        cwd=common.RESULTS.parents[1],
-    ).stdout
-    return json.loads(output)
+def column_of(stage: str, heading: str) -> Column:
+    """Make the column of a stage: numbers of all functions, as far as they have it."""
+    unit, digits = (1e6, 0) if stage in ("bytes", "peak") else (1, 2)
+
+    def cell(row: dict[str, Any]) -> str:
+        values = [of[stage] / unit for of in row.values() if isinstance(of, dict) and stage in of]
+        return ", ".join(f"{value:.{digits}f}" for value in values)
+
+    return Column(heading, cell)
 
 
-def main(config: Config) -> None:
-    """Measure all cases, and print a table."""
-    console = Console()
-    table = Table(title=f"pmean on {config.workers} virtual devices: lax, dq, dq of one leaf")
-    for heading in ("leaves", "trace, s", "lower, s", "compile, s", "MB", "peak, MB", "step, s"):
-        table.add_column(heading, justify="right")
-    results = []
+COLUMNS = (
+    Column("leaves", lambda row: f"{row['leaves']} {row['kind']}"),
+    column_of("trace", "trace, s"),
+    column_of("lower", "lower, s"),
+    column_of("compile", "compile, s"),
+    column_of("bytes", "MB"),
+    column_of("peak", "peak, MB"),
+    column_of("step", "step, s"),
+)
+
+
+@benchmark("many_leaves")
+def main(config: Config) -> Iterator[Report]:
+    """Measure all cases; report after each tree, since all of them take long."""
+    title = f"pmean on {config.workers} virtual devices: lax, dq, dq of one leaf"
+    results: list[dict[str, Any]] = []
     for kind in config.kinds:
         for leaves in (*config.leaves, *config.traced):
             compiles = leaves in config.leaves
             functions = (*FUNCTIONS, "one bucket") if compiles and kind != "small" else FUNCTIONS
             of = {
-                function: in_process(kind, leaves, function, config.workers, config.steps, compiles)
+                function: in_process(
+                    measure, kind, leaves, function, config.workers, config.steps, compiles
+                )
                 for function in functions
             }
             results.append({"kind": kind, "leaves": leaves} | of)
-            cells = []
-            for stage in ("trace", "lower", "compile", "bytes", "peak", "step"):
-                unit = 1e6 if stage in ("bytes", "peak") else 1
-                digits = 0 if unit > 1 else 2
-                values = [of[f][stage] / unit for f in functions if stage in of[f]]
-                cells.append(", ".join(f"{value:.{digits}f}" for value in values))
-            table.add_row(f"{leaves} {kind}", *cells)
-            console.print(f"{leaves} {kind}: {', '.join(cells)}")
-            if config.save:  # after each tree, since all of them take long
-                common.save("many_leaves", dataclasses.asdict(config), results)
-    console.print(table)
-    if config.save:
-        console.print(f"Written to {common.RESULTS / 'many_leaves.json'}")
+            yield Report(results=results, shown=[table(title, COLUMNS, results)])
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

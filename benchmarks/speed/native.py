@@ -8,30 +8,25 @@ so that other work on the machine slows both; the ratio is the median of those o
 
 import dataclasses
 import functools
-import json
 import os
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.processes import in_process
+from benchmarks.harness.timing import in_turns, median_ratio
 from dynamiq_jax._measurement.gradients import worker_gradient
 from pallas_kernels import _native, operations
 from pallas_kernels.codec import LocalRows, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 BACKENDS = ("xla", "native")
-_INSIDE = "DYNAMIQ_BENCHMARK_THREADS"  # of a process that measures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,55 +42,37 @@ class Config:
     save: bool = True  # write the result to benchmarks/results/native.json
 
 
-def main(config: Config) -> None:
-    """Time every operation and print a table."""
+COLUMNS = (
+    Column("operation", "operation"),
+    Column("threads", "threads"),
+    *(Column(name, name, "{:.2f} ns") for name in BACKENDS),
+    Column("xla / native", "ratio", "{:.2f}"),
+)
+
+
+@benchmark("native")
+def main(config: Config) -> Report:
+    """Time every operation."""
     if reason := _native.why_not():
         sys.exit(f"There is no native codec to measure: {reason}.")
-    if threads := os.environ.get(_INSIDE):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
-        sys.stdout.write(json.dumps(measure(config)))
-        return
-    console = Console()
     results = []
-    for count in config.threads:
-        results += [{"threads": count, **row} for row in _in_process(config, count)]
-    size = f"{config.size / 2**20:g} Mi {config.dtype} coordinates"
-    table = Table(title=f"{size}, {config.bits:g} bits")
-    table.add_column("operation")
-    for heading in ("threads", "base", "native", "base / native"):
-        table.add_column(heading, justify="right")
-    for row in results:
-        table.add_row(
-            row["operation"],
-            str(row["threads"]),
-            *(f"{row[name]:.2f} ns" for name in BACKENDS),
-            f"{row['ratio']:.2f}",
-        )
-    console.print(table)
-    if config.save:
-        console.print(f"Written to {common.save('native', dataclasses.asdict(config), results)}")
+    for threads in config.threads:
+        environment = {"PJRT_NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
+        rows = in_process(measure, threads, dataclasses.asdict(config), environment=environment)
+        results += [{"threads": threads, **row} for row in rows]
+    title = f"{config.size / 2**20:g} Mi {config.dtype} coordinates, {config.bits:g} bits"
+    return Report(results=results, shown=[table(title, COLUMNS, results)])
 
 
-def _in_process(config: Config, threads: int) -> list[dict[str, Any]]:
-    """Measure in a process that has some threads, and as many cores."""
-    given = (f"--{name}={getattr(config, name)}" for name in ("size", "chunks", "bits", "dtype"))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.speed.native", *given, f"--repeats={config.repeats}"],
-        env={
-            **os.environ,
-            _INSIDE: str(threads),
-            "PJRT_NPROC": str(threads),
-            "JAX_PLATFORMS": "cpu",
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+def measure(threads: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the nanoseconds per coordinate of both backends, for every operation.
 
-
-def measure(config: Config) -> list[dict[str, Any]]:
-    """Return the nanoseconds per coordinate of both backends, for every operation."""
+    Args:
+      threads: number of the cores that this process keeps.
+      options: fields of `Config`.
+    """
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    config = Config(**options)
     layout = dq.DynamiQ(bits=config.bits).layout(config.size, num_chunks=config.chunks)
     rows = [
         layout.as_rows(jnp.asarray(worker_gradient(worker, config.size, seed=0), config.dtype))
@@ -117,37 +94,21 @@ def measure(config: Config) -> list[dict[str, Any]]:
     results = []
     for name, (arguments, size) in cases.items():
         static = {} if name == "statistics" else {"layout": layout}
-        calls = [
-            functools.partial(
+        calls = {
+            backend: functools.partial(
                 jax.jit(
                     functools.partial(getattr(operations, name), implementation=backend, **static)
                 ),
                 *arguments,
             )
             for backend in BACKENDS
-        ]
-        seconds = _paired(calls, config.repeats)
-        ratio = statistics.median(base / native for base, native in seconds)
-        medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
-        ns = {name: 1e9 * value / size for name, value in zip(BACKENDS, medians, strict=True)}
+        }
+        seconds = in_turns(calls, config.repeats)
+        ns = {backend: 1e9 * statistics.median(of) / size for backend, of in seconds.items()}
+        ratio = median_ratio(seconds["xla"], seconds["native"])
         results.append({"operation": name, **ns, "ratio": ratio})
     return results
 
 
-def _paired(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
-    """Return the seconds of each call, in turns."""
-    for call in calls:
-        jax.block_until_ready(call())
-    seconds = []
-    for _ in range(repeats):
-        turn = []
-        for call in calls:
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            turn.append(time.perf_counter() - start)
-        seconds.append(turn)
-    return seconds
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -8,10 +8,7 @@ process of its own, and never run. Those of a small decoder run on 8, one step o
 
 import dataclasses
 import functools
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.processes import in_process
+from benchmarks.harness.timing import in_turns, median_ratio, timed
 from benchmarks.speed.mesh_bytes import sent_by_axes
 from benchmarks.training.big_models import decoder
 
@@ -47,7 +45,6 @@ class Config:
     layers: int = 32  # of the large decoder
     steps: int = 30  # of each program of the small one
     save: bool = True  # write the result to benchmarks/results/transforms.json
-    one: str = ""  # a program to compile in this process, for internal use
 
 
 def mesh_of(*shape: int) -> Mesh:
@@ -57,9 +54,7 @@ def mesh_of(*shape: int) -> Mesh:
 
 def describe(lowered: Any, mesh: Mesh) -> tuple[Any, dict[str, Any]]:
     """Compile a program; return it with its seconds of a core, its memory and its bytes."""
-    start = time.process_time()
-    program = lowered.compile()
-    seconds = time.process_time() - start
+    program, seconds = timed(lowered.compile, time.process_time)
     sent = sent_by_axes(program.as_text(), mesh)
     own = sent.get(("data",), 0.0)
     return program, {
@@ -73,9 +68,7 @@ def describe(lowered: Any, mesh: Mesh) -> tuple[Any, dict[str, Any]]:
 def large(form: str, layers: int) -> dict[str, Any]:
     """Lower and compile a training step of the large decoder."""
     jax.config.update("jax_num_cpu_devices", 16)
-    start = time.process_time()
-    lowered = decoder.Case(form, layers, (2, 8)).lower()
-    seconds = time.process_time() - start
+    lowered, seconds = timed(decoder.Case(form, layers, (2, 8)).lower, time.process_time)
     _, row = describe(lowered, mesh_of(2, 8))
     return {"model": "8 B", "form": form, "lower_seconds": seconds} | row
 
@@ -124,21 +117,15 @@ def small(steps: int) -> list[dict[str, Any]]:
     for form in ("exact", *decoder.TRANSFORMS):
         whole = NamedSharding(mesh, P())
         step = jax.jit(jax.value_and_grad(_loss(form, mesh)), out_shardings=(whole, placed))
-        start = time.process_time()
-        lowered = step.lower(params, batch)
-        seconds = time.process_time() - start
+        lower = functools.partial(step.lower, params, batch)
+        lowered, seconds = timed(lower, time.process_time)
         programs[form], row = describe(lowered, mesh)
         rows.append({"model": "small", "form": form, "lower_seconds": seconds} | row)
-    times: dict[str, list[float]] = {form: [] for form in programs}
-    for _ in range(steps + 1):
-        for form, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(params, batch))
-            times[form].append(time.perf_counter() - start)
+    calls = {form: functools.partial(each, params, batch) for form, each in programs.items()}
+    times = in_turns(calls, steps)
     for row in rows:
-        own, base = times[row["form"]][1:], times["shard_map"][1:]
-        row["step_seconds"] = statistics.median(own)
-        row["step_ratio"] = statistics.median(a / b for a, b in zip(own, base, strict=True))
+        row["step_seconds"] = statistics.median(times[row["form"]])
+        row["step_ratio"] = median_ratio(times[row["form"]], times["shard_map"])
     return rows
 
 
@@ -163,41 +150,34 @@ def _loss(form: str, mesh: Mesh) -> Callable[..., Array]:
 # ------------------------------------------------------------------------------------ the command
 
 
-def main(config: Config) -> None:
-    """Compile all programs, print a table and write the result."""
-    if config.one:
-        print(json.dumps(large(config.one, config.layers)))
-        return
-    console = Console()
-    rows = small(config.steps)
-    for form in LARGE:
-        command = [sys.executable, "-m", "benchmarks.speed.transforms"]
-        command += ["--one", form, "--layers", str(config.layers)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-    console.print(_table(rows))
-    if config.save:
-        options = {"layers": config.layers, "steps": config.steps}
-        console.print(f"Wrote {common.save('transforms', options, rows)}")
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Transformations of a data-parallel loss")
-    for heading in ("model", "form", "lower", "compile", "temporary", "workers", "other", "step"):
-        table.add_column(heading)
-    for row in rows:
-        table.add_row(
-            row["model"],
-            row["form"],
-            *(f"{row[name]:.1f} s" for name in ("lower_seconds", "compile_seconds")),
-            *(
-                f"{row[name] / 1e6:.2f} MB"
-                for name in ("temporary_bytes", "worker_bytes", "other_bytes")
-            ),
-            f"{row['step_ratio']:.2f}" if "step_ratio" in row else "",
+COLUMNS = (
+    Column("model", "model"),
+    Column("form", "form"),
+    Column("lower", "lower_seconds", "{:.1f} s"),
+    Column("compile", "compile_seconds", "{:.1f} s"),
+    *(
+        Column(heading, lambda row, key=key: row[key] / 1e6, "{:.2f} MB")
+        for heading, key in (
+            ("temporary", "temporary_bytes"),
+            ("workers", "worker_bytes"),
+            ("other", "other_bytes"),
         )
-    return table
+    ),
+    Column("step", lambda row: row.get("step_ratio"), "{:.2f}"),
+)
+
+
+@benchmark("transforms")
+def main(config: Config) -> Report:
+    """Compile all programs."""
+    rows = small(config.steps)
+    rows += [in_process(large, form, config.layers) for form in LARGE]
+    return Report(
+        results=rows,
+        shown=[table("Transformations of a data-parallel loss", COLUMNS, rows)],
+        options=files.options_of(config, but=("save",)),
+    )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import common
+from benchmarks.harness import files
 from dynamiq_jax._measurement.batches import Batches
 from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.kernel_checks import (
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep(**part: Any) -> None:
         results.update(part)
-        common.write(path, vars(options), results)
+        files.write(path, vars(options), results)
 
     checks = check_kernels(
         tuple(BACKENDS),
@@ -122,7 +122,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=9, help="timed calls of each all-reduce")
     add("--small", action="store_true", help="tiny sizes, to try the script")
     add("--interpret", action="store_true", help="without a TPU: slowly, and no time means much")
-    add("--output", default=str(common.RESULTS / "tpu_kernels.json"), help="JSON file")
+    add("--output", default=str(files.path_of("tpu_kernels")), help="JSON file")
     options = parser.parse_args(arguments)
     row = 256
     options.sizes = [64 * row] if options.small else [int(s * 2**20) for s in options.sizes]

@@ -31,7 +31,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
 from benchmarks.speed.mesh_bytes import sent_by_axes
 
 NUM_DEVICES, FRAGMENTS = 8, 3
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=common.RESULTS / "maxtext.json",
+        default=files.path_of("maxtext"),
         help="result file (default: benchmarks/results/maxtext.json)",
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a run of this process alone
@@ -155,7 +156,7 @@ def main() -> None:
             row[kind].pop("versions", None)
     hook = Path(__file__).with_name("maxtext_hook.py")
     config |= {"versions": versions, "lines_of_hook": code_lines(hook.read_text())}
-    path = common.write(args.out, config, results)
+    path = files.write(args.out, config, results)
     console.print(as_table(results))
     console.print(f"Lines of the hook: {config['lines_of_hook']}. Wrote {path}")
 
@@ -358,21 +359,28 @@ def _versions() -> dict[str, str]:
 
 def as_table(results: list[dict[str, Any]]) -> Table:
     """Make a table with one line for each way to train."""
-    table = Table(title="MaxText, exact and through the library (here)")
-    table.add_column("run")
-    for heading in ("loss", "here", "bytes", "here", "of exact", "of BF16", "other axes"):
-        table.add_column(heading, justify="right")
-    for row in results:
-        kinds = (row["exact"], row["compressed"])
-        table.add_row(
-            row["title"],
-            *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
-            *(f"{sum(kind['bytes_between_workers'].values()):,.0f}" for kind in kinds),
-            f"1/{row['ratio_measured']:.2f}",
-            f"1/{row['ratio_bf16']:.2f}",
-            f"{row['ratio_of_others']:.3f}",
+    kinds = ("exact", "compressed")
+    losses = [
+        Column(heading, (kind, "losses", -1), "{:.4f}")
+        for heading, kind in zip(("loss", "here"), kinds, strict=True)
+    ]
+    sizes = [
+        Column(
+            heading,
+            lambda row, kind=kind: sum(row[kind]["bytes_between_workers"].values()),
+            "{:,.0f}",
         )
-    return table
+        for heading, kind in zip(("bytes", "here"), kinds, strict=True)
+    ]
+    columns = (
+        Column("run", "title"),
+        *losses,
+        *sizes,
+        Column("of exact", "ratio_measured", "1/{:.2f}"),
+        Column("of BF16", "ratio_bf16", "1/{:.2f}"),
+        Column("other axes", "ratio_of_others", "{:.3f}"),
+    )
+    return table("MaxText, exact and through the library (here)", columns, results)
 
 
 if __name__ == "__main__":

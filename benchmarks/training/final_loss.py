@@ -9,34 +9,30 @@ batches in the same order; a seed changes batches and rounding.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.muon import muon
 from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import (
-    Params,
-    adamw,
-    loss_of,
-    make_optimizer,
-    pretrain,
-)
-from benchmarks.training.small_lm.training import new_model
+from benchmarks.training.small_lm.pretraining import Params, adamw, loss_of, make_optimizer
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.settings import Setting, parse_setting
+
+TITLE = "Evaluation loss after fine-tuning, against the exact mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +80,10 @@ class Config:
     resume: bool = True  # take the losses of methods from there, if those of the first are the same
 
     @property
-    def result(self) -> str:
-        """Name of the result file."""
-        return "final_loss" if self.optimizer == "adamw" else f"final_loss_{self.optimizer}"
+    def output(self) -> Path:
+        """The result file."""
+        adamw = self.optimizer == "adamw"
+        return files.path_of("final_loss" if adamw else f"final_loss_{self.optimizer}")
 
 
 def train_step(
@@ -137,17 +134,26 @@ def final_loss(
     return float(jax.jit(loss_of(structure))(params, jnp.asarray(held_out)))
 
 
-def main(config: Config) -> None:
-    """Train with every method and print a table."""
+COLUMNS = (
+    Column("method", "method"),
+    Column("bits", "bits", "{:.2f}"),
+    Column("loss, mean over seeds", lambda row: np.mean(row["losses"]), "{:.4f}"),
+    Column("off", lambda row: np.mean(row["off"]), "{:+.2%}"),
+    Column("of each seed", lambda row: "  ".join(f"{off:+.2%}" for off in row["off"])),
+)
+
+
+@benchmark("final_loss")
+def main(config: Config) -> Iterator[Report]:
+    """Train with every method; report after each, since a run takes long."""
     jax.config.update("jax_num_cpu_devices", config.workers)
     console = Console()
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary))
     with console.status("Pre-training"):
-        params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+        structure, params = pretrained(corpora, steps=config.pretrain_steps)
     shapes = jax.eval_shape(lambda: params)
     settings = [parse_setting(f"{name}:{config.topology}", "--methods") for name in config.methods]
-    runs = functools.partial(final_loss, structure, params, corpora, config=config)
+    loss_after = functools.partial(final_loss, structure, params, corpora, config=config)
     known = earlier_losses(config) if config.resume else {}
     results: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
@@ -155,7 +161,7 @@ def main(config: Config) -> None:
         for name, setting in zip(config.methods, settings, strict=True):
             losses = known.get(name, []) if results else []  # the first one is always run
             for seed in config.seeds[len(losses) :]:
-                losses.append(runs(setting=setting, seed=seed))
+                losses.append(loss_after(setting=setting, seed=seed))
                 progress.update(task, completed=len(config.seeds) * len(results) + len(losses))
             if not results and losses != known.get(name):
                 known = {}  # another machine, or other versions
@@ -163,18 +169,19 @@ def main(config: Config) -> None:
             bits = wire_bits(setting, shapes, config.workers)
             off = (np.array(losses) / exact - 1).tolist()
             results.append({"method": name, "bits": bits, "losses": losses, "off": off})
-            if config.save:  # after every method: a run takes long
-                done = config.methods[: len(results)]
-                options = dataclasses.asdict(config) | {"methods": done}
-                common.save(config.result, options, results)
-    console.print(as_table(results))
+            done = config.methods[: len(results)]
+            yield Report(
+                results=results,
+                shown=[table(TITLE, COLUMNS, results)],
+                options=files.options_of(config) | {"methods": done},
+            )
 
 
 def earlier_losses(config: Config) -> dict[str, list[float]]:
     """Return method to losses of the result file, if its other options are the same."""
     options = dataclasses.asdict(config)
     ignored = ("methods", "save", "resume", "optimizer")
-    rows = common.earlier_results(config.result, options, but=ignored)
+    rows = files.earlier_results(config.output, options, but=ignored)
     return {row["method"]: row["losses"] for row in rows or ()}
 
 
@@ -183,22 +190,5 @@ def wire_bits(setting: Setting, shapes: Any, workers: int) -> float:
     return dq.wire_report(shapes, workers, method=setting.method, topology=setting.topology).bits
 
 
-def as_table(results: list[dict[str, Any]]) -> Table:
-    """Make a table with one line for each method."""
-    table = Table(title="Evaluation loss after fine-tuning, against the exact mean")
-    table.add_column("method")
-    for heading in ("bits", "loss, mean over seeds", "off", "of each seed"):
-        table.add_column(heading, justify="right")
-    for row in results:
-        table.add_row(
-            row["method"],
-            f"{row['bits']:.2f}",
-            f"{np.mean(row['losses']):.4f}",
-            f"{np.mean(row['off']):+.2%}",
-            "  ".join(f"{off:+.2%}" for off in row["off"]),
-        )
-    return table
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

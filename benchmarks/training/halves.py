@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from numpy.typing import NDArray
-from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
 from benchmarks.error import tensors
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.gradients import worker_gradients
 
@@ -54,8 +53,20 @@ class Config:
     save: bool = True  # write the result to benchmarks/results/halves.json
 
 
-def main(config: Config) -> None:
-    """Measure all tensors and print a table."""
+COLUMNS = (
+    Column("tensor", "tensor"),
+    Column("topology", "topology"),
+    Column("workers", "workers"),
+    Column("bits", "bits", "{:g}"),
+    Column("vNMSE of pmean", "pmean", "{:.2e}"),
+    Column("Pipelined", lambda row: row["pipelined"] / row["pmean"], "{:.2f}"),
+    Column("psum_scatter", lambda row: row["psum_scatter"] / row["pmean"], "{:.2f}"),
+)
+
+
+@benchmark("halves")
+def main(config: Config) -> Report:
+    """Measure all tensors."""
     console = tables.console()
     made = made_up(config.size, max(config.workers), config.seed)
     if config.trained:
@@ -76,10 +87,8 @@ def main(config: Config) -> None:
                 about = {"tensor": name, "workers": workers, "bits": bits, "topology": topology}
                 rows.append(about | errors)
                 advance(f"{name}, {workers} workers, {bits:g} bits")
-    console.print(as_table(rows))
-    if config.save:
-        options = dataclasses.asdict(config) | {"folder": str(config.folder)}
-        console.print(f"Written to {common.save('halves', options, rows)}")
+    title = "Error of halves relative to that of one all-reduce"
+    return Report(results=rows, shown=[table(title, COLUMNS, rows)])
 
 
 # ------------------------------------------------------------------------------------------ tensors
@@ -196,25 +205,5 @@ def measure(measures: dict[str, Function], tree: Tree) -> dict[str, float]:
     return found
 
 
-def as_table(rows: list[dict[str, Any]]) -> Table:
-    """Make a table with a line for each tensor, number of workers and budget."""
-    table = tables.table(
-        "Error of halves relative to that of one all-reduce",
-        ["tensor", "topology"],
-        ["workers", "bits", "vNMSE of pmean", "Pipelined", "psum_scatter"],
-    )
-    for row in rows:
-        table.add_row(
-            row["tensor"],
-            row["topology"],
-            str(row["workers"]),
-            f"{row['bits']:g}",
-            f"{row['pmean']:.2e}",
-            f"{row['pipelined'] / row['pmean']:.2f}",
-            f"{row['psum_scatter'] / row['pmean']:.2f}",
-        )
-    return table
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

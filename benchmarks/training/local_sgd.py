@@ -9,28 +9,26 @@ batches in the same order; a seed changes batches and rounding.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
 import dynamiq_jax as dq
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.model import ModelConfig
-from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer, pretrain
-from benchmarks.training.small_lm.training import new_model
-from dynamiq_jax._console import tables
+from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
+from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax.training import LocalSGD
 
 # The first is what the bytes of the others are compared with, the second what their losses are.
@@ -162,14 +160,28 @@ def losses_of(
     return losses
 
 
-def main(config: Config) -> None:
-    """Train with all runs and seeds, and print a table."""
+COLUMNS = (
+    Column("run", "run"),
+    Column("loss", lambda row: np.mean([losses[-1] for losses in row["losses"]]), "{:.4f}"),
+    Column(
+        "off exact means",
+        lambda row: np.mean(row["off_exact"]) if "off_exact" in row else None,
+        "{:+.2%}",
+    ),
+    Column("bytes a step", "bytes_a_step", "{:,.0f}"),
+    Column("fewer than BF16", lambda row: row.get("times_fewer_bytes"), "{:.0f}x"),
+    Column("peak bytes of a step", "peak_bytes", "{:,}"),
+)
+
+
+@benchmark("local_sgd")
+def main(config: Config) -> Iterator[Report]:
+    """Train with all runs and seeds; report after each run, since all of them take long."""
     jax.config.update("jax_num_cpu_devices", config.workers)
     console = Console()
     corpora = load_corpora()
-    structure, params = new_model(ModelConfig(corpora.vocabulary))
     with console.status("Pre-training"):
-        params = pretrain(structure, params, corpora.source_code, steps=config.pretrain_steps)
+        structure, params = pretrained(corpora, steps=config.pretrain_steps)
     mesh = jax.make_mesh((config.workers,), ("data",), axis_types=(AxisType.Auto,))
     shapes = jax.eval_shape(lambda: params)
     held_out = jnp.asarray(all_windows(corpora.held_out, context=config.context, multiple_of=1))
@@ -179,7 +191,9 @@ def main(config: Config) -> None:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Training", total=len(config.runs) * len(config.seeds))
         options = dataclasses.asdict(config)
-        earlier = common.earlier_results("local_sgd", options, but=("runs", "save", "resume"))
+        earlier = files.earlier_results(
+            files.path_of("local_sgd"), options, but=("runs", "save", "resume")
+        )
         known = {row["run"]: row for row in earlier or () if config.resume}
         for name in config.runs:
             if name in known:
@@ -203,10 +217,9 @@ def main(config: Config) -> None:
                 }
             )
             _compare(results)
-            if config.save:  # after every run: all of them take long
-                path = common.save("local_sgd", dataclasses.asdict(config), results)
-                plot(results, config, path.with_suffix(".png"))
-    _print(console, results)
+            yield Report(results=results, draw=lambda: plot(results, config))
+    title = "Evaluation loss after training, and bytes that a worker sends"
+    yield Report(shown=[table(title, COLUMNS, results)])
 
 
 def _compare(results: list[dict[str, Any]]) -> None:
@@ -224,28 +237,10 @@ def _compare(results: list[dict[str, Any]]) -> None:
         row["off_exact"] = (final / np.array(by_name[exact]["losses"])[:, -1] - 1).tolist()
 
 
-def _print(console: Console, results: list[dict[str, Any]]) -> None:
-    table = tables.table(
-        "Evaluation loss after training, and bytes that a worker sends",
-        ("run",),
-        ("loss", "off exact means", "bytes a step", "fewer than BF16", "peak bytes of a step"),
-    )
-    for row in results:
-        table.add_row(
-            row["run"],
-            f"{np.mean([losses[-1] for losses in row['losses']]):.4f}",
-            f"{np.mean(row['off_exact']):+.2%}" if "off_exact" in row else "",
-            f"{row['bytes_a_step']:,.0f}",
-            f"{row['times_fewer_bytes']:.0f}x" if "times_fewer_bytes" in row else "",
-            f"{row['peak_bytes']:,}",
-        )
-    console.print(table)
-
-
-def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
+def plot(results: list[dict[str, Any]], config: Config) -> Figure:
     """Draw the evaluation loss against the bytes that a worker has sent."""
-    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axis = figure.subplots()
     colors = {"local SGD": "C0", "4 fragments": "C1", "outer step of 1": "C2"}
     for row in results:
         losses = np.mean(row["losses"], axis=0)[1:]
@@ -264,9 +259,8 @@ def plot(results: list[dict[str, Any]], config: Config, path: Path) -> None:
     )
     axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -11,17 +11,17 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import tyro
-from matplotlib import pyplot as plt
-from rich.console import Console
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from rich.progress import Progress
+from rich.table import Table
 
-from benchmarks import common
 from benchmarks.emulation.hosts import Hosts, joined_hosts, link_patience
-from dynamiq_jax._console import tables
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
 
 PARTS = ("forward", "passes", "scatter", "gather", "pipelined", "unpipelined")
@@ -102,29 +102,30 @@ def _at(
     }
 
 
-def main(config: Config) -> None:
-    """Measure, print a table and draw the timeline."""
-    console = Console()
-    if config.measure:
-        with Progress(console=console, transient=True) as progress:
-            total = len(PARTS) * (1 + config.repeats * len(config.rates))
-            task = progress.add_task("Measuring", total=total)
-            rows = measure(config, lambda text: progress.update(task, advance=1, description=text))
-        _print(console, rows)
-        if config.save:
-            common.save("pipelined", dataclasses.asdict(config), rows)
-    schedules = common.RESULTS / "pipelined_h200.json"
-    steps = json.loads(schedules.read_text())["results"]["steps"]
-    plot(steps, common.RESULTS / "pipelined.png")
+@benchmark("pipelined")
+def main(config: Config) -> Report:
+    """Measure, and draw the timeline."""
+    schedules = json.loads(files.path_of("pipelined_h200").read_text())["results"]["steps"]
+    if not config.measure:
+        plot(schedules).savefig(files.RESULTS / "pipelined.png", dpi=150)
+        return Report()
+    with Progress(transient=True) as progress:
+        total = len(PARTS) * (1 + config.repeats * len(config.rates))
+        task = progress.add_task("Measuring", total=total)
+        rows = measure(config, lambda text: progress.update(task, advance=1, description=text))
+    return Report(results=rows, shown=[as_table(rows)], draw=lambda: plot(schedules))
 
 
-def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    table = tables.table("Time of a step", ("",), [format_rate(row["rate"]) for row in rows])
+def as_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Make a table with a line for each part, and a column for each rate."""
     names = ("forward", "backward", "scatter", "gather", "pipelined", "unpipelined")
-    for name in (*names, "model_serial", "model_unpipelined", "model_pipelined"):
-        shown = name.replace("model_", "model: ")
-        table.add_row(shown, *(format_seconds(row[name]) for row in rows))
-    console.print(table)
+    names += ("model_serial", "model_unpipelined", "model_pipelined")
+    columns = [Column("", lambda name: name.replace("model_", "model: "))]
+    columns += [
+        Column(format_rate(row["rate"]), lambda name, row=row: format_seconds(row[name]))
+        for row in rows
+    ]
+    return table("Time of a step", columns, names)
 
 
 def replay(schedule: Sequence[Sequence[Any]], workers: int = 8) -> list[tuple[str, float, float]]:
@@ -153,15 +154,15 @@ def replay(schedule: Sequence[Sequence[Any]], workers: int = 8) -> list[tuple[st
     return bars
 
 
-def plot(steps: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(steps: Sequence[dict[str, Any]]) -> Figure:
     """Draw a step that gathers at its end above a pipelined one, on one time axis."""
     by_kind = {
         row["pipelined"]: row
         for row in steps
         if row["topology"] == "all_to_all" and row["buckets_per_layer"] == 1
     }
-    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
-    figure, axes = plt.subplots(2, 1, figsize=(10, 3.8), sharex=True, layout="constrained")
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
     lengths = {}
     for axis, pipelined in zip(axes, (False, True), strict=True):
         bars = [bar for bar in replay(by_kind[pipelined]["schedule"]) if bar[0] != "other"]
@@ -178,11 +179,10 @@ def plot(steps: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(name if pipelined else "gather at the end of a step", loc="left")
         axis.text(1e3 * end, 2.05, f"{1e3 * end:.1f} ms", ha="center", va="bottom", fontsize=9)
     axes[1].set_xlabel("ms of a step")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     figure.legend(handles, list(COLORS), loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -21,9 +21,9 @@ machine, which makes computing and coding slower than on hosts of their own.
 """
 
 import dataclasses
-import sys
+import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,8 +32,9 @@ import numpy as np
 import tyro
 
 import dynamiq_jax as dq
-from benchmarks import common
 from benchmarks.emulation import namespaces
+from benchmarks.harness import files
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.emulated_training import report
 from benchmarks.training.emulated_training.rounds import Rounds, parse_all_rounds
 from benchmarks.training.emulated_training.run import EmulatedRun, check_identical, trainers
@@ -43,7 +44,6 @@ from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import abstract_model, new_model
 from dynamiq_jax._console import options, tables
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 from dynamiq_jax._console.units import parse_rate
 from dynamiq_jax._measurement.settings import PSUM
 
@@ -108,9 +108,7 @@ class Config:
     timeout: float = 120.0
     """Seconds without an answer, beyond what compiling and the link take, after which all ends."""
 
-    output: Annotated[Path, tyro.conf.arg(metavar="FILE")] = (
-        common.RESULTS / "time_to_accuracy.json"
-    )
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE")] = files.path_of("time_to_accuracy")
     """Where results go, after every link and seed; the plot goes beside it, as .png."""
 
     def stops(self) -> list[int]:
@@ -192,8 +190,9 @@ def costs(settings: dict[str, Rounds], shapes: Any, hosts: int) -> dict[str, dic
     return found
 
 
-def measure(config: Config) -> None:
-    """Train, and print and write the results."""
+@benchmark("time_to_accuracy")
+def main(config: Config) -> Iterator[Report]:
+    """Train with all settings; report after each link and seed, since all of them take long."""
     settings, rates = check(config)
     jax.config.update("jax_platforms", "cpu")  # as the hosts have it
     console = tables.console()
@@ -210,8 +209,6 @@ def measure(config: Config) -> None:
     training = {"model": dataclasses.asdict(model)} | {
         name: getattr(config, name) for name in ("batch", "context", "learning_rate", "steps")
     }
-    kept = dataclasses.asdict(config)
-    del kept["output"]
     runs: list[EmulatedRun] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -233,24 +230,12 @@ def measure(config: Config) -> None:
                 check_identical(runs)
                 results = report.summary(runs, cost, alone)
                 results["coordinates"] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-                common.write(config.output, kept, results)  # after each: all take long
-                report.plot(results, config.output.with_suffix(".png"))
-    for table in report.as_tables(results):
-        console.print(table)
-    console.print(f"Written to {config.output} and {config.output.with_suffix('.png')}")
-
-
-def main(config: Config) -> None:
-    """Run the benchmark. End with one line where something is wrong, and leave no hosts behind."""
-    try:
-        with stopping_cleanly():
-            measure(config)
-    except CommandError as error:
-        sys.exit(f"time_to_accuracy: {error}")
-    except Stopped as stopped:
-        print(f"time_to_accuracy: {stopped}; hosts are removed.", file=sys.stderr)
-        sys.exit(128 + stopped.number)
+                yield Report(
+                    results=results,
+                    shown=report.as_tables(results),
+                    draw=functools.partial(report.plot, results),
+                )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

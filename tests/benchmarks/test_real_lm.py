@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import dynamiq_jax as dq
-from benchmarks import common
 from benchmarks.error import allocation, dump_gradients, tensors
 from benchmarks.error.tensors import ROW, Recipe, names_of
+from benchmarks.harness import files
 from benchmarks.real_lm import (
     errors,
     estimates,
@@ -60,7 +60,7 @@ def test_gradients_of_workers_average_to_that_of_all_rows(model):
 
 
 def test_errors_are_measured_once(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     monkeypatch.setattr(errors, "make_devices", lambda workers: None)
     config = errors.Config(
         model=model,
@@ -114,7 +114,7 @@ def test_bits_by_bucket_have_less_error_in_the_same_bytes(monkeypatch):
 
 def test_errors_of_other_rows_or_weights_are_measured_again(model, tmp_path, monkeypatch):
     """Rows of files with one model, which name none, are those of that model."""
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     monkeypatch.setattr(errors, "make_devices", lambda workers: None)
     measured = []
     monkeypatch.setattr(errors, "gradients", lambda config, text, workers: (None, None))
@@ -159,7 +159,7 @@ def test_a_model_is_named_by_the_run_that_trained_it(model):
 
 @pytest.mark.slow
 def test_estimated_errors_are_close_to_those_of_real_gradients(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     monkeypatch.setattr(tensors, "worker_gradients", shorter_rows)
     config = estimates.Config(
         model=model, bits=(4,), workers=(2,), keys=4, size=8 * ROW, folder=tmp_path / "tensors"
@@ -174,7 +174,7 @@ def test_estimated_errors_are_close_to_those_of_real_gradients(model, tmp_path, 
 
 @pytest.mark.slow
 def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     config = training.Config(
         model=model,
         folder=tmp_path / "runs",
@@ -231,7 +231,7 @@ RUN = {
 
 
 def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     path, data = tmp_path / "real_lm_training.json", tmp_path / "runs" / "chats-640.jsonl"
     data.parent.mkdir()
     data.write_text("chats of this Python")
@@ -257,12 +257,12 @@ def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, monkeypatch
 
 
 def test_runs_of_more_documents_do_not_read_those_of_fewer(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     for count in (30, 40):
         folder = tmp_path / "runs"
         training.main(training.Config(model=model, folder=folder, count=count, methods=()))
-    files = {path.name: path.read_text().count("\n") for path in folder.iterdir()}
-    assert files == {"chats-30.jsonl": 30, "chats-40.jsonl": 40}
+    written = {path.name: path.read_text().count("\n") for path in folder.iterdir()}
+    assert written == {"chats-30.jsonl": 30, "chats-40.jsonl": 40}
 
 
 def test_methods_and_policies_have_folders_of_their_own():
@@ -276,7 +276,7 @@ def test_methods_and_policies_have_folders_of_their_own():
 
 
 def test_without_the_model_each_benchmark_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     none, words = tmp_path / "none", r"none, which has no model\. Run `make demo-llm`\."
     for benchmark in (errors, estimates, training, time_to_accuracy):
         with pytest.raises(SystemExit, match=f"--model is .*{words}"):

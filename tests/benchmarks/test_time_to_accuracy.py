@@ -65,7 +65,7 @@ def test_summary_tells_how_much_sooner_and_what_was_not_reached(tmp_path):
     assert dynamiq["wire_seconds"] == pytest.approx(0.08)
     assert results["final_losses"][2]["mean_off"] == pytest.approx(4.1 / 4.0 - 1)
     assert len(report.as_tables(results)) == 2
-    report.plot(results, tmp_path / "plot.png")
+    report.plot(results).savefig(tmp_path / "plot.png")
     json.dumps(results)
 
 

@@ -13,26 +13,24 @@ evaluation. It shows times of this machine: run it while nothing else does.
 """
 
 import dataclasses
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
 import numpy as np
-import tyro
 from rich.table import Table
 
-from benchmarks import common
 from benchmarks.contrib.drop_compute.figure import draw
 from benchmarks.contrib.drop_compute.run import compare, train
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.small_lm.corpora import all_windows, load_corpora
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import pretrain
 from benchmarks.training.small_lm.training import new_model
 from dynamiq_jax._console import options, tables
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax.contrib import Calibration
 from dynamiq_jax.contrib.drop_compute.prediction import (
@@ -166,44 +164,38 @@ def measure(config: Config) -> list[dict[str, Any]]:
 
 def as_tables(results: dict[str, Any]) -> list[Table]:
     """Make a table of the simulation, and one of the processes."""
-    simulated = tables.table(
-        "Simulated, on steps that the threshold was not chosen from",
-        ("latencies",),
-        ("workers", "dropped", "speed-up", "law", "if cut off", "law"),
+    simulated = (
+        Column("latencies", "noise"),
+        Column("workers", "workers"),
+        Column("dropped", ("held_out", "drop_rate"), "{:.1%}"),
+        Column("speed-up", ("held_out", "speedup"), "{:.3f}x"),
+        Column("law", "law", "{:.3f}x"),
+        Column("if cut off", ("cut", "speedup"), "{:.3f}x"),
+        Column("law", "cut_law", "{:.3f}x"),
     )
-    for row in results["simulated"]:
-        simulated.add_row(
-            row["noise"],
-            str(row["workers"]),
-            f"{row['held_out']['drop_rate']:.1%}",
-            *(
-                f"{value:.3f}x"
-                for value in (
-                    row["held_out"]["speedup"],
-                    row["law"],
-                    row["cut"]["speedup"],
-                    row["cut_law"],
-                )
-            ),
-        )
-    measured = tables.table(
-        "Measured: two processes, one of which is late",
-        ("seed",),
-        ("step", "with a threshold", "dropped", "speed-up", "predicted", "loss", "with"),
+    measured = (
+        Column("seed", lambda row: str(row["seed"])),
+        Column("step", lambda row: format_seconds(row["step_seconds_before"])),
+        Column("with a threshold", lambda row: format_seconds(row["step_seconds"])),
+        Column("dropped", "drop_rate", "{:.1%}"),
+        Column("speed-up", "speedup", "{:.3f}x"),
+        Column("predicted", "predicted_speedup", "{:.3f}x"),
+        Column("loss", "loss_before", "{:.4f}"),
+        Column("with", "loss", "{:.4f}"),
     )
-    for row in results["processes"]:
-        measured.add_row(
-            str(row["seed"]),
-            format_seconds(row["step_seconds_before"]),
-            format_seconds(row["step_seconds"]),
-            f"{row['drop_rate']:.1%}",
-            f"{row['speedup']:.3f}x",
-            f"{row['predicted_speedup']:.3f}x",
-            f"{row['loss_before']:.4f}",
-            f"{row['loss']:.4f}",
-        )
-    measured.caption = "loss: on held-out text, at the time at which the first of both runs ended."
-    return [simulated, measured]
+    return [
+        table(
+            "Simulated, on steps that the threshold was not chosen from",
+            simulated,
+            results["simulated"],
+        ),
+        table(
+            "Measured: two processes, one of which is late",
+            measured,
+            results["processes"],
+            "loss: on held-out text, at the time at which the first of both runs ended.",
+        ),
+    ]
 
 
 def check(config: Config) -> None:
@@ -217,24 +209,15 @@ def check(config: Config) -> None:
         )
 
 
-def main(config: Config) -> None:
-    """Simulate, measure, and print and write the results."""
-    try:
-        with stopping_cleanly():
-            check(config)
-            runs = measure(config) if config.seeds else []
-            results = simulate(config)
-            results |= {"processes": compare(runs, config.calibration_steps), "runs": runs}
-    except CommandError as error:
-        sys.exit(f"drop_compute: {error}")
-    except Stopped as stopped:
-        print(f"drop_compute: {stopped}; its processes are ended.", file=sys.stderr)
-        sys.exit(128 + stopped.number)
-    tables.console().print(*as_tables(results))
-    if config.save:
-        path = common.save("drop_compute", dataclasses.asdict(config), results)
-        draw(results, path.with_suffix(".png"))
+@benchmark("drop_compute")
+def main(config: Config) -> Report:
+    """Simulate, and measure."""
+    check(config)
+    runs = measure(config) if config.seeds else []
+    results = simulate(config)
+    results |= {"processes": compare(runs, config.calibration_steps), "runs": runs}
+    return Report(results=results, shown=as_tables(results), draw=lambda: draw(results))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

@@ -1,31 +1,27 @@
 """Plot of a step with a threshold, of the gain, and of two real processes."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from dynamiq_jax.contrib.drop_compute.plots import BLUE, GRAY, draw_sweep
 
 RED = "#c92a2a"
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any]) -> Figure:
     """Draw the results of `benchmarks.contrib.drop_compute`."""
-    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
     runs = results["runs"]
-    figure, axes = plt.subplots(
-        1, 3 if runs else 2, figsize=(16 if runs else 11, 4.6), layout="constrained"
-    )
+    figure = Figure(figsize=(16 if runs else 11, 4.6), layout="constrained")
+    axes = figure.subplots(1, 3 if runs else 2)
     _draw_step(axes[0], np.asarray(results["step"]["times"]), results["step"]["threshold"])
     draw_sweep(axes[1], results["sweep"], results["sweep_threshold"])
     axes[1].set_title("Simulated: 200 workers, normal latencies")
     if runs:
         _draw_losses(axes[2], runs)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return figure
 
 
 def _draw_step(axis: Any, times: np.ndarray, threshold: float) -> None:

@@ -8,6 +8,7 @@ import jax
 import tyro
 from rich.table import Table
 
+from benchmarks.harness.columns import Column, table
 from benchmarks.speed.tune_buckets import steps
 from benchmarks.speed.tune_buckets.tuner import BucketTrial, StepTimer, tune_bucket_bytes
 from dynamiq_jax._console import options, records, tables
@@ -98,17 +99,17 @@ class TuneBuckets:
 
 
 def _table(trials: tuple[BucketTrial, ...]) -> Table:
-    made = tables.table(
-        "Time of a step by bucket size", (), ("bucket size", "time of a step", "against the best")
-    )
     best = trials[0]
-    for trial in sorted(trials):
-        made.add_row(
-            _mib(trial.bucket_bytes),
-            format_seconds(trial.seconds),
-            "best" if trial is best else f"+{trial.seconds / best.seconds - 1:.1%}",
-        )
-    return made
+
+    def against_best(trial: BucketTrial) -> str:
+        return "best" if trial is best else f"+{trial.seconds / best.seconds - 1:.1%}"
+
+    columns = (
+        Column("bucket size", lambda trial: _mib(trial.bucket_bytes)),
+        Column("time of a step", lambda trial: format_seconds(trial.seconds)),
+        Column("against the best", against_best),
+    )
+    return table("Time of a step by bucket size", columns, sorted(trials))
 
 
 def _mib(size: int) -> str:

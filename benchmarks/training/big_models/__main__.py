@@ -8,19 +8,18 @@ plans it.
 """
 
 import dataclasses
-import json
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import tyro
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks import common
+from benchmarks.harness import files
+from benchmarks.harness.columns import Column, table
+from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.processes import in_process
+from benchmarks.harness.timing import timed
 from benchmarks.training.big_models import decoder, dense
 
 Case = decoder.Case | dense.Case | dense.Buckets
@@ -32,7 +31,6 @@ class Config:
 
     repeats: int = 3  # processes for each program; the median counts
     save: bool = True  # write the result to benchmarks/results/big_models.json
-    one: str = ""  # the name of one program to compile in this process, for internal use
 
 
 def cases() -> dict[str, tuple[Case, int]]:
@@ -58,57 +56,46 @@ def measure(name: str) -> dict[str, Any]:
     """Lower a program, and compile it unless it is lowered alone."""
     case, devices = cases()[name]
     jax.config.update("jax_num_cpu_devices", devices)
-    start = time.process_time()
-    lowered = case.lower()
-    row: dict[str, Any] = {"lower_seconds": time.process_time() - start}
+    lowered, seconds = timed(case.lower, time.process_time)
+    row: dict[str, Any] = {"lower_seconds": seconds}
     if "lowered alone" not in name:
-        memory = lowered.compile().memory_analysis()
-        row["seconds"] = time.process_time() - start
+        compiled, compile_seconds = timed(lowered.compile, time.process_time)
+        memory = compiled.memory_analysis()
+        row["seconds"] = seconds + compile_seconds
         row["temporary_bytes"] = memory.temp_size_in_bytes
         row["result_bytes"] = memory.output_size_in_bytes
     return row
 
 
-def main(config: Config) -> None:
-    """Compile all programs, print a table and write the result."""
-    if config.one:
-        print(json.dumps(measure(config.one)))
-        return
-    console = Console()
+def gigabytes(name: str) -> Callable[[dict[str, Any]], float | None]:
+    """Return a function of a row: a size in GB; None if the program was not compiled."""
+    return lambda row: row[name] / 1e9 if name in row else None
+
+
+COLUMNS = (
+    Column("program", "name"),
+    Column("lower", "lower_seconds", "{:.1f} s"),
+    Column("lower and compile", lambda row: row.get("seconds"), "{:.1f} s"),
+    Column("temporary GB", gigabytes("temporary_bytes"), "{:.2f}"),
+    Column("result GB", gigabytes("result_bytes"), "{:.2f}"),
+)
+
+
+@benchmark("big_models")
+def main(config: Config) -> Report:
+    """Compile all programs."""
     rows = []
-    for name in track(cases(), description="Compiling", console=console, transient=True):
-        runs = [_in_process(name) for _ in range(config.repeats)]
+    for name in track(cases(), description="Compiling", transient=True):
+        runs = [in_process(measure, name) for _ in range(config.repeats)]
         middle = sorted(runs, key=lambda row: row.get("seconds", row["lower_seconds"]))
         rows.append({"name": name} | middle[len(middle) // 2])
-    console.print(_table(rows))
-    if config.save:
-        options = {"repeats": config.repeats}
-        console.print(f"Wrote {common.save('big_models', options, rows)}")
-
-
-def _in_process(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.training.big_models", "--one", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Programs of large models", caption="CPU seconds; memory of a device")
-    table.add_column("program")
-    for heading in ("lower", "lower and compile", "temporary GB", "result GB"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        sizes = [row.get(key) for key in ("temporary_bytes", "result_bytes")]
-        table.add_row(
-            row["name"],
-            f"{row['lower_seconds']:.1f} s",
-            f"{row['seconds']:.1f} s" if "seconds" in row else "",
-            *("" if size is None else f"{size / 1e9:.2f}" for size in sizes),
-        )
-    return table
+    caption = "CPU seconds; memory of a device"
+    return Report(
+        results=rows,
+        shown=[table("Programs of large models", COLUMNS, rows, caption)],
+        options=files.options_of(config, but=("save",)),
+    )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main, __doc__)

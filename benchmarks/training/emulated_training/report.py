@@ -1,17 +1,16 @@
 """Record of runs for the JSON file, tables and a plot."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.table import Table
 
+from benchmarks.harness.columns import Column, table
 from benchmarks.training.emulated_training.rounds import parse_rounds
 from benchmarks.training.emulated_training.run import EmulatedRun
 from benchmarks.training.emulated_training.target import FRACTIONS, reached, target_loss
-from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds
 from dynamiq_jax._measurement.settings import BF16_RING, PSUM, parse_setting
 
@@ -134,53 +133,50 @@ def _final_losses(runs: Sequence[EmulatedRun], settings: Sequence[str]) -> list[
 
 def as_tables(results: dict[str, Any]) -> list[Table]:
     """Make one table for each link, and one of the final losses."""
-    made = []
-    for rate in dict.fromkeys(row["rate"] for row in results["links"]):
-        table = tables.table(
-            f"{format_rate(rate)}: time until the exact run's target",
-            ("setting",),
-            ("bits", "step", "wire alone", "computing", "99 %", "vs BF16", "vs MXFP8", "99.5 %"),
-        )
-        for row in results["links"]:
-            if row["rate"] == rate:
-                table.add_row(
-                    row["setting"],
-                    f"{row['bits']:.2f}",
-                    format_seconds(row["step_seconds"]),
-                    f"{row['wire_seconds'] / row['step_seconds']:.0%}",
-                    f"{row['compute_share']:.0%}",
-                    _when(row["to_target"][0.99]["seconds"]),
-                    *(
-                        f"{row['times_sooner'][name][0.99]:.2f}x"
-                        if 0.99 in row["times_sooner"][name]
-                        else ""
-                        for name in REFERENCES
-                    ),
-                    _when(row["to_target"][0.995]["seconds"]),
-                )
-        table.caption = (
-            "wire alone: share of a step that its bytes take at the rate. computing: share that "
-            "a step without the all-reduce takes."
-        )
-        made.append(table)
-    table = tables.table(
-        "Evaluation loss after training", ("setting",), ("loss by seed", "off exact", "mean")
+    columns = (
+        Column("setting", "setting"),
+        Column("bits", "bits", "{:.2f}"),
+        Column("step", lambda row: format_seconds(row["step_seconds"])),
+        Column("wire alone", lambda row: row["wire_seconds"] / row["step_seconds"], "{:.0%}"),
+        Column("computing", "compute_share", "{:.0%}"),
+        Column("99 %", lambda row: _when(row["to_target"][0.99]["seconds"])),
+        *(
+            Column(
+                f"vs {name.upper()}",
+                lambda row, name=name: row["times_sooner"][name].get(0.99),
+                "{:.2f}x",
+            )
+            for name in REFERENCES
+        ),
+        Column("99.5 %", lambda row: _when(row["to_target"][0.995]["seconds"])),
     )
-    for row in results["final_losses"]:
-        table.add_row(
-            row["setting"],
-            "  ".join(f"{loss:.4f}" for loss in row["losses"].values()),
-            "  ".join(f"{off:+.2%}" for off in row["off"].values()),
-            f"{row['mean_off']:+.2%}",
+    made = [
+        table(
+            f"{format_rate(rate)}: time until the exact run's target",
+            columns,
+            [row for row in results["links"] if row["rate"] == rate],
+            "wire alone: share of a step that its bytes take at the rate. computing: share that "
+            "a step without the all-reduce takes.",
         )
-    return [*made, table]
+        for rate in dict.fromkeys(row["rate"] for row in results["links"])
+    ]
+    final = (
+        Column("setting", "setting"),
+        Column("loss by seed", lambda row: _each(row["losses"], ".4f")),
+        Column("off exact", lambda row: _each(row["off"], "+.2%")),
+        Column("mean", "mean_off", "{:+.2%}"),
+    )
+    return [*made, table("Evaluation loss after training", final, results["final_losses"])]
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
+def _each(by_seed: dict[int, float], form: str) -> str:
+    return "  ".join(f"{value:{form}}" for value in by_seed.values())
+
+
+def plot(results: dict[str, Any]) -> Figure:
     """Draw loss against time on every link and, below, the time that DynamiQ saves."""
     rates = list(dict.fromkeys(row["rate"] for row in results["links"]))
-    plt.switch_backend("agg")  # The plot goes to a file: no display is needed.
-    figure = plt.figure(figsize=(1.6 + 4 * max(2, len(rates)), 7.5), layout="constrained")
+    figure = Figure(figsize=(1.6 + 4 * max(2, len(rates)), 7.5), layout="constrained")
     above, below = figure.subfigures(2, height_ratios=(1.2, 1))
     curves = {curve["setting"]: curve for curve in results["curves"]}
     for axis, rate in zip(above.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
@@ -205,8 +201,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for axis, name in zip(axes, names or ["bf16"], strict=True):
         _draw_saved(axis, name, results["links"], rates)
     below.legend(*axis.get_legend_handles_labels(), **LEGEND)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def _draw_saved(axis: Any, name: str, links: list[dict[str, Any]], rates: list[float]) -> None:

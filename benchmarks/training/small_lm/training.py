@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from benchmarks.training.small_lm.corpora import Corpora
 from benchmarks.training.small_lm.model import ModelConfig, Transformer
-from benchmarks.training.small_lm.pretraining import Params, loss_of
+from benchmarks.training.small_lm.pretraining import Params, loss_of, pretrain
 from dynamiq_jax._measurement.settings import Setting
 from dynamiq_jax.training import LocalSGD
 
@@ -22,6 +23,21 @@ State = Any  # of the all-reduce and the optimizer
 def new_model(config: ModelConfig, seed: int = 0) -> tuple[nnx.GraphDef, Params]:
     """Initialize a transformer; return its structure and its parameters (float32)."""
     return nnx.split(Transformer(config, nnx.Rngs(seed)), nnx.Param)
+
+
+def pretrained(corpora: Corpora, *, steps: int, **fields: Any) -> tuple[nnx.GraphDef, Params]:
+    """Make a model, and train it on source code.
+
+    Args:
+      corpora: the texts.
+      steps: number of updates.
+      **fields: fields of `ModelConfig`, besides the vocabulary.
+
+    Returns:
+      The structure of the model and its parameters (float32).
+    """
+    structure, params = new_model(ModelConfig(corpora.vocabulary, **fields))
+    return structure, pretrain(structure, params, corpora.source_code, steps=steps)
 
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
