@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
+from benchmarks.harness import timing
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.harness.processes import in_process
-from benchmarks.harness.timing import median_seconds
 
 # A decoder layer: attention, an MLP, and vectors that stay exact.
 LAYER = [(128, 128)] * 4 + [(128, 512), (512, 128), (128,), (128,), (512,), (128,)]
@@ -79,7 +79,7 @@ def measure(
     result = {}
 
     def timed(stage, call):
-        value, result[stage] = timed(call, time.process_time)
+        value, result[stage] = timing.timed(call, time.process_time)
         return value
 
     # The first program pays for what all of them need. It is none of those that are measured.
@@ -96,7 +96,7 @@ def measure(
     rng = np.random.default_rng(0)
     tree = [rng.standard_normal((workers, *shape), np.float32) for shape in shapes]
     tree = jax.device_put(tree, NamedSharding(mesh, data))
-    result["step"] = median_seconds(compiled, tree, key, repeats=steps)
+    result["step"] = timing.median_seconds(compiled, tree, key, repeats=steps)
     result["peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return result
 

@@ -29,12 +29,13 @@ def real_lm_errors() -> str:
 
 
 def real_lm_topologies() -> str:
-    """Write errors of 5 bits beside those of other methods, by workers and topology."""
+    """Write errors of 5 bits beside those of other methods, by topology and buckets: chats."""
     rows, order = [], ["ring", "butterfly", "all_to_all"]
     measured = [*_rows(step=0, seed=0), *_rows(model=_LATER, seed=0)]
-    measured.sort(key=lambda row: (row["step"], -row["workers"], order.index(row["topology"])))
+    measured.sort(key=lambda row: (row["step"], order.index(row["topology"])))
     for row in measured:
-        if row["method"].removeprefix(ALLOCATED) != "dynamiq:5":
+        is_ours = row["method"].removeprefix(ALLOCATED) == "dynamiq:5"
+        if not is_ours or (row["text"], row["workers"]) != ("chats", 8):
             continue
         gradient = {key: row[key] for key in ("model", "step", "text", "workers")}
         ratios = []
@@ -46,9 +47,9 @@ def real_lm_topologies() -> str:
         buckets = default if row["bucketing"] == "auto" else row["bucketing"].replace("_", " ")
         if row["method"].startswith(ALLOCATED):
             buckets += ", `allocate_bits`"
-        name, workers = _name((row["text"], row["step"])), str(row["workers"])
-        rows.append([name, workers, row["topology"], buckets, exponent(row["vnmse"]), *ratios])
-    header = ["text", "workers", "topology", "buckets", "`dynamiq:5`"]
+        step = str(row["step"])
+        rows.append([step, row["topology"], buckets, exponent(row["vnmse"]), *ratios])
+    header = ["step", "topology", "buckets", "`dynamiq:5`"]
     return markdown([*header, "over `mxfp8`", "over `blockint:5`"], rows)
 
 

@@ -13,7 +13,7 @@ def tpu_slices() -> str:
     rows = []
     for kind, link in LINKS.items():
         rate = parse_rate(link, "link")
-        for size in ("8Mi", "32Mi", "256Mi"):
+        for size in ("8Mi", "256Mi"):
             plain, ours = (option.all_reduce for option in between_slices(kind, size))
             rows.append(
                 [
@@ -33,42 +33,33 @@ def tpu_slices() -> str:
 
 
 def tpu_kernels() -> str:
-    """Write the cycles of a coordinate in each kernel, by generation."""
-    results = results_of("aot_tpu")
-    rows = []
-    for what in results[_GENERATIONS["v5e"]]["kernels"]["float32"]:
-        for dtype in ("float32", "bfloat16"):
-            kernels = [results[name]["kernels"][dtype] for name in _GENERATIONS.values()]
-            if all(what in of_dtype for of_dtype in kernels):
-                cycles = (f"{of_dtype[what]['cycles_per_coordinate']:.4f}" for of_dtype in kernels)
-                rows.append([what, dtype, *cycles])
-    return markdown(["kernel", "rows", *_GENERATIONS], rows)
+    """Write the cycles of a coordinate in each kernel for float32 rows, by generation."""
+    kernels = [results_of("aot_tpu")[name]["kernels"]["float32"] for name in _GENERATIONS.values()]
+    rows = [
+        [what, *(f"{of[what]['cycles_per_coordinate']:.4f}" for of in kernels)]
+        for what in kernels[0]
+    ]
+    return markdown(["kernel", *_GENERATIONS], rows)
 
 
 def tpu_sums() -> str:
-    """Write times, memory traffic and compile time of compressed sums on 8 chips a slice."""
-    rows = []
+    """Write times of compressed sums on 8 chips a slice, and their share of the transfer."""
+    times: dict[tuple[str, int, str], dict[str, str]] = {}
     for generation, topology in _GENERATIONS.items():
         of_topology = results_of("aot_tpu")[topology]
         for program in of_topology["programs"]:
-            if program["sum"] == "exact":
+            if program["sum"] == "exact" or "BF16 rows" in program["sum"]:
                 continue
             cycles = program["kernel_cycles"] + program["other_cycles"]
-            shares = program["share_of_transfer"].values()
-            rows.append(
-                [
-                    generation,
-                    program["sum"],
-                    str(program["slices"]),
-                    f"{program['size'] / 2**20:g} Mi",
-                    f"{program['kernel_cycles'] / cycles:.0%}",
-                    format_seconds(1e-6 * cycles / of_topology["clock_mhz"]),
-                    ", ".join(f"{share:.0%}" for share in shares),
-                    f"{program['compile_cpu_seconds']:.1f} s",
-                ]
-            )
-    header = ["TPU", "sum", "slices", "coordinates", "in kernels", "time at the clock"]
-    return markdown([*header, "over wire, 3.1 and 6.25 GB/s", "compile, one core"], rows)
+            seconds = format_seconds(1e-6 * cycles / of_topology["clock_mhz"])
+            share = next(iter(program["share_of_transfer"].values()))
+            case = program["sum"], program["slices"], f"{program['size'] / 2**20:g} Mi"
+            times.setdefault(case, {})[generation] = f"{seconds}, {share:.0%}"
+    rows = [
+        [name, str(slices), size, *(of.get(generation, "") for generation in _GENERATIONS)]
+        for (name, slices, size), of in times.items()
+    ]
+    return markdown(["sum", "slices", "coordinates", *_GENERATIONS], rows)
 
 
 ALL = (

@@ -1,6 +1,5 @@
 """Tables of the pages on workers that are far, slow or lossy."""
 
-import math
 from collections.abc import Callable
 
 from docs.scripts.result_files import exponent, markdown, mean, results_of
@@ -101,7 +100,6 @@ def drop_compute_simulated() -> str:
         [
             row["noise"],
             str(row["workers"]),
-            f"{row['held_out']['threshold']:.2f} s",
             f"{row['held_out']['drop_rate']:.1%}",
             f"{row['held_out']['speedup']:.3f}x",
             f"{row['law']:.3f}x",
@@ -110,7 +108,7 @@ def drop_compute_simulated() -> str:
         ]
         for row in results_of("drop_compute")["simulated"]
     ]
-    header = ["latencies", "workers", "threshold", "dropped", "**speed-up**", "by our law"]
+    header = ["latencies", "workers", "dropped", "**speed-up**", "by our law"]
     return markdown([*header, "if cut off (paper)", "by the paper's law"], rows)
 
 
@@ -138,11 +136,9 @@ def packet_loss() -> str:
     """Write final losses over a channel that loses packets: packet_loss.json."""
     training = results_of("packet_loss")["training"]
     runs = [row for row in training if row["broadcast"] == "parameters" and row["decays"]]
-    reliable = [seed["loss"] for seed in runs[0]["seeds"]]
     rows = []
     for row in runs:
         drift = [(max(seed["drift"]) / seed["mean_square"]) ** 0.5 for seed in row["seeds"]]
-        more = [seed["loss"] - loss for seed, loss in zip(row["seeds"], reliable, strict=True)]
         offs = row["off"]
         rows.append(
             [
@@ -150,12 +146,11 @@ def packet_loss() -> str:
                 f"{row['rate']:.0%}",
                 f"{row['burst'] or 1 / (1 - row['rate']):.1f}",
                 f"{mean(offs):+.2%} ({min(offs):+.2%} to {max(offs):+.2%})",
-                f"{math.expm1(mean(more)):+.1%}",
                 f"{mean(drift):.2%}",
             ]
         )
     headings = ["gradients", "lost", "mean burst", "final loss (range of the seeds)"]
-    return markdown([*headings, "perplexity", "largest drift"], rows)
+    return markdown([*headings, "largest drift"], rows)
 
 
 def messages_under_loss() -> str:
