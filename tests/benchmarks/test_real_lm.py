@@ -281,7 +281,7 @@ def test_without_the_model_each_benchmark_says_how_to_get_it(tmp_path, monkeypat
     for benchmark in (errors, estimates, training, time_to_accuracy):
         with pytest.raises(SystemExit, match=f"--model is .*{words}"):
             benchmark.main(benchmark.Config(model=none))
-    options = dump_gradients.Options(model="smollm2", checkpoint=none, output=tmp_path / "g.npz")
+    options = dump_gradients.Config(model="smollm2", checkpoint=none, output=tmp_path / "g.npz")
     with pytest.raises(SystemExit, match=f"--checkpoint is .*{words}"):
         dump_gradients.main(options)
     config = allocation.Config(
@@ -294,7 +294,7 @@ def test_without_the_model_each_benchmark_says_how_to_get_it(tmp_path, monkeypat
 
 def test_gradients_of_a_checkpoint_are_written(model, tmp_path):
     path = tmp_path / "g.npz"
-    options = dump_gradients.Options(
+    options = dump_gradients.Config(
         model="smollm2", checkpoint=model, workers=2, kinds=("mlp",), layers=(0,), output=path
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -325,7 +325,7 @@ def test_a_part_of_the_rows_of_the_embedding_is_written(tmp_path, monkeypatch):
         for worker in (0.0, 10.0)
     ]
     monkeypatch.setattr(dump_gradients, "worker_gradients", lambda *_, **__: iter(whole))
-    options = dump_gradients.Options(
+    options = dump_gradients.Config(
         model="smollm2",
         kinds=("embedding", "mlp"),
         layers=(0,),
@@ -357,7 +357,7 @@ def shorter_rows(folder, text, *, workers, batch=1, context=32):
 )
 def test_options_of_another_model_are_refused(model, tmp_path, options, words):
     given = {"model": "smollm2", "checkpoint": model, "layers": (0,), "workers": 1}
-    options = dump_gradients.Options(**given | {"output": tmp_path / "g.npz"} | options)
+    options = dump_gradients.Config(**given | {"output": tmp_path / "g.npz"} | options)
     with pytest.raises(SystemExit, match=words), pytest.MonkeyPatch.context() as patch:
         if options.workers == 1:
             patch.setattr(dump_gradients, "worker_gradients", lambda *_, **__: iter(()))
