@@ -84,7 +84,7 @@ def test_the_benchmark_writes_such_a_file(tmp_path, model, monkeypatch):
     options = f"--workers 8 --steps 0 1 --pretrain-steps 1 --model {model} --output {path}"
     # The suite is stricter than JAX is for its users.
     with jax.numpy_dtype_promotion("standard"):
-        dump_gradients.main(tyro.cli(dump_gradients.Options, args=options.split()))
+        dump_gradients.main(tyro.cli(dump_gradients.Config, args=options.split()))
     first, second = gradient_files.load(path).values()
     assert first.keys() == second.keys()
     for name, leaf in first.items():
