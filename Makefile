@@ -36,9 +36,10 @@ test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
 test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)
 
-test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed  ## train with all third-party trainers (Python 3.12, 5 GB)
+test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed .venv-steps/installed  ## train with all third-party trainers (Python 3.12, 5 GB)
 	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py tests/trainers/test_flower.py $(ARGS)
 	.venv-maxtext/bin/python -m pytest tests/trainers/test_maxtext.py $(ARGS)
+	.venv-steps/bin/python -m pytest tests/trainers/test_compressed_steps.py $(ARGS)
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
 	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
@@ -73,7 +74,7 @@ benchmarks: $(VENV)/installed  ## measure the codec and the error on this machin
 	$(RUN) -m benchmarks.speed.compile_time
 
 clean:  ## remove the virtual environments, caches and what was built
-	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-trainers .venv-maxtext .venv-oracles .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-trainers .venv-maxtext .venv-steps .venv-oracles .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
@@ -96,6 +97,13 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-maxtext
 	.venv-maxtext/bin/python -m pip install --quiet pytest hypothesis --requirement benchmarks/trainers/maxtext-requirements.txt
 	.venv-maxtext/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+.venv-steps/installed: pyproject.toml benchmarks/trainers/compressed-steps-requirements.txt
+	$(PYTHON) -m venv .venv-steps
+	.venv-steps/bin/python -m pip install --quiet pytest hypothesis --requirement benchmarks/trainers/compressed-steps-requirements.txt
+	.venv-steps/bin/python -m pip install --quiet --no-deps diffusionjax==0.1.8 flaxdiff==0.2.11
+	.venv-steps/bin/python -m pip install --quiet --editable .
 	@touch $@
 
 # Without the packages that run its model, which this project does not need.

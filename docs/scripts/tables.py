@@ -304,6 +304,28 @@ def maxtext() -> str:
     return markdown(list(headings), rows)
 
 
+def compressed_steps() -> str:
+    """Write losses and bytes of the train steps of other packages: compressed_steps.json."""
+    rows = []
+    for row in results_of("compressed_steps"):
+        exact, compressed = row["exact"], row["compressed"]
+        before, after = compressed["bytes_before"], compressed["bytes_after"]
+        rows.append(
+            [
+                row["title"],
+                row["place"],
+                *(f"{kind['losses'][-1]:.4g}" for kind in (exact, compressed)),
+                f"{compressed['sums_compressed']}, {compressed['sums_exact']} exact",
+                f"{before:,.0f}",
+                f"{after:,.0f}",
+                f"{before / after:.1f}",
+            ]
+        )
+    headings = "package", "place of the wrap", "loss, exact", "compressed", "sums compressed"
+    headings += "bytes, exact", "compressed", "fewer"
+    return markdown(list(headings), rows)
+
+
 def environments() -> str:
     """Write the result files of each machine and version of JAX, with the days of the runs."""
     files: dict[tuple[str, str], list[str]] = {}
@@ -336,6 +358,7 @@ _ALL = (
     big_models,
     transforms,
     maxtext,
+    compressed_steps,
     environments,
     cpu_codec,
     choice_tables.which_method,
