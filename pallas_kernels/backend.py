@@ -32,7 +32,7 @@ class Backend(abc.ABC):
     name: ClassVar[str]  # that users give as `implementation`
     platform: ClassVar[str]  # "cpu", "cuda" or "tpu", as in `jax.lax.platform_dependent`
     message_dtype: ClassVar[DTypeLike] = jnp.uint8  # uint32 for words
-    by_name_alone: ClassVar[bool] = False  # never the default
+    rounds_as_base: ClassVar[bool] = False  # to the last bit of a decoded value, wherever it runs
 
     @abc.abstractmethod
     def why_not_here(self) -> str | None:
@@ -57,6 +57,10 @@ class Backend(abc.ABC):
     def needs_check(self) -> bool:
         """Return whether `pallas_kernels.first_use` has to check the backend before its use."""
         return True
+
+    def details(self) -> str:
+        """Return a few words about its programs on this machine, for reports; may be empty."""
+        return ""
 
     # Operations of its own.
 

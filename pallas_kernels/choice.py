@@ -1,16 +1,23 @@
 """Choice of the backend that runs an operation."""
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import first_use
+from pallas_kernels import first_use, modes
 from pallas_kernels.backend import Backend, Operation
+from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.registry import BACKENDS, BASE
+
+# By which any operation chooses the same backend.
+_ROWS = jax.ShapeDtypeStruct((1, SUPER_GROUP_SIZE), np.float32)
+_logger = logging.getLogger("pallas_kernels")
 
 
 def check(implementation: str | None) -> None:
@@ -36,8 +43,7 @@ def message_dtype(implementation: str | None) -> DTypeLike:
     """
     if implementation is not None:
         return _named(implementation).message_dtype
-    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    return next((b for b in _candidates() if b.platform == here), BASE).message_dtype
+    return next((b for b in _candidates() if b.platform == _here()), BASE).message_dtype
 
 
 def run(implementation: str | None, operation: Operation, *arrays: Any, **static: Any) -> Any:
@@ -57,9 +63,12 @@ def run(implementation: str | None, operation: Operation, *arrays: Any, **static
         backend = _named(implementation)
         _check_for(backend, operation, *arrays, **static)
         return backend.run(operation, *arrays, **static)
+    chosen = fastest(operation, *arrays, **static)
+    if modes.is_for_this_machine():
+        _log_default()
     by_platform = {
         platform: functools.partial(backend.run, operation, **static)
-        for platform, backend in fastest(operation, *arrays, **static).items()
+        for platform, backend in chosen.items()
     }
     return lax.platform_dependent(*arrays, **by_platform)
 
@@ -88,10 +97,40 @@ def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Back
     }
 
 
+def default() -> str:
+    """Describe the backend of programs for the default devices, and the reasons against others.
+
+    Returns:
+      One line, such as "the codec runs on cpu by 'native' (C++ with avx2)".
+    """
+    chosen = fastest(Backend.statistics, _ROWS)
+    backend = chosen.get(_here(), BASE)
+    details = f" ({backend.details()})" if backend.details() else ""
+    line = f"the codec runs on {_here()} by {backend.name!r}{details}"
+    against = (
+        f"{other.name!r} is not used: {reason}"
+        for other in BACKENDS.values()
+        if backend is BASE and other.platform == _here()
+        if (reason := other.why_not_here() or first_use.reason_against(other, BASE))
+    )
+    return "; ".join((line, *against))
+
+
+@functools.cache
+def _log_default() -> None:
+    """Log, once in a process, which backend it uses."""
+    _logger.info("%s", default())
+
+
+def _here() -> str:
+    """Return the name of the default platform, as `jax.lax.platform_dependent` has it."""
+    return "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+
+
 def _candidates() -> Iterator[Backend]:
     """Yield the backends that may be the default on this machine, the fastest one first."""
     for backend in BACKENDS.values():
-        if not backend.by_name_alone and backend.why_not_here() is None:
+        if backend.why_not_here() is None:
             yield backend
 
 

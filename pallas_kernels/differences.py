@@ -62,6 +62,20 @@ def compare(ours: Any, base: Any, layout: Layout, widths: NDArray[np.int32]) -> 
     return _of_norms(ours, base) if base.ndim == 1 else _of_values(ours, base)
 
 
+def without_meaningless(
+    message: Any, layout: Layout, widths: NDArray[np.int32]
+) -> NDArray[np.uint8]:
+    """Return a message with zeros in place of the bytes that have no meaning.
+
+    Args:
+      message: uint8 [bytes].
+      layout: its layout.
+      widths: widths of the places of the chunk, int32 [rows_per_chunk].
+    """
+    _, _, supers = _sections(message, layout, widths)
+    return np.where(_counted(supers == NAN_BITS, layout, widths), message, np.uint8(0))
+
+
 def _of_norms(ours: NDArray[Any], base: NDArray[Any]) -> Difference:
     with np.errstate(invalid="ignore"):
         near = np.abs(ours - base) <= _NORM_ERROR * np.abs(base) + _TINY

@@ -8,7 +8,6 @@ Every operation takes both. A `hop` writes the type that it receives, and `compr
 type that suits the backend.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -17,7 +16,6 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.ordering import LocalRows, Places
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> Array:
@@ -205,6 +203,10 @@ def decompress_sums(
 
 def refused_backends() -> tuple[str, ...]:
     """Return the backends that this process refuses, after the check of the default one."""
-    rows = jax.ShapeDtypeStruct((1, SUPER_GROUP_SIZE), jnp.float32)
-    jax.eval_shape(statistics, rows)  # any operation chooses the backend, which is then checked
+    choice.default()  # any choice of it checks it
     return first_use.refused()
+
+
+def default_backend() -> str:
+    """Describe the backend that runs programs here, in one line; see `choice.default`."""
+    return choice.default()

@@ -223,6 +223,7 @@ def _rows(count: int, worker: int) -> NDArray[np.float32]:
         words = np.arange(np.prod(shape), dtype=np.uint32) + np.uint32((_STREAM + stream) << 24)
         return np.asarray(mix(words), np.float64).reshape(shape) / 2**32 - 0.5  # type: ignore[arg-type]
 
-    values = uniform((count, SUPER_GROUP_SIZE), 1 + worker) ** 3
+    drawn = uniform((count, SUPER_GROUP_SIZE), 1 + worker)
+    values = drawn * drawn * drawn  # the same on every machine: a power may not be
     octaves = np.round(16 * uniform((count, 1), 0))  # the same of all workers
     return np.asarray(np.exp2(octaves) * values, np.float32)

@@ -14,6 +14,7 @@ from rich.table import Table
 from dynamiq_jax._console import options, plots, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.kernels import print_default
 from dynamiq_jax._console.machine import MALLOC
 from dynamiq_jax._console.units import (
     format_rate,
@@ -113,6 +114,7 @@ class Bench:
         console = tables.console(quiet=not first)
         kind, platform = devices[0].device_kind, devices[0].platform
         console.print(f"{mesh.size} workers on devices of kind {kind}", highlight=False)
+        print_default(console)
         results: list[Measurement] = []
         steps = len(sizes) * len(settings) * (1 + self.repeats)
         with tables.progress(console, "bench", steps) as advance:

@@ -14,6 +14,7 @@ from rich.text import Text
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.kernels import print_default
 from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.checks import check_program
@@ -97,6 +98,8 @@ class Doctor:
         )
         if jax.process_index() == 0:
             _print(inspection)
+            if self.target.suffix == ".py":  # a text may be of another machine
+                print_default(tables.console())
             if self.json is not None:
                 results = {
                     "collectives": [row._asdict() for row in inspection.rows],

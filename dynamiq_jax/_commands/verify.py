@@ -17,6 +17,7 @@ from dynamiq_jax._commands.bench import bench_table
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.kernels import print_default
 from dynamiq_jax._console.units import format_rate, format_seconds, format_size, parse_size
 from dynamiq_jax._measurement.batches import Batches
 from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_per_machine
@@ -145,6 +146,7 @@ class Verify:
         console.print(_advice(pays, alone=not summed), highlight=False, soft_wrap=True)
         for text in (*problems, *warned):
             console.print(Text(text, style="red"), soft_wrap=True)
+        print_default(console)
         console.print(_conclusion(checks, problems), highlight=False, soft_wrap=True)
         if first and self.json is not None:
             results = {
@@ -154,6 +156,7 @@ class Verify:
                     if check.verdict != KernelVerdict.NOT_HERE
                 ],
                 "not_compared": _not_compared(checks),
+                "default": operations.default_backend(),
                 "refused": operations.refused_backends(),
                 "copy_bytes_per_second": copy,
                 "speeds": [dataclasses.asdict(speed) for speed in speeds],

@@ -1,14 +1,17 @@
 """The backend of the native codec."""
 
+import os
 from typing import Any
 
 import jax
 
 from pallas_kernels import modes
 from pallas_kernels._jax.compat import override
-from pallas_kernels._native import launch, library
+from pallas_kernels._native import launch, library, products
 from pallas_kernels.backend import Backend, Operation
 from pallas_kernels.codec.layout import Layout
+
+SWITCH = "DYNAMIQ_NATIVE"  # also of the build, see hatch_build.py
 
 
 class Native(Backend):
@@ -16,7 +19,7 @@ class Native(Backend):
 
     name = "native"
     platform = "cpu"
-    by_name_alone = True
+    rounds_as_base = True
 
     statistics = staticmethod(launch.statistics)
     hop = staticmethod(launch.hop)
@@ -27,15 +30,28 @@ class Native(Backend):
 
     @override
     def why_not_here(self) -> str | None:
+        if os.environ.get(SWITCH) == "0":
+            return f"{SWITCH}=0"
         if not modes.is_for_this_machine():
             return "kernels are interpreted, or compiled for another machine"
         # The check of the first use runs on the default devices.
         if jax.default_backend() != "cpu":
             return "the default devices are not CPUs"
-        return library.why_not()
+        if reason := library.why_not():
+            return reason
+        if not products.are_fused():
+            return (
+                "XLA compiles without fused products here, and its codec then has other bytes "
+                "(jax_disable_most_optimizations or XLA_FLAGS)"
+            )
+        return None
 
     @override
     def why_not_for(
         self, operation: Operation, *arrays: Any, layout: Layout | None = None
     ) -> str | None:
         return None if layout is None else launch.why_not_for(layout)
+
+    @override
+    def details(self) -> str:
+        return f"C++ with {library.instruction_set()}"

@@ -14,8 +14,8 @@ PATH = Path(__file__).with_name(LIBRARY)
 
 
 def target(operation: str) -> str:
-    """Return the name of an operation among the custom calls of a process."""
-    return f"dynamiq_{operation}"
+    """Return the name of an operation among the custom calls of a process, and in errors of JAX."""
+    return f"dynamiq_native_{operation}"
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def why_not() -> str | None:
         )
     try:
         library = ctypes.CDLL(str(PATH))
-        handlers = {name: getattr(library, target(name)) for name in CALLS}
+        handlers = {name: getattr(library, f"dynamiq_{name}") for name in CALLS}
         sources = _text(library.dynamiq_sources)
         set_of_cpu = _text(library.dynamiq_instruction_set)
     except (OSError, AttributeError) as error:

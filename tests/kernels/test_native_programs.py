@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,14 +97,6 @@ def test_numbers_of_64_bits_change_nothing():
     with jax.enable_x64(True):
         turned = hop(FIRST()[:1], LOCAL, np.int64(1), np.int64(1))
     np.testing.assert_array_equal(turned, expected)
-
-
-def test_an_exported_program_is_refused_by_the_name_of_the_call():
-    """The library has to be where the program runs, and XLA cannot promise that."""
-    with pytest.raises(ValueError, match=r"(?s)no compatibility guarantees.*dynamiq_statistics"):
-        jax.export.export(
-            jax.jit(functools.partial(operations.statistics, implementation="native"))
-        )(LOCAL.rows)
 
 
 @pytest.mark.parametrize(

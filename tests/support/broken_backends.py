@@ -67,7 +67,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, chosen: Backend) -> None:
         return by_platform(*args, default=default, **platforms)
 
     monkeypatch.setitem(BACKENDS, NAME, chosen)
-    # Tests compile without fused products, and then the base rounds otherwise than native code.
+    # Which has a check of its own, where programs are optimized.
     monkeypatch.setattr(Native, "why_not_here", lambda self: "left out")
     monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
     monkeypatch.setattr(first_use, "_reasons", {})

@@ -1,0 +1,185 @@
+"""The native codec as the default on CPUs: where it is, where it is not, and what says so."""
+
+import functools
+import logging
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from pallas_kernels import _native, choice, first_use, known_outputs, operations
+from pallas_kernels._native.backend import SWITCH, Native
+from pallas_kernels.known_outputs import KNOWN
+from pallas_kernels.registry import BACKENDS, BASE
+from tests.support import native_worker, processes
+from tests.support.gradients import of_workers
+
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not())),
+]
+
+NATIVE, CALL = BACKENDS["native"], "dynamiq_native_"
+ROWS = np.ones((3, 256), np.float32)
+
+
+def norms(rows, implementation=None):
+    """A function of its own for each program, so that none is traced before."""
+    return operations.statistics(rows, implementation=implementation)
+
+
+def program_of(function, *args) -> str:
+    return jax.jit(lambda *given: function(*given)).lower(*args).as_text()
+
+
+# -------------------------------------------------------------------------------- where it is
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_all_reduce_runs_it_and_has_the_bits_of_the_base(check_vma, data_mesh):
+    def reduce(gradient, implementation):
+        method = dq.DynamiQ(implementation=implementation)
+        return dq.pmean(gradient[0], "data", key=jax.random.key(1), method=method)
+
+    gradients = of_workers(0, 2, 256 * 70)
+    found = {}
+    for implementation in (None, "xla"):
+        mapped = jax.shard_map(
+            functools.partial(reduce, implementation=implementation),
+            mesh=data_mesh(2),
+            in_specs=P("data"),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        lowered = jax.jit(mapped).lower(gradients)
+        assert (CALL in lowered.as_text()) == (implementation is None)
+        found[implementation] = lowered.compile()(gradients)
+    np.testing.assert_array_equal(found[None], found["xla"])
+
+
+def test_one_line_names_it_in_the_log(monkeypatch, caplog):
+    choice._log_default.cache_clear()
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        program_of(norms, ROWS)
+        program_of(norms, ROWS)
+    line = f"the codec runs on cpu by 'native' (C++ with {_native.instruction_set()})"
+    assert caplog.messages == [line] == [operations.default_backend()]
+
+
+# ---------------------------------------------------------------------------- where it is not
+
+
+def is_default() -> bool:
+    return CALL in program_of(norms, ROWS)
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    assert is_default()
+    monkeypatch.setenv(SWITCH, "0")
+    assert not is_default()
+    assert operations.default_backend() == (
+        "the codec runs on cpu by 'xla'; 'native' is not used: DYNAMIQ_NATIVE=0"
+    )
+    with pytest.raises(ValueError, match="'native' cannot run here: DYNAMIQ_NATIVE=0"):
+        norms(ROWS, "native")
+
+
+def test_it_is_not_used_where_the_base_rounds_otherwise(monkeypatch):
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        assert not is_default()
+        assert "XLA compiles without fused products here" in operations.default_backend()
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert is_default()
+
+
+def test_a_broken_library_is_replaced_by_the_base(monkeypatch):
+    broken = wrong("hop", lambda message: message.at[5].add(np.uint8(1)))
+    monkeypatch.setitem(BACKENDS, "native", broken)
+    monkeypatch.setattr(first_use, "_reasons", {})
+    with pytest.warns(UserWarning, match="'native' are not used on cpu: first messages of 'def"):
+        assert not is_default()
+    assert operations.refused_backends() == ("native",)
+    assert "'native' is not used: on cpu, first messages" in operations.default_backend()
+
+
+# ------------------------------------------------------------------- the check at the first use
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "default" else pytest.mark.slow) for n in KNOWN]
+)
+def test_known_outputs_are_those_of_the_base(name):
+    known = KNOWN[name]
+    trial = known.trial()
+    found = known_outputs.outputs(BASE, trial, own=NATIVE)
+    del found["statistics"]
+    digests = {output: known_outputs.digest(value, trial) for output, value in found.items()}
+    assert digests == known.digests
+
+
+def wrong(operation, change):
+    """Return the native codec with a change of what one operation returns."""
+
+    def changed(*args, **static):
+        return change(getattr(NATIVE, operation)(*args, **static))
+
+    return type("Wrong", (Native,), {operation: staticmethod(changed)})()
+
+
+@pytest.mark.parametrize(
+    ("operation", "change", "said"),
+    [
+        ("statistics", lambda norms: norms * np.float32(1.001), "statistics of 'default' rows"),
+        ("hop", lambda message: message.at[-1].add(np.uint8(1)), "first messages of"),
+        (
+            "decompress_accumulate",
+            lambda sums: sums.at[3, 7].multiply(np.float32(1 + 2.0**-23)),
+            "decompress_accumulate of",
+        ),
+        ("decompress", lambda values: values[::-1], "decompress of"),
+        ("decompress_sums", lambda values: values.at[-1].set(0), "decompress of sums of"),
+        ("scaled_sums", lambda found: (found[0], found[1] ^ np.uint8(1)), "scales of sums of"),
+    ],
+)
+def test_the_check_finds_a_wrong_bit_of_any_operation(operation, change, said):
+    assert first_use.difference(NATIVE, BASE) is None
+    assert first_use.difference(wrong(operation, change), BASE).startswith(said)
+
+
+# ------------------------------------------------------------------------------------- exports
+
+
+def test_an_export_says_that_the_call_is_not_portable(monkeypatch):
+    """Also where a user never named the backend. The base is portable, and has the same bits."""
+    method = dq.DynamiQ()
+
+    def reduce(gradients, implementation=None):
+        chosen = dq.DynamiQ(implementation=implementation) if implementation else method
+        one = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(0), method=chosen)
+        return jax.vmap(one, axis_name="data")(gradients)
+
+    gradients = jnp.asarray(of_workers(0, 2, 2560))
+    with pytest.raises(ValueError, match=r"(?s)no compatibility guarantees.*dynamiq_native_"):
+        jax.export.export(jax.jit(reduce))(gradients)
+    exported = jax.export.export(jax.jit(functools.partial(reduce, implementation="xla")))
+    np.testing.assert_array_equal(exported(gradients).call(gradients), jax.jit(reduce)(gradients))
+    monkeypatch.setenv(SWITCH, "0")
+    jax.export.export(jax.jit(lambda gradients: reduce(gradients)))(gradients)
+
+
+# ----------------------------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("topology", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
+def test_processes_of_which_one_lacks_it_hold_the_same_bits(topology):
+    found = processes.run(native_worker.trained, [(topology, True), (topology, False)])
+    native, base = (each["params"] for each in found)
+    assert ["'native'" in each["default"].partition(";")[0] for each in found] == [True, False]
+    assert np.isfinite(native).all() and np.std(native) > 1e-3
+    np.testing.assert_array_equal(native.view(np.uint32), base.view(np.uint32))
