@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers lint hooks mutants soak docs build benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults lint hooks mutants soak docs build benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -46,6 +46,9 @@ test-oracles: .venv-oracles/installed  ## compare with other implementations, in
 
 native-sanitizers: $(VENV)/installed  ## run the native codec under the sanitizers of the compiler
 	$(RUN) -m tests.native_sanitizers
+
+native-faults: $(VENV)/installed  ## make deliberate faults in the native codec and report what nothing notices (10 minutes)
+	$(RUN) -m tests.native_faults $(ARGS)
 
 lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff check .

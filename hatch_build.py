@@ -2,7 +2,7 @@
 
 Where that is not possible, such as without a C++ compiler, the wheel is pure Python, and the reason
 is printed. `DYNAMIQ_NATIVE=0` asks for such a wheel, and `DYNAMIQ_NATIVE=1` makes the reason an
-error.
+error. At run time, `DYNAMIQ_NATIVE=0` switches a codec off that is there.
 """
 
 import os

@@ -23,6 +23,7 @@
     modes           kernels that are interpreted, or compiled for another machine
     message_types   messages as bytes and as words
     first_use       check of a backend before it is used on a kind of device
+    known_outputs   digests of outputs of the base, for a backend that rounds as the base does
     trial           hard inputs of all operations, for comparisons of backends
     differences     bytes in which an output differs from that of the base
     row_blocks      loops over blocks of rows, for backends without kernels

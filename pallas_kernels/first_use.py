@@ -2,9 +2,9 @@
 
 A compiler that nobody has tried may fail, hang or make wrong code. So before a kernel becomes part
 of a program for this machine, all operations of its backend run once on a small message, on a
-device of each kind that is here, and are compared with the base. If they differ, the default uses
-the base instead, with one warning, and a backend that was named is refused. The result is kept for
-the rest of the process.
+device of each kind that is here. Their outputs are compared with those of the base, or with digests
+that are known in advance. If they differ, the default uses the base instead, with one warning, and
+a backend that was named is refused. The result is kept for the rest of the process.
 
 Processes decide by themselves, from devices of their own. Devices of one kind come to one result.
 Where they do not, such as after a time-out on one host, `dynamiq_jax` compares the `refused`

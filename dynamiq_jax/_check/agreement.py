@@ -28,10 +28,11 @@ _JAX_FLAGS = (
     "jax_threefry_partitionable",
     "jax_enable_x64",
     "jax_default_matmul_precision",
+    "jax_disable_most_optimizations",
 )
 # Parts of the names of XLA's flags on which rounding depends. The instruction set of a CPU decides
-# whether a multiplication and an addition are rounded once or twice.
-_XLA_FLAGS = ("excess_precision", "fast_m", "ftz", "precision", "max_isa")
+# whether a multiplication and an addition are rounded once or twice, and so do optimizations.
+_XLA_FLAGS = ("excess_precision", "fast_m", "ftz", "precision", "max_isa", "optimization_level")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 _exchange: Exchange | None = None

@@ -15,6 +15,7 @@ From the bottom up:
     build             how the sources are compiled
     library           how the library is loaded, or why it is not
     launch            the operations on arrays of JAX
+    products          whether programs of the base round products and sums as the library does
     backend           their interface
 
 The package works without the library, which needs a C++ compiler where the package is built.

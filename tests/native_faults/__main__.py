@@ -1,0 +1,102 @@
+"""Compile the native codec with one deliberate fault after the other, and report who notices it.
+
+    python -m tests.native_faults            all faults: about 10 minutes of a core
+    python -m tests.native_faults --only 7   the one of this number
+
+Each fault is made in a copy of the project. The check at the first use is tried first, and the
+tests of the native codec where the check notices nothing. The exit status is 1 if nobody notices
+more than one fault.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.native_faults.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("pallas_kernels", "dynamiq_jax", "benchmarks", "tests")
+MOST_UNNOTICED = 1
+PATIENCE = 600.0  # seconds for the check, or the tests
+# Less optimized than the library of users, which takes its compiler several times as long.
+COMPILE = """
+from pathlib import Path
+from pallas_kernels._native import build
+build._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in build._FLAGS)
+build.compile_library(Path(build.__file__).with_name(build.LIBRARY), build.include_directory())
+"""
+CHECK = """
+import sys
+from pallas_kernels import first_use
+from pallas_kernels.registry import BACKENDS, BASE
+native = BACKENDS["native"]
+sys.exit(native.why_not_here() or first_use.difference(native, BASE))
+"""
+TESTS = [f"tests/kernels/test_native{name}.py" for name in ("", "_programs", "_default")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", type=int, help="number of the fault, from 0")
+    only = parser.parse_args().only
+    unnoticed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in COPIED:
+            ignored = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(ROOT / name, root / name, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", root)
+        for number, fault in enumerate(FAULTS):
+            if only in (None, number):
+                said = noticed(root, fault)
+                unnoticed += said is None
+                print(
+                    f"{number:2} {fault.file}: {fault.old}\n   {said or 'NOT NOTICED'}", flush=True
+                )
+    print(f"{unnoticed} not noticed")
+    return int(unnoticed > MOST_UNNOTICED)
+
+
+def noticed(root: Path, fault: Fault) -> str | None:
+    """Return who notices a fault, and the first words; None if nobody does."""
+    path = root / "pallas_kernels" / "_native" / "src" / fault.file
+    right = path.read_text()
+    if right.count(fault.old) != 1:
+        raise ValueError(f"{fault.file} has {fault.old!r} {right.count(fault.old)} times, not once")
+    path.write_text(right.replace(fault.old, fault.new))
+    try:
+        if error := _errors(root, "-c", COMPILE):
+            raise RuntimeError(f"{fault} does not compile: {error}")
+        if error := _errors(root, "-c", CHECK):
+            return f"the check: {error.splitlines()[-1]:.150}"
+        if error := _errors(root, "-m", "pytest", "-x", "-q", "-m", "not slow", *TESTS):
+            return f"tests: {error.splitlines()[-1]:.150}"
+        return None
+    finally:
+        path.write_text(right)
+
+
+def _errors(root: Path, *command: str) -> str:
+    """Run Python in the copy; return what it wrote if it failed, and nothing if it did not."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "no end"
+    return (done.stdout.strip() or f"exit status {done.returncode}") if done.returncode else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

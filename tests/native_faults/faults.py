@@ -1,0 +1,63 @@
+"""The faults: a file of `pallas_kernels/_native/src`, a text that it has once, and another text."""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A replacement in the source."""
+
+    file: str
+    old: str
+    new: str
+
+
+FAULTS = (
+    # Floats.
+    Fault("floats.h", "float_of(bits << 16)", "float_of(bits << 16 | 0x8000u)"),
+    Fault("floats.h", "(127u - 15u) << 23;", "(127u - 14u) << 23;"),
+    Fault("floats.h", "0x3ffu)) * 0x1p-24f", "0x3ffu)) * 0x1p-25f"),
+    Fault("floats.h", "exponent == 0x7c00u", "exponent == 0x7800u"),
+    # Levels: roundings, and formulas.
+    Fault("levels.h", "fma(code, quadratic, linear)", "code * quadratic + linear"),
+    Fault("levels.h", "fma(code, slope(code), -t)", "code * slope(code) - t"),
+    Fault("levels.h", "fma(code, growth, first_gap)", "fma(code, first_gap, growth)"),
+    Fault("levels.h", "bits_of(missing) >> 31)", "(bits_of(missing) >> 30 & 1))"),
+    # Offsets.
+    Fault("offsets.h", "id ^ noise.seed[0]", "id + noise.seed[0]"),
+    Fault("offsets.h", "offset_of(word >> 16)", "offset_of(word & 0xffffu)"),
+    Fault("offsets.h", "row = mix(row + turns);", "row = mix(row);"),
+    # Planes.
+    Fault("planes.h", "0x3333333333333333u", "0x3333333333333330u"),
+    Fault("planes.h", "high[i] << 8)", "high[i] << 7)"),
+    Fault(
+        "planes.h",
+        "write_planes(row.planes, row.starts + 8,",
+        "write_planes(row.planes, row.starts + 7,",
+    ),
+    # Rows.
+    Fault("rows.cc", "static_cast<float>(1.0 / 255)", "static_cast<float>(1.0 / 256)"),
+    Fault("rows.cc", "largest <= 0x7e7f0000u", "largest <= 0x7f7f0000u"),
+    Fault("rows.cc", "(largest + 0xffffu) >> 16", "(largest + 0x8000u) >> 16"),
+    Fault("rows.cc", "__builtin_ceilf(share)", "__builtin_rintf(share)"),
+    Fault("rows.cc", "sign ? 1.0f - offsets[i] : offsets[i]", "offsets[i]"),
+    Fault("rows.cc", "fma(position, scale, sum[i])", "position * scale + sum[i]"),
+    Fault("rows.cc", "squares > 0x1p-40f", "squares >= 0.0f"),
+    # Operations.
+    Fault("operations.h", "first_id + static_cast<uint32_t>(place)", "first_id"),
+    Fault("operations.h", "table ? table[i] : place", "table ? table[place] : place"),
+    Fault("operations.h", "super_scales + 2 * scales_at", "super_scales + 2 * place"),
+    Fault(
+        "operations.h", "  std::memset(end, 0, static_cast<size_t>", "  (void)(static_cast<size_t>"
+    ),
+    # Blocks and threads.
+    Fault(
+        "blocks.h",
+        "std::min(count, (block + 1) * size)",
+        "std::min(count, block * size + size - 1)",
+    ),
+    Fault("dispatch.h", "kFlush = 0x8040", "kFlush = 0x0000"),
+    # Calls: indices and errors.
+    Fault("calls.cc", "order.typed_data() + chunk * rows", "order.typed_data()"),
+    Fault("calls.cc", "chunk < 0 || chunk >= chunks", "chunk < 0"),
+    Fault("calls.cc", "at[i] >= rows", "at[i] > rows"),
+)
