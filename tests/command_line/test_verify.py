@@ -98,6 +98,7 @@ def test_a_right_backend_is_compared_and_timed(chosen_backend, here, tmp_path, c
     assert results["all_reduce"] == []  # of one device
     assert results["pays_below_bits_per_second"]["bf16:ring"] > 0
     shown = capsys.readouterr().out
+    assert "By default, the codec runs on cpu by 'xla'; 'native' is not used: left out." in shown
     assert "Compression pays here on links below" in shown and "for a ring of 8" in shown
 
 

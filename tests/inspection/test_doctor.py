@@ -66,6 +66,7 @@ def test_a_sound_script_has_the_status_of_success(script, capsys):
     assert Doctor(target=script, arguments=("4",)).run() == 0
     shown = capsys.readouterr().out
     assert "compressed, DynamiQ()" in shown and "No mistake found" in shown
+    assert "By default, the codec runs on cpu by" in shown
 
 
 def test_a_script_on_one_device_has_one_worker(script, capsys):

@@ -4,6 +4,9 @@
 every file with `--optimized`. `test_as_users_compile.py` is such a file: it has every method,
 topology and collective.
 
+Without optimizations XLA fuses no products with sums. The base then has other bytes than the native
+codec, which is not used there (`pallas_kernels._native.products`): these tests run the base.
+
 Seconds of CPU for two test files with everything, and with one part left out. They are means of
 two to four runs on two cores of a CPU, with JAX 0.10.2. Runs differ by up to 8%, and those without
 `ONE_PART` by 16%.
