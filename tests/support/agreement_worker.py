@@ -253,8 +253,8 @@ DISAGREEING: dict[str, Case] = {
         "(0, 20)",
     ),
     "flags of XLA": within(
-        lambda: flags_of_xla("--xla_allow_excess_precision=false --xla_dump_to=a"),
-        lambda: flags_of_xla("--xla_dump_to=b"),
+        lambda: flags_of_xla("--xla_allow_excess_precision=false --xla_dump_max_hlo_modules=1"),
+        lambda: flags_of_xla("--xla_dump_max_hlo_modules=2"),
         "XLA_FLAGS",
         "['--xla_allow_excess_precision=false']",
         "[]",
