@@ -7,99 +7,60 @@ are virtual devices of this machine, and every run is a process of its own. The 
 `steps_of_others.py`.
 """
 
-import argparse
+import dataclasses
 import functools
-import json
-import os
-import subprocess
-import sys
-import tempfile
+from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
-from benchmarks import common
-from benchmarks.trainers.steps_of_others import TRAININGS, Training, removed_functions
+from benchmarks.harness import command, files
+from benchmarks.harness.processes import in_process
+from benchmarks.trainers.steps_of_others import TRAININGS, removed_functions
 
 NUM_DEVICES = 2
 
 
-def main() -> None:
-    """Train with every package, write the result and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--method", default="dynamiq", help="compression (default: dynamiq)")
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        choices=TRAININGS,
-        default=list(TRAININGS),
-        help="what to train (default: all)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=common.RESULTS / "compressed_steps.json",
-        help="result file (default: benchmarks/results/compressed_steps.json)",
-    )
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a run of this process alone
-    args = parser.parse_args()
-    if args.one:
-        name, method = args.one.split(",")
-        args.out.write_text(json.dumps(train_here(TRAININGS[name], method)))
-        return
-    console = Console()
-    results = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Training", total=2 * len(args.runs))
-        for name in args.runs:
-            training = TRAININGS[name]
-            row: dict[str, Any] = {"run": name, "title": training.title, "place": training.place}
-            for kind, method in (("exact", ""), ("compressed", args.method)):
-                progress.update(task, description=f"{training.title}, {kind}")
-                row[kind] = train(name, method)
-                progress.advance(task)
-            results.append(row)
-    packages = ("flax", "optax", *(TRAININGS[name].package for name in args.runs))
-    config = {"method": args.method, "devices": NUM_DEVICES}
-    config["versions"] = {package: metadata.version(package) for package in packages}
-    path = common.write(args.out, config, results)
-    console.print(as_table(results))
-    console.print(f"Wrote {path}")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options."""
+
+    method: str = "dynamiq"  # compression
+    runs: tuple[str, ...] = tuple(TRAININGS)  # trainings, by their keys in `TRAININGS`
+
+
+@command.benchmark("compressed_steps")
+def main(config: Config) -> Iterator[command.Report]:
+    """Train with every package, exact and compressed."""
+    packages = ("flax", "optax", *(TRAININGS[name].package for name in config.runs))
+    options = files.options_of(config) | {"devices": NUM_DEVICES}
+    options["versions"] = {package: metadata.version(package) for package in packages}
+    results: list[dict[str, Any]] = []
+    for name in config.runs:
+        training = TRAININGS[name]
+        row: dict[str, Any] = {"run": name, "title": training.title, "place": training.place}
+        row["exact"], row["compressed"] = train(name, ""), train(name, config.method)
+        results.append(row)
+        yield command.Report(results=results, shown=[as_table(results)], options=options)
 
 
 def train(name: str, method: str) -> dict[str, Any]:
-    """Train in a process of its own, and return what it measured.
+    """Train in a process of its own, and return the losses and the sums of the compressed step.
 
     Args:
       name: key of `TRAININGS`.
       method: compression method; empty for the step as it is.
     """
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        module = "benchmarks.trainers.compressed_steps"
-        command = [sys.executable, "-m", module, "--one", f"{name},{method}", "--out", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode:
-            raise RuntimeError(
-                f"The run {name} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
-            )
-        measured: dict[str, Any] = json.loads(out.read_text())
-        return measured
+    devices = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
+    measured: dict[str, Any] = in_process(train_here, name, method, environment=environment)
+    return measured
 
 
-def train_here(training: Training, method: str) -> dict[str, Any]:
-    """Train in this process, and describe the sums of the compressed step."""
+def train_here(name: str, method: str) -> dict[str, Any]:
+    """Train in this process: see `train`."""
     reports: list[Any] = []
 
     def wrap(step: Any, axis_name: str) -> Any:
@@ -116,7 +77,7 @@ def train_here(training: Training, method: str) -> dict[str, Any]:
         return call
 
     with removed_functions():
-        losses = training.train(wrap)
+        losses = TRAININGS[name].train(wrap)
     return {"losses": losses} | (described(reports[0]) if reports else {})
 
 
@@ -162,4 +123,4 @@ def as_table(results: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main, __doc__)

@@ -95,58 +95,6 @@ def _brax(train: Callable[..., Any], wrap: Wrap, metric: str, **options: Any) ->
     return [float(metrics[metric]) for metrics in seen if metric in metrics]
 
 
-def kfac(wrap: Wrap) -> list[float]:
-    """Train a classifier by the optimizer of kfac-jax, whose step is a `pmap` of its own."""
-    import kfac_jax
-    from kfac_jax._src import tag_graph_matcher
-
-    def evaluate(equation: Any, values: Sequence[Any]) -> list[Any]:
-        params = equation.primitive.get_bind_params(equation.params)
-        output = equation.primitive.bind(*values, **params)
-        return list(output) if isinstance(output, list | tuple) else [output]
-
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(2, 64, 32)).astype(np.float32)
-    labels = rows[..., :10].argmax(-1)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        logits, labels = batch
-        for i, (weights, bias) in enumerate(params):
-            logits = logits @ weights + bias
-            logits = jnp.tanh(logits) if i < len(params) - 1 else logits
-        kfac_jax.register_softmax_cross_entropy_loss(logits, labels)
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-    optimizer = kfac_jax.Optimizer(
-        jax.value_and_grad(loss_fn),
-        l2_reg=1e-4,
-        learning_rate_schedule=lambda step: 3e-2,
-        momentum_schedule=lambda step: 0.9,
-        num_burnin_steps=0,
-        multi_device=True,
-    )
-    params: Any = [
-        (rng.normal(size=each).astype(np.float32) / each[0] ** 0.5, np.zeros(each[1], np.float32))
-        for each in itertools.pairwise((32, 128, 128, 10))
-    ]
-    params = kfac_jax.utils.replicate_all_local_devices(params)
-    keys = kfac_jax.utils.make_different_rng_key_on_all_devices(jax.random.PRNGKey(0))
-    damping = jnp.full(jax.local_device_count(), 1e-2)
-    losses = []
-    with (
-        mock.patch.object(tag_graph_matcher, "eval_jaxpr_eqn", evaluate),
-        pmap_wrapped(wrap, "_step"),
-    ):
-        state = optimizer.init(params, keys, (rows, labels))
-        for _ in range(20):
-            keys, own = kfac_jax.utils.p_split(keys)
-            params, state, stats = optimizer.step(
-                params, state, own, batch=(rows, labels), damping=damping
-            )
-            losses.append(float(stats["loss"][0]))
-    return losses
-
-
 def jumanji_a2c(wrap: Wrap) -> list[float]:
     """Train A2C of jumanji by its script, which calls `agent.run_epoch` in `scan` in `pmap`."""
     sys.modules.setdefault("neptune", mock.MagicMock())  # a logger that is not used
