@@ -280,7 +280,7 @@ def _put_loader_in_place_of_torch() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class PackageTraining:
     """A short training of a package."""
 
     title: str
@@ -290,8 +290,12 @@ class Training:
 
 
 TRAININGS = {
-    "brax": Training("brax, PPO", "brax", "`jax.pmap` replaced", brax_ppo),
-    "jumanji": Training("jumanji, A2C", "jumanji", "`agent.run_epoch`", jumanji_a2c),
-    "flaxdiff": Training("flaxdiff", "flaxdiff", "`_define_train_step` of a subclass", flaxdiff),
-    "diffusionjax": Training("diffusionjax", "diffusionjax", "`run_lib.get_step_fn`", diffusionjax),
+    "brax": PackageTraining("brax, PPO", "brax", "`jax.pmap` replaced", brax_ppo),
+    "jumanji": PackageTraining("jumanji, A2C", "jumanji", "`agent.run_epoch`", jumanji_a2c),
+    "flaxdiff": PackageTraining(
+        "flaxdiff", "flaxdiff", "`_define_train_step` of a subclass", flaxdiff
+    ),
+    "diffusionjax": PackageTraining(
+        "diffusionjax", "diffusionjax", "`run_lib.get_step_fn`", diffusionjax
+    ),
 }

@@ -64,6 +64,7 @@ CASES = (
     Case("pcast", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
     Case("mean_of_replicas", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
     Case("broadcast_to_replicas", "dynamiq", Ring(), 9e-4, 1.5e-3),
+    Case("compress", "dynamiq", Ring(), 9e-4, 1.5e-3),
     # Every other method.
     Case("psum", "paper", Ring(), 2.8e-3, 4.5e-3),
     Case("psum", "exact", Butterfly(), 1e-17, 1e-14),
@@ -196,6 +197,11 @@ def broadcast(mesh: Mesh, **arguments: Any) -> Program:
     return jax.jit(lambda key, rows: jax.grad(mean_loss)(params(), key, rows))
 
 
+def compressed(mesh: Mesh, **arguments: Any) -> Program:
+    exact = on_workers(mesh, lambda key, rows: jax.lax.pmean(own(rows), "data"))
+    return jax.jit(dq.compress(exact, "data", key=lambda key, rows: key, **arguments))
+
+
 PROGRAMS: dict[str, Program] = {
     "psum": functools.partial(reduced, dq.psum),
     "pmean": functools.partial(reduced, dq.pmean),
@@ -207,6 +213,7 @@ PROGRAMS: dict[str, Program] = {
     "pcast": cast,
     "mean_of_replicas": averaged,
     "broadcast_to_replicas": broadcast,
+    "compress": compressed,
 }
 
 

@@ -399,4 +399,4 @@ def worker_in_a_vmap(mesh):
         return lax.pmean(jax.grad(loss_fn)(params, x, y), "data")
 
     split = [each.reshape(WORKERS, -1, 32) for each in (X, Y)]
-    return Form(step, (PARAMS, *split), options={"vmap": True})
+    return Form(step, (PARAMS, *split), options={"vmap": True}, same_sums=False)
