@@ -3,20 +3,22 @@
     python -m examples.finetune_llm  # offline, about 5 minutes on 2 CPU cores
     python -m examples.finetune_llm --checkpoint Llama-3.2-1B-Instruct --data chats.jsonl
 
+llm/train_step.py has a train step as many programs have one, and `make_trainer` of llm/routes.py
+the line that compresses it: `step = dq.compress(step, "data")`. The same command runs on CPUs with
+virtual devices, on several hosts, on GPUs and on TPUs.
+
 A checkpoint is a folder in Hugging Face's layout with config.json, tokenizer.json and
 *.safetensors. The result is written in the same layout to OUTPUT_DIR/model. Without a checkpoint, a
 new small decoder is trained on the source code of the standard library. It is trained twice, with
-the exact and with the compressed mean gradient, from the same weights and on the same batches.
+the exact and with the compressed mean gradient, from the same weights and on the same batches. The
+last lines are a table for a report, with predicted times of a step on slower links.
 
 An interrupted run resumes with the same command, bit-identically, from its last checkpoint. On
 several hosts, start it on each with --processes; OUTPUT_DIR has to be on a file system that all
 of them share.
-
-llm/training.py has the step, and in `Recipe.optimizer` the line that compresses.
 """
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,18 @@ import jax.numpy as jnp
 import tyro
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.llm import checkpoint, report
 from examples.llm.data import Encoder, hold_out, pack, read_documents
-from examples.llm.model import Params, abstract_decoder
-from examples.llm.run import Record, Task, check_runs, train
-from examples.llm.training import Recipe, fsdp_specs, on_mesh
+from examples.llm.model import abstract_decoder
+from examples.llm.plot import plot_losses
+from examples.llm.progress import train_shown
+from examples.llm.recipe import Recipe, Route
+from examples.llm.run import Record, Task, check_runs
+from examples.llm.sharding import fsdp_specs, on_mesh
 from examples.tools import budget, small_decoder
 
-SECONDS_BETWEEN_LINES = 20
+REPORT, PLOT = "report.md", "losses.png"
 VIRTUAL_DEVICES = 8  # on CPUs, unless --workers is given
 
 
@@ -56,11 +60,17 @@ class Options:
     of the documents is held out to evaluate on."""
 
     method: str = "dynamiq:5"
-    """How gradients are averaged: exact, or METHOD[:BITS][:FIELD=VALUE], such as dynamiq:4, mxfp8,
-    bf16 or ef+topk_chunked:2 (ef+ adds error feedback). `dynamiq-jax advise` compares them."""
+    """How gradients are averaged: exact for jax.lax.pmean, or METHOD[:BITS][:FIELD=VALUE], such as
+    dynamiq:4, mxfp8, bf16 or ef+topk_chunked:2 (ef+ adds error feedback)."""
 
     topology: str = "ring"
-    """How gradients travel: ring, butterfly, all_to_all, or auto to choose one by size."""
+    """How gradients travel: ring, butterfly or all_to_all."""
+
+    route: Route | None = None
+    """Function of the library that averages. compress wraps the train step as it is, and is the
+    default. data_parallel wraps its loss. all_reduce_gradients is a part of the optimizer: it alone
+    keeps the states of methods such as ef+topk_chunked or powersgd, of which it is the default, and
+    records an estimated error in each step. exact is jax.lax.pmean."""
 
     compare: bool = False
     """Fine-tune with the exact mean too, for a table of both."""
@@ -142,24 +152,31 @@ def finetune(options: Options) -> None:
     recipe = Recipe(
         method=options.method,
         topology=options.topology,
+        route=options.route,
         steps=options.steps,
         learning_rate=options.learning_rate or 2e-5,
         seed=options.seed,
     )
     recipes = {folder: recipe}
-    if options.compare and options.method != "exact":
-        recipes = {folder / "exact": dataclasses.replace(recipe, method="exact")} | recipes
+    if options.compare and recipe.chosen_route != "exact":
+        exact = dataclasses.replace(recipe, method="exact", route="exact")
+        recipes = {folder / "exact": exact} | recipes
     console.print(check_runs(task, recipes, options.save_every), soft_wrap=True)
     runs: dict[str, list[Record]] = {}
     for path, recipe in recipes.items():
         params = None  # Those of two runs may not fit.
         budget.give_back_memory()
-        name = f"{recipe.method}:{recipe.topology}"
-        params, runs[name] = shown(console, name, task, recipe, path, options.save_every)
+        params, runs[recipe.name] = train_shown(console, task, recipe, path, options.save_every)
     checkpoint.save(folder / "model", config, params, options.checkpoint)
     if jax.process_index() == 0:
-        console.print(report.table(runs))
-        console.print(f"wrote {folder}: metrics.jsonl, model", soft_wrap=True)
+        text = report.text(task, {recipe.name: recipe for recipe in recipes.values()}, runs)
+        (folder / REPORT).write_text(f"{text}\n")
+        print(f"\n{text}\n")
+        try:
+            plot_losses(folder / PLOT, runs)
+        except ImportError:
+            print("Without matplotlib, there is no plot of the losses: pip install matplotlib.")
+        console.print(f"wrote {folder}: metrics.jsonl, model, and the report", soft_wrap=True)
 
 
 def make_mesh(options: Options) -> Mesh:
@@ -186,7 +203,7 @@ def make_mesh(options: Options) -> Mesh:
 
 def with_demo(options: Options) -> Options:
     """Make a model and data, and return the options of the demonstration."""
-    folder = options.output_dir / "new"
+    folder = options.output_dir / "small_model"
     small_decoder.prepare(folder)
     return dataclasses.replace(
         options,
@@ -241,33 +258,6 @@ def read_task(options: Options, mesh: Mesh) -> tuple[Any, Task]:
         batch=options.batch,
     )
     return config, task
-
-
-def shown(
-    console: Console, name: str, task: Task, recipe: Recipe, folder: Path, save_every: int
-) -> tuple[Params, list[Record]]:
-    """Train, with progress on the console: a bar on a terminal, a line now and then elsewhere."""
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-    printed = 0.0
-
-    def say(text: str) -> None:
-        console.print(f"{name}: {text}", soft_wrap=True, highlight=False)
-
-    say("compiling")
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        bar = bars.add_task(name, total=recipe.steps)
-
-        def show(record: Record) -> None:
-            nonlocal printed
-            step, error = record["step"], record["error"]
-            text = f"loss {record['loss']:.3f}, estimated vNMSE {error:.1e}"
-            bars.update(bar, completed=step, description=f"{name}: {text}")
-            now = time.monotonic()
-            if not console.is_terminal and now - printed > SECONDS_BETWEEN_LINES:
-                printed = now
-                say(f"step {step} of {recipe.steps}, {text}")
-
-        return train(task, recipe, folder, save_every=save_every, on_start=say, on_step=show)
 
 
 if __name__ == "__main__":

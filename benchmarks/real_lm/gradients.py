@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from benchmarks.real_lm.texts import Text, rows
 from examples.llm import checkpoint
 from examples.llm.data import Rows
+from examples.llm.loss import loss_of_rows
 from examples.llm.model import abstract_decoder
-from examples.llm.training import loss_of_rows
 
 LAYER = re.compile(r"layers\.(\d+)")
 KINDS = ("embedding", "attention", "mlp", "norm")

@@ -39,7 +39,8 @@ from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
 from dynamiq_jax._measurement.settings import PSUM, parse_settings
 from examples import finetune_llm
-from examples.llm.training import Recipe
+from examples.llm.progress import train_shown
+from examples.llm.recipe import Recipe
 from examples.tools.document_files import write_documents
 
 STEPS_ALONE = 6  # of one worker; the first ones are not counted
@@ -137,8 +138,8 @@ def seconds_alone(model: Path, of_runs: dict[str, Any], console: Console) -> tup
         )
         _, task = finetune_llm.read_task(options, finetune_llm.make_mesh(options))
         recipe = Recipe(method="exact", steps=STEPS_ALONE, learning_rate=of_runs["learning_rate"])
-        _, records = finetune_llm.shown(
-            console, "one worker", task, recipe, Path(folder) / "run", save_every=STEPS_ALONE
+        _, records = train_shown(
+            console, task, recipe, Path(folder) / "run", STEPS_ALONE, "one worker"
         )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
     return median(record["seconds"] for record in records[1 + WARM_UP :]), parameters

@@ -36,8 +36,9 @@ from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
 from examples import finetune_llm
 from examples.llm import checkpoint
+from examples.llm.progress import train_shown
+from examples.llm.recipe import Recipe
 from examples.llm.run import CHECKPOINTS, FACTS, METRICS, check_facts, check_runs, read_records
-from examples.llm.training import Recipe
 from examples.tools import digests
 from examples.tools.document_files import write_documents
 
@@ -183,6 +184,7 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
     model, task = finetune_llm.read_task(options, finetune_llm.make_mesh(options))
     recipe = (Recipe if config.optimizer == "adamw" else MuonRecipe)(
         method=POLICIES.get(method, method),
+        route="all_reduce_gradients",  # for states, policies and metrics
         steps=config.steps,
         learning_rate=config.learning_rate,
         seed=seed,
@@ -194,7 +196,7 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
         check_facts(folder / FACTS, task.facts(recipe), remedy)
     console = tables.console()
     console.print(check_runs(task, {folder: recipe}, SAVE_EVERY), soft_wrap=True)
-    params, _ = finetune_llm.shown(console, name, task, recipe, folder, save_every=SAVE_EVERY)
+    params, _ = train_shown(console, task, recipe, folder, SAVE_EVERY, name)
     if method == "exact":  # for gradients of later steps
         checkpoint.save(folder / TRAINED, model, params, config.model)
 

@@ -1,11 +1,19 @@
 """Parts of examples/finetune_llm.py.
 
+train_step   a data-parallel train step of flax and optax, without this library
+routes       the line that compresses it, and other routes to compressed gradients
+with_states  the route for methods that carry states
+recipe       hyperparameters, and the optimizer
 model        a decoder of the Llama family in flax nnx
+loss         its loss, of the rows of a worker and of all rows that are held out
 checkpoint   its configuration and weights in Hugging Face's layout
 data         documents and chats, packed into rows of tokens
-training     the train step, whose gradients travel compressed
+sharding     the split of arrays over the devices of a worker
 run          the loop: evaluation, records, and checkpoints to resume from
+progress     the progress of a run on the console
+prediction   predicted times of a step on slower links
 report       a table of the runs
+plot         a plot of their losses
 """
 
 import os

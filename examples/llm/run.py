@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
 from examples.llm.checkpoint import read_object
 from examples.llm.data import Rows, place, rows_of_step
+from examples.llm.loss import evaluator
 from examples.llm.model import Params
-from examples.llm.training import Recipe, State, evaluator, initial_state, train_step
+from examples.llm.recipe import Recipe
+from examples.llm.routes import Trainer, make_trainer
 from examples.tools import budget, digests
 
 EVALUATE_EVERY = 40  # steps
@@ -42,7 +43,7 @@ class Task:
 
     def facts(self, recipe: Recipe) -> Record:
         """Collect everything that the losses of a run depend on."""
-        return dataclasses.asdict(recipe) | {
+        return recipe.facts() | {
             "workers": self.mesh.shape["data"],
             "fsdp": self.mesh.shape["fsdp"],
             "model": self.model,
@@ -67,7 +68,7 @@ def check_runs(task: Task, recipes: dict[Path, Recipe], save_every: int) -> str:
     mesh, count = task.mesh, sum(leaf.size for leaf in jax.tree.leaves(task.shapes))
     (*_, folder), disk, steps, evaluations = recipes, 4 * count, 0, 0
     for path, recipe in recipes.items():
-        _, state = initial_state(recipe.optimizer(mesh), task.shapes, mesh)
+        state = make_trainer(recipe, task.structure, task.shapes, mesh).abstract
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         # The oldest one is deleted when the new one is complete.
         most = min(KEPT + 1, -(-recipe.steps // save_every)) * size
@@ -114,8 +115,8 @@ def train(
         memory than there is.
     """
     mesh, at_once = task.mesh, task.mesh.shape["data"] * task.batch
-    optimizer = recipe.optimizer(mesh)
-    start, abstract = initial_state(optimizer, task.shapes, mesh)
+    trainer = make_trainer(recipe, task.structure, task.shapes, mesh)
+    abstract = trainer.abstract
 
     def rows_at(step: int) -> Rows:
         rows = rows_of_step(len(task.rows.tokens), count=at_once, seed=recipe.seed, step=step)
@@ -124,7 +125,7 @@ def train(
     # With the gradient, which every step has beside the state.
     least = budget.bytes_of_arrays((abstract, abstract.params))
     budget.check_memory(least, mesh)
-    take_step = compiled_step(task, optimizer, abstract, rows_at(0))
+    take_step = compiled_step(trainer, rows_at(0))
     on_start(f"a step {budget.check_memory(budget.bytes_of_step(take_step, least), mesh)}")
     evaluate = evaluator(task.structure, task.held_out, at_once, mesh)
     folder = folder.absolute()
@@ -139,7 +140,7 @@ def train(
         else:
             if jax.process_index() == 0:
                 (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-            state = start(task.load())
+            state = trainer.start(task.load())
         # A process that was killed took later steps, which are taken again.
         records = [r for r in read_records(folder / METRICS) if done and r["step"] <= done]
         if not done:
@@ -151,6 +152,7 @@ def train(
             # the few threads that their collectives need.
             state, metrics = jax.block_until_ready(take_step(state, rows_at(step)))
             record: Record = {"step": step + 1, "seconds": time.perf_counter() - begin}
+            record["bytes"] = trainer.bytes_sent
             record |= {name: float(value) for name, value in metrics.items()}
             last = step + 1 == recipe.steps
             if last or (step + 1) % EVALUATE_EVERY == 0:
@@ -163,12 +165,9 @@ def train(
     return state.params, records
 
 
-def compiled_step(
-    task: Task, optimizer: optax.GradientTransformation, abstract: State, rows: Rows
-) -> jax.stages.Compiled:
-    """Compile the training step before the weights are read, to know the memory that it takes."""
-    step = train_step(task.structure, optimizer, abstract, task.mesh)
-    return step.lower(abstract, rows).compile()
+def compiled_step(trainer: Trainer, rows: Rows) -> jax.stages.Compiled:
+    """Compile the train step before the weights are read, to know the memory that it takes."""
+    return trainer.step.lower(trainer.abstract, rows).compile()
 
 
 def read_records(path: Path) -> list[Record]:

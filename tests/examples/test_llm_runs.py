@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 from examples import finetune_llm
 from examples.finetune_llm import Options
 from examples.llm import checkpoint, run
+from examples.llm.recipe import Recipe
 from examples.llm.run import read_records
-from examples.llm.training import Recipe
 from examples.tools import budget, digests
 from tests.support import llm_files, processes
 from tests.support.llm_files import last_state, losses
@@ -310,7 +310,7 @@ def test_wrong_names_are_refused_in_one_line(command, change, words, tmp_path):
 
 
 def begin(files, output, *more) -> subprocess.Popen:
-    """Starts a run of two workers, each with a residual and factors of its own."""
+    """Start a run of two workers."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -323,7 +323,6 @@ def begin(files, output, *more) -> subprocess.Popen:
         "checkpoint": files / "start",
         "data": files / "chats.jsonl",
         "output-dir": output,
-        "method": "ef+powersgd",
         "workers": 2,
         "steps": 6,
         "context": 64,
@@ -352,11 +351,16 @@ def end(process: subprocess.Popen, timeout: float = processes.TIMEOUT) -> str:
 
 
 @slow
-def test_killed_and_started_again_a_run_ends_with_the_bits_of_two_processes(files, tmp_path):
-    """Nobody interrupts the two processes, which have one of its two devices each."""
+@pytest.mark.parametrize("method", ["ef+powersgd", "dynamiq:5"])
+def test_killed_and_started_again_a_run_ends_with_the_bits_of_two_processes(
+    method, files, tmp_path
+):
+    """Nobody interrupts the two processes, which have one of its two devices each. The first method
+    has states of each worker, and the second one is in the plain step.
+    """
     together, killed = tmp_path / "together", tmp_path / "killed"
     joined = ("--processes", f"127.0.0.1:{processes.free_port()}", 2)
-    running = [begin(files, together, *joined, rank) for rank in range(2)]
+    running = [begin(files, together, "--method", method, *joined, rank) for rank in range(2)]
     try:
         texts = [end(process) for process in running]
     finally:
@@ -365,7 +369,7 @@ def test_killed_and_started_again_a_run_ends_with_the_bits_of_two_processes(file
             process.communicate()
     assert "held-out loss" in texts[0] and "held-out loss" not in texts[1]
 
-    process = begin(files, killed)
+    process = begin(files, killed, "--method", method)
     try:
         # Records come before checkpoints: this may be before, in or after that of the third step.
         deadline = time.monotonic() + processes.TIMEOUT
@@ -380,7 +384,7 @@ def test_killed_and_started_again_a_run_ends_with_the_bits_of_two_processes(file
     before = (killed / "metrics.jsonl").read_text().splitlines()[: saved + 1]
     assert 0 < saved < 6
 
-    end(begin(files, killed))
+    end(begin(files, killed, "--method", method))
     # Steps before the checkpoint are not taken again: even their times are the same.
     assert (killed / "metrics.jsonl").read_text().splitlines()[: saved + 1] == before
     assert losses(killed) == losses(together)
@@ -401,14 +405,16 @@ def test_without_a_checkpoint_it_makes_one_and_compares(tmp_path):
     )
     # Two runs are compiled and evaluated, which takes two minutes on a free machine.
     text = end(process, 4 * processes.TIMEOUT)
-    for name in ("before", "exact:ring", "dynamiq:5:ring", "bytes sent a step"):
+    for name in ("before", "| exact |", "dynamiq:5:ring", "bytes sent a step"):
         assert name in text
     assert "compression only takes time" in " ".join(text.split())
-    assert (tmp_path / "model/model.safetensors").stat().st_size > 0
+    assert (tmp_path / "report.md").read_text() in text
+    for file in ("model/model.safetensors", "losses.png"):
+        assert (tmp_path / file).stat().st_size > 0
     exact, compressed = losses(tmp_path / "exact"), losses(tmp_path)
     assert exact[0] == compressed[0] and exact[1]["loss"] == compressed[1]["loss"]
     assert exact[1]["evaluation_loss"] != compressed[1]["evaluation_loss"]
-    assert exact[1]["error"] < 1e-10 and 1e-4 < compressed[1]["error"] < 0.05
+    assert "error" not in compressed[1]
     assert compressed[1]["bytes"] < 0.2 * exact[1]["bytes"]
 
 

@@ -1,4 +1,6 @@
-"""The train step of the fine-tuning example: what is trained, and what travels."""
+"""Train steps of the fine-tuning example: what is trained, and what travels, on every route."""
+
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,11 @@ import pytest
 import dynamiq_jax as dq
 from examples import finetune_llm
 from examples.finetune_llm import Options
-from examples.llm import run
+from examples.llm import run, train_step
 from examples.llm.data import Rows, rows_of_step
-from examples.llm.training import Recipe, evaluator, initial_state, loss_of_rows
+from examples.llm.loss import evaluator, loss_of_rows
+from examples.llm.recipe import ROUTES, Recipe
+from examples.llm.routes import make_trainer
 from tests.support import llm_files
 
 WORKERS = 2
@@ -49,11 +53,22 @@ def task_of(files, fsdp=1, **options):
     return finetune_llm.read_task(options, llm_files.mesh_of(WORKERS, fsdp))[1]
 
 
-def test_training_is_that_of_one_device_on_the_mean_over_all_targets(files, tmp_path):
+@pytest.fixture(scope="module")
+def on_one(files):
+    """Parameters and losses of training on one device."""
+    with jax.numpy_dtype_promotion("standard"):
+        return on_one_device(task_of(files), Recipe(steps=3, learning_rate=1e-2), batch=8)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_training_is_that_of_one_device_on_the_mean_over_all_targets(
+    route, on_one, files, tmp_path
+):
     """Workers have other numbers of targets: the mean of their means would be another one."""
-    task, recipe = task_of(files, batch=4, fsdp=2), Recipe(steps=3, learning_rate=1e-2)
+    task = task_of(files, batch=4, fsdp=2)
+    recipe = Recipe(method="uncompressed", route=route, steps=3, learning_rate=1e-2)
     params, records = run.train(task, recipe, tmp_path)
-    expected, expected_losses = on_one_device(task_of(files), recipe, batch=8)
+    expected, expected_losses = on_one
     for record, loss in zip(records[1:], expected_losses, strict=True):
         assert record["loss"] == pytest.approx(loss, rel=1e-4)
     for ours, theirs in zip(*map(jax.tree.leaves, (params, expected)), strict=True):
@@ -104,25 +119,91 @@ def test_the_evaluation_is_the_mean_over_all_held_out_targets(files):
     assert loss == pytest.approx(float(exact) / rows.learned.sum(), rel=1e-5)
 
 
-def test_gradients_travel_between_workers_only_and_in_as_many_bytes_as_reported(files):
+def bytes_of(trainer, task):
+    """Bytes that each device sends in a step of the compiled program, by axis."""
+    rows = Rows(*(field[: 2 * WORKERS] for field in task.rows))
+    found = dq.inspect(trainer.step, trainer.abstract, rows)
+    sent = {axis: sum(r.bytes for r in found.rows if axis in r.over) for axis in ("data", "fsdp")}
+    return sent, found.bytes_compressed
+
+
+@pytest.mark.parametrize(
+    ("method", "route"),
+    (
+        ("dynamiq:5", "compress"),
+        ("dynamiq:5", "data_parallel"),
+        ("ef+bf16", "all_reduce_gradients"),
+    ),
+)
+def test_gradients_travel_between_workers_only_and_in_as_many_bytes_as_reported(
+    method, route, files
+):
     """Each device sends its part; between the devices of a worker travel scalars."""
-    method = "ef+bf16"
-    task, recipe = task_of(files, fsdp=2), Recipe(steps=3, learning_rate=1e-2, method=method)
-    optimizer = recipe.optimizer(task.mesh)
-    _, abstract = initial_state(optimizer, task.shapes, task.mesh)
-    take_step = run.train_step(task.structure, optimizer, abstract, task.mesh)
-    rows = Rows(*(field[:4] for field in task.rows))
-    inspected = dq.inspect(take_step, abstract, rows)
-    sent = {a: sum(r.bytes for r in inspected.rows if a in r.over) for a in ("data", "fsdp")}
-    report = dq.wire_report(
-        task.shapes,
-        "data",
-        mesh=task.mesh,
-        specs=jax.tree.map(lambda leaf: leaf.sharding.spec, abstract.params),
-        method=method,
-        with_metrics=True,
-    )
-    assert report.bytes_per_worker <= sent["data"] < 1.1 * report.bytes_per_worker + 200
+    task = task_of(files, fsdp=2)
+    recipe = Recipe(steps=3, learning_rate=1e-2, method=method, route=route)
+    trainer = make_trainer(recipe, task.structure, task.shapes, task.mesh)
+    sent, compressed = bytes_of(trainer, task)
+    assert 0 < compressed < trainer.bytes_sent <= sent["data"] <= trainer.bytes_sent + 32
+
+
+def test_the_plain_step_sends_the_same_bytes_wrapped_as_its_loss_does(files):
+    """And trains as well. Only the noise differs, and some numbers beside the gradients."""
+    task = task_of(files)
+    routes = ("exact", "compress", "data_parallel")
+    sent, compressed = {}, {}
+    for route in routes:
+        recipe = Recipe(steps=3, learning_rate=1e-2, method="dynamiq:5", route=route)
+        trainer = make_trainer(recipe, task.structure, task.shapes, task.mesh)
+        beside, compressed[route] = bytes_of(trainer, task)
+        sent[route] = beside["data"] - trainer.bytes_sent
+    assert 0 == compressed["exact"] < compressed["compress"] == compressed["data_parallel"]
+    # The loss and the number of targets, and one word or several of the key.
+    assert sent == {"exact": 8, "compress": 12, "data_parallel": 28}
+
+
+def test_the_plain_step_learns_the_same_wrapped_as_its_loss_does(files, tmp_path):
+    task, losses, ends = task_of(files), {}, {}
+    for route in ("exact", "compress", "data_parallel"):
+        method = "exact" if route == "exact" else "dynamiq:5"
+        recipe = Recipe(steps=8, learning_rate=1e-2, method=method, route=route)
+        _, (start, *records) = run.train(task, recipe, tmp_path / route)
+        losses[route] = [record["loss"] for record in records]
+        ends[route] = records[-1]["evaluation_loss"]
+        assert ends[route] < 0.7 * start["evaluation_loss"]
+    exact, end = losses.pop("exact"), ends.pop("exact")
+    for route, each in losses.items():
+        assert each[0] == pytest.approx(exact[0], rel=1e-6)  # before any update
+        assert each == pytest.approx(exact, rel=0.02)
+        assert 1e-6 < abs(ends[route] - end) < 0.02 * end
+
+
+def test_the_plain_step_imports_nothing_of_the_library():
+    source = inspect.getsource(train_step)
+    assert "import" in source and "import dynamiq" not in source and "from dynamiq" not in source
+    assert source.count("jax.lax.pmean(") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "route"),
+    (
+        ("exact", "exact"),
+        ("dynamiq:4", "compress"),
+        ("mxfp8", "compress"),
+        ("powersgd", "all_reduce_gradients"),
+        ("ef+mxfp4", "all_reduce_gradients"),
+        ({"embed": "exact", "*": "dynamiq:5"}, "all_reduce_gradients"),
+    ),
+)
+def test_a_method_has_the_route_that_it_needs(method, route):
+    assert Recipe(method=method, steps=3, learning_rate=1e-2).chosen_route == route
+
+
+@pytest.mark.parametrize("route", ["compress", "data_parallel"])
+def test_a_state_is_refused_where_no_place_for_it_is(route, files):
+    task = task_of(files)
+    recipe = Recipe(method="ef+mxfp4", route=route, steps=3, learning_rate=1e-2)
+    with pytest.raises(ValueError, match="all_reduce_gradients"):
+        make_trainer(recipe, task.structure, task.shapes, task.mesh)
 
 
 @pytest.mark.parametrize("method", ["dynamiq:5", "powersgd", "ef+powersgd", "ef+topk_chunked"])
@@ -130,7 +211,7 @@ def test_a_checkpoint_has_the_state_of_every_device(method, files, tmp_path):
     """Values are random: what a checkpoint leaves out shows."""
     task, mesh = task_of(files, fsdp=2), llm_files.mesh_of(2, 2)
     recipe = Recipe(method=method, steps=3, learning_rate=1e-2)
-    _, abstract = initial_state(recipe.optimizer(mesh), task.shapes, mesh)
+    abstract = make_trainer(recipe, task.structure, task.shapes, mesh).abstract
     rng = np.random.default_rng(0)
 
     def draw(leaf):
@@ -138,7 +219,8 @@ def test_a_checkpoint_has_the_state_of_every_device(method, files, tmp_path):
         return jax.device_put(values, leaf.sharding)
 
     state = jax.tree.map(draw, abstract)
-    is_stateful = bool(jax.tree.leaves(state.optimizer[0].method))
+    # The first part of the optimizer averages, or else clips.
+    is_stateful = bool(jax.tree.leaves(getattr(state.optimizer[0], "method", ())))
     assert is_stateful == dq.methods.resolve_method(method).is_stateful
     with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
         manager.save(5, args=ocp.args.StandardSave(state))

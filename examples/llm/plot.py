@@ -1,0 +1,33 @@
+"""Plot of the losses of runs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dynamiq_jax._console.plots import figure_of
+from examples.llm.run import Record
+
+_STYLES = ({"color": "#9aa5b1", "lw": 3.0}, {"color": "#d9480f", "lw": 1.2})
+
+
+def plot_losses(path: Path, runs: Mapping[str, Sequence[Record]]) -> None:
+    """Draw the training losses of one or two runs as lines, and held-out losses as points.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    with figure_of(path, 1, 1) as (figure, axes):
+        figure.set_size_inches(7, 3.5)
+        figure.set_layout_engine("constrained")
+        axis = axes[0, 0]
+        for (name, records), style in zip(runs.items(), _STYLES[-len(runs) :], strict=True):
+            axis.plot(*_points(records, "loss"), label=name, **style)
+            held_out = _points(records, "evaluation_loss")
+            axis.plot(*held_out, "o", color=style["color"], label=f"{name}, held out")
+        axis.set(xlabel="step", ylabel="loss")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+
+
+def _points(records: Sequence[Record], field: str) -> tuple[list[int], list[float]]:
+    having = [record for record in records if field in record]
+    return [record["step"] for record in having], [record[field] for record in having]
