@@ -10,17 +10,19 @@ import dynamiq_jax
 from dynamiq_jax._console import program
 from dynamiq_jax._console.pipes import ending_with_reader
 
-_DESCRIPTION = """Checks compressed gradient all-reduce on your hardware, measures it, predicts what
-it would bring, and compares methods.
+_DESCRIPTION = """Compressed gradient all-reduce for JAX: should you use it, does your step use it,
+and what does it bring on your hardware?
+
+In a program, one line wraps a train step: step = dq.compress(step, "data")
 
 examples:
 
+  dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
+  dynamiq-jax doctor train.py                        does my train step compress what it should?
+  dynamiq-jax compare --workers 8 16                 every method on the same gradients
   dynamiq-jax verify                                 are the kernels right and fast here?
   dynamiq-jax bench                                  on the devices of this process
   dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
-  dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
-  dynamiq-jax compare --workers 8 16                 every method on the same gradients
-  dynamiq-jax doctor train.py                        does my train step compress what it should?
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
 A setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum. `dynamiq-jax COMMAND --help` explains
@@ -45,9 +47,9 @@ def _commands() -> dict[str, Any]:
 
     # A new command is a file with such a class, and a name here.
     return {
-        "bench": Bench,
         "advise": Advise,
-        "compare": Compare,
         "doctor": Doctor,
+        "compare": Compare,
         "verify": Verify,
+        "bench": Bench,
     }

@@ -405,7 +405,7 @@ def test_without_a_checkpoint_it_makes_one_and_compares(tmp_path):
     )
     # Two runs are compiled and evaluated, which takes two minutes on a free machine.
     text = end(process, 4 * processes.TIMEOUT)
-    for name in ("before", "| exact |", "dynamiq:5:ring", "bytes sent a step"):
+    for name in ("before", "exact | dynamiq:5:ring |", "bytes sent a step"):
         assert name in text
     assert "compression only takes time" in " ".join(text.split())
     assert (tmp_path / "report.md").read_text() in text

@@ -1,5 +1,5 @@
 """First pages: the example of the README runs on one CPU and prints what it shows, and the diffs of
-the page on how to start are true.
+the pages on how to start are true.
 """
 
 import os
@@ -14,10 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.project.test_docs import PAGES, ROOT, code_blocks, printed_by
+from tests.project.test_docs import PAGES, ROOT, code_blocks
 
 README = PAGES["README.md"]
-AROUND_A_STEP, AROUND_A_LOSS, IN_A_SHARD_MAP = code_blocks(PAGES["docs/getting_started.md"], "diff")
+AROUND_A_STEP, AROUND_A_LOSS, IN_A_SHARD_MAP = (
+    code_blocks(PAGES[f"docs/{page}.md"], "diff")[0]
+    for page in ("getting_started", "recipes/data_parallel", "recipes/by_hand")
+)
 CAST = '  params = jax.lax.pcast(params, "data", to="varying")\n'
 
 
@@ -74,8 +77,9 @@ def test_the_example_prints_what_it_shows_in_a_new_process():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
-    assert len(printed_by(README)) == 2
-    assert run.stdout.splitlines() == printed_by(README)
+    (shown,) = code_blocks(README, "text")
+    assert run.stdout == shown
+    assert len(shown.splitlines()) == 3
 
 
 def test_the_diff_around_a_step_compresses_its_sums(setting):
