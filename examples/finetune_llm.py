@@ -4,8 +4,8 @@
     python -m examples.finetune_llm --checkpoint Llama-3.2-1B-Instruct --data chats.jsonl
 
 llm/train_step.py has a train step as many programs have one, and `make_trainer` of llm/routes.py
-the line that compresses it: `step = dq.compress(step, "data")`. The same command runs on CPUs with
-virtual devices, on several hosts, on GPUs and on TPUs.
+the line that compresses it: `step = dq.compress(step, "data")`. The same command is for CPUs with
+virtual devices, several hosts, GPUs and TPUs.
 
 A checkpoint is a folder in Hugging Face's layout with config.json, tokenizer.json and
 *.safetensors. The result is written in the same layout to OUTPUT_DIR/model. Without a checkpoint, a

@@ -28,6 +28,8 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
+NOTEBOOK = "examples/first_compressed_step"
+OTHERS = {f"{NOTEBOOK}.ipynb", "benchmarks/README.md"}  # pages that are neither there nor in docs/
 COMMANDS = (
     "bench",
     "advise",
@@ -211,15 +213,29 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(str(target.resolve().relative_to(ROOT))), link
 
 
-def test_two_clicks_lead_from_the_readme_to_every_page():
-    def linked(page):
-        targets = (link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]))
-        paths = ((ROOT / page).parent / target for target in targets if "://" not in target)
-        return {str(path.resolve().relative_to(ROOT)) for path in paths} & PAGES.keys()
+def linked(page):
+    """Files that a page links to."""
+    targets = (link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]))
+    paths = ((ROOT / page).parent / target for target in targets if "://" not in target)
+    return {str(path.resolve().relative_to(ROOT)) for path in paths}
 
+
+def navigation():
+    """Files that the navigation of the site leads to, which is on every page."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = set(re.findall(r": ([\w/]+\.md)$", nav, flags=re.MULTILINE)) - {"index.md"}
+    found = {next((p for p in (f"docs/{name}", name) if p in PAGES), name) for name in named}
+    return {name.replace(f"{NOTEBOOK}.md", f"{NOTEBOOK}.ipynb") for name in found}
+
+
+def test_two_clicks_lead_from_the_readme_to_every_page():
     near = linked("README.md")
-    reached = near.union({"README.md"}, *map(linked, near))
-    assert PAGES.keys() - reached == set()
+    reached = near.union({"README.md"}, *map(linked, near & PAGES.keys()))
+    assert (PAGES.keys() | OTHERS) - reached == set()
+
+
+def test_one_click_leads_from_the_home_page_of_the_site_to_every_page():
+    assert navigation() ^ ((PAGES.keys() | OTHERS) - {"README.md"}) == set()
 
 
 def test_captions_of_emulated_hosts_say_so():

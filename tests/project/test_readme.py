@@ -24,8 +24,9 @@ AROUND_A_STEP, AROUND_A_LOSS, IN_A_SHARD_MAP = (
 CAST = '  params = jax.lax.pcast(params, "data", to="varying")\n'
 
 
-def test_the_readme_is_short():
+def test_the_first_pages_are_short():
     assert len(README.split()) <= 700
+    assert len(PAGES["docs/getting_started.md"].split()) <= 750
     assert len(re.findall(r"^- \[.*\]\(", README, flags=re.MULTILINE)) == 8
 
 
