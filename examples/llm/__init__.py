@@ -3,6 +3,7 @@
 train_step   a data-parallel train step of flax and optax, without this library
 routes       the line that compresses it, and other routes to compressed gradients
 with_states  the route for methods that carry states
+options      options of the command
 recipe       hyperparameters, and the optimizer
 model        a decoder of the Llama family in flax nnx
 loss         its loss, of the rows of a worker and of all rows that are held out

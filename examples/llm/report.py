@@ -28,8 +28,8 @@ def text(task: Task, recipes: Mapping[str, Recipe], runs: Mapping[str, Sequence[
     is_shared = workers > 1 and device.platform == "cpu" and jax.process_count() == 1
     computing = _median_seconds(records) / (workers if is_shared else 1)
     lines = [
-        f"{task.model}, {workers} workers, {len(records) - 1} steps of {task.batch * workers} rows "
-        f"of {task.rows.tokens.shape[1]} tokens."
+        f"{task.model}. Workers: {workers}. Steps: {len(records) - 1}, of {task.batch * workers} "
+        f"rows of {task.rows.tokens.shape[1]} tokens each."
     ]
     predicted: dict[str, dict[str, float]] = {}
     if workers > 1:

@@ -418,6 +418,23 @@ def test_without_a_checkpoint_it_makes_one_and_compares(tmp_path):
     assert compressed[1]["bytes"] < 0.2 * exact[1]["bytes"]
 
 
+@pytest.mark.parametrize(
+    ("options", "is_exact"),
+    (
+        ({}, False),
+        ({"method": "exact"}, True),
+        ({"route": "exact"}, True),
+        ({"method": "exact", "route": "compress"}, False),
+    ),
+)
+def test_one_worker_is_for_exact_runs(options, is_exact, monkeypatch):
+    monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(1))
+    monkeypatch.setattr(finetune_llm, "with_demo", lambda options: 1 / 0)
+    error = ZeroDivisionError if is_exact else ValueError
+    with pytest.raises(error, match="division" if is_exact else r"^--workers is 1"):
+        finetune_llm.finetune(Options(**options))
+
+
 def test_the_demonstration_keeps_the_options_that_are_given(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune_llm.small_decoder, "prepare", lambda folder: None)
     given = Options(context=256, learning_rate=1e-4, output_dir=tmp_path)
