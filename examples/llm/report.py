@@ -41,16 +41,16 @@ def text(task: Task, recipes: Mapping[str, Recipe], runs: Mapping[str, Sequence[
             )
             for name, recipe in recipes.items()
         }
-        share = f"1/{workers} of the time" if is_shared else "the time"
+        share = f"1/{workers} of" if is_shared else "with transfers,"
         lines.append(
-            f"Predicted: {format_seconds(computing)} of computing, {share} of the step here "
-            f"({base}), and then the all-reduce, by the cost model of `dynamiq-jax advise`, with "
-            "the codec of DynamiQ for every method."
+            "Predicted: the all-reduce on a link of that speed for each worker, by the cost model "
+            f"of `dynamiq-jax advise`, after {format_seconds(computing)} of computing ({share} the "
+            f"{base} step here). Every method is taken to encode as fast as DynamiQ."
         )
     if is_shared:
         lines.append(
-            "Measured: all workers share this machine and no bytes cross a link, so that "
-            "compression only takes time."
+            "Measured: all workers share this machine and no bytes cross a link, so compression "
+            "only takes time."
         )
     return "\n".join([table(runs, predicted), "", *lines])
 

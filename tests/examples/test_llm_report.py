@@ -113,7 +113,7 @@ def task_on(workers, rows=7):
 def test_workers_of_one_machine_are_predicted_on_machines_of_their_own():
     text = report.text(task_on(4), RECIPES, dict.fromkeys(RECIPES, STEPS))
     assert "tiny in float32. Workers: 4. Steps: 3, of 8 rows of 64 tokens each." in text
-    assert "50 ms of computing, 1/4 of the time of the step here (exact)" in text
+    assert "50 ms of computing (1/4 of the exact step here)" in text
     assert "no bytes cross a link" in text
     expected = predicted_seconds(EXACT, size=10**6, workers=4, computing=0.05, device="cpu")
     assert len(expected) == 3
