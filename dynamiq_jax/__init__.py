@@ -33,7 +33,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax.messages import Message
     from dynamiq_jax.methods import BF16, DynamiQ, Exact
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BF16",

@@ -51,8 +51,8 @@ def check_names(
     """
     if not isinstance(states, Mapping):
         raise TypeError(
-            f"{argument} is a {type(states).__name__}, not a dictionary of states by what they "
-            f"belong to: it is from before states had names. {remedy}"
+            f"{argument} is a {type(states).__name__}, not a dictionary of states by their names, "
+            f"as init returns it. {remedy}"
         )
     held, needed = {*states}, {*wanted}
     extra, missing = sorted(held - needed), sorted(needed - held)

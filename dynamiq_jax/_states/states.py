@@ -102,12 +102,9 @@ def check_states(plan: Plan, states: NamedStates) -> None:
 def check_state_names(states: Any, wanted: Iterable[str]) -> None:
     """Raise an error for states of methods that are not those of some names."""
     wanted = tuple(wanted)
-    if isinstance(states, Mapping) and {*wanted} - {*states} == {OWNER}:
-        raise ValueError(
-            f"state.method has no {OWNER!r}, which records the worker that states belong to: it is "
-            "from before states had one. If each worker has its own states, give "
-            "state._replace(method={**init(params).method, **state.method}), or else init(params)."
-        )
+    check_has_owner(
+        states, wanted, "state._replace(method={**init(params).method, **state.method})"
+    )
     check_names(
         "state.method",
         states,
@@ -116,6 +113,22 @@ def check_state_names(states: Any, wanted: Iterable[str]) -> None:
         remedy="Call init with gradients like these, or go on with the leaves, method, "
         "exact_below, bucket_bytes and specs that the state was made with.",
     )
+
+
+def check_has_owner(states: Any, wanted: Iterable[str], with_owner: str) -> None:
+    """Raise ValueError for states that lack only the record of their worker.
+
+    Args:
+      states: states by their names.
+      wanted: names of the states that are needed.
+      with_owner: expression of a user for the same states with the record.
+    """
+    if isinstance(states, Mapping) and {*wanted} - {*states} == {OWNER}:
+        raise ValueError(
+            f"state.method has no {OWNER!r}, which records the worker that states belong to: "
+            "dynamiq-jax 0.1.0 wrote none. If each worker has its own states, give "
+            f"{with_owner}, or else init(params)."
+        )
 
 
 def shapes_of(states: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 from dynamiq_jax._plan.state_names import check_names
+from dynamiq_jax._states.states import check_has_owner
 from dynamiq_jax.methods import State
 
 _ANEW = "or start anew with init(state.reference)"
@@ -68,9 +69,16 @@ def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
 
 def check_method(state: LocalSGDState, name: str, states: Iterable[str]) -> None:
     """Raise ValueError for states of a fragment with other names."""
+    given, states = state.method.get(name, {}), tuple(states)
+    check_has_owner(
+        given,
+        states,
+        "state._replace(method={name: {**first, **state.method[name]} "
+        "for name, first in init(params).method.items()})",
+    )
     check_names(
         "state.method",
-        state.method.get(name, {}),
+        given,
         states,
         user="the method and options",
         remedy=f"Go on with the method, exact_below, bucket_bytes and specs of init, {_ANEW}.",
