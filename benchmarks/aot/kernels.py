@@ -16,7 +16,7 @@ from pallas_kernels._jax.compat import has_mosaic_gpu
 
 # Rows of a program are no choice of users: coordinates of a thread follow from the backends.
 from pallas_kernels._mosaic_gpu.launch import MOST_ROWS
-from pallas_kernels._triton.blocks import Config as LaunchConfig
+from pallas_kernels._triton.blocks import LaunchConfig
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, place_rows
 
 _EXCESS = 1.10  # memory that a kernel may touch, over what it has to
