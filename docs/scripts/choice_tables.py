@@ -1,11 +1,20 @@
 """Table of the page on which method to take, from result files and the cost model of `advise`."""
 
-from docs.scripts.advised import between_slices, break_even_gbit, gain_of_a_step
+from docs.scripts.advised import (
+    between_slices,
+    break_even_gbit,
+    gain_of_a_step,
+    gain_on_pcie,
+)
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, markdown, results_of
 from dynamiq_jax._console.units import format_rate, parse_rate
 from dynamiq_jax._prediction.device_speeds import DeviceKind
+from dynamiq_jax._prediction.hosts import HOST_LINKS
 from dynamiq_jax._prediction.tpus import LINKS
+
+_ON_PCIE = {"pcie4": '`"dynamiq:5"` where `psum` does not hide', "pcie5": "`jax.lax.pmean`"}
+assert _ON_PCIE.keys() == HOST_LINKS.keys()
 
 
 def which_method() -> str:
@@ -62,11 +71,15 @@ def which_method() -> str:
             "`jax.lax.pmean`",
             f"predicted: compressed {nvlink:.2f} times as fast, {hiding:.2f} with half hidden",
         ],
-        [
-            "PCIe inside one host, without NVLink",
-            '`"dynamiq:5"` or `"bf16"`, if `dynamiq-jax bench` shows a gain',
-            "not measured",
-        ],
+        *(
+            [
+                f"PCIe {kind[-1]} inside one host, 8 GPUs without NVLink",
+                f"{take}, and `dynamiq-jax bench`: [why](should_i_compress.md#one-host-with-pcie)",
+                f"not measured; predicted: steps {gain_on_pcie(kind):.2f} times as fast as with "
+                f"BF16, {gain_on_pcie(kind, 0.5):.2f} with half hidden",
+            ]
+            for kind, take in _ON_PCIE.items()
+        ),
         [
             "any, with the least error",
             '`"bf16"`',

@@ -27,6 +27,7 @@ from dynamiq_jax._prediction.advice import (
 )
 from dynamiq_jax._prediction.cost_model import Network
 from dynamiq_jax._prediction.device_speeds import DeviceKind
+from dynamiq_jax._prediction.hosts import CODEC_NS, HOST_LINKS
 from dynamiq_jax._prediction.islands import SHARE, island_rate
 from dynamiq_jax._prediction.tpus import LINKS
 
@@ -46,9 +47,11 @@ class Advise:
 
     link: str | None = None
     """Speed of the slowest link of each worker, in one direction: 10gbit, 400gbit. With fast links
-    inside hosts and axis_name=("hosts", "local"), that of one host. By default 10gbit, and on a TPU
-    the share of a chip of its host's network cards, which connect slices: 25gbit (v5e), 50gbit
-    (v5p), 100gbit (v6e)."""
+    inside hosts and axis_name=("hosts", "local"), that of one host. pcie4 and pcie5 are eight GPUs
+    of one host without NVLink: 80gbit and 224gbit by public reports, and the codec of a GPU with an
+    eighth of the memory bandwidth of an H200. By default 10gbit, and on a TPU the share of a chip
+    of its host's network cards, which connect slices: 25gbit (v5e), 50gbit (v5p), 100gbit
+    (v6e)."""
 
     size: str = "1G"
     """Gradient coordinates of each worker, one for every parameter: 350M, 7G. With several axes,
@@ -110,7 +113,12 @@ class Advise:
     def rate(self) -> float:
         """Bits a second of the link."""
         link = self.link or LINKS.get(self.device, _USUAL_LINK)
-        return parse_rate(link, "--link")
+        return parse_rate(HOST_LINKS.get(link, link), "--link")
+
+    @property
+    def is_inside_host(self) -> bool:
+        """Whether the link is PCIe inside one host."""
+        return self.link in HOST_LINKS
 
     def island_links(self) -> list[str]:
         """Write the link that islands need, for each budget; nothing without --every."""
@@ -141,6 +149,12 @@ class Advise:
         if not 0 <= self.overlap <= 1:
             raise CommandError(f"--overlap is {self.overlap}: give a share from 0 to 1.")
         options.check_codec_ns(self.codec_ns)
+        if self.is_inside_host and self.device != "gpu":
+            raise CommandError(
+                f"--link is {self.link}, which is between GPUs of one host, but --device is "
+                f"{self.device}. Give a rate, such as 10gbit, or --device gpu."
+            )
+        codec_ns = CODEC_NS if self.is_inside_host and self.codec_ns is None else self.codec_ns
         size = parse_size(self.size, "--size")
         try:
             network = Network(
@@ -159,7 +173,7 @@ class Advise:
             overlap=self.overlap,
             gradient=self.gradient,
             device=self.device,
-            codec_ns=self.codec_ns,
+            codec_ns=codec_ns,
             methods=methods,
         )
 
@@ -186,7 +200,12 @@ def _table(asked: Advise, options: list[Option]) -> Table:
         "Predicted. error, compressions: vNMSE of the sum over that of one compression at the same "
         "bits; one bit more divides both by about 4."
     )
-    if asked.codec_ns is None and asked.device != "cpu":
+    if asked.is_inside_host:
+        table.caption += (
+            f" Not measured. The speed of {asked.link} is that of public reports; all_reduce_perf "
+            "of NCCL measures yours, as bus bandwidth in GB/s: give 8 times that in gbit."
+        )
+    elif asked.codec_ns is None and asked.device != "cpu":
         table.caption += (
             " Codec time on a GPU: measured on one H200."
             if asked.device == "gpu"

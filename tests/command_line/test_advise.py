@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._prediction.advice import advice, predictions, topologies_in_order
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
 
 SLOW = Advise(link="1gbit", size="100M", workers=8, step_time=1.0)
 
@@ -83,6 +84,26 @@ def test_slices_of_tpus_have_the_share_of_a_chip_and_a_batch_that_hides_it(devic
     )
     assert "Do not compress" in answer(device=device, link=None, overlap=1.0, step_time=3.0)[0]
     assert "tokens" not in answer()[0]
+
+
+@pytest.mark.parametrize(("link", "gbit"), (("pcie4", 80), ("pcie5", 224)))
+def test_hosts_with_pcie_have_a_link_of_reports_and_a_slower_codec(link, gbit):
+    _, inside = answer(link=link, size="1G")
+    _, between = answer(link=f"{gbit}gbit", size="1G")
+    for a, b in zip(inside, between, strict=True):
+        assert a.all_reduce.wire == b.all_reduce.wire
+    # Seconds of 1 G coordinates are nanoseconds of one.
+    slower = inside[1].all_reduce.codec - between[1].all_reduce.codec
+    assert slower == pytest.approx((8 - 1) * CODEC_SPEEDS["gpu"].ns_per_coordinate)
+    _, given_ns = answer(link=link, size="1G", codec_ns=CODEC_SPEEDS["gpu"].ns_per_coordinate)
+    assert given_ns == between
+
+
+def test_pcie_is_between_gpus(capsys):
+    Advise(link="pcie4").run()
+    assert "Not measured" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(CommandError, match=r"--link is pcie4.*--device is cpu"):
+        answer(link="pcie4", device="cpu")
 
 
 def test_few_bits_are_the_choice_of_the_user():
