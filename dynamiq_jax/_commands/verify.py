@@ -284,7 +284,8 @@ def _print_checks(console: Console, checks: Sequence[KernelCheck], *, interpret:
         table.add_row(operation, case, *(_cell(check) for check in found))
     table.caption = (
         "same: no byte differs. rounding: some do, by one step of the rounding of a single "
-        "operation. Norms are compared to 1e-5: the order of a sum is each backend's own."
+        "operation. -: the backend does not have it, and others do the work. Norms are compared to "
+        "1e-5: the order of a sum is each backend's own."
     )
     console.print(table)
 

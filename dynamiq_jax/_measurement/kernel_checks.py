@@ -29,7 +29,7 @@ _ROWS, _MANY_ROWS = 37, 2085  # of a chunk: blocks of any usual size overhang
 class KernelVerdict(IntEnum):
     """Outcome of one operation, from the best to the worst."""
 
-    ABSENT = 0  # the backend makes the operation of its others
+    ABSENT = 0  # the backend makes the operation of its others, or does not take the case
     NOT_HERE = 1  # the backend cannot run on this machine
     SAME = 2  # no byte differs
     ROUNDING = 3  # bytes differ by one step of rounding
@@ -184,6 +184,8 @@ class _CaseRun:
         if registry.BACKENDS[backend].derives(CALLS[operation]):
             return dataclasses.replace(check, verdict=KernelVerdict.ABSENT)
         try:
+            if reason := in_own_thread(lambda: self._not_taken(backend, operation), self._timeout):
+                return dataclasses.replace(check, verdict=KernelVerdict.ABSENT, text=reason)
             base = in_own_thread(lambda: self._of_base(operation), self._timeout)
             ours, again = in_own_thread(
                 lambda: self._run(backend, operation, on_cpu or self._device), self._timeout
@@ -203,6 +205,14 @@ class _CaseRun:
             text=found.text if found.differing else "",
             checksum=zlib.crc32(ours.tobytes()),
         )
+
+    def _not_taken(self, backend: str, operation: str) -> str | None:
+        """Return the reason why a backend does not take the case, whose codec then runs instead."""
+        call = self._trial.calls(self._messages())[operation]
+        with self._mode():
+            return registry.BACKENDS[backend].why_not_for(
+                call.operation, *call.arrays, **call.static
+            )
 
     def _of_base(self, operation: str) -> np.ndarray:
         with self._locks[operation]:

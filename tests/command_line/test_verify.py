@@ -102,6 +102,25 @@ def test_a_right_backend_is_compared_and_timed(chosen_backend, here, tmp_path, c
     assert "Compression pays here on links below" in shown and "for a ring of 8" in shown
 
 
+def test_a_case_that_a_backend_does_not_take_is_no_problem(chosen_backend, here, tmp_path):
+    """Such as geometric levels, for which the native codec leaves the work to the base."""
+    right = backend()
+    chosen_backend(right)
+    here(1)
+    of_case = CASES[CASE].trial().layout
+
+    def why_not_for(operation, *arrays, layout=None):
+        is_refused = operation is CALLS["hop"] and layout == of_case
+        return "not these levels" if is_refused else None
+
+    object.__setattr__(right, "why_not_for", why_not_for)
+    status, results = run(tmp_path / "out.json")
+    assert status == 0 and results["problems"] == []
+    checks = {c["operation"]: c for c in results["checks"]}
+    assert (checks["hop"]["verdict"], checks["hop"]["text"]) == ("absent", "not these levels")
+    assert checks["decompress"]["verdict"] == "same"
+
+
 @pytest.mark.parametrize(("allow", "count"), [(False, 1), (True, 0)])
 def test_another_rounding_is_a_problem_unless_it_is_allowed(allow, count):
     checks = [
