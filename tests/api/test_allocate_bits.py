@@ -310,6 +310,7 @@ def test_layers_of_a_scan_share_bits_and_bytes():
     assert list(same.bits.values()) == list(found.bits.values())
 
 
+@pytest.mark.slow
 def test_pcast_in_a_scan_takes_the_policy_of_a_layer(data_mesh):
     options = dq.Options(bucket_bytes=4 * WIDTH**2, bucketing="in_order")
 

@@ -59,6 +59,7 @@ def test_gradients_of_workers_average_to_that_of_all_rows(model):
         assert np.any(each[0][name] != each[1][name])
 
 
+@pytest.mark.slow
 def test_errors_are_measured_once(model, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "RESULTS", tmp_path)
     monkeypatch.setattr(errors, "make_devices", lambda workers: None)

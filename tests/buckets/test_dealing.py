@@ -23,8 +23,19 @@ def test_every_coordinate_is_in_one_piece(columns, batch, pieces):
         1 + jnp.arange(batch * n, dtype=jnp.float32).reshape(batch, n) + 10_000 * k
         for k, n in enumerate(columns)
     ]
-    dealt = dealing.deal(vectors)
-    taken = [np.asarray(dealing.take(dealt, np.int32(number))) for number in range(pieces)]
+
+    @jax.jit
+    def deal(vectors):
+        dealt = dealing.deal(vectors)
+        return dealt, [dealing.take(dealt, np.int32(number)) for number in range(pieces)]
+
+    @jax.jit
+    def put_and_undeal(dealt, taken):
+        for number, piece in enumerate(taken):
+            dealt = dealing.put(dealt, np.int32(number), piece)
+        return dealing.undeal(dealt)
+
+    dealt, taken = jax.tree.map(np.asarray, deal(vectors))
     assert {piece.shape for piece in taken} == {(batch, dealing.size)}
     assert 0 <= pieces * dealing.size - ends[-1] < 256 * pieces
     found = np.sort(np.concatenate(taken, axis=1), axis=1)
@@ -37,10 +48,8 @@ def test_every_coordinate_is_in_one_piece(columns, batch, pieces):
         for number, piece in enumerate(taken):
             of_vector = np.isin(piece, whole)
             np.testing.assert_array_equal(piece[of_vector], whole[:, :, number].reshape(-1))
-    changed = dealt
-    for number in range(pieces):
-        changed = dealing.put(changed, np.int32(number), -jnp.asarray(taken[number]))
-    for vector, back in zip(vectors, dealing.undeal(changed), strict=True):
+    changed = put_and_undeal(dealt, [-piece for piece in taken])
+    for vector, back in zip(vectors, changed, strict=True):
         np.testing.assert_array_equal(back, -vector)
 
 

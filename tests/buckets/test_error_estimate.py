@@ -212,7 +212,14 @@ def hostile(step):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bucket_bytes": 2**17, "unrolled_buckets": 1, "bucketing": "in_order"}]
+    "options",
+    [
+        {},
+        pytest.param(
+            {"bucket_bytes": 2**17, "unrolled_buckets": 1, "bucketing": "in_order"},
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
     limit, buckets = 1e-2, 2 if options else 1

@@ -139,6 +139,7 @@ def test_the_smallest_sample_is_precise_enough():
     assert 0.05 < metrics["error"].std() / truth < 0.25
 
 
+@pytest.mark.slow
 def test_a_bucket_at_the_limit_is_nearly_always_sent_again():
     """The estimate plus two standard deviations is below the truth for few samples: 2.3 % if it
     were normal. With one standard deviation it were 16 %.

@@ -189,6 +189,7 @@ def test_leaves_without_numbers_need_no_pattern():
     assert (found["count"] == 1).all()
 
 
+@pytest.mark.slow
 def test_fragments_of_local_sgd_have_the_methods_of_their_leaves(data_mesh):
     local_sgd = dq.training.LocalSGD(axis_name="data", every=2, fragments=2, method=POLICY)
     reports = local_sgd.wire_report(ONE, WORKERS)

@@ -1,5 +1,6 @@
 """Metrics `sharing_gain` and `idle_bucket`: what buckets would gain from sharing their bits."""
 
+import functools
 import types
 
 import jax
@@ -21,15 +22,16 @@ LEAST = 2.375
 def gain_of(errors, rows, bits, scales=None):
     """Return the gain and the idle bucket, of squared errors in units of squared scales."""
     scales = scales or [1.0] * len(errors)
+    one, zero = np.float32(1), np.float32(0)
     found = [
-        Estimate(jnp.float32(e), jnp.float32(1), jnp.float32(s), jnp.float32(0), jnp.float32(r))
+        Estimate(np.float32(e), one, np.float32(s), zero, np.float32(r))
         for e, r, s in zip(errors, rows, scales, strict=True)
     ]
     buckets = [
         types.SimpleNamespace(method=dq.DynamiQ(bits=b) if b else dq.BF16(), size=256 * r)
         for b, r in zip(bits, rows, strict=True)
     ]
-    gain, idle = gain_of_sharing(buckets, found)
+    gain, idle = jax.jit(functools.partial(gain_of_sharing, buckets))(found)
     assert gain.dtype == idle.dtype == jnp.float32 and gain.shape == idle.shape == ()
     return float(gain), int(idle)
 

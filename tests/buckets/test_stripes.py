@@ -270,6 +270,7 @@ def test_halves_keep_their_contract(name, tiled):
         assert 1e-8 < vnmse(found[leaf], expected[leaf]) < 2e-5
 
 
+@pytest.mark.slow
 def test_leaves_of_a_half_share_one_budget():
     """A large leaf and a small one in buckets of their own: the bits follow the whole tree."""
     tree = {name: leaf.reshape(4, 4, -1) for name, leaf in regions(4).items()}
@@ -347,6 +348,7 @@ def test_shards_are_striped_on_every_device():
     assert 1e-7 < vnmse(found, tree["a"].mean(0)) < 1e-4
 
 
+@pytest.mark.slow
 def test_states_and_limits_follow_the_stripes():
     """Error feedback: over several steps no more is lost than one residual."""
     tree = regions(2)

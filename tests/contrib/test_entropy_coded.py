@@ -64,8 +64,15 @@ def bits(array) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("method", "topology"),
-    [(PATCHED, name) for name in ("unrolled", "two_way", "butterfly", "all_to_all")]
-    + [(RANS, name) for name in ("ring", "unrolled")],
+    [
+        (PATCHED, "butterfly"),
+        (RANS, "ring"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((PATCHED, "unrolled"), (PATCHED, "two_way"), (PATCHED, "all_to_all"))
+        ),
+        pytest.param(RANS, "unrolled", marks=pytest.mark.slow),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.coder,
 )
 def test_sums_are_those_of_thc_bit_for_bit(method, topology):

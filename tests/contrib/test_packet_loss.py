@@ -146,7 +146,13 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("exact", "dynamiq", "thc") else pytest.mark.slow)
+        for n in CODECS
+    ],
+)
 def test_a_group_depends_on_the_bytes_of_its_spans_and_on_no_others(name):
     """Each byte is turned in turn. Exactly the groups that have it in a span decode to others."""
     method, size = CODECS[name]
@@ -269,7 +275,7 @@ def check_mean(found, wanted):
     ("estimator", "method"),
     [
         ("others", "exact"),
-        ("inverse", "exact"),
+        pytest.param("inverse", "exact", marks=pytest.mark.slow),
         pytest.param("others", "bf16", marks=pytest.mark.slow),
     ],
 )
@@ -309,6 +315,7 @@ def test_where_no_other_arrives_the_own_gradient_counts_alone():
     check_mean(found, 7 / 8 * gradients.mean(axis=0) + own_values(gradients) / 8)
 
 
+@pytest.mark.slow
 def test_the_mean_of_what_arrives_weights_the_own_gradient_more():
     """(1 - .1**8) / (8 * .9) = .1389 instead of .125, the paper's estimator."""
     gradients, found = estimates("count", 0.1, 8)
@@ -438,7 +445,10 @@ def test_what_is_not_finite_surfaces_where_it_arrives_and_only_there():
     assert abs(is_nan[2:].mean() - 0.5) < 5 * np.sqrt(0.25 / 512)
 
 
-@pytest.mark.parametrize(("together", "low", "high"), [(False, 0.12, 0.35), (True, 0.03, 0.12)])
+@pytest.mark.parametrize(
+    ("together", "low", "high"),
+    [(False, 0.12, 0.35), pytest.param(True, 0.03, 0.12, marks=pytest.mark.slow)],
+)
 def test_messages_of_dynamiq_lose_rows_and_no_others(together, low, high):
     """A row is that of the reduce-scatter, or the own one, whole. NaN enters with its row alone."""
     gradients = normal(2, 256 * 64).at[1, 256 * 8].set(jnp.nan)  # of owner 0

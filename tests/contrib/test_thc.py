@@ -311,7 +311,7 @@ def test_sums_that_fit_are_those_of_enough_bits(topology):
     ("num_workers", "agreement", "errors"),
     (
         (8, 0.5, {7: 0.0055, 6: 0.023, 5: 0.195, 4: 0.50}),
-        (64, 0.5, {10: 0.0012, 9: 0.0117, 8: 0.151}),
+        pytest.param(64, 0.5, {10: 0.0012, 9: 0.0117, 8: 0.151}, marks=pytest.mark.slow),
     ),
 )
 def test_the_error_of_sums_that_saturate(num_workers, agreement, errors):

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[int, float, Any, Any]] = {
 }
 cases = pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=() if c in list(CASES)[:4] else pytest.mark.slow) for c in CASES],
+    [pytest.param(c, marks=() if c in list(CASES)[:2] else pytest.mark.slow) for c in CASES],
 )
 
 
