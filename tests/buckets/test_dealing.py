@@ -1,5 +1,6 @@
 """Rows of vectors that are dealt to pieces: stripes, and shards of pipelined steps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
