@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults test-wheel lint hooks mutants soak docs build benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults test-wheel lint hooks mutants soak docs build release environments benchmarks clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -76,7 +76,17 @@ docs: $(VENV)/docs-installed  ## build the documentation into site/; a warning i
 
 build: $(VENV)/installed  ## build the wheel and the source distribution into dist/
 	$(RUN) -m pip install --quiet 'build>=1.2'
+	rm -rf dist
 	$(RUN) -m build --outdir dist
+
+release:  ## publish the wheels in wheels/ and the source distribution of TAG, with its part of the changelog
+	$(PYTHON) -m docs.scripts.release_notes $(TAG) > notes.md
+	$(PYTHON) -m pip install --quiet 'build>=1.2'
+	$(PYTHON) -m build --sdist --outdir wheels
+	gh release create $(TAG) wheels/*.whl wheels/*.tar.gz --verify-tag --title $(TAG) --notes-file notes.md
+
+environments: build  ## install both packages into fresh environments of all Pythons that are here, and run what a newcomer runs (an hour)
+	$(RUN) -m benchmarks.environments $(ARGS)
 
 benchmarks: $(VENV)/installed  ## measure the codec and the error on this machine
 	$(RUN) -m benchmarks.speed.codec

@@ -6,6 +6,7 @@ error. At run time, `DYNAMIQ_NATIVE=0` switches a codec off that is there.
 """
 
 import os
+import shutil
 import sys
 import sysconfig
 from importlib.util import module_from_spec, spec_from_file_location
@@ -55,6 +56,11 @@ class NativeCodec(BuildHookInterface):
         # Of any Python: the library is loaded by `ctypes`.
         of_platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{of_platform}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the library beside the wheel that holds it."""
+        if version != "editable":
+            shutil.rmtree(Path(self.directory, "pallas_kernels"), ignore_errors=True)
 
 
 def _switch() -> str:

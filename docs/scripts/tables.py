@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 import dynamiq_jax as dq
+from benchmarks import environments as fresh
 from docs.scripts import (
     bucket_tables,
     choice_tables,
@@ -210,6 +211,25 @@ def compile_times() -> str:
     return markdown(["workers", "`lax.pmean`", *kinds], rows)
 
 
+def fresh_environments() -> str:
+    """Write what ran in environments that were made from the packages: fresh_environments.json."""
+    rows = []
+    for row in results_of("fresh_environments"):
+        left = fresh.outcome(row)
+        rows.append(
+            [
+                *(row["versions"][name] for name in ("python", "jax")),
+                row["package"],
+                row["codec"],
+                left,
+                f"{row['install']:.0f} s",
+                *(f"{row[key] / 1e6:.0f} MB" for key in ("bytes", "all bytes")),
+            ]
+        )
+    header = ["Python", "JAX", "package", "codec", "ran", "`pip install`", "installed"]
+    return markdown([*header, f"with `[{fresh.EXTRA}]`"], rows)
+
+
 def many_leaves() -> str:
     """Write compile time, memory and step time of trees of many leaves: many_leaves.json."""
     names = {"mixed": "layers of a decoder", "large": "128 x 128", "small": "128"}
@@ -353,6 +373,7 @@ _ALL = (
     accuracy,
     headline,
     compile_times,
+    fresh_environments,
     many_leaves,
     in_flight,
     big_models,

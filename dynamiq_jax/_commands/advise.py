@@ -117,7 +117,7 @@ class Advise:
 
     @property
     def is_inside_host(self) -> bool:
-        """Whether the link is PCIe inside one host."""
+        """True for PCIe inside one host."""
         return self.link in HOST_LINKS
 
     def island_links(self) -> list[str]:

@@ -206,13 +206,12 @@ class _CaseRun:
             checksum=zlib.crc32(ours.tobytes()),
         )
 
-    def _not_taken(self, backend: str, operation: str) -> str | None:
-        """Return the reason why a backend does not take the case, whose codec then runs instead."""
+    def _not_taken(self, backend: str, operation: str) -> str:
+        """Return the reason why a backend does not take the case, or nothing if it does."""
         call = self._trial.calls(self._messages())[operation]
         with self._mode():
-            return registry.BACKENDS[backend].why_not_for(
-                call.operation, *call.arrays, **call.static
-            )
+            kernels = registry.BACKENDS[backend]
+            return kernels.why_not_for(call.operation, *call.arrays, **call.static) or ""
 
     def _of_base(self, operation: str) -> np.ndarray:
         with self._locks[operation]:

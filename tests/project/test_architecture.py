@@ -3,10 +3,12 @@
 import ast
 import collections
 import functools
+import importlib
 import inspect
 import pathlib
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -437,3 +439,18 @@ def test_the_main_api_is_small_and_documented():
     assert len(dq.__all__) <= 34
     assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
     assert all(getattr(dq, name).__doc__ for name in dq.__all__)
+
+
+def test_scripts_import_names_that_the_library_has():
+    """Most scripts run on machines of their own, where a name that is gone would be found late."""
+    for folder in ("benchmarks", "examples", "docs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom) or node.module is None:
+                    continue
+                if node.module.partition(".")[0] not in PACKAGES:
+                    continue
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    has = hasattr(module, name) or find_spec(f"{node.module}.{name}")
+                    assert has, f"{path}: {node.module}.{name}"

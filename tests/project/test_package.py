@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import dynamiq_jax as dq
+from docs.scripts.release_notes import notes_of
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -36,6 +37,15 @@ def test_one_date_of_the_release():
     )
     cited = re.search(r"^date-released: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert released[1] == cited[1]
+
+
+def test_a_tag_has_its_part_of_the_changelog_which_takes_two_minutes_to_read():
+    notes = notes_of(f"v{dq.__version__}")
+    assert notes in (ROOT / "CHANGELOG.md").read_text()
+    assert "## [" not in notes and notes.startswith("### ")
+    assert 100 < len(re.sub(r"\]\([^)]*\)", "]", notes).split()) < 600
+    with pytest.raises(ValueError, match=rf"tag v{re.escape(dq.__version__)}\.$"):
+        notes_of("v0.0.1")
 
 
 def test_requirements_are_valid_and_extras_name_extras_that_exist():
