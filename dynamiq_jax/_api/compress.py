@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import Array
 
+from dynamiq_jax._api._held import ARRAYS, Held, Programs, check_unchanged
 from dynamiq_jax._api.sum_report import CompressReport, report_of
 from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.checks import check_key
@@ -76,8 +76,9 @@ def compress(
       A function with the arguments and results of `fun`. If `fun` is the result of `jax.jit`, so is
       this one, with the same donated and static arguments and shardings; otherwise it is compiled
       when it is called outside of a trace, for each set of arguments that are no arrays, and of
-      arrays that its object holds as attributes. Its method
-      `report` lists all sums of the step, and `lower` and `trace` are those of `jax.jit`.
+      values that its object holds as attributes: numbers, text, arrays and other objects. A change
+      inside of an array or of another object is not seen, but for dataclasses. Its method `report`
+      lists all sums of the step, and `lower` and `trace` are those of `jax.jit`.
 
     Raises:
       TypeError: `fun` or an argument is of the wrong kind; flax.nnx objects as arguments.
@@ -121,7 +122,7 @@ class CompressedStep:
     def __init__(self, fun: Callable[..., Any], key: Any, evaluation: Evaluation):
         self._key = key
         self._evaluation = evaluation
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, Programs] = {}  # by kind of arguments
         self._jitted: Any = None
         self._fun = fun
         if equations.is_jitted(fun):
@@ -132,7 +133,7 @@ class CompressedStep:
                 return self._traced(*args, **kwargs)
 
             self._jitted = equations.jit_like(step, fun)
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())  # attributes of an object stay its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step with its sums compressed."""
@@ -189,13 +190,12 @@ class CompressedStep:
     def _function(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the compiled step for arguments, as a function of those that are arrays."""
         arguments = _Arguments.of(args, kwargs)
-        owner = getattr(self._fun, "__self__", self._fun)
-        held = _arrays_of((owner, *arguments.others))
-        kind = (arguments.kind, tuple(map(id, held)))
-        function, _ = self._compiled.get(kind, (None, None))
+        objects = (getattr(self._fun, "__self__", self._fun), *arguments.others)
+        held = Held.by(objects)
+        programs = self._compiled.get(arguments.kind, Programs())
+        function = programs.get(held)
         if function is None:
-            program = self._program(arguments)
-            _check_unchanged((owner, *arguments.others))
+            program = self._program(arguments, objects)
 
             def step(*arrays: Any) -> Any:
                 recording.record_step(lambda: self._report(program))
@@ -204,7 +204,8 @@ class CompressedStep:
             step.__name__ = getattr(self._fun, "__name__", "step")
             function = jax.jit(step, donate_argnums=program.donated)
             if arguments.kind is not None:
-                self._compiled[kind] = function, held  # whose ids stay theirs as long as they live
+                programs.add(held, function)
+                self._compiled[arguments.kind] = programs
         return function, arguments.arrays
 
     def _run(self, program: "_Program", arguments: "_Arguments") -> Any:
@@ -215,10 +216,15 @@ class CompressedStep:
         results = self._evaluation.run(program.schedule, key, *arguments.arrays)
         return jax.tree.unflatten(program.structure, results)
 
-    def _program(self, arguments: "_Arguments") -> _Program:
+    def _program(self, arguments: "_Arguments", objects: Sequence[Any] = ()) -> _Program:
         """Trace the step and schedule it.
 
+        Args:
+          arguments: arguments of the step.
+          objects: objects to which the step must not assign arrays.
+
         Raises:
+          TypeError: the step assigns an array to an attribute.
           ValueError: there is no sum to compress.
         """
 
@@ -227,6 +233,7 @@ class CompressedStep:
             return self._fun(*args, **kwargs)
 
         traced, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+        check_unchanged(objects)
         scheduler = Scheduler(self._evaluation.selection)
         schedule = scheduler.schedule(traced, Surroundings())
         if not any(schedule.groups()):
@@ -263,7 +270,7 @@ class _Arguments(NamedTuple):
                     "graphdef, state = nnx.split(object) outside, nnx.merge(graphdef, state) and "
                     "nnx.state(object) inside of the step."
                 )
-        are_arrays = tuple(isinstance(leaf, _ARRAYS) for leaf in leaves)
+        are_arrays = tuple(isinstance(leaf, ARRAYS) for leaf in leaves)
         arrays = tuple(leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if is_array)
         others = tuple(
             leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if not is_array
@@ -290,33 +297,6 @@ class _Arguments(NamedTuple):
         leaves = [next(of_kind[is_array]) for is_array in self.are_arrays]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return args, kwargs
-
-
-def _arrays_of(objects: Sequence[Any]) -> list[Any]:
-    """Return the arrays that objects hold as attributes: constants of a trace."""
-    return [
-        leaf
-        for each in objects
-        for leaf in jax.tree.leaves(getattr(each, "__dict__", {}))
-        if isinstance(leaf, _ARRAYS)
-    ]
-
-
-def _check_unchanged(objects: Sequence[Any]) -> None:
-    """Check that a trace has left nothing in objects.
-
-    Raises:
-      TypeError: the step assigns an attribute, which would happen only while it is traced.
-    """
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in _arrays_of(objects)):
-        raise TypeError(
-            "The step assigns arrays to attributes of an object, such as self.state, which would "
-            "happen only while it is traced. Return them, or compress the function inside that "
-            "takes and returns them."
-        )
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def _nothing_to_compress(selection: Selection, found: list[Choice]) -> str:
