@@ -17,7 +17,8 @@ from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.nodes import Choice
-from dynamiq_jax._rewriting.schedule import EvaluationSchedule, Scheduler, Surroundings
+from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
+from dynamiq_jax._rewriting.steps import EvaluationSchedule
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -235,7 +236,7 @@ class CompressedStep:
         traced, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
         check_unchanged(objects)
         scheduler = Scheduler(self._evaluation.selection)
-        schedule = scheduler.schedule(traced, Surroundings())
+        schedule = scheduler.schedule(equations.without_unused(traced), Surroundings())
         if not any(schedule.groups()):
             raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))

@@ -64,6 +64,8 @@ def after(token: Array | None, value: Array) -> Array:
     """
     if token is None or not compat.varying_axes(token) <= compat.varying_axes(value):
         return value
+    if not value.size or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return value
     return jnp.where(never(token), jnp.zeros_like(value), value)
 
 

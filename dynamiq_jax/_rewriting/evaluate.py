@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets import order
@@ -12,8 +13,15 @@ from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.nodes import Constant, Key
-from dynamiq_jax._rewriting.schedule import Enter, Evaluate, EvaluationSchedule, Reduce
-from dynamiq_jax._rewriting.sums import Selection, is_refused
+from dynamiq_jax._rewriting.steps import (
+    Enter,
+    Evaluate,
+    EvaluationSchedule,
+    Messages,
+    Reduce,
+    SumExactly,
+)
+from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._worker_loss.fingerprint import joint_word_of
 from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
@@ -41,68 +49,78 @@ class Evaluation:
         def read(each: Key) -> Any:
             return each.value if isinstance(each, Constant) else known[each]
 
+        results: Sequence[Any]
         for step in schedule.steps:
             match step:
                 case Evaluate():
-                    results = self._evaluate(step, list(map(read, step.inputs)))
+                    results = _in_order(step.function, list(map(read, step.inputs)), step.messages)
                     known.update(zip(step.outputs, results, strict=True))
                 case Enter():
-                    bodies = [self._body(program) for program in step.programs]
-                    inputs = [read(each) for each in step.inputs]
-                    results = inner.make_anew(step.equation, step.scopes, bodies, key, inputs)
+                    results = self._enter(step, key, list(map(read, step.inputs)))
                     known.update(zip(step.outputs, results, strict=True))
+                case SumExactly():
+                    results = _sum_exactly(step, [read(each.operand) for each in step.members])
+                    known.update(zip((e.result for e in step.members), results, strict=True))
                 case Reduce():
-                    operands = [read(member.operand) for member in step.members]
-                    results = self._reduce(step, operands, key)
-                    known.update(
-                        (member.result, result)
-                        for member, result in zip(step.members, results, strict=True)
-                    )
+                    results = self._reduce(step, [read(each.operand) for each in step.members], key)
+                    known.update(zip((e.result for e in step.members), results, strict=True))
         return [read(each) for each in schedule.outputs]
 
     def _body(self, schedule: EvaluationSchedule) -> inner.Body:
         return lambda key, *values: self.run(schedule, key, *values)
 
-    def _evaluate(self, step: Evaluate, values: list[Any]) -> Sequence[Any]:
-        if self.selection.axes[0] not in step.axes:
-            return step.function(*values)
-        return _in_order(step.function, values)
+    def _enter(self, step: Enter, key: Array | None, values: list[Any]) -> Sequence[Any]:
+        bodies = [self._body(program) for program in step.programs]
+
+        def make(*values: Any) -> Sequence[Any]:
+            return inner.make_anew(step.equation, step.scopes, bodies, key, values)
+
+        return _in_order(make, values, step.messages)
 
     def _reduce(self, group: Reduce, operands: Sequence[Any], key: Array | None) -> list[Any]:
         """Reduce the operands of a group in one compressed collective, and refused ones exactly."""
         names = group.members[0].description.axes
-        # Only a psum has several operands, of which some can be refused.
-        refused = [i for i, member in enumerate(group.members) if is_refused(member.why_exact)]
-        joint = [i for i in range(len(operands)) if i not in refused]
+        joint = group.joint
+        refused = [i for i in range(len(operands)) if i not in joint]
         results: dict[int, Any] = {}
         if refused:
-            terms = [operands[i] for i in refused]
-            exactly = _in_order(lambda *terms: lax.psum(terms, names), terms)
+            exactly = _in_order(
+                lambda *terms: lax.psum(terms, names), [operands[i] for i in refused]
+            )
             results |= zip(refused, exactly, strict=True)
-        over = tuple(name for name in self.selection.axes if name in names)
-        tree = {f"sum_{i}": operands[i] for i in joint}
+        over = self.over(group)
+        tree = {leaf_name(i): operands[i] for i in joint}
         if further := tuple(name for name in names if name not in over):
-            tree = lax.psum(tree, further)
+            exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
+            tree = dict(zip(tree, exactly, strict=True))
 
         def compressed(tree: dict[str, Any]) -> dict[str, Any]:
             collective = group.collective(find_axes(over))
             of_group = self._key(group, tree, over, key)
-            outcome = run(collective, tree, of_group, self.compression, specs=self._specs(group))
+            specs = self.specs_of(group)
+            outcome = run(collective, tree, of_group, self.compression, specs=specs)
             total: dict[str, Any] = outcome.tree
             return total
 
         if is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
-            totals = {
-                f"sum_{i}": jax.sharding.reshard(
-                    totals[f"sum_{i}"], group.members[i].params["dst_sharding"]
-                )
-                for i in joint
-            }
+            shardings = {leaf_name(i): group.members[i].params["dst_sharding"] for i in joint}
+            totals = jax.sharding.reshard(totals, shardings)
         else:
             totals = compressed(tree)
-        results |= {i: totals[f"sum_{i}"] for i in joint}
+        results |= {i: totals[leaf_name(i)] for i in joint}
         return [results[i] for i in range(len(operands))]
+
+    def over(self, group: Reduce) -> tuple[str, ...]:
+        """Return the axes of a group over which its collective is, slowest first."""
+        names = group.members[0].description.axes
+        return tuple(name for name in self.selection.axes if name in names)
+
+    def specs_of(self, group: Reduce) -> Any:
+        """Return the specs of the terms of a group: one for all, or those of each leaf."""
+        if not callable(self.specs):
+            return self.specs
+        return {leaf_name(i): self.specs(group.members[i].description) for i in group.joint}
 
     @staticmethod
     def _key(
@@ -121,19 +139,53 @@ class Evaluation:
         leaves = [order.after(token, leaf) for leaf in tree.values()]
         return jax.random.fold_in(base, joint_word_of(leaves, over))
 
-    def _specs(self, group: Reduce) -> Any:
-        if not callable(self.specs):
-            return self.specs
-        return {
-            f"sum_{i}": self.specs(member.description)
-            for i, member in enumerate(group.members)
-            if not is_refused(member.why_exact)
-        }
+
+def leaf_name(number: int) -> str:
+    """Return the path of a sum in its group, as a policy has it."""
+    return f"sum_{number}"
 
 
-def _in_order(collective: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
-    """Run a collective behind the last one of the trace, and before the next."""
+def _sum_exactly(step: SumExactly, terms: Sequence[Any]) -> Sequence[Any]:
+    axes = step.members[0].description.axes
+    return _in_order(lambda *terms: lax.psum(terms, axes), terms)
+
+
+def _in_order(
+    function: Callable[..., Sequence[Any]],
+    values: Sequence[Any],
+    messages: Messages = Messages.ONCE,
+) -> Sequence[Any]:
+    """Call a function that sends messages behind the last collective of the trace.
+
+    The next collective comes behind it.
+
+    Args:
+      function: function of arrays.
+      values: its arguments.
+      messages: the messages of the function.
+    """
     token = order.last_token()
-    results = collective(*(order.after(token, value) for value in values))
-    order.remember(order.token_of(results))
+    match messages:
+        case Messages.NONE:
+            return function(*values)
+        case Messages.ONCE:
+            values = tuple(_after(token, value) for value in values)
+        case Messages.IN_A_LOOP:
+            values = _one_after(token, values)
+    results = function(*values)
+    order.remember(order.token_of([token, *results]))
     return results
+
+
+def _one_after(token: Array | None, values: Sequence[Any]) -> list[Any]:
+    """Delay the smallest value that can be delayed: a loop begins when all of them are there."""
+    delayed = list(values)
+    for i in sorted(range(len(delayed)), key=lambda i: np.size(delayed[i])):
+        delayed[i] = _after(token, values[i])
+        if delayed[i] is not values[i]:
+            break
+    return delayed
+
+
+def _after(token: Array | None, value: Any) -> Any:
+    return order.after(token, value) if isinstance(value, Array) else value  # or a number

@@ -5,7 +5,7 @@ not here is an error, as soon as it holds a sum to compress.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,10 +26,11 @@ class InnerProgram:
     program: Any
     times: int | None = 1  # that it runs in one call of the equation; None if that is not known
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
+    mesh: Any = None  # in which they are
     has_outputs: bool = True  # whether its outputs are those of the equation
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)  # see `Surroundings`
-    # Whether the sum that is an output can be done behind the equation, by the output's number.
-    may_leave: Callable[[int], bool] = lambda output: False
+    leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation
+    totals: Collection[int] = ()  # carried outputs that may be sums, too, if they begin at zero
 
 
 # Calls whose program can stand in place of the call. Rules of differentiation are lost with it:
@@ -109,7 +110,7 @@ class _Kind:
 def _map_parts(equation: Equation) -> list[InnerProgram]:
     params = equation.params
     sizes = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"]}
-    return [InnerProgram(params["jaxpr"], sizes=sizes)]
+    return [InnerProgram(params["jaxpr"], sizes=sizes, mesh=params["mesh"])]
 
 
 def _make_map(
@@ -134,7 +135,8 @@ def _scan_parts(equation: Equation) -> list[InnerProgram]:
             params["jaxpr"],
             times=params["length"],
             carried={i: constants + i for i in range(carried)},
-            may_leave=lambda output: output >= carried,
+            leaving=range(carried, len(equation.outvars)),
+            totals=range(carried),
         )
     ]
 
@@ -200,7 +202,7 @@ def _make_cond(
 
 
 def _remat_parts(equation: Equation) -> list[InnerProgram]:
-    return [InnerProgram(equation.params["jaxpr"], may_leave=lambda output: True)]
+    return [InnerProgram(equation.params["jaxpr"], leaving=range(len(equation.outvars)))]
 
 
 def _make_remat(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
@@ -10,11 +10,11 @@ from jax.extend.core import Literal
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.sums import (
     NOT_FLOATING,
+    OF_GRADIENTS,
     SMALL,
-    STATISTICS,
+    UNUSED,
     Selection,
     Sum,
-    differentiation_of,
     joined,
     sums_of,
 )
@@ -35,6 +35,13 @@ class SumTerms(NamedTuple):
     result: Value  # the sum
 
 
+@dataclasses.dataclass(frozen=True)
+class FirstTerms:
+    """Terms with which the total of the turns of a loop begins."""
+
+    result: Value  # the total
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constant:
     """Constant of a program."""
@@ -42,7 +49,7 @@ class Constant:
     value: Any
 
 
-Key = Value | SumTerms | Constant
+Key = Value | SumTerms | FirstTerms | Constant
 Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
 
 
@@ -56,7 +63,9 @@ class Node:
     outputs: tuple[Value, ...]
     sums: list[Choice]  # one for each operand
     holds_target: bool  # inside of it
+    holds_sum: bool  # inside of it, of a gradient whatever its size
     needed: set[int] = dataclasses.field(default_factory=set)  # outputs; see `keep_exact`
+    summed: set[int] = dataclasses.field(default_factory=set)  # the same
 
     @property
     def is_target(self) -> bool:
@@ -66,7 +75,8 @@ class Node:
     @property
     def may_join(self) -> bool:
         """True for sums that nothing but size or type excludes: large ones take them along."""
-        return bool(self.sums) and all(why in (SMALL, NOT_FLOATING) for _, why in self.sums)
+        whys = {why for _, why in self.sums} - {UNUSED}
+        return bool(whys) and whys <= {SMALL, NOT_FLOATING}
 
 
 class Reader:
@@ -120,11 +130,13 @@ class Reader:
         for equation in program.eqns:
             here = joined(scopes, str(equation.source_info.name_stack))
             inputs = tuple(key_of(each, call, names) for each in equation.invars)
-            holds_target = any(why is None for _, why in self.inside(equation, here))
+            whys = {why for _, why in self.inside(equation, here)}
+            holds_target = None in whys
             if not (holds_target and inner.is_call(equation, is_mapped)):
                 outputs = tuple(Value(variable, call) for variable in equation.outvars)
                 sums = list(self.choices(equation, here))
-                yield Node(equation, here, inputs, outputs, sums, holds_target)
+                holds_sum = bool(whys & OF_GRADIENTS)
+                yield Node(equation, here, inputs, outputs, sums, holds_target, holds_sum)
                 continue
             called, constants = equations.opened(inner.called(equation))
             number = self.next_call()
@@ -144,53 +156,3 @@ def key_of(atom: Any, call: int, names: Mapping[Value, Key]) -> Key:
         return Constant(atom.val)
     value = Value(atom, call)
     return names.get(value, value)
-
-
-def keep_exact(
-    nodes: Sequence[Node], needed_outputs: Collection[Key], carried: Mapping[Key, Key]
-) -> None:
-    """Keep sums exact with which a backward pass goes on, and small ones that large ones need.
-
-    The first are gradients of statistics of the batch. The others would wait, and split the large
-    ones into groups.
-
-    Args:
-      nodes: equations of a program; their choices change, and `needed` is set.
-      needed_outputs: outputs of the program with which the backward pass of its caller goes on.
-      carried: inputs of a program that is the body of a loop, by the outputs that replace them.
-    """
-    needed_backward = set(needed_outputs)
-    while True:
-        found = _needed_backward(nodes, needed_backward)
-        again = {output for output, value in carried.items() if value in found}
-        if again <= needed_backward:
-            break
-        needed_backward |= again
-    needed: set[Key] = set()  # by a sum to compress, through any equations
-    for node in reversed(nodes):
-        results = set(node.outputs)
-        if node.sums and _goes_on(node, found):
-            node.sums = [(each, STATISTICS) for each, _ in node.sums]
-        elif node.may_join and results & needed:
-            node.sums = [(each, f"{why}, and a large one needs it") for each, why in node.sums]
-        node.needed = {i for i, output in enumerate(node.outputs) if output in found}
-        if node.is_target or node.holds_target or results & needed:
-            needed.update(node.inputs)
-
-
-def _needed_backward(nodes: Sequence[Node], outputs: Collection[Key]) -> set[Key]:
-    """Return the values that a sum to compress needs, through equations of one backward pass."""
-    needed = set(outputs)
-    for node in reversed(nodes):
-        if differentiation_of(node.scopes) != "backward":
-            continue
-        is_target = node.is_target and not needed.intersection(node.outputs)
-        if is_target or node.holds_target or needed.intersection(node.outputs):
-            needed.update(node.inputs)
-    return needed
-
-
-def _goes_on(node: Node, needed: Collection[Key]) -> bool:
-    return differentiation_of(node.scopes) == "backward" and any(
-        output in needed for output in node.outputs
-    )

@@ -7,103 +7,43 @@ the sums of a tree share buckets, wherever a step uses the first of them.
 
 import collections
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._collectives.all_gather import AllGather
-from dynamiq_jax._collectives.all_reduce import AllReduce
-from dynamiq_jax._collectives.collective import Collective
-from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting.in_front import (
+    Waiting,
+    is_zero,
+    resized,
+    totals_of_turns,
+    zeros_among,
+)
+from dynamiq_jax._rewriting.kept_exact import keep_exact, leave_out_unused
 from dynamiq_jax._rewriting.nodes import (
     Choice,
+    FirstTerms,
     Key,
     Node,
     Reader,
     SumTerms,
     Value,
-    keep_exact,
     key_of,
 )
-from dynamiq_jax._rewriting.sums import Selection, Sum
-from pallas_kernels._jax import equations
-from pallas_kernels._jax.equations import Equation
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """Sum of a group."""
-
-    description: Sum
-    why_exact: str | None  # None: compressed
-    operand: Key
-    result: Value
-    params: Mapping[str, Any]  # of its equation
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluate:
-    """Step of a schedule: an equation as it is."""
-
-    function: Callable[..., Sequence[Any]]
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    axes: tuple[str, ...]  # over which it is a sum or a gather
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduce:
-    """Step of a schedule: one compressed collective, of sums of one kind."""
-
-    members: tuple[Member, ...]
-    number: int  # of the group in the whole program
-    times: int | None  # that it runs in one call of the step; None if that is not known
-    sizes: Mapping[str, int]  # of the axes around it, by name
-
-    def collective(self, axes: Axes) -> Collective:
-        """Return the collective of the group over axes, all or some of those of its sums."""
-        params = self.members[0].params
-        match self.members[0].description.operation:
-            case "psum":
-                return AllReduce(axes)
-            case "psum_scatter":
-                return ReduceScatter(axes, params["scatter_dimension"], params["tiled"])
-            case "all_gather":
-                return AllGather(axes, params["all_gather_dimension"], params["tiled"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Enter:
-    """Step of a schedule: an equation that holds programs with compressed sums."""
-
-    equation: Equation
-    scopes: str
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]  # `SumTerms` of sums that are left to this program
-    programs: tuple["EvaluationSchedule", ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationSchedule:
-    """Steps that evaluate a program."""
-
-    steps: tuple[Evaluate | Reduce | Enter, ...]
-    inputs: tuple[Value, ...]
-    constants: tuple[tuple[Value, Any], ...]
-    outputs: tuple[Key, ...]  # with terms in place of the sums that are left to the caller
-    left: Mapping[int, Member]  # sums that are left to the caller, by the number of the output
-
-    def groups(self) -> Iterator[Reduce]:
-        """Yield the groups of this program and of those inside."""
-        for step in self.steps:
-            if isinstance(step, Reduce):
-                yield step
-            elif isinstance(step, Enter):
-                for program in step.programs:
-                    yield from program.groups()
+from dynamiq_jax._rewriting.steps import (
+    Enter,
+    Evaluate,
+    EvaluationSchedule,
+    Member,
+    Messages,
+    Reduce,
+    Step,
+    SumExactly,
+    evaluate,
+    members_of,
+)
+from dynamiq_jax._rewriting.sums import Selection
+from pallas_kernels._jax import compat, equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +53,39 @@ class Surroundings:
     scopes: str = ""  # names of the scopes
     times: int | None = 1  # that it runs in a call of the step; None if that is not known
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of manual axes, by name
+    mesh: Any = None  # of the map; None outside of one
     needed_outputs: Collection[int] = ()  # with which the backward pass of the caller goes on
+    summed_outputs: Collection[int] = ()  # that the caller sums behind its backward pass
     # Outputs that the next turn of a loop takes as inputs, by the number of the output.
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    # Whether the caller can do the sum that is an output, by the number of the output.
-    may_leave: Callable[[int], bool] = lambda output: False
+    leaving: Collection[int] = ()  # outputs that may be sums, which the caller does
+    totals: Collection[int] = ()  # carried outputs that may be sums, too: they begin at zero
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """Equations of a program."""
+
+    nodes: Sequence[Node]
+    inputs: Sequence[Value]
+    outputs: Sequence[Key]
+    uses: Mapping[Key, int]  # number of uses of each value
+    zeros: Collection[Key]  # values that are known to be zeros
+    around: Surroundings
+
+    def place(self, member: Member) -> int | None:
+        """Return the number of the output that a sum is; None if it is used otherwise, too."""
+        is_output = self.uses[member.result] == 1 and member.result in self.outputs
+        return self.outputs.index(member.result) if is_output else None
+
+    def can_leave(self, member: Member) -> bool:
+        """Return whether the caller can do a sum: a result, and nothing else."""
+        output = self.place(member)
+        if output is None or member.description.operation != "psum":
+            return False
+        if member.accumulates:
+            return member.accumulates == {output}
+        return output in self.around.leaving
 
 
 class Scheduler:
@@ -125,8 +93,9 @@ class Scheduler:
 
     def __init__(self, selection: Selection):
         self.exact: list[Choice] = []  # sums that stay as they are
+        self._selection = selection
         self._reader = Reader(selection)
-        self._groups = itertools.count()
+        self._num_groups = 0
 
     def schedule(self, program: Any, around: Surroundings) -> EvaluationSchedule:
         """Schedule a traced program."""
@@ -137,12 +106,17 @@ class Scheduler:
         nodes = list(self._reader.flat(opened, call, names, around.scopes, is_mapped))
         inputs = tuple(Value(variable, call) for variable in opened.invars)
         outputs = [key_of(out, call, names) for out in opened.outvars]
+        uses = collections.Counter(key for node in nodes for key in node.inputs)
+        uses.update(outputs)
+        leave_out_unused(nodes, uses)
         keep_exact(
             nodes,
             {outputs[i] for i in around.needed_outputs},
-            {outputs[i]: inputs[j] for i, j in around.carried.items()},
+            {outputs[i] for i in around.summed_outputs},
+            [(outputs[i], inputs[j]) for i, j in around.carried.items()],
         )
-        steps, left = self._in_order(nodes, outputs, around)
+        flat = _Flat(nodes, inputs, outputs, uses, zeros_among(nodes), around)
+        steps, left = self._in_order(flat)
         return EvaluationSchedule(
             tuple(steps),
             inputs,
@@ -154,188 +128,161 @@ class Scheduler:
             left,
         )
 
-    def _in_order(
-        self, nodes: Sequence[Node], outputs: Sequence[Key], around: Surroundings
-    ) -> tuple[list[Evaluate | Reduce | Enter], dict[int, Member]]:
+    def _in_order(self, flat: _Flat) -> tuple[list[Step], dict[int, Member]]:
         """Return the steps of a program, and the sums that are left to its caller, by output."""
-        uses = collections.Counter(key for node in nodes for key in node.inputs)
-        uses.update(outputs)
-        place = {key: i for i, key in enumerate(outputs) if uses[key] == 1}
-        steps: list[Evaluate | Reduce | Enter] = []
+        carried = {i: flat.around.carried[i] for i in flat.around.totals}
+        carries = totals_of_turns(flat.nodes, flat.inputs, flat.outputs, flat.uses, carried)
+        while True:
+            before = len(self.exact), self._num_groups
+            steps, left, failed = self._try_order(flat, carries)
+            if not failed:
+                return steps, left
+            del self.exact[before[0] :]
+            self._num_groups = before[1]
+            carries = {key: output for key, output in carries.items() if output not in failed}
+
+    def _try_order(
+        self, flat: _Flat, carries: Mapping[Key, int]
+    ) -> tuple[list[Step], dict[int, Member], set[int]]:
+        """Return steps and sums as `_in_order`, and carried outputs that are no sums after all.
+
+        Args:
+          flat: the program.
+          carries: inputs that are regarded as terms of a sum, with the outputs that replace them.
+        """
+        steps: list[Step] = []
         left: dict[int, Member] = {}
-        remaining = list(nodes)
+        remaining = flat.nodes
+        unmatched = set(carries.values())
         while remaining:
             later: list[Node] = []
-            waiting: set[Key] = set()
-            sums: dict[Key, tuple[Node, Member]] = {}  # by their results
+            found = Waiting(self._selection, flat.uses, carries, bool(flat.around.leaving))
+            waiting: set[Key] = set(carries)
+            nodes: dict[Key, Node] = {}  # of the sums, by their results
             order_matters = False
             for node in remaining:
                 effects = equations.has_effects(node.equation)
                 if waiting.intersection(node.inputs) or (effects and order_matters):
-                    if moved := _in_front(node, sums, uses):
+                    if moved := found.in_front(node):
                         added, member = moved
                         steps.append(added)
                         for key in node.inputs:
-                            sums.pop(key)
-                        sums[member.result] = node, member
+                            found.sums.pop(key, None)
+                        found.sums[member.result], nodes[member.result] = member, node
                     else:
                         later.append(node)
                         order_matters |= effects
                     waiting.update(node.outputs)
                     continue
                 if node.is_target or node.may_join:
-                    members = _members(node)
+                    members = members_of(node)
                 else:
-                    step, members = self._step(node, around)
-                    steps.append(step)
+                    in_place, members = self._steps(node, flat)
+                    steps += in_place
                 waiting.update(member.result for member in members)
-                sums.update((member.result, (node, member)) for member in members)
-            stay = {
-                id(node) for node, member in sums.values() if not _can_leave(member, place, around)
-            }
-            leaving = [member for node, member in sums.values() if id(node) not in stay]
-            left.update((place[member.result], member) for member in leaving)
-            here = [(node, member) for node, member in sums.values() if id(node) in stay]
-            steps += self._reduce(here, around)
+                found.sums.update((member.result, member) for member in members)
+                nodes.update((member.result, node) for member in members)
+            sums = found.sums.values()
+            stay = {id(nodes[each.result]) for each in sums if not flat.can_leave(each)}
+            here = [each for each in sums if id(nodes[each.result]) in stay]
+            if failed := {output for each in here for output in each.accumulates}:
+                return steps, left, failed
+            for each in sums:
+                if id(nodes[each.result]) not in stay:
+                    left[flat.outputs.index(each.result)] = each
+                    unmatched -= each.accumulates
+            if unmatched:
+                return steps, left, unmatched
+            steps += self._reduce([(nodes[each.result], each) for each in here], flat.around)
             remaining = later
-        return steps, left
+        return steps, left, unmatched
 
-    def _step(
-        self, node: Node, around: Surroundings
-    ) -> tuple[Evaluate | Enter, tuple[Member, ...]]:
-        """Return the step of an equation that is no sum to compress, and the sums it leaves."""
+    def _steps(self, node: Node, flat: _Flat) -> tuple[list[Step], tuple[Member, ...]]:
+        """Return the steps of an equation that is no sum to compress, and the sums it leaves."""
         if not node.holds_target:
             inside = self._reader.inside(node.equation, node.scopes)
             self.exact += [*node.sums, *inside]
-            return _evaluate(node), ()
+            return [evaluate(node)], ()
         programs = []
+        steps: list[Step] = []
+        inputs: list[Key] = list(node.inputs)
         outputs: list[Key] = list(node.outputs)
         members: list[Member] = []
         for part in inner.parts_of(node.equation):
+            of_caller = {} if part.has_outputs else {"needed_outputs": (), "summed_outputs": ()}
             schedule = self.schedule(
                 part.program,
                 Surroundings(
                     node.scopes,
-                    _product(around.times, part.times),
-                    {**around.sizes, **part.sizes},
-                    node.needed if part.has_outputs else (),
-                    part.carried,
-                    part.may_leave,
+                    _product(flat.around.times, part.times),
+                    {**flat.around.sizes, **part.sizes},
+                    part.mesh or flat.around.mesh,
+                    **({"needed_outputs": node.needed, "summed_outputs": node.summed} | of_caller),
+                    carried=part.carried,
+                    leaving=part.leaving,
+                    totals=[i for i in part.totals if is_zero(inputs[part.carried[i]], flat.zeros)],
                 ),
             )
             programs.append(schedule)
             for i, member in schedule.left.items():
-                outputs[i] = SumTerms(node.outputs[i])
-                shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop
-                members.append(
-                    dataclasses.replace(
-                        member,
-                        description=dataclasses.replace(member.description, shape=shape),
-                        operand=outputs[i],
-                        result=node.outputs[i],
-                    )
-                )
-        step = Enter(node.equation, node.scopes, node.inputs, tuple(outputs), tuple(programs))
-        return step, tuple(members)
+                result = node.outputs[i]
+                if member.accumulates:
+                    place = part.carried[i]
+                    steps.append(_first_terms(inputs[place], result, member))
+                    inputs[place] = FirstTerms(result)
+                outputs[i] = SumTerms(result)
+                members.append(self._left(member, node, i))
+        step = Enter(
+            node.equation,
+            node.scopes,
+            tuple(inputs),
+            tuple(outputs),
+            tuple(programs),
+            Messages.of(node.equation),
+        )
+        return [*steps, step], tuple(members)
 
-    def _reduce(
-        self, sums: Sequence[tuple[Node, Member]], around: Surroundings
-    ) -> Iterator[Evaluate | Reduce]:
+    def _left(self, member: Member, node: Node, output: int) -> Member:
+        """Return the sum of an output of an equation, in place of sums inside."""
+        shape = equations.shape_of(node.equation.outvars[output])  # of all turns of a loop
+        described = dataclasses.replace(member.description, shape=shape)
+        member = resized(self._selection, [member], shape) or dataclasses.replace(
+            member, description=described
+        )
+        result = node.outputs[output]
+        return dataclasses.replace(
+            member, operand=SumTerms(result), result=result, accumulates=frozenset()
+        )
+
+    def _reduce(self, sums: Sequence[tuple[Node, Member]], around: Surroundings) -> Iterator[Step]:
         """Yield a group for each kind of sums with a large one; others stay as they are."""
         kinds: dict[Any, list[tuple[Node, Member]]] = {}
         for node, member in sums:
-            kinds.setdefault(_kind(member), []).append((node, member))
+            kinds.setdefault(member.kind, []).append((node, member))
         for of_kind in kinds.values():
             members = tuple(member for _, member in of_kind)
-            nodes = {id(node): node for node, _ in of_kind}
-            is_large = any(member.why_exact is None for member in members)
-            if is_large or any(node.holds_target for node in nodes.values()):
+            if any(member.why_exact is None for member in members):
                 sizes = {**equations.explicit_sizes(of_kind[0][0].equation), **around.sizes}
-                yield Reduce(members, next(self._groups), around.times, sizes)
+                yield Reduce(members, self._num_groups, around.times, sizes, around.mesh)
+                self._num_groups += 1
                 continue
             self.exact += [(member.description, member.why_exact) for member in members]
-            yield from map(_evaluate, nodes.values())
+            if moved := tuple(member for member in members if member.is_moved):
+                yield SumExactly(moved)
+            nodes = {id(node): node for node, member in of_kind if not member.is_moved}
+            yield from map(evaluate, nodes.values())
+
+
+def _first_terms(first: Key, result: Value, member: Member) -> Evaluate:
+    """Return the step that makes the terms with which a total of turns begins, from its zeros."""
+    axes = member.description.axes
+
+    def varying(*zeros: Any) -> Sequence[Any]:
+        return [compat.vary_over(zero, axes) for zero in zeros]
+
+    return Evaluate(varying, (first,), (FirstTerms(result),))
 
 
 def _product(*times: int | None) -> int | None:
     known = [each for each in times if each is not None]
     return math.prod(known) if len(known) == len(times) else None
-
-
-# Linear equations that may come before a sum in place of behind it: of one array, and of several.
-_OF_ONE = {"reshape", "squeeze", "transpose"}
-_OF_SEVERAL = {"add", "add_any"}
-
-
-def _in_front(
-    node: Node, sums: Mapping[Key, tuple[Node, Member]], uses: Mapping[Key, int]
-) -> tuple[Evaluate, Member] | None:
-    """Return the step of an equation of sums as one of their terms, and the sum of its results.
-
-    So the gradients of a parameter that a loss uses several times are one sum.
-
-    Args:
-      node: equation that needs a sum.
-      sums: sums that wait, by their results.
-      uses: number of uses of each value.
-    """
-    name, keys = node.equation.primitive.name, node.inputs
-    is_linear = name in _OF_SEVERAL or (name in _OF_ONE and len(keys) == 1)
-    if not is_linear or any(key not in sums or uses[key] > 1 for key in keys):
-        return None
-    members = [sums[key][1] for key in keys]
-    kinds = {(_kind(member), member.why_exact) for member in members}
-    is_psum = members[0].description.operation == "psum"
-    is_unreduced = "dst_sharding" in members[0].params  # linear equations have rules of their own
-    if kinds != {(_kind(members[0]), None)} or not is_psum or is_unreduced:
-        return None
-    result = node.outputs[0]
-    described = members[0].description
-    shape = equations.shape_of(node.equation.outvars[0])
-    operands = dict(zip(node.equation.invars, (member.operand for member in members), strict=True))
-    step = Evaluate(
-        equations.evaluated(node.equation), tuple(operands.values()), (SumTerms(result),), ()
-    )
-    member = dataclasses.replace(
-        members[0],
-        description=dataclasses.replace(described, shape=shape),
-        operand=SumTerms(result),
-        result=result,
-    )
-    return step, member
-
-
-def _can_leave(member: Member, place: Mapping[Key, int], around: Surroundings) -> bool:
-    """Return whether the caller of a program can do a sum of it: a result, and nothing else."""
-    output = place.get(member.result)
-    is_sum = member.description.operation == "psum"
-    return is_sum and output is not None and around.may_leave(output)
-
-
-def _kind(member: Member) -> Any:
-    """Return everything that the sums of a group share."""
-    return member.description.operation, member.description.axes, inner.layout(member.params)
-
-
-def _members(node: Node) -> tuple[Member, ...]:
-    return tuple(
-        Member(description, why, operand, result, node.equation.params)
-        for (description, why), operand, result in zip(
-            node.sums, node.inputs, node.outputs, strict=True
-        )
-    )
-
-
-def _evaluate(node: Node) -> Evaluate:
-    keys = {
-        variable: key
-        for variable, key in zip(node.equation.invars, node.inputs, strict=True)
-        if equations.is_variable(variable)
-    }
-    outputs = zip(node.equation.outvars, node.outputs, strict=True)
-    return Evaluate(
-        equations.evaluated(node.equation),
-        tuple(keys.values()),
-        tuple(key for variable, key in outputs if equations.is_used(variable)),
-        node.sums[0][0].axes if node.sums else (),
-    )

@@ -1,6 +1,7 @@
 """Sums over mesh axes in a traced program, and the choice of those to compress."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -32,6 +33,11 @@ SMALL = "fewer elements than options.exact_below"
 NOT_FLOATING = "not floating"
 FORWARD = "in the forward pass of what is differentiated"
 STATISTICS = "the same backward pass goes on with its result"
+UNUSED = "its result is not used"
+NOT_CHOSEN = "only= returned False"
+SYMBOLIC = "its shape is symbolic"
+# Reasons of sums that may be gradients all the same; None for those that are compressed.
+OF_GRADIENTS = frozenset({None, SMALL, NOT_CHOSEN, SYMBOLIC})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,16 +127,23 @@ class Selection:
             return "over groups of an axis (axis_index_groups)"
         if not jnp.issubdtype(each.dtype, jnp.floating):
             return NOT_FLOATING
-        if self._elements(each, params) < self.exact_below:
+        if not all(isinstance(size, int) for size in each.shape):
+            return SYMBOLIC
+        if self.is_small(each, params):
             return SMALL
         if self.only is not None:
-            return None if self.only(each) else "only= returned False"
+            return None if self.only(each) else NOT_CHOSEN
         return FORWARD if each.differentiation == "forward" else None
 
-    @staticmethod
-    def _elements(each: Sum, params: Mapping[str, Any]) -> int:
+    def is_small(self, each: Sum, params: Mapping[str, Any]) -> bool:
+        """Return whether a sum has fewer elements than are compressed.
+
+        Args:
+          each: the sum.
+          params: parameters of its equation.
+        """
         parts = params["axis_size"] if each.operation == "all_gather" else 1
-        return int(np.prod(each.shape, dtype=object)) * parts
+        return math.prod(each.shape) * parts < self.exact_below
 
 
 def sums_of(equation: Equation, scopes: str) -> list[Sum]:

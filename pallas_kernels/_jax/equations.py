@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 # An equation of a traced program, the program, and a value or constant in it. JAX 0.12 has one
 # class for programs with and without constants.
@@ -39,6 +40,44 @@ def has_effects(equation: Equation) -> bool:
     JAX calls the use of an axis an effect, too. Such equations may change places.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
+# Equations with the name of an axis that send no message.
+_SILENT = {
+    *("axis_index", "pcast", "pvary", "preduced", "reduced_vary_cast", "vary_unreduced_cast"),
+    *("vary_unreduced_cast_p", "pbroadcast", "same_over"),
+}
+
+
+def collective_axes(equation: Equation) -> frozenset[str]:
+    """Return the axes of the surroundings over which an equation sends messages."""
+    params = equation.params
+    axes: set[Any] = set()
+    if equation.primitive.name not in _SILENT:
+        for name in ("axes", "axis_name"):
+            given = params.get(name, ())
+            axes.update(given if isinstance(given, tuple | list) else (given,))
+    for program in programs_in(equation):
+        for each in opened(program)[0].eqns:
+            axes |= collective_axes(each)
+    named = {axis for axis in axes if isinstance(axis, str)}
+    return frozenset(named - set(params.get("newly_manual_axes", ())))
+
+
+def is_loop(equation: Equation) -> bool:
+    """Return whether an equation is a loop of several turns in the compiled program."""
+    if equation.primitive.name == "while":
+        return True
+    is_rolled = equation.params.get("unroll") == 1 and equation.params.get("length") != 1
+    return equation.primitive.name == "scan" and is_rolled
+
+
+def without_unused(program: Any) -> Any:
+    """Return a traced program without equations whose results are not used and have no effect."""
+    inner, constants = opened(program)
+    everything = [True] * len(inner.outvars)
+    used, _ = partial_eval.dce_jaxpr(inner, everything, instantiate=True)
+    return core.ClosedJaxpr(used, constants)
 
 
 def evaluated(equation: Equation) -> Callable[..., Sequence[Any]]:

@@ -1,0 +1,166 @@
+"""Linear equations of sums, done in front of the sums: there are fewer sums then, or smaller ones.
+
+So the gradients of a parameter that a loss uses several times are one sum, that of a bias is as
+large as the bias, and a sum over the turns of a loop leaves the loop.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dynamiq_jax._rewriting.nodes import Constant, Key, Node, SumTerms, Value
+from dynamiq_jax._rewriting.steps import Evaluate, Member
+from dynamiq_jax._rewriting.sums import SMALL, Selection
+from pallas_kernels._jax import equations
+
+_OF_ONE = {"reshape", "squeeze", "transpose", "reduce_sum"}
+_OF_SEVERAL = {"add", "add_any"}
+# Equations whose results are zeros if all inputs are.
+_KEEP_ZEROS = {"broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Sums of a program that wait, and what decides whether others may come in front of them."""
+
+    selection: Selection
+    uses: Mapping[Key, int]  # number of uses of each value
+    carries: Mapping[Key, int]  # inputs of a loop's body that are regarded as terms of a sum
+    may_leave: bool  # whether sums may leave the program
+    sums: dict[Key, Member] = dataclasses.field(default_factory=dict)  # by their results
+
+    def in_front(self, node: Node) -> tuple[Evaluate, Member] | None:
+        """Return the step of an equation of terms in place of sums, and the sum of its results.
+
+        Args:
+          node: equation that needs a sum that waits.
+        """
+        name, keys = node.equation.primitive.name, node.inputs
+        is_linear = name in _OF_SEVERAL or (name in _OF_ONE and len(keys) == 1)
+        if not is_linear or any(self.uses[key] > 1 for key in keys):
+            return None
+        members = [self.sums[key] for key in keys if key in self.sums]
+        carried = [self.carries[key] for key in keys if key in self.carries]
+        if not members or len(members) + len(carried) < len(keys):
+            return None
+        first = members[0]
+        is_psum = first.description.operation == "psum"
+        is_unreduced = "dst_sharding" in first.params  # linear equations have rules of their own
+        if not is_psum or is_unreduced or any(each.kind != first.kind for each in members):
+            return None
+        if name == "reduce_sum" and not self._may_shrink(node, first):
+            return None
+        shape = equations.shape_of(node.equation.outvars[0])
+        member = resized(self.selection, members, shape)
+        if member is None:
+            return None
+        terms = {key: member.operand for key, member in self.sums.items()}
+        operands = dict(zip(node.equation.invars, (terms.get(k, k) for k in keys), strict=True))
+        result = node.outputs[0]
+        made = SumTerms(result)
+        step = Evaluate(equations.evaluated(node.equation), tuple(operands.values()), (made,))
+        accumulates = frozenset(carried).union(*(each.accumulates for each in members))
+        moved = dataclasses.replace(member, operand=made, result=result, accumulates=accumulates)
+        return step, moved
+
+    def _may_shrink(self, node: Node, member: Member) -> bool:
+        """Return whether a sum over dimensions is done first.
+
+        Outside of loops, an exact sum would gain nothing, and change its rounding.
+        """
+        before, after = (
+            math.prod(equations.shape_of(atom))
+            for atom in (node.equation.invars[0], node.equation.outvars[0])
+        )
+        return member.why_exact is None or self.may_leave or before == after
+
+
+def resized(
+    selection: Selection, members: Sequence[Member], shape: tuple[int, ...]
+) -> Member | None:
+    """Return a sum in place of others whose terms are combined, before it has its operand.
+
+    Args:
+      selection: rule for the sums to compress.
+      members: sums of one kind.
+      shape: shape of the combined terms.
+
+    Returns:
+      The sum; None if they cannot be combined.
+    """
+    first = members[0]
+    whys = {each.why_exact for each in members}
+    if not whys <= {None, SMALL}:
+        return None
+    described = dataclasses.replace(first.description, shape=shape)
+    why: str | None = SMALL
+    if not selection.is_small(described, first.params):
+        # A rule of the user has seen the large ones already.
+        why = None if None in whys else selection.why_exact(described, first.params)
+    if why not in (None, SMALL):
+        return None
+    return dataclasses.replace(first, description=described, why_exact=why)
+
+
+def zeros_among(nodes: Sequence[Node]) -> set[Key]:
+    """Return the values of a program that are known to be zeros, without its constants."""
+    zeros: set[Key] = set()
+    for node in nodes:
+        keeps = node.equation.primitive.name in _KEEP_ZEROS
+        if keeps and all(is_zero(key, zeros) for key in node.inputs):
+            zeros.update(node.outputs)
+    return zeros
+
+
+def is_zero(key: Key, zeros: Collection[Key]) -> bool:
+    """Return whether a value is known to be zeros."""
+    if isinstance(key, Constant):
+        value = key.value
+        is_scalar = not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0
+        return (
+            is_scalar
+            and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
+            and not value
+        )
+    return key in zeros
+
+
+def totals_of_turns(
+    nodes: Sequence[Node],
+    inputs: Sequence[Value],
+    outputs: Sequence[Key],
+    uses: Mapping[Key, int],
+    carried: Mapping[int, int],
+) -> dict[Key, int]:
+    """Return the inputs of a loop's body to which each turn may only add terms of a sum.
+
+    Args:
+      nodes: equations of the body.
+      inputs: inputs of the body.
+      outputs: outputs of the body.
+      uses: number of uses of each value.
+      carried: inputs that the next turn takes, by the numbers of outputs that begin at zero.
+
+    Returns:
+      Numbers of the outputs, by the inputs that they replace.
+    """
+    makers: dict[Key, Node] = {output: node for node in nodes for output in node.outputs}
+
+    def added(key: Key) -> Iterator[Key]:
+        """Yield a value, and all values that it is the sum of."""
+        node = makers.get(key)
+        is_linear = node and node.equation.primitive.name in _OF_SEVERAL | _OF_ONE
+        further = map(added, node.inputs) if node and is_linear and uses[key] == 1 else ()
+        yield from itertools.chain([key], *further)
+
+    return {
+        inputs[place]: number
+        for number, place in carried.items()
+        if uses[inputs[place]] == 1
+        and inputs[place] in set(added(outputs[number])) - {outputs[number]}
+    }

@@ -1,0 +1,160 @@
+"""Steps of a schedule: equations as they are, sums in groups, and programs inside."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._collectives.all_gather import AllGather
+from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.collective import Collective
+from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
+from dynamiq_jax._rewriting.sums import UNUSED, Sum, is_refused
+from pallas_kernels._jax import equations
+from pallas_kernels._jax.equations import Equation
+
+
+class Messages(enum.Enum):
+    """Whether an equation sends messages between workers, so that its place among others counts."""
+
+    NONE = enum.auto()
+    ONCE = enum.auto()
+    IN_A_LOOP = enum.auto()  # which begins when all that it carries is there
+
+    @classmethod
+    def of(cls, equation: Equation) -> "Messages":
+        """Find the messages of an equation."""
+        if not equations.collective_axes(equation):
+            return cls.NONE
+        return cls.IN_A_LOOP if equations.is_loop(equation) else cls.ONCE
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """Sum of a group."""
+
+    description: Sum
+    why_exact: str | None  # None: compressed
+    operand: Key
+    result: Value
+    params: Mapping[str, Any]  # of its equation
+    accumulates: frozenset[int] = frozenset()  # carried outputs of a loop that are among its terms
+
+    @property
+    def kind(self) -> Any:
+        """Everything that the sums of a group share."""
+        return self.description.operation, self.description.axes, inner.layout(self.params)
+
+    @property
+    def is_moved(self) -> bool:
+        """True if other equations make its terms than those of the program around it."""
+        return isinstance(self.operand, SumTerms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Step of a schedule: an equation as it is."""
+
+    function: Callable[..., Sequence[Any]]
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    messages: Messages = Messages.NONE
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduce:
+    """Step of a schedule: one compressed collective, of sums of one kind."""
+
+    members: tuple[Member, ...]
+    number: int  # of the group in the whole program
+    times: int | None  # that it runs in one call of the step; None if that is not known
+    sizes: Mapping[str, int]  # of the axes around it, by name
+    mesh: Any  # of the map around it; None outside of one
+
+    @property
+    def joint(self) -> list[int]:
+        """Numbers of the members that are in one collective. Only a psum can have others."""
+        return [i for i, each in enumerate(self.members) if not is_refused(each.why_exact)]
+
+    def collective(self, axes: Axes) -> Collective:
+        """Return the collective of the group over axes, all or some of those of its sums."""
+        params = self.members[0].params
+        match self.members[0].description.operation:
+            case "psum":
+                return AllReduce(axes)
+            case "psum_scatter":
+                return ReduceScatter(axes, params["scatter_dimension"], params["tiled"])
+            case "all_gather":
+                return AllGather(axes, params["all_gather_dimension"], params["tiled"])
+
+
+@dataclasses.dataclass(frozen=True)
+class SumExactly:
+    """Step of a schedule: sums of one kind that stay exact, of terms that other equations make."""
+
+    members: tuple[Member, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Enter:
+    """Step of a schedule: an equation that holds programs with compressed sums."""
+
+    equation: Equation
+    scopes: str
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]  # `SumTerms` of sums that are left to this program
+    programs: tuple["EvaluationSchedule", ...]
+    messages: Messages
+
+
+Step = Evaluate | Reduce | SumExactly | Enter
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSchedule:
+    """Steps that evaluate a program."""
+
+    steps: tuple[Step, ...]
+    inputs: tuple[Value, ...]
+    constants: tuple[tuple[Value, Any], ...]
+    outputs: tuple[Key, ...]  # with terms in place of the sums that are left to the caller
+    left: Mapping[int, Member]  # sums that are left to the caller, by the number of the output
+
+    def groups(self) -> Iterator[Reduce]:
+        """Yield the groups of this program and of those inside."""
+        for step in self.steps:
+            if isinstance(step, Reduce):
+                yield step
+            elif isinstance(step, Enter):
+                for program in step.programs:
+                    yield from program.groups()
+
+
+def members_of(node: Node) -> tuple[Member, ...]:
+    """Return the sums of an equation whose results are used."""
+    return tuple(
+        Member(description, why, operand, result, node.equation.params)
+        for (description, why), operand, result in zip(
+            node.sums, node.inputs, node.outputs, strict=True
+        )
+        if why != UNUSED
+    )
+
+
+def evaluate(node: Node) -> Evaluate:
+    """Return the step that evaluates an equation as it is."""
+    keys = {
+        variable: key
+        for variable, key in zip(node.equation.invars, node.inputs, strict=True)
+        if equations.is_variable(variable)
+    }
+    outputs = zip(node.equation.outvars, node.outputs, strict=True)
+    return Evaluate(
+        equations.evaluated(node.equation),
+        tuple(keys.values()),
+        tuple(key for variable, key in outputs if equations.is_used(variable)),
+        Messages.of(node.equation),
+    )
