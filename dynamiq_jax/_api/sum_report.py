@@ -1,8 +1,10 @@
 """Report of the sums of a step that `compress` found."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -11,10 +13,11 @@ from dynamiq_jax._api.wire_report import plan_without_arrays
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
-from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._rewriting.evaluate import Evaluation, leaf_name
 from dynamiq_jax._rewriting.nodes import Choice
-from dynamiq_jax._rewriting.schedule import Reduce
-from dynamiq_jax._rewriting.sums import Sum, is_refused
+from dynamiq_jax._rewriting.steps import Reduce
+from dynamiq_jax._rewriting.sums import SYMBOLIC, Sum
 from pallas_kernels._jax.compat import override
 
 
@@ -39,7 +42,10 @@ class SumReport:
 
 @dataclasses.dataclass(frozen=True)
 class CompressReport:
-    """Sums of a step over mesh axes. As text, it is a table."""
+    """Sums of a step over mesh axes.
+
+    As text, it is a table, in which sums that are alike are one row with their number.
+    """
 
     sums: tuple[SumReport, ...]
 
@@ -55,7 +61,11 @@ class CompressReport:
 
     @override
     def __str__(self) -> str:
-        rows = [("sum", "shape", "dtype", "bytes before", "after", ""), *map(_row, self.sums)]
+        counted = collections.Counter(map(_row, self.sums))  # in the order of the step
+        number = [f"{count} x" if count > 1 else "" for count in counted.values()]
+        rows: list[tuple[str, ...]] = [_TITLES, *counted]
+        if any(number):
+            rows = [(first, *row) for first, row in zip(["", *number], rows, strict=True)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -64,6 +74,9 @@ class CompressReport:
             ).rstrip()
             for row in rows
         )
+
+
+_TITLES = ("sum", "shape", "dtype", "bytes before", "after", "")
 
 
 def _row(each: SumReport) -> tuple[str, str, str, str, str, str]:
@@ -88,34 +101,55 @@ def report_of(
 
 
 def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
-    members = group.members
-    names = members[0].description.axes
-    over = tuple(name for name in evaluation.selection.axes if name in names)
-    sizes = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
-    described = [
-        jax.ShapeDtypeStruct(each.description.shape, each.description.dtype) for each in members
-    ]
-    joint = [i for i, each in enumerate(members) if not is_refused(each.why_exact)]
-    plan = plan_without_arrays(
-        [described[i] for i in joint],
-        sizes,
-        evaluation.compression,
-        collective=group.collective,
-    )
-    before = [_exact_bytes(group, plan.collective.axes, leaf) for leaf in described]
-    after: list[float] = list(before)
-    compressed = [0.0] * len(joint)
+    """Report the sums of a group, with the bytes and the reasons of its plan."""
+    members = dict(enumerate(group.members))
+    described = {
+        i: jax.ShapeDtypeStruct(each.description.shape, each.description.dtype)
+        for i, each in members.items()
+    }
+    joint = group.joint
+    plan = _plan_of(group, {leaf_name(i): described[i] for i in joint}, evaluation)
+    # Leaves of a tree are in the order of their names.
+    places = sorted(joint, key=leaf_name)
+    whys = {i: each.why_exact for i, each in members.items()}
+    whys |= {places[leaf]: whys[places[leaf]] or why for leaf, why in plan.exact}
+    axes = plan.collective.axes
+    before = {
+        i: None if whys[i] == SYMBOLIC else _exact_bytes(group, axes, leaf)
+        for i, leaf in described.items()
+    }
+    before |= {
+        i: _exact_bytes(group, axes, plan.shards.local(leaf, described[i]))
+        for leaf, i in enumerate(places)
+    }
+    compressed = collections.Counter[int]()
     for bucket in plan.buckets:
         whole = sum(math.prod(plan.parts[leaf].shape) for leaf in bucket.leaves)
         for leaf in bucket.leaves:
             share = math.prod(plan.parts[leaf].shape) / whole
-            compressed[leaf] += share * _bucket_bytes(group, bucket, sizes[0])
-    for leaf, i in enumerate(joint):
-        after[i] = compressed[leaf] or before[i]
+            compressed[places[leaf]] += share * _bucket_bytes(group, bucket, axes.slow.size)
+    after: dict[int, float | None] = {**before, **compressed}
     return [
-        SumReport(each.description, each.why_exact, group.number, group.times, was, now)
-        for each, was, now in zip(members, before, after, strict=True)
+        SumReport(each.description, whys[i], group.number, group.times, before[i], after[i])
+        for i, each in members.items()
     ]
+
+
+def _plan_of(group: Reduce, tree: dict[str, Any], evaluation: Evaluation) -> Plan:
+    over = evaluation.over(group)
+    mesh = group.mesh or jax.sharding.get_abstract_mesh()
+    specs = evaluation.specs_of(group)
+    if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
+        sizes: Any = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
+        return plan_without_arrays(tree, sizes, evaluation.compression, collective=group.collective)
+    return plan_without_arrays(
+        tree,
+        over,
+        evaluation.compression,
+        mesh=mesh,
+        specs=specs,
+        collective=group.collective,
+    )
 
 
 def _bucket_bytes(group: Reduce, bucket: Bucket, num_workers: int) -> int:

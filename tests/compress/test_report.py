@@ -1,0 +1,140 @@
+"""The report of a compressed step: every sum, as its plan has it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss
+from tests.support.hlo import collectives
+
+WORKERS = 4
+MANY = {
+    f"p{number:02}": jax.ShapeDtypeStruct((WORKERS, 64, 64), jnp.float32) for number in range(12)
+}
+
+
+def key_of(*args):
+    return jax.random.key(0)
+
+
+def own(stacked):
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
+def sent(step, *args):
+    text = jax.jit(step).lower(*args).compile().as_text()
+    return sum(each.sent_bytes(WORKERS) for each in collectives(text))
+
+
+def mean_of(data_mesh, tree):
+    def local(stacked):
+        return lax.pmean(own(stacked), "data")
+
+    return jax.shard_map(local, mesh=data_mesh(WORKERS), in_specs=P("data"), out_specs=P())
+
+
+POLICIES = {
+    "one sum is uncompressed": {"^sum_1$": "uncompressed", ".*": "bf16"},
+    "one sum has more bits": {"^sum_10$": "bf16", ".*": "dynamiq:4"},
+    "one sum has fewer bits": {"^sum_2$": "dynamiq:3", ".*": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_of_a_sum_are_in_its_row(name, data_mesh):
+    """Twelve sums: "sum_10" comes before "sum_2" in the order of names."""
+    method = POLICIES[name]
+    step = dq.compress(mean_of(data_mesh, MANY), "data", key=key_of, method=method)
+    report = step.report(MANY)
+    place = int(next(iter(method)).strip("^$").removeprefix("sum_"))
+    others = [each for number, each in enumerate(report.sums) if number != place]
+    chosen = report.sums[place]
+    assert len({each.bytes_after for each in others}) == 1
+    if method[f"^sum_{place}$"] == "uncompressed":
+        assert chosen.why_exact == "by the policy"
+        assert chosen.bytes_after == chosen.bytes_before == report.sums[0].bytes_before
+        assert len(report.compressed) == 11
+    else:
+        ratio = chosen.bytes_after / others[0].bytes_after
+        assert 0.1 < ratio < 0.5 if "fewer" in name else 2 < ratio < 6
+        assert len(report.compressed) == 12
+    counted = sum(each.bytes_after for each in report.sums)
+    assert sent(step, MANY) == pytest.approx(counted, rel=1e-6)
+
+
+def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_mesh):
+    tree = {"w": jax.ShapeDtypeStruct((WORKERS, 40), jnp.float32)}
+    step = dq.compress(
+        mean_of(data_mesh, tree), "data", key=key_of, options=dq.Options(exact_below=0)
+    )
+    report = step.report(tree)
+    assert ["too few to save bytes" in each.why_exact for each in report.sums] == [True]
+    assert not report.compressed
+    assert sent(step, tree) == report.sums[0].bytes_after == report.sums[0].bytes_before
+
+
+def test_bytes_of_shards_are_those_of_one_device():
+    """Axes that the compiler manages split what each device sends."""
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    step = mapped(lambda *a: jax.grad(mean_loss)(*a), mesh, axis_names={"data"})
+    options = {"method": "bf16", "options": dq.Options(exact_below=64)}
+    whole, split = (
+        dq.compress(step, "data", specs=specs, **options).report(PARAMS, X, Y).compressed
+        for specs in (P(), lambda each: P("fsdp") if len(each.shape) == 2 else P())
+    )
+    assert len(whole) == len(split) == 2
+    for one, half in zip(whole, split, strict=True):
+        assert one.bytes_before == 2 * half.bytes_before
+        assert one.bytes_after == pytest.approx(2 * half.bytes_after)
+
+
+def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
+    text = str(dq.compress(mean_of(data_mesh, MANY), "data").report(MANY)).splitlines()
+    assert len(text) == 2
+    assert text[1].startswith("12 x  psum test_report.py:")
+    one = {"p00": MANY["p00"]}
+    alone = str(dq.compress(mean_of(data_mesh, one), "data").report(one)).splitlines()
+    assert alone[1].startswith("psum test_report.py:")
+
+
+def symbolic(*parts):
+    shape = jax.export.symbolic_shape(", ".join(parts))
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_sums_of_symbolic_shapes_stay_exact(data_mesh):
+    """A step that is exported for any number of rows: sums of rows have a symbolic shape."""
+
+    def local(params, x, y):
+        grads = jax.grad(mean_loss)(params, x, y)
+        return (*lax.psum((x, y), "data"), grads)
+
+    compressed = dq.compress(mapped(local, data_mesh(2), out=(P(),) * 3), "data", method="bf16")
+    shape = symbolic("2*b", "32")
+    report = compressed.report(PARAMS, shape, shape)
+    exact = [each for each in report.sums if each.why_exact == "its shape is symbolic"]
+    assert [str(each.sum.shape) for each in exact] == ["(b, 32)", "(b, 32)"]
+    assert "[b,32]" in str(report)
+    assert len(report.compressed) == 2
+    exported = jax.export.export(jax.jit(compressed))(PARAMS, shape, shape)
+    assert exported.out_avals[0].shape == exact[0].sum.shape
+
+
+def test_an_exported_step_of_any_number_of_rows_runs():
+    """In `jax.vmap`. JAX 0.10 cannot compile a call in `shard_map` whose sizes were symbolic."""
+
+    def local(params, x, y):
+        return lax.pmean(jax.grad(loss_fn)(params, x, y), "data")
+
+    def over_workers(local):
+        return jax.jit(jax.vmap(local, in_axes=(None, 0, 0), axis_name="data"))
+
+    step = over_workers(dq.compress(local, "data", method="bf16"))
+    shape = symbolic("2", "b", "32")
+    exported = jax.export.export(step)(PARAMS, shape, shape)
+    args = PARAMS, X.reshape(2, -1, 32), Y.reshape(2, -1, 32)
+    assert 1e-8 < dq.vnmse(exported.call(*args), over_workers(local)(*args)) < 1e-4
