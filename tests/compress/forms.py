@@ -36,6 +36,7 @@ class Form:
     compressed: int = 2  # sums of all groups
     method: str = "bf16"  # that rounds
     same_sums: bool = True  # False: terms are added in another order
+    source: str = "forms.py"  # file of its sums
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `dq.compress`
 
 

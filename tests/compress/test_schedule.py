@@ -8,24 +8,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import FORMS, KEYS, PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
+from tests.compress.forms import FORMS, PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
 from tests.support.hlo import collectives, unordered
 
 METHOD = "bf16"
-LAYERS = {
-    "w": jax.random.normal(KEYS[1], (3, 32, 32)) / 6,
-    "b": jnp.ones((3, 32)),
-    "scale": jnp.ones((3, 32)),
-}
 
 
 def key_of(*args):
     return jax.random.key(0)
-
-
-@pytest.fixture
-def mesh(data_mesh):
-    return data_mesh(2)
 
 
 def text_of(step, *args):
@@ -37,177 +27,9 @@ def found_in(step, *args, **options):
     return collectives(text_of(dq.compress(step, "data", **options), *args))
 
 
-def of_mean(mesh, params):
-    """Collectives of the mean of a tree by hand."""
-
-    def local(params):
-        return dq.pmean(params, "data", key=jax.random.key(0), method=METHOD)
-
-    mean = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
-    rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), params)
-    return collectives(text_of(mean, rows))
-
-
-def deep_loss(params, x, y, turn=None):
-    """Layers in a scan, with a bias and a scale of each and a bias that all share."""
-
-    def layer(hidden, weights):
-        hidden = hidden @ weights["w"] + weights["b"][None] + params["shared"][None]
-        return jnp.tanh(hidden * weights["scale"][None]), None
-
-    hidden, _ = lax.scan((turn or (lambda f: f))(layer), x @ params["w"], params["layers"])
-    return lax.pmean(jnp.mean((hidden - y) ** 2), "data")
-
-
-DEEP = {"w": PARAMS["w"], "layers": LAYERS, "shared": jnp.zeros(32)}
-
-
-@pytest.mark.parametrize("turn", [None, jax.checkpoint])
-def test_gradients_of_a_scan_are_sent_as_a_mean_of_their_tree(mesh, turn):
-    """Small ones, too: biases of layers, and one whose gradient is the total of all turns."""
-
-    def step(*args):
-        return jax.grad(lambda *a: deep_loss(*a, turn))(*args)
-
-    found = found_in(mapped(step, mesh), DEEP, X, Y)
-    assert sorted(map(str, found)) == sorted(map(str, of_mean(mesh, DEEP)))
-    args = (DEEP, X, Y)
-    got = dq.compress(mapped(step, mesh), "data", method=METHOD)(*args)
-    expected = jax.jit(mapped(step, mesh))(*args)
-    for name in ("w", "layers"):
-        assert 1e-8 < dq.vnmse(got[name], expected[name]) < 1e-4
-    np.testing.assert_allclose(got["shared"], expected["shared"], rtol=1e-4, atol=1e-7)
-
-
-def test_gradients_of_nested_scans_are_sent_once(mesh):
-    """A loop over parts of the batch around a loop over layers."""
-
-    def step(params, x, y):
-        def part(total, batch):
-            return jax.tree.map(jnp.add, total, jax.grad(deep_loss)(params, *batch)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return lax.scan(part, zeros, (x.reshape(2, 4, 32), y.reshape(2, 4, 32)))[0]
-
-    found = found_in(mapped(step, mesh), DEEP, X, Y)
-    assert sorted(map(str, found)) == sorted(map(str, of_mean(mesh, DEEP)))
-    got = dq.compress(mapped(step, mesh), "data", method=METHOD)(DEEP, X, Y)
-    expected = jax.jit(mapped(step, mesh))(DEEP, X, Y)
-    assert 1e-8 < dq.vnmse(got, expected) < 1e-4
-
-
-def test_totals_that_begin_elsewhere_stay_in_their_loop(mesh):
-    """What they begin with would be rounded, or be summed over the workers."""
-
-    def step(params, x, y):
-        def add(total, batch):
-            return jax.tree.map(jnp.add, total, jax.grad(mean_loss)(params, *batch)), None
-
-        return lax.scan(add, params, (x.reshape(2, 4, 32), y.reshape(2, 4, 32)))[0]
-
-    compressed = dq.compress(mapped(step, mesh), "data", method="uncompressed")
-    report = compressed.report(PARAMS, X, Y)
-    assert {each.times for each in report.sums} == {2}
-    expected = jax.jit(mapped(step, mesh))(PARAMS, X, Y)
-    for got, wanted in zip(
-        jax.tree.leaves(compressed(PARAMS, X, Y)), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-
-
-def _swapped(params, x, y):
-    """Each turn adds to the total of the other one."""
-
-    def turn(totals, batch):
-        grads = jax.grad(mean_loss)(params, *batch)
-        return (totals[1] + grads["w"], totals[0] + grads["v"]), None
-
-    zeros = jnp.zeros_like(params["w"])
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, (zeros, zeros), batches)[0]
-
-
-def _read(params, x, y):
-    """Each turn reads the total so far."""
-
-    def turn(total, batch):
-        grads = jax.grad(mean_loss)(params, *batch)["w"]
-        return total + grads, jnp.sum(total)
-
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)
-
-
-def _decayed(params, x, y):
-    def turn(total, batch):
-        return total * 0.5 + jax.grad(mean_loss)(params, *batch)["w"], None
-
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)[0]
-
-
-def _regularized(params, x, y):
-    """A term that is the same on all workers must not be summed over them."""
-
-    def turn(total, batch):
-        grads = jax.grad(mean_loss)(params, *batch)["w"]
-        return total + grads + params["w"], None
-
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)[0]
-
-
-def _twice(params, x, y):
-    """Both carries are one output."""
-
-    def turn(totals, batch):
-        both = totals[0] + jax.grad(mean_loss)(params, *batch)["w"]
-        return (both, both), None
-
-    zeros = jnp.zeros_like(params["w"])
-    return lax.scan(turn, (zeros, zeros), (x.reshape(2, 4, 32), y.reshape(2, 4, 32)))[0]
-
-
-def _while_twice(params, x, y):
-    def turn(carry):
-        count, first, _ = carry
-        both = first + jax.grad(mean_loss)(params, x, y)["w"]
-        return count + 1, both, both
-
-    zeros = jnp.zeros_like(params["w"])
-    return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, zeros, zeros))[1:]
-
-
-def _doubled(params, x, y):
-    """The total is added to itself."""
-
-    def turn(total, batch):
-        return total + total + jax.grad(mean_loss)(params, *batch)["w"], None
-
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)[0]
-
-
-OTHER_TOTALS = (
-    _swapped,
-    _read,
-    _decayed,
-    _regularized,
-    _twice,
-    _while_twice,
-    _doubled,
-)
-
-
-@pytest.mark.parametrize("step", OTHER_TOTALS)
-def test_totals_that_are_used_otherwise_keep_their_values(step, mesh):
-    whole = mapped(step, mesh)
-    expected = jax.tree.leaves(jax.jit(whole)(PARAMS, X, Y))
-    exactly = dq.compress(whole, "data", method="uncompressed")(PARAMS, X, Y)
-    for got, wanted in zip(jax.tree.leaves(exactly), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
-    got = dq.compress(whole, "data", method=METHOD)(PARAMS, X, Y)
-    assert 1e-9 < dq.vnmse(jax.tree.leaves(got), expected) < 1e-4
+@pytest.fixture
+def mesh(data_mesh):
+    return data_mesh(2)
 
 
 def test_sums_whose_results_are_not_used_are_not_sent(mesh):
