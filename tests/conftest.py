@@ -20,7 +20,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 speed.read_flags_again()
 
 # Commands, two of which need cosmic-ray and torch.
-collect_ignore = ["mutants.py", "soak", "native_faults", "support/powersgd_worker.py"]
+collect_ignore = [
+    "mutants.py",
+    "soak",
+    "native_faults",
+    "rewriting_faults",
+    "support/powersgd_worker.py",
+]
 # Third-party trainers have environments of their own: see `make test-trainers`.
 for trainer in ("tunix", "maxtext"):
     if importlib.util.find_spec(trainer) is None:

@@ -158,9 +158,9 @@ def totals_of_turns(
         further = map(added, node.inputs) if node and is_linear and uses[key] == 1 else ()
         yield from itertools.chain([key], *further)
 
-    return {
-        inputs[place]: number
-        for number, place in carried.items()
-        if uses[inputs[place]] == 1
-        and inputs[place] in set(added(outputs[number])) - {outputs[number]}
-    }
+    found: dict[Key, int] = {}
+    for number, place in carried.items():
+        before, after = inputs[place], outputs[number]
+        if uses[before] == 1 and before != after and before in added(after):
+            found[before] = number
+    return found

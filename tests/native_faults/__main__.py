@@ -9,19 +9,14 @@ more than one fault.
 """
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.native_faults.faults import FAULTS, Fault
+from tests.support.faults import copy_project, errors, faulty
 
-ROOT = Path(__file__).parents[2]
-COPIED = ("pallas_kernels", "dynamiq_jax", "benchmarks", "tests")
 MOST_UNNOTICED = 1
-PATIENCE = 600.0  # seconds for the check, or the tests
 # Less optimized than the library of users, which takes its compiler several times as long.
 COMPILE = """
 from pathlib import Path
@@ -46,10 +41,7 @@ def main() -> int:
     unnoticed = 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        for name in COPIED:
-            ignored = shutil.ignore_patterns("__pycache__", "*.so")
-            shutil.copytree(ROOT / name, root / name, ignore=ignored)
-        shutil.copy(ROOT / "pyproject.toml", root)
+        copy_project(root)
         for number, fault in enumerate(FAULTS):
             if only in (None, number):
                 said = noticed(root, fault)
@@ -64,38 +56,14 @@ def main() -> int:
 def noticed(root: Path, fault: Fault) -> str | None:
     """Return who notices a fault, and the first words; None if nobody does."""
     path = root / "pallas_kernels" / "_native" / "src" / fault.file
-    right = path.read_text()
-    if right.count(fault.old) != 1:
-        raise ValueError(f"{fault.file} has {fault.old!r} {right.count(fault.old)} times, not once")
-    path.write_text(right.replace(fault.old, fault.new))
-    try:
-        if error := _errors(root, "-c", COMPILE):
+    with faulty(path, fault.old, fault.new):
+        if error := errors(root, "-c", COMPILE):
             raise RuntimeError(f"{fault} does not compile: {error}")
-        if error := _errors(root, "-c", CHECK):
+        if error := errors(root, "-c", CHECK):
             return f"the check: {error.splitlines()[-1]:.150}"
-        if error := _errors(root, "-m", "pytest", "-x", "-q", "-m", "not slow", *TESTS):
+        if error := errors(root, "-m", "pytest", "-x", "-q", "-m", "not slow", *TESTS):
             return f"tests: {error.splitlines()[-1]:.150}"
         return None
-    finally:
-        path.write_text(right)
-
-
-def _errors(root: Path, *command: str) -> str:
-    """Run Python in the copy; return what it wrote if it failed, and nothing if it did not."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "no end"
-    return (done.stdout.strip() or f"exit status {done.returncode}") if done.returncode else ""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Deliberate faults in the rewriting of `dq.compress`; see `make rewriting-faults`."""

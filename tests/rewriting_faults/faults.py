@@ -1,0 +1,499 @@
+"""The faults: a file, a text that it has once, and another text."""
+
+from typing import NamedTuple
+
+REWRITING = "dynamiq_jax/_rewriting"
+API = "dynamiq_jax/_api"
+EQUATIONS = "pallas_kernels/_jax/equations.py"
+
+
+class Fault(NamedTuple):
+    """A replacement in the source."""
+
+    what: str  # that is wrong then
+    file: str
+    old: str
+    new: str
+    test: str  # file of `tests/compress` that it is likely to fail
+    chosen: str = ""  # part of the names of the tests of that file
+
+    @property
+    def options(self) -> list[str]:
+        """Options of pytest that choose the tests."""
+        return ["-k", self.chosen] if self.chosen else []
+
+
+def _evaluate(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/evaluate.py", old, new, test, chosen)
+
+
+def _steps(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/steps.py", old, new, test, chosen)
+
+
+def _schedule(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/schedule.py", old, new, test, chosen)
+
+
+def _in_front(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/in_front.py", old, new, test, chosen)
+
+
+def _kept(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/kept_exact.py", old, new, test, chosen)
+
+
+def _sums(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/sums.py", old, new, test, chosen)
+
+
+def _inner(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/inner.py", old, new, test, chosen)
+
+
+FAULTS = (
+    # Sums of a group.
+    _evaluate(
+        "a sum is left out",
+        "results |= {i: totals[leaf_name(i)] for i in joint}",
+        "results |= {i: totals[leaf_name(i)] if i else operands[i] for i in joint}",
+        "test_forms.py",
+        "pmean_of_a_tree",
+    ),
+    _evaluate(
+        "one sum is done in place of another of its shape",
+        "results |= {i: totals[leaf_name(i)] for i in joint}",
+        "results |= {i: totals[leaf_name(j if operands[j].shape == operands[i].shape else i)]"
+        " for j, i in zip([joint[-1], *joint], joint)}",
+        "test_forms.py",
+        "pmean_of_a_tree",
+    ),
+    _evaluate(
+        "a sum is done twice",
+        "            totals = compressed(tree)\n",
+        "            totals = compressed(compressed(tree))\n",
+        "test_forms.py",
+        "pmean_of_a_tree",
+    ),
+    _evaluate(
+        "sums that a rule refuses are left out",
+        "lambda *terms: lax.psum(terms, names), [operands[i]",
+        "lambda *terms: terms, [operands[i]",
+        "test_programs.py",
+        "only_chooses",
+    ),
+    _evaluate(
+        "a further axis is left out",
+        "tuple(name for name in names if name not in over)",
+        "tuple(name for name in names if name not in over and name in over)",
+        "test_forms.py",
+        "further_axis",
+    ),
+    _evaluate(
+        "a further axis is summed twice",
+        "lambda *terms: lax.psum(terms, further), list",
+        "lambda *terms: lax.psum(lax.psum(terms, further), further), list",
+        "test_forms.py",
+        "further_axis",
+    ),
+    _evaluate(
+        "the fast axis is the slow one",
+        "return tuple(name for name in self.selection.axes if name in names)",
+        "return tuple(name for name in reversed(self.selection.axes) if name in names)",
+        "test_groups.py",
+        "slow_axis",
+    ),
+    _evaluate(
+        "exact sums of moved terms are left out",
+        "_in_order(lambda *terms: lax.psum(terms, axes), terms)",
+        "_in_order(lambda *terms: terms, terms)",
+        "test_groups.py",
+        "leave_a_loop_alone",
+    ),
+    _steps(
+        "a sum is a mean",
+        "return AllReduce(axes)",
+        "return AllReduce(axes, mean=True)",
+        "test_forms.py",
+        "psum_and_division",
+    ),
+    _steps(
+        "parts are along another dimension",
+        'ReduceScatter(axes, params["scatter_dimension"], params["tiled"])',
+        'ReduceScatter(axes, 0, params["tiled"])',
+        "test_groups.py",
+        "other_layouts",
+    ),
+    _steps(
+        "a gather is along another dimension",
+        'AllGather(axes, params["all_gather_dimension"], params["tiled"])',
+        'AllGather(axes, 0, params["tiled"])',
+        "test_groups.py",
+        "gathers",
+    ),
+    _steps(
+        "sums over other axes are in one group",
+        "return self.description.operation, self.description.axes, inner.layout(self.params)",
+        "return self.description.operation, inner.layout(self.params)",
+        "test_groups.py",
+        "other_axes",
+    ),
+    _steps(
+        "sums of other layouts are in one group",
+        "return self.description.operation, self.description.axes, inner.layout(self.params)",
+        "return self.description.operation, self.description.axes",
+        "test_groups.py",
+        "other_layouts",
+    ),
+    _steps(
+        "unused sums of an equation are sent",
+        "if why != UNUSED",
+        "if why != 'no reason'",
+        "test_schedule.py",
+        "not_used",
+    ),
+    _steps(
+        "equations send messages in any order",
+        "Messages.of(node.equation),",
+        "Messages.NONE,",
+        "test_schedule.py",
+        "other_messages",
+    ),
+    # Keys.
+    _evaluate(
+        "groups have one key",
+        "base = jax.random.fold_in(base, group.number)",
+        "base = jax.random.fold_in(base, 0)",
+        "test_noise.py",
+        "sums_of_one_step",
+    ),
+    _evaluate(
+        "steps have one key",
+        "return jax.random.fold_in(base, joint_word_of(leaves, over))",
+        "return base",
+        "test_noise.py",
+    ),
+    _evaluate(
+        "turns of a loop have one key",
+        "if key is not None and group.times == 1:",
+        "if key is not None:",
+        "test_noise.py",
+        "turns",
+    ),
+    _evaluate(
+        "workers have keys of their own",
+        "joint_word_of(leaves, over))",
+        "joint_word_of(leaves, ()))",
+        "test_noise.py",
+        "replicas",
+    ),
+    _evaluate(
+        "the key of the user is left out",
+        "base = jax.random.key(0) if key is None else key",
+        "base = jax.random.key(0)",
+        "test_noise.py",
+        "steps_cancel",
+    ),
+    # Order.
+    _evaluate(
+        "no collective waits for an equation with messages",
+        "order.remember(order.token_of([token, *results]))",
+        "order.token_of([token, *results])",
+        "test_schedule.py",
+        "other_messages",
+    ),
+    _evaluate(
+        "an equation with messages waits for nothing",
+        "values = tuple(_after(token, value) for value in values)",
+        "values = tuple(values)",
+        "test_schedule.py",
+        "other_messages",
+    ),
+    _evaluate(
+        "a loop with messages waits for nothing",
+        "delayed[i] = _after(token, values[i])",
+        "delayed[i] = values[i]",
+        "test_schedule.py",
+        "other_messages or loops",
+    ),
+    Fault(
+        "messages inside of equations are not seen",
+        EQUATIONS,
+        "axes |= collective_axes(each)",
+        "collective_axes(each)",
+        "test_schedule.py",
+        "other_messages",
+    ),
+    _schedule(
+        "effects change places",
+        "or (effects and order_matters)",
+        "or (effects and not order_matters and False)",
+        "test_programs.py",
+        "effects",
+    ),
+    _schedule(
+        "groups have one number",
+        "self._num_groups += 1",
+        "self._num_groups += 0",
+        "test_schedule.py",
+        "order_of_the_step",
+    ),
+    Fault(
+        "equations whose results are not used stay",
+        f"{API}/compress.py",
+        "equations.without_unused(traced)",
+        "traced",
+        "test_schedule.py",
+        "not_used",
+    ),
+    # Loops.
+    _schedule(
+        "turns of a loop are not counted",
+        "_product(flat.around.times, part.times)",
+        "flat.around.times",
+        "test_loops.py",
+        "begin_elsewhere",
+    ),
+    _schedule(
+        "the total of another carry leaves a loop",
+        "return member.accumulates == {output}",
+        "return bool(member.accumulates)",
+        "test_loops.py",
+        "used_otherwise",
+    ),
+    _schedule(
+        "what a total begins with is summed over the workers",
+        "if is_zero(inputs[part.carried[i]], flat.zeros)",
+        "if i in part.carried",
+        "test_loops.py",
+        "begin_elsewhere",
+    ),
+    _schedule(
+        "a sum that leaves a loop has the shape of one turn",
+        "shape = equations.shape_of(node.equation.outvars[output])",
+        "shape = member.description.shape or equations.shape_of(node.equation.outvars[output])",
+        "test_groups.py",
+        "shape_that_is_sent",
+    ),
+    _schedule(
+        "a loop that is scheduled again is listed twice",
+        "del self.exact[before[0] :]",
+        "del self.exact[len(self.exact) :]",
+        "test_groups.py",
+        "each_sum_once",
+    ),
+    _in_front(
+        "totals of turns stay in their loop",
+        "accumulates = frozenset(carried).union(*(each.accumulates for each in members))",
+        "accumulates = frozenset[int]()",
+        "test_loops.py",
+        "sent_as_a_mean",
+    ),
+    _in_front(
+        "what a turn reads is no total so far",
+        "if uses[before] == 1 and before != after and before in added(after):",
+        "if before != after and before in added(after):",
+        "test_loops.py",
+        "used_otherwise",
+    ),
+    _inner(
+        "a loop runs forward",
+        'reverse=params["reverse"],',
+        "reverse=False,",
+        "test_forms.py",
+        "layers_in_a_scan",
+    ),
+    _inner(
+        "branches change places",
+        "return lax.switch(index, branches, *operands)",
+        "return lax.switch(index, branches[::-1], *operands)",
+        "test_forms.py",
+        "every_other_step",
+    ),
+    _inner(
+        "a checkpoint is forgotten",
+        'params = {**equation.params, "jaxpr": program}',
+        'params = {**equation.params, "jaxpr": program, "prevent_cse": False}',
+        "test_programs.py",
+        "computed_again",
+    ),
+    _inner(
+        "all axes of the mesh become manual",
+        'axis_names=set(params["newly_manual_axes"]),',
+        'axis_names=set(params["mesh"].axis_names),',
+        "test_forms.py",
+        "partly_manual",
+    ),
+    _inner(
+        "shardings of a jit inside are lost",
+        'out_shardings=placed("out"),',
+        "out_shardings=None,",
+        "test_groups.py",
+        "shardings",
+    ),
+    # Linear equations in front of sums.
+    _in_front(
+        "a sum that is used twice is moved",
+        "any(self.uses[key] > 1 for key in keys)",
+        "any(self.uses[key] > 2 for key in keys)",
+        "test_groups.py",
+        "keep_their_values",
+    ),
+    _in_front(
+        "products are linear",
+        '_OF_SEVERAL = {"add", "add_any"}',
+        '_OF_SEVERAL = {"add", "add_any", "mul"}',
+        "test_groups.py",
+        "keep_their_values",
+    ),
+    _in_front(
+        "squares are linear",
+        '"transpose", "reduce_sum"}',
+        '"transpose", "reduce_sum", "integer_pow", "square"}',
+        "test_groups.py",
+        "keep_their_values",
+    ),
+    _in_front(
+        "a value that is no sum is summed over the workers",
+        "if not members or len(members) + len(carried) < len(keys):",
+        "if not members:",
+        "test_groups.py",
+        "keep_their_values",
+    ),
+    _in_front(
+        "sums of a forward pass are compressed once they leave a loop",
+        "why = None if None in whys else selection.why_exact(described, first.params)",
+        "why = None",
+        "test_groups.py",
+        "forward_pass",
+    ),
+    # Sums that stay exact.
+    _kept(
+        "gradients of statistics are compressed",
+        "if node.sums and _is_backward(node) and results & found.needed:",
+        "if node.sums and _is_backward(node) and results & found.needed and not results:",
+        "test_statistics.py",
+    ),
+    _kept(
+        "a small sum is no gradient",
+        "any(why in OF_GRADIENTS for _, why in node.sums)",
+        "any(why is None for _, why in node.sums)",
+        "test_statistics.py",
+    ),
+    _kept(
+        "a mean behind the backward pass is no gradient",
+        "elif is_summed and name in _TO_VARYING:",
+        "elif is_summed and name in ():",
+        "test_statistics.py",
+    ),
+    _kept(
+        "without check_vma no sum is a statistic",
+        'if results & far and name == "psum":',
+        'if results & far and name == "no sum":',
+        "test_statistics.py",
+    ),
+    _kept(
+        "small sums that large ones need split groups",
+        "elif node.may_join and results & needed:",
+        "elif node.may_join and results & needed and not results:",
+        "test_forms.py",
+        "every_other_step",
+    ),
+    _sums(
+        "sums of a forward pass are compressed",
+        'return FORWARD if each.differentiation == "forward" else None',
+        "return None",
+        "test_statistics.py",
+    ),
+    _sums(
+        "what a checkpoint computes again is a backward pass",
+        'if "rematted_computation" in scopes:',
+        'if "rematted_computation" in scopes and not scopes:',
+        "test_groups.py",
+        "checkpoint",
+    ),
+    _sums(
+        "groups of an axis are compressed",
+        'if params.get("axis_index_groups") is not None:',
+        'if params.get("axis_index_groups") == ():',
+        "test_programs.py",
+        "groups_of_an_axis",
+    ),
+    _sums(
+        "sums over the fast axis alone are compressed",
+        "if self.axes[0] not in each.axes:",
+        "if self.axes[0] not in each.axes and not each.axes:",
+        "test_groups.py",
+        "other_axes",
+    ),
+    _sums(
+        "the limit of the size is one higher",
+        "math.prod(each.shape) * parts < self.exact_below",
+        "math.prod(each.shape) * parts <= self.exact_below",
+        "test_forms.py",
+        "pmean_of_a_tree",
+    ),
+    _sums(
+        "parts of compressed collectives are compressed again",
+        "if labels(each.scopes):",
+        "if labels(each.scopes) and not each.scopes:",
+        "test_programs.py",
+        "compressed_already",
+    ),
+    # The compiled step.
+    Fault(
+        "no buffer is donated",
+        f"{API}/compress.py",
+        "donate_argnums=program.donated",
+        "donate_argnums=()",
+        "test_programs.py",
+        "donated",
+    ),
+    Fault(
+        "a jitted step donates nothing",
+        EQUATIONS,
+        '            "donate_argnums",\n            "donate_argnames",\n',
+        "",
+        "test_programs.py",
+        "donated",
+    ),
+    Fault(
+        "a buffer that is used again is donated",
+        EQUATIONS,
+        "and uses[id(variable)] == 1:",
+        "and uses[id(variable)] >= 1:",
+        "test_surroundings.py",
+        "not_taken",
+    ),
+    Fault(
+        "attributes of an object are not in the key of its programs",
+        f"{API}/_held.py",
+        "return self.paths, tuple(map(_comparable, self.values))",
+        "return self.paths",
+        "test_objects.py",
+    ),
+    Fault(
+        "results change places",
+        f"{API}/compress.py",
+        "return jax.tree.unflatten(program.structure, results)",
+        "return jax.tree.unflatten(program.structure, results[::-1])",
+        "test_forms.py",
+        "pmean_of_a_tree",
+    ),
+    Fault(
+        "rows of the report are in the order of names",
+        f"{API}/sum_report.py",
+        "places = sorted(joint, key=leaf_name)",
+        "places = joint",
+        "test_report.py",
+        "policies",
+    ),
+    Fault(
+        "bytes of parts are those of the whole",
+        f"{API}/sum_report.py",
+        "return (workers - 1) * size * leaf.dtype.itemsize // workers",
+        "return (workers - 1) * size * leaf.dtype.itemsize",
+        "test_bytes.py",
+        "scattered",
+    ),
+)
