@@ -37,6 +37,7 @@ def compress(
     only: Callable[[Sum], bool] | None = None,
     operations: tuple[Operation, ...] = DEFAULT_OPERATIONS,
     specs: Any = None,
+    missing_ok: bool = False,
     options: Options = Options(),
 ) -> "CompressedStep":
     """Compress the sums over a mesh axis in a train step, which stays as it is.
@@ -71,6 +72,9 @@ def compress(
       operations: functions of `jax.lax` that are replaced: add "all_gather" to compress gathers.
       specs: how the terms are split over axes that the compiler manages inside the map; see
         `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`.
+      missing_ok: True: a step without a sum to compress stays as it is, in place of an error. So
+        all maps of a program can be wrapped, such as by a function in place of `jax.pmap`. `report`
+        still lists the sums of each.
       options: sums that stay exact, and the size of buckets; see `psum`.
 
     Returns:
@@ -83,8 +87,8 @@ def compress(
 
     Raises:
       TypeError: `fun` or an argument is of the wrong kind; flax.nnx objects as arguments.
-      ValueError: when it is called: no sum can be compressed; a sum is in an equation that cannot
-        be made anew; a method that carries state; and as `psum`.
+      ValueError: when it is called: no sum can be compressed, unless `missing_ok`; a sum is in an
+        equation that cannot be made anew; a method that carries state; and as `psum`.
 
     >>> import jax, jax.numpy as jnp
     >>> def step(weights, batch):
@@ -105,7 +109,8 @@ def compress(
         )
     compression = resolve(method, topology, options, stateless="compress")
     selection = Selection(axis_name, options.exact_below, only, operations)
-    return CompressedStep(fun, key, Evaluation(selection, compression, specs))
+    evaluation = Evaluation(selection, compression, specs)
+    return CompressedStep(fun, key, evaluation, missing_ok=missing_ok)
 
 
 class _Program(NamedTuple):
@@ -120,8 +125,11 @@ class _Program(NamedTuple):
 class CompressedStep:
     """Train step with compressed sums: the result of `compress`."""
 
-    def __init__(self, fun: Callable[..., Any], key: Any, evaluation: Evaluation):
+    def __init__(
+        self, fun: Callable[..., Any], key: Any, evaluation: Evaluation, *, missing_ok: bool
+    ):
         self._key = key
+        self._missing_ok = missing_ok
         self._evaluation = evaluation
         self._compiled: dict[Hashable, Programs] = {}  # by kind of arguments
         self._jitted: Any = None
@@ -212,7 +220,7 @@ class CompressedStep:
     def _run(self, program: "_Program", arguments: "_Arguments") -> Any:
         args, kwargs = arguments.rebuilt(arguments.arrays)
         key = None
-        if self._key is not None:
+        if self._key is not None and any(program.schedule.groups()):
             key = check_key(self._key(*args, **kwargs), ())
         results = self._evaluation.run(program.schedule, key, *arguments.arrays)
         return jax.tree.unflatten(program.structure, results)
@@ -237,7 +245,7 @@ class CompressedStep:
         check_unchanged(objects)
         scheduler = Scheduler(self._evaluation.selection)
         schedule = scheduler.schedule(equations.without_unused(traced), Surroundings())
-        if not any(schedule.groups()):
+        if not (self._missing_ok or any(schedule.groups())):
             raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
         return _Program(schedule, scheduler.exact, jax.tree.structure(results), donated)
@@ -312,5 +320,5 @@ def _nothing_to_compress(selection: Selection, found: list[Choice]) -> str:
         "name of a manual axis of jax.shard_map or jax.pmap in the step, over which it sums "
         "gradients. Where the compiler places the sums, as in jax.jit with shardings alone, use "
         "dq.data_parallel. Take gradients inside of the step: those of a compressed function would "
-        "not be compressed."
+        "not be compressed. Give missing_ok=True if this step may stay as it is."
     )

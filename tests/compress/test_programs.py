@@ -160,14 +160,17 @@ def test_groups_of_an_axis_stay_exact(data_mesh):
     assert len(report.compressed) == 2
 
 
-def test_only_chooses_among_large_sums(mesh):
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_only_chooses_among_large_sums(check_vma, mesh):
+    """Without check_vma, the sums of a tree are one equation, with it one for each leaf."""
     asked = []
 
     def only(each):
         asked.append(each)
         return len(asked) == 1
 
-    step = mapped(lambda *a: lax.pmean(own_gradient(*a), "data"), mesh)
+    gradient = own_gradient if check_vma else jax.grad(loss_fn)
+    step = mapped(lambda *a: lax.pmean(gradient(*a), "data"), mesh, check_vma=check_vma)
     compressed = dq.compress(step, "data", method=METHOD, only=only)
     report = compressed.report(PARAMS, X, Y)
     assert {each.shape for each in asked} == {(32, 32)}
