@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.sharding import NamedSharding
 
 from dynamiq_jax._api._held import ARRAYS, Held, Programs, check_unchanged
 from dynamiq_jax._api.sum_report import CompressReport, report_of
@@ -16,6 +17,7 @@ from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._rewriting.inner import specs_of_shardings
 from dynamiq_jax._rewriting.nodes import Choice
 from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
 from dynamiq_jax._rewriting.steps import EvaluationSchedule
@@ -244,7 +246,9 @@ class CompressedStep:
         traced, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
         check_unchanged(objects)
         scheduler = Scheduler(self._evaluation.selection)
-        schedule = scheduler.schedule(equations.without_unused(traced), Surroundings())
+        shardings = [_sharding_of(array) for array in arguments.arrays]
+        around = Surroundings(input_specs=specs_of_shardings(shardings))
+        schedule = scheduler.schedule(equations.without_unused(traced), around)
         if not (self._missing_ok or any(schedule.groups())):
             raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
@@ -298,7 +302,18 @@ class _Arguments(NamedTuple):
             hash(others)
         except TypeError:
             return None
-        return self.structure, self.are_arrays, types, others
+        return self.structure, self.are_arrays, types, others, self.specs
+
+    @property
+    def specs(self) -> tuple[Any, ...]:
+        """Specs of the arrays, from which those of sums can follow on a mesh of several axes."""
+        shardings = map(_sharding_of, self.arrays)
+        return tuple(
+            each.spec
+            if isinstance(each, NamedSharding) and sum(n > 1 for n in each.mesh.shape.values()) > 1
+            else None
+            for each in shardings
+        )
 
     def rebuilt(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments and keyword arguments with other arrays."""
@@ -306,6 +321,10 @@ class _Arguments(NamedTuple):
         leaves = [next(of_kind[is_array]) for is_array in self.are_arrays]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return args, kwargs
+
+
+def _sharding_of(array: Any) -> Any:
+    return None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
 
 
 def _nothing_to_compress(selection: Selection, found: list[Choice]) -> str:

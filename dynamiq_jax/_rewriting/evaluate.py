@@ -117,10 +117,17 @@ class Evaluation:
         return tuple(name for name in self.selection.axes if name in names)
 
     def specs_of(self, group: Reduce) -> Any:
-        """Return the specs of the terms of a group: one for all, or those of each leaf."""
-        if not callable(self.specs):
+        """Return the specs of the terms of a group: one for all, or those of each leaf.
+
+        None: they are neither given nor known of all terms to compress.
+        """
+        members = {leaf_name(i): group.members[i] for i in group.joint}
+        if callable(self.specs):
+            return {name: self.specs(each.description) for name, each in members.items()}
+        is_known = [each.spec is not None for each in members.values() if each.why_exact is None]
+        if self.specs is not None or not all(is_known):
             return self.specs
-        return {leaf_name(i): self.specs(group.members[i].description) for i in group.joint}
+        return {name: each.spec for name, each in members.items()}
 
     @staticmethod
     def _key(

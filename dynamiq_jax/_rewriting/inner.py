@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
@@ -28,6 +28,10 @@ class InnerProgram:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
     mesh: Any = None  # in which they are
     has_outputs: bool = True  # whether its outputs are those of the equation
+    has_inputs: bool = True  # whether its inputs are those of the equation, in their order
+    # Specs that the equation fixes, by the numbers of inputs and outputs.
+    input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+    output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)  # see `Surroundings`
     leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation
     totals: Collection[int] = ()  # carried outputs that may be sums, too, if they begin at zero
@@ -63,6 +67,15 @@ def is_call(equation: Equation, is_mapped: bool) -> bool:
 def called(equation: Equation) -> Any:
     """Return the program of a call."""
     return next(equations.programs_in(equation))
+
+
+def specs_of_shardings(shardings: Sequence[Any]) -> dict[int, PartitionSpec]:
+    """Return the specs of shardings, by their numbers, of those that fix all dimensions."""
+    return {
+        i: each.spec
+        for i, each in enumerate(shardings)
+        if isinstance(each, NamedSharding) and PartitionSpec.UNCONSTRAINED not in each.spec
+    }
 
 
 def layout(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -169,9 +182,12 @@ def _while_parts(equation: Equation) -> list[InnerProgram]:
     constants = params["body_nconsts"]
     outputs = len(equation.outvars)
     return [
-        InnerProgram(params["cond_jaxpr"], times=None, has_outputs=False),
+        InnerProgram(params["cond_jaxpr"], times=None, has_outputs=False, has_inputs=False),
         InnerProgram(
-            params["body_jaxpr"], times=None, carried={i: constants + i for i in range(outputs)}
+            params["body_jaxpr"],
+            times=None,
+            has_inputs=False,
+            carried={i: constants + i for i in range(outputs)},
         ),
     ]
 
@@ -190,7 +206,7 @@ def _make_while(
 
 
 def _cond_parts(equation: Equation) -> list[InnerProgram]:
-    return [InnerProgram(branch) for branch in equation.params["branches"]]
+    return [InnerProgram(branch, has_inputs=False) for branch in equation.params["branches"]]
 
 
 def _make_cond(
@@ -216,7 +232,14 @@ def _make_remat(
 
 
 def _jit_parts(equation: Equation) -> list[InnerProgram]:
-    return [InnerProgram(equation.params["jaxpr"])]
+    params = equation.params
+    return [
+        InnerProgram(
+            params["jaxpr"],
+            input_specs=specs_of_shardings(params["in_shardings"]),
+            output_specs=specs_of_shardings(params["out_shardings"]),
+        )
+    ]
 
 
 def _make_jit(

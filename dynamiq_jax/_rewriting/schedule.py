@@ -11,6 +11,9 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.in_front import (
     Waiting,
@@ -30,6 +33,7 @@ from dynamiq_jax._rewriting.nodes import (
     Value,
     key_of,
 )
+from dynamiq_jax._rewriting.placement import Placement
 from dynamiq_jax._rewriting.steps import (
     Enter,
     Evaluate,
@@ -60,6 +64,19 @@ class Surroundings:
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
     leaving: Collection[int] = ()  # outputs that may be sums, which the caller does
     totals: Collection[int] = ()  # carried outputs that may be sums, too: they begin at zero
+    # Specs that are known, by the numbers of inputs and outputs.
+    input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+    output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+
+    @property
+    def automatic(self) -> list[str]:
+        """Axes of several devices that the compiler manages."""
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        return [
+            name
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind == AxisType.Auto and mesh.shape[name] > 1 and name not in self.sizes
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +88,7 @@ class _Flat:
     outputs: Sequence[Key]
     uses: Mapping[Key, int]  # number of uses of each value
     zeros: Collection[Key]  # values that are known to be zeros
+    placement: Placement
     around: Surroundings
 
     def place(self, member: Member) -> int | None:
@@ -115,7 +133,10 @@ class Scheduler:
             {outputs[i] for i in around.summed_outputs},
             [(outputs[i], inputs[j]) for i, j in around.carried.items()],
         )
-        flat = _Flat(nodes, inputs, outputs, uses, zeros_among(nodes), around)
+        placement = Placement(nodes)
+        placement.learn(inputs, around.input_specs)
+        placement.learn(outputs, around.output_specs)
+        flat = _Flat(nodes, inputs, outputs, uses, zeros_among(nodes), placement, around)
         steps, left = self._in_order(flat)
         return EvaluationSchedule(
             tuple(steps),
@@ -193,6 +214,11 @@ class Scheduler:
                     unmatched -= each.accumulates
             if unmatched:
                 return steps, left, unmatched
+            if automatic := flat.around.automatic:
+                here = [
+                    dataclasses.replace(each, spec=flat.placement.spec(each.result, automatic))
+                    for each in here
+                ]
             steps += self._reduce([(nodes[each.result], each) for each in here], flat.around)
             remaining = later
         return steps, left, unmatched
@@ -209,7 +235,7 @@ class Scheduler:
         outputs: list[Key] = list(node.outputs)
         members: list[Member] = []
         for part in inner.parts_of(node.equation):
-            of_caller = {} if part.has_outputs else {"needed_outputs": (), "summed_outputs": ()}
+            input_specs, output_specs = _specs_inside(part, node, flat.placement)
             schedule = self.schedule(
                 part.program,
                 Surroundings(
@@ -217,10 +243,13 @@ class Scheduler:
                     _product(flat.around.times, part.times),
                     {**flat.around.sizes, **part.sizes},
                     part.mesh or flat.around.mesh,
-                    **({"needed_outputs": node.needed, "summed_outputs": node.summed} | of_caller),
+                    needed_outputs=node.needed if part.has_outputs else (),
+                    summed_outputs=node.summed if part.has_outputs else (),
                     carried=part.carried,
                     leaving=part.leaving,
                     totals=[i for i in part.totals if is_zero(inputs[part.carried[i]], flat.zeros)],
+                    input_specs=input_specs,
+                    output_specs=output_specs,
                 ),
             )
             programs.append(schedule)
@@ -281,6 +310,29 @@ def _first_terms(first: Key, result: Value, member: Member) -> Evaluate:
         return [compat.vary_over(zero, axes) for zero in zeros]
 
     return Evaluate(varying, (first,), (FirstTerms(result),))
+
+
+def _specs_inside(
+    part: inner.InnerProgram, node: Node, placement: Placement
+) -> tuple[dict[int, PartitionSpec], dict[int, PartitionSpec]]:
+    """Return the specs of inputs and outputs of a program of an equation that are known.
+
+    Those of parts of an array, as in a turn of a loop, are not.
+    """
+    program, _ = equations.opened(part.program)
+
+    def known(
+        atoms: Sequence[Any], inside: Sequence[Any], values: Sequence[Key]
+    ) -> dict[int, PartitionSpec]:
+        return {
+            i: spec
+            for i, spec in placement.specs(values).items()
+            if equations.shape_of(atoms[i]) == equations.shape_of(inside[i])
+        }
+
+    before = known(node.equation.invars, program.invars, node.inputs) if part.has_inputs else {}
+    after = known(node.equation.outvars, program.outvars, node.outputs) if part.has_outputs else {}
+    return {**before, **part.input_specs}, {**after, **part.output_specs}
 
 
 def _product(*times: int | None) -> int | None:

@@ -5,6 +5,8 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.all_reduce import AllReduce
@@ -41,6 +43,7 @@ class Member:
     operand: Key
     result: Value
     params: Mapping[str, Any]  # of its equation
+    spec: PartitionSpec | None = None  # over axes that the compiler manages; None: not known
     accumulates: frozenset[int] = frozenset()  # carried outputs of a loop that are among its terms
 
     @property

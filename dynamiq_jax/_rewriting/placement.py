@@ -1,0 +1,95 @@
+"""Specs of sums over axes that the compiler manages, from the values that they are combined with.
+
+A gradient lies as its parameter does, and the two are combined element by element where the
+parameter is updated. So the spec of one is that of the other, if it can be seen: as the sharding of
+an argument, of a function that is jitted, or of `with_sharding_constraint`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._inputs.shards import names_of, over
+from dynamiq_jax._rewriting.inner import specs_of_shardings
+from dynamiq_jax._rewriting.nodes import Constant, Key, Node
+from pallas_kernels._jax import equations
+
+# Equations whose result lies as their inputs of the same shape do.
+_ELEMENTWISE = {
+    *("abs", "add", "add_any", "clamp", "convert_element_type", "copy", "div", "erf", "exp"),
+    *("integer_pow", "is_finite", "log", "logistic", "max", "min", "mul", "neg", "pcast", "pow"),
+    *("pvary", "rsqrt", "select_n", "sharding_constraint", "sign", "sqrt", "square", "sub", "tanh"),
+    *("psum", "psum_invariant"),
+}
+
+
+class Placement:
+    """Specs of the values of a program."""
+
+    def __init__(self, nodes: Iterable[Node]):
+        self._parents: dict[Key, Key] = {}
+        self._specs: dict[Key, set[PartitionSpec]] = {}  # that are known, by the values
+        for node in nodes:
+            self._read(node)
+
+    def learn(self, values: Sequence[Key], specs: Mapping[int, PartitionSpec]) -> None:
+        """Add specs of values that are known, by their numbers."""
+        for number, spec in specs.items():
+            self._specs.setdefault(values[number], set()).add(spec)
+
+    def spec(self, value: Key, axes: Iterable[str]) -> PartitionSpec | None:
+        """Return the spec of a value over some axes; None if it is not known, or not the only one.
+
+        Args:
+          value: the value.
+          axes: names of the axes that count.
+        """
+        root = self._root(value)
+        kept = set(axes)
+        found = {
+            _trimmed(over(spec, kept))
+            for key, specs in self._specs.items()
+            if self._root(key) == root
+            for spec in specs
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def specs(self, values: Sequence[Key]) -> dict[int, PartitionSpec]:
+        """Return the specs of values over all axes, by their numbers, of those that are known."""
+        axes = {axis for specs in self._specs.values() for spec in specs for axis in _axes_of(spec)}
+        found = ((i, self.spec(value, axes)) for i, value in enumerate(values))
+        return {i: spec for i, spec in found if spec is not None}
+
+    def _read(self, node: Node) -> None:
+        if node.equation.primitive.name not in _ELEMENTWISE:
+            return
+        for variable, output in zip(node.equation.outvars, node.outputs, strict=True):
+            shape = equations.shape_of(variable)
+            # A sum has one result for each operand; others have one result.
+            pairs = list(zip(node.equation.invars, node.inputs, strict=True))
+            if node.sums:
+                pairs = [pairs[node.outputs.index(output)]]
+            for atom, value in pairs:
+                if not isinstance(value, Constant) and equations.shape_of(atom) == shape:
+                    self._parents[self._root(value)] = self._root(output)
+            sharding = node.equation.params.get("sharding")
+            if node.equation.primitive.name == "sharding_constraint" and sharding is not None:
+                self.learn([output], specs_of_shardings([sharding]))
+
+    def _root(self, value: Key) -> Key:
+        while (parent := self._parents.get(value, value)) != value:
+            self._parents[value] = self._parents.get(parent, parent)  # halves the way next time
+            value = parent
+        return value
+
+
+def _axes_of(spec: PartitionSpec) -> Iterable[str]:
+    return (axis for dimension in spec for axis in names_of(dimension))
+
+
+def _trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """Return a spec without dimensions at its end that are not split."""
+    dimensions = list(spec)
+    while dimensions and dimensions[-1] is None:
+        dimensions.pop()
+    return PartitionSpec(*dimensions)
