@@ -8,6 +8,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._rewriting import evaluate
+from dynamiq_jax._run.on_devices import Outcome
 from tests.support.workers import STOCHASTIC
 
 WORKERS = 4
@@ -87,3 +89,33 @@ def test_replicas_are_identical(data_mesh):
     assert dq.vnmse(replicas[0], jnp.sum(ROWS, 0)) > 0
     for each in replicas[1:]:
         np.testing.assert_array_equal(each, replicas[0])
+
+
+@pytest.mark.parametrize("key", [None, lambda rows, number: jax.random.key(3)])
+def test_all_workers_have_one_key(key, data_mesh, monkeypatch):
+    """In a loop, where a given key is changed too: methods share random choices by their keys."""
+
+    def word_of(collective, tree, key, compression, specs=None):
+        word = jax.random.bits(key, dtype=jnp.uint16).astype(jnp.float32)
+        return Outcome(jax.tree.map(lambda leaf: jnp.full_like(leaf, word), tree), {}, {})
+
+    monkeypatch.setattr(evaluate, "run", word_of)
+
+    def local(rows, number):
+        def turn(carry, shift):
+            return carry, lax.psum(rows[0] + shift, "data")[:1, 0] + 0 * carry
+
+        words = lax.scan(turn, number, jnp.arange(3, dtype=jnp.float32))[1]
+        return jnp.concatenate([words[:, 0], lax.psum(rows[0], "data")[:1, 0]])[None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=data_mesh(WORKERS),
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    words = dq.compress(mapped, "data", key=key)(ROWS, jnp.float32(0))
+    assert words.shape == (WORKERS, 4)
+    np.testing.assert_array_equal(words, jnp.tile(words[:1], (WORKERS, 1)))
+    assert len({*map(float, words[0])}) == 4  # each turn and each sum has its own

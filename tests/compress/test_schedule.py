@@ -92,18 +92,19 @@ def test_other_messages_of_a_step_wait_for_its_compressed_sums(name, check_vma, 
         grads = jax.grad(loss_fn)(own, x, y)
         before = OTHERS[name](x)
         first = lax.pmean(grads["w"], "data")
+        part = lax.psum_scatter(grads["v"], "data", tiled=True)  # a second group
         shift = jnp.sum(first) * 1e-9
-        after = OTHERS[name](y + shift)  # behind the first group, as the second group is
-        second = lax.pmean(grads["v"] + shift, "data")
-        return first, second, before[None], after[None]
+        after = OTHERS[name](y + shift)  # behind the first group, as the third one is
+        third = lax.pmean(grads["v"] + shift, "data")
+        return first, part, third, before[None], after[None]
 
-    out = (P(), P(), P("data"), P("data"))
+    out = (P(), P("data"), P(), P("data"), P("data"))
     whole = mapped(step, data_mesh(4), out=out, check_vma=check_vma)
     compressed = dq.compress(whole, "data", method=METHOD)
-    assert compressed.report(PARAMS, X, Y).num_groups == 2
+    assert compressed.report(PARAMS, X, Y).num_groups == 3
     assert unordered(text_of(compressed, PARAMS, X, Y)) == []
     for got, wanted in zip(
-        compressed(PARAMS, X, Y)[2:], jax.jit(whole)(PARAMS, X, Y)[2:], strict=True
+        compressed(PARAMS, X, Y)[3:], jax.jit(whole)(PARAMS, X, Y)[3:], strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 

@@ -185,7 +185,7 @@ FAULTS = (
         "joint_word_of(leaves, over))",
         "joint_word_of(leaves, ()))",
         "test_noise.py",
-        "replicas",
+        "one_key",
     ),
     _evaluate(
         "the key of the user is left out",
@@ -228,8 +228,8 @@ FAULTS = (
         "effects change places",
         "or (effects and order_matters)",
         "or (effects and not order_matters and False)",
-        "test_programs.py",
-        "effects",
+        "test_surroundings.py",
+        "order",
     ),
     _schedule(
         "groups have one number",
