@@ -1,4 +1,4 @@
-"""Figures of how_it_works.md, drawn from the library itself.
+"""Figures of how_it_works.md and recipes/compress.md, drawn from the library itself.
 
 python -m docs.scripts.figures
 """
@@ -12,6 +12,7 @@ from jax import Array, lax
 from matplotlib import pyplot as plt
 
 import dynamiq_jax as dq
+from docs.scripts.compressed_step import compressed_step
 from dynamiq_jax._core import Axis, LocalChunks, RecodedChunks
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
@@ -161,7 +162,7 @@ def main() -> None:
     """Draw all figures."""
     plt.switch_backend("agg")
     with plt.rc_context(STYLE):
-        for draw in (levels, allocation, ring, rounding, error):
+        for draw in (levels, allocation, ring, rounding, error, compressed_step):
             figure = draw()
             figure.savefig(FIGURES / f"{draw.__name__}.svg", metadata={"Date": None})
             plt.close(figure)

@@ -73,7 +73,8 @@ def compress(
         excludes forward passes.
       operations: functions of `jax.lax` that are replaced: add "all_gather" to compress gathers.
       specs: how the terms are split over axes that the compiler manages inside the map; see
-        `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`.
+        `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`. None: those of the
+        parameters that the sums update, where their shardings are known.
       missing_ok: True: a step without a sum to compress stays as it is, in place of an error. So
         all maps of a program can be wrapped, such as by a function in place of `jax.pmap`. `report`
         still lists the sums of each.

@@ -5,9 +5,8 @@ large as the bias, and a sum over the turns of a loop leaves the loop.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +132,6 @@ def is_zero(key: Key, zeros: Collection[Key]) -> bool:
 def totals_of_turns(
     nodes: Sequence[Node],
     inputs: Sequence[Value],
-    outputs: Sequence[Key],
     uses: Mapping[Key, int],
     carried: Mapping[int, int],
 ) -> dict[Key, int]:
@@ -142,25 +140,17 @@ def totals_of_turns(
     Args:
       nodes: equations of the body.
       inputs: inputs of the body.
-      outputs: outputs of the body.
       uses: number of uses of each value.
       carried: inputs that the next turn takes, by the numbers of outputs that begin at zero.
 
     Returns:
       Numbers of the outputs, by the inputs that they replace.
     """
-    makers: dict[Key, Node] = {output: node for node in nodes for output in node.outputs}
-
-    def added(key: Key) -> Iterator[Key]:
-        """Yield a value, and all values that it is the sum of."""
-        node = makers.get(key)
-        is_linear = node and node.equation.primitive.name in _OF_SEVERAL | _OF_ONE
-        further = map(added, node.inputs) if node and is_linear and uses[key] == 1 else ()
-        yield from itertools.chain([key], *further)
-
-    found: dict[Key, int] = {}
-    for number, place in carried.items():
-        before, after = inputs[place], outputs[number]
-        if uses[before] == 1 and before != after and before in added(after):
-            found[before] = number
-    return found
+    added = {
+        key for node in nodes if node.equation.primitive.name in _OF_SEVERAL for key in node.inputs
+    }
+    return {
+        inputs[place]: number
+        for number, place in carried.items()
+        if uses[inputs[place]] == 1 and inputs[place] in added
+    }

@@ -152,7 +152,7 @@ class Scheduler:
     def _in_order(self, flat: _Flat) -> tuple[list[Step], dict[int, Member]]:
         """Return the steps of a program, and the sums that are left to its caller, by output."""
         carried = {i: flat.around.carried[i] for i in flat.around.totals}
-        carries = totals_of_turns(flat.nodes, flat.inputs, flat.outputs, flat.uses, carried)
+        carries = totals_of_turns(flat.nodes, flat.inputs, flat.uses, carried)
         while True:
             before = len(self.exact), self._num_groups
             steps, left, failed = self._try_order(flat, carries)

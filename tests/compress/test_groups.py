@@ -191,20 +191,21 @@ def test_the_report_has_each_sum_once_in_the_shape_that_is_sent(mesh):
     """Also where a loop was scheduled twice, since a total of its turns is none after all."""
 
     def step(params, x, y):
-        small = jnp.ones(8)
+        def again(_, value):
+            return lax.pcast(lax.psum(value, "data") * 0.1, "data", to="varying")
 
         def turn(totals, batch):
-            lax.psum(0 * batch[0][0, :8], "data")
             grads = jax.grad(mean_loss)(params, *batch)
-            shift = lax.pmax(jnp.max(batch[0]), "data") * 0
-            return (totals[1] + grads["w"], totals[0] + grads["v"]), (grads["b"] + shift, small)
+            inside = lax.fori_loop(0, 3, again, batch[0][0, :8])
+            total = lax.psum(inside, "data")
+            return (totals[1] + grads["w"], totals[0] + grads["v"]), (grads["b"], total)
 
         zeros = jnp.zeros((32, 32))
         return lax.scan(turn, (zeros, zeros), (x.reshape(2, -1, 32), y.reshape(2, -1, 32)))
 
     report = dq.compress(mapped(step, mesh), "data", method=METHOD).report(*ARGS)
     shapes = sorted(each.sum.shape for each in report.sums)
-    assert shapes == [(32,), (32, 32), (32, 32)]
+    assert shapes == [(2, 8), (2, 32), (8,), (32, 32), (32, 32)]
 
     def stacked(params, x, y):
         grads = lax.map(

@@ -83,14 +83,16 @@ def test_gradients_of_nested_scans_are_sent_once(mesh):
     assert 1e-8 < dq.vnmse(got, expected) < 1e-4
 
 
-def test_totals_that_begin_elsewhere_stay_in_their_loop(mesh):
+@pytest.mark.parametrize("first", [lambda leaf: leaf, jnp.ones_like])
+def test_totals_that_begin_elsewhere_stay_in_their_loop(first, mesh):
     """What they begin with would be rounded, or be summed over the workers."""
 
     def step(params, x, y):
         def add(total, batch):
             return jax.tree.map(jnp.add, total, jax.grad(mean_loss)(params, *batch)), None
 
-        return lax.scan(add, params, (x.reshape(2, 4, 32), y.reshape(2, 4, 32)))[0]
+        batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
+        return lax.scan(add, jax.tree.map(first, params), batches)[0]
 
     compressed = dq.compress(mapped(step, mesh), "data", method="uncompressed")
     report = compressed.report(PARAMS, X, Y)

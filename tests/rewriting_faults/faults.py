@@ -290,11 +290,11 @@ FAULTS = (
         "sent_as_a_mean",
     ),
     _in_front(
-        "what a turn reads is no total so far",
-        "if uses[before] == 1 and before != after and before in added(after):",
-        "if before != after and before in added(after):",
+        "every number is zero",
+        "            and not value\n",
+        "",
         "test_loops.py",
-        "used_otherwise",
+        "begin_elsewhere",
     ),
     _inner(
         "a loop runs forward",
