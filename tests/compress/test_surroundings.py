@@ -231,6 +231,7 @@ def test_a_buffer_that_is_used_behind_the_jit_is_not_taken(mesh):
     params = jax.tree.map(jnp.array, params)
     _, doubled = dq.compress(step, "data", method=METHOD)(params, X, Y)
     np.testing.assert_array_equal(doubled["w"], 2 * PARAMS["w"])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
 def test_numbers_of_64_bits_are_summed_by_methods_of_32(mesh):

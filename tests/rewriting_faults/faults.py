@@ -396,8 +396,8 @@ FAULTS = (
         "small sums that large ones need split groups",
         "elif node.may_join and results & needed:",
         "elif node.may_join and results & needed and not results:",
-        "test_forms.py",
-        "every_other_step",
+        "test_groups.py",
+        "does_not_split",
     ),
     _sums(
         "sums of a forward pass are compressed",
