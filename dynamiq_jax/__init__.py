@@ -18,6 +18,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.data_parallel import data_parallel
     from dynamiq_jax._api.decode import decode
     from dynamiq_jax._api.encode import encode
+    from dynamiq_jax._api.keep_memory import keep_memory
     from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
     from dynamiq_jax._api.pcast import pcast
     from dynamiq_jax._api.psum import pmean, psum
@@ -59,6 +60,7 @@ __all__ = [
     "decode",
     "encode",
     "inspect",
+    "keep_memory",
     "mean_of_replicas",
     "methods",
     "pcast",

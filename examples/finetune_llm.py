@@ -27,6 +27,7 @@ import tyro
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
 
+import dynamiq_jax as dq
 from examples.llm import checkpoint, report
 from examples.llm.data import Encoder, hold_out, pack, read_documents
 from examples.llm.model import abstract_decoder
@@ -52,6 +53,7 @@ def main(options: Options) -> None:
 
 def finetune(options: Options) -> None:
     """Read the task, train, write the model and report."""
+    dq.keep_memory()  # On CPUs, steps find the memory of the step before.
     if options.processes is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # A process that hangs misses heartbeats, and JAX ends the others.

@@ -91,17 +91,19 @@ class Emulation:
         if removed:
             console.print(f"removed {len(removed)} namespaces of killed runs", highlight=False)
         rows: list[Row] = []
-        device = ""
+        facts: Row = {}
         for run in runs:
             with tables.progress(
                 console, f"{run.num_hosts} hosts", run.steps(len(rates))
             ) as advance:
-                device, measured = run.measure(rates, advance)
+                facts, measured = run.measure(rates, advance)
             for rate in rates:
                 console.print(_table([row for row in measured if row["rate"] == rate]))
             rows += measured
         if self.json is not None:
-            records.write(self.json, environment(device), dataclasses.asdict(self), rows)
+            device = facts.pop("device")
+            del facts["threads"]  # of which hosts of other numbers have others: rows have them
+            records.write(self.json, environment(device) | facts, dataclasses.asdict(self), rows)
         plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
         return tables.warn_unequal(console, rows)
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 
+import dynamiq_jax as dq
 from benchmarks.emulation.processes import die_with_parent
+from dynamiq_jax._console.environment import of_cpu_programs
 from dynamiq_jax._measurement import joining
 
 
@@ -20,6 +22,7 @@ class Host:
     """One of several emulated hosts. The requests are the methods of a subclass, by name."""
 
     def __init__(self, config: dict[str, Any]):
+        dq.keep_memory()  # for all settings alike
         self.config = config
         self.index: int = config["host"]
         self.num_hosts: int = config["num_hosts"]
@@ -28,7 +31,7 @@ class Host:
         """Join the other hosts, with one CPU device each."""
         jax.config.update("jax_num_cpu_devices", 1)
         joining.join(self.config["coordinator"], self.num_hosts, self.index)
-        return {"device": jax.devices()[0].device_kind}
+        return {"device": jax.devices()[0].device_kind, **of_cpu_programs()}
 
     def stop(self) -> dict[str, Any]:
         """Leave the others in order, after which this process may be ended at any time."""

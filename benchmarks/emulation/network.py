@@ -45,7 +45,7 @@ class NetworkRun:
         """Return the number of steps that `measure` reports."""
         return len(self._settings) * (1 + (1 + num_rates) * (1 + self._repeats))
 
-    def measure(self, rates: Sequence[float], done: Callable[[str], None]) -> tuple[str, list[Row]]:
+    def measure(self, rates: Sequence[float], done: Callable[[str], None]) -> tuple[Row, list[Row]]:
         """Measure without a limit, then at every rate.
 
         Args:
@@ -53,7 +53,7 @@ class NetworkRun:
           done: called with a text after every step.
 
         Returns:
-          Kind of the devices, and a row for every rate and setting.
+          What a host told of its programs when it joined, and a row for every rate and setting.
 
         Raises:
           CommandError: a process ended, failed or did not answer in time.
@@ -69,9 +69,10 @@ class NetworkRun:
                 for timed in [self._timed(hosts, rate, done)]
                 for name in checks
             ]
+        facts = hosts.joined[0]
         for row in rows:
-            row["speedup"] = _speedups(row, rows)
-        return hosts.joined[0]["device"], rows
+            row |= {"speedup": _speedups(row, rows), "threads": facts["threads"]}
+        return facts, rows
 
     def _compile(self, hosts: Hosts, setting: str, done: Callable[[str], None]) -> Row:
         answers = hosts.ask({"do": "compile", "setting": setting}, f"compiling {setting}")

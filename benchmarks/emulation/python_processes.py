@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from dynamiq_jax._console.machine import MALLOC, num_cores
+from dynamiq_jax._console.machine import num_cores
 
 # XLA:CPU uses half of AVX-512's width unless told; the codec gains a third. Elsewhere it changes
 # nothing. The same flag in the user's XLA_FLAGS takes precedence.
@@ -22,10 +22,8 @@ def python_environment(num_processes: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
     threads = max(1, num_cores() // num_processes)
     flags = " ".join(filter(None, (VECTOR_WIDTH, kept.get("XLA_FLAGS"))))
-    # GLIBC_TUNABLES of the user take precedence.
-    ours = {"GLIBC_TUNABLES": MALLOC, "NPROC": str(threads)}
     always = {"XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    return ours | kept | always
+    return {"NPROC": str(threads)} | kept | always
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+import dynamiq_jax as dq
 from benchmarks.harness import files
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.errors import CommandError
@@ -67,6 +68,8 @@ def benchmark(
 def run(main: Callable[[Any], int | None], description: str | None) -> typing.NoReturn:
     """Parse the options of the process, run a benchmark, and exit with its status.
 
+    Memory is kept between calls, for all that is measured alike.
+
     Args:
       main: function of a dataclass, which the annotation of its argument names. The fields of the
         dataclass are the options.
@@ -74,6 +77,7 @@ def run(main: Callable[[Any], int | None], description: str | None) -> typing.No
     """
     (config_type, *_) = typing.get_type_hints(main).values()
     config = tyro.cli(config_type, description=description)
+    dq.keep_memory()
     spec = typing.cast(Any, sys.modules["__main__"]).__spec__
     program = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
     try:

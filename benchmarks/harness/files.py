@@ -12,6 +12,7 @@ import jax
 
 from dynamiq_jax._console import records
 from dynamiq_jax._console.environment import environment as machine_and_versions
+from dynamiq_jax._console.environment import of_cpu_programs
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -19,7 +20,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 def environment() -> dict[str, Any]:
     """Describe the hardware, versions, date and commit of a result."""
     known = machine_and_versions(jax.devices()[0].device_kind)
-    return known | {"commit": _commit(), "platform": jax.default_backend()}
+    known |= {"commit": _commit(), "platform": jax.default_backend()}
+    return known | of_cpu_programs() if jax.default_backend() == "cpu" else known
 
 
 def stamp() -> dict[str, str]:

@@ -71,6 +71,7 @@ def measure(threads: int, options: dict[str, Any]) -> list[dict[str, Any]]:
       threads: number of the cores that this process keeps.
       options: fields of `Config`.
     """
+    dq.keep_memory()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     config = Config(**options)
     layout = dq.DynamiQ(bits=config.bits).layout(config.size, num_chunks=config.chunks)

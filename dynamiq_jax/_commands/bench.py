@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +10,12 @@ import jax
 import tyro
 from rich.table import Table
 
+import dynamiq_jax as dq
+from dynamiq_jax._api.keep_memory import memory_is_kept
 from dynamiq_jax._console import options, plots, records, tables
-from dynamiq_jax._console.environment import environment
+from dynamiq_jax._console.environment import environment, of_cpu_programs
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.kernels import print_default
-from dynamiq_jax._console.machine import MALLOC
 from dynamiq_jax._console.units import (
     format_rate,
     format_seconds,
@@ -36,10 +36,10 @@ from dynamiq_jax._measurement.settings import (
 from dynamiq_jax._prediction.break_even import record
 from dynamiq_jax.methods import DynamiQ
 
-_MALLOC_HINT = (
-    "With glibc, all of this takes half of the time or less on CPU devices where malloc keeps "
-    f"large buffers: GLIBC_TUNABLES={MALLOC}"
-)
+_MEMORY = {
+    True: "Memory is kept between calls, as by dq.keep_memory() in a program of yours.",
+    False: "Memory is not kept between calls: malloc may map all large buffers anew.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,10 @@ class Bench:
     process_id: int | None = None
     """Which of them this is, from 0."""
 
+    keep_memory: bool = True
+    """Keep memory between calls, as dq.keep_memory() does in a program of yours. It holds for all
+    settings alike, and matters to CPU devices alone."""
+
     seed: int = 0
     """Chooses gradients and rounding."""
 
@@ -101,6 +105,8 @@ class Bench:
         options.check_least("--repeats", self.repeats, 1)
         options.check_seed(self.seed)
         options.check_outputs(self.json, self.plot)
+        if self.keep_memory:
+            dq.keep_memory()
         devices = worker_devices(
             cpu_devices=self.cpu_devices,
             coordinator=self.coordinator,
@@ -115,6 +121,8 @@ class Bench:
         kind, platform = devices[0].device_kind, devices[0].platform
         console.print(f"{mesh.size} workers on devices of kind {kind}", highlight=False)
         print_default(console)
+        if platform == "cpu":
+            console.print(_MEMORY[memory_is_kept()], highlight=False, soft_wrap=True)
         results: list[Measurement] = []
         steps = len(sizes) * len(settings) * (1 + self.repeats)
         with tables.progress(console, "bench", steps) as advance:
@@ -127,8 +135,6 @@ class Bench:
         if first:
             for size in sizes:
                 console.print(bench_table([row for row in rows if row["size"] == size]))
-            if platform == "cpu" and "GLIBC_TUNABLES" not in os.environ:
-                console.print(_MALLOC_HINT, highlight=False)
             device = "cpu" if platform == "cpu" else "gpu"
             if recommendation := to_advise(
                 rows, device, with_wire=link is None and sharing < mesh.size
@@ -136,7 +142,8 @@ class Bench:
                 # Not wrapped: a line to paste.
                 console.print(recommendation, highlight=False, soft_wrap=True)
             if self.json is not None:
-                records.write(self.json, environment(kind), dataclasses.asdict(self), rows)
+                where = environment(kind) | (of_cpu_programs() if platform == "cpu" else {})
+                records.write(self.json, where, dataclasses.asdict(self), rows)
             plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
         return tables.warn_unequal(console, rows)
 

@@ -12,7 +12,9 @@ import jaxlib
 import numpy as np
 
 import dynamiq_jax
-from dynamiq_jax._console.machine import cpu_name, num_cores
+from dynamiq_jax._api.keep_memory import memory_is_kept
+from dynamiq_jax._console.machine import cpu_name, num_cores, num_threads
+from pallas_kernels import operations
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -35,4 +37,18 @@ def environment(device: str) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "numpy": np.__version__,
+    }
+
+
+def of_cpu_programs() -> dict[str, Any]:
+    """Describe what the speed of programs on CPU devices of this process depends on.
+
+    Returns:
+      Threads of XLA, whether memory is kept between calls, and the line that names the codec. The
+      first call may check the codec, which takes a second.
+    """
+    return {
+        "threads": num_threads(),
+        "memory_kept": memory_is_kept(),
+        "codec": operations.default_backend(),
     }

@@ -1,20 +1,8 @@
-"""Model, cores and malloc of this machine. Imports nothing that has to be installed."""
+"""Model and cores of this machine. Imports nothing that has to be installed."""
 
 import os
 import platform
 from pathlib import Path
-
-# XLA allocates the buffers of every call anew. glibc would take those of 32 MiB and more from the
-# kernel and give them back, and page faults would be a third of an all-reduce. Keep them, in huge
-# pages.
-MALLOC = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in (
-        ("hugetlb", 1),
-        ("mmap_threshold", 4 * 2**30),
-        ("trim_threshold", 8 * 2**30),
-    )
-)
 
 
 def num_cores() -> int:
@@ -22,6 +10,13 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def num_threads() -> int:
+    """Return the number of threads that XLA has for programs on CPU devices."""
+    # In the order in which XLA reads them.
+    named = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    return int(named) if named else num_cores()
 
 
 def cpu_name() -> str:

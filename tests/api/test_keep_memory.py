@@ -1,0 +1,96 @@
+"""Memory that is kept between calls: new pages of results with and without it, and other libraries.
+
+A process of its own has malloc as the system sets it.
+"""
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import dynamiq_jax as dq
+from benchmarks.harness.processes import in_process
+from dynamiq_jax._api import keep_memory as module
+
+BYTES = 2**26  # of a result: more than glibc ever keeps by itself
+PAGE = 4096
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"),
+    reason="the C library of this machine is not glibc, of which these laws are",
+)
+needs_small_pages = pytest.mark.skipif(
+    HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(),
+    reason="this machine makes huge pages of all memory, of which a result has too few to count",
+)
+
+
+def new_pages_of_calls(kept: bool, devices: int) -> int:
+    """Return the fewest new pages of one call of a program with one result on each device.
+
+    The library is imported in either case.
+    """
+    import resource
+
+    import jax
+    import jax.numpy as jnp
+
+    assert not kept or dq.keep_memory()
+    jax.config.update("jax_num_cpu_devices", devices)
+    mesh = jax.make_mesh((devices,), ("x",))
+    rows = jax.device_put(jnp.zeros((devices, BYTES // 4)), jax.NamedSharding(mesh, jax.P("x")))
+    function = jax.jit(lambda rows: rows + 1)
+
+    def new_pages() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        jax.block_until_ready(function(rows))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    return min(new_pages() for _ in range(8))
+
+
+@needs_glibc
+@needs_small_pages
+@pytest.mark.parametrize("devices", [1, 2])
+def test_results_take_new_pages_unless_memory_is_kept(devices):
+    environment = {"GLIBC_TUNABLES": ""}
+    pages = devices * BYTES // PAGE
+    without = in_process(new_pages_of_calls, False, devices, environment=environment)
+    assert pages <= without < 1.2 * pages
+    assert in_process(new_pages_of_calls, True, devices, environment=environment) < 0.05 * pages
+
+
+def library_with(monkeypatch, **functions):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(**functions))
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {},  # macOS and musl
+        {"mallopt": lambda parameter, value: 1},  # Android, with parameters of its own
+        {"gnu_get_libc_version": None, "mallopt": lambda parameter, value: int(parameter != -8)},
+    ],
+)
+def test_other_libraries_keep_no_memory(functions, monkeypatch):
+    monkeypatch.setattr(module, "_kept", False)
+    library_with(monkeypatch, **functions)
+    assert dq.keep_memory() is False
+    assert not module.memory_is_kept()
+
+
+def test_all_parameters_are_set_once(monkeypatch):
+    seen = []
+
+    def mallopt(parameter, value):
+        seen.append((parameter, value))
+        return 1
+
+    monkeypatch.setattr(module, "_kept", False)
+    library_with(monkeypatch, gnu_get_libc_version=None, mallopt=mallopt)
+    assert not module.memory_is_kept()
+    assert dq.keep_memory() is True
+    assert module.memory_is_kept()
+    assert sorted(seen) == [(-8, 1), (-4, 0), (-1, -1)]
