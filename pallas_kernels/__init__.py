@@ -26,6 +26,7 @@
     known_outputs   digests of outputs of the base, for a backend that rounds as the base does
     trial           hard inputs of all operations, for comparisons of backends
     differences     bytes in which an output differs from that of the base
+    native_blocks   formats with one width in `_native`: MX and block integers
     row_blocks      loops over blocks of rows, for backends without kernels
     _jax            base of the whole project: versions of JAX, threads, order of operations
 

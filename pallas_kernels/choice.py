@@ -97,6 +97,15 @@ def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Back
     }
 
 
+def is_native() -> bool:
+    """Return whether the native codec is the default on CPU devices.
+
+    Formats with one width, such as MXFP8, run in it too, without a check of their own.
+    """
+    native = BACKENDS["native"]
+    return fastest(Backend.statistics, _ROWS).get(native.platform) is native
+
+
 def default() -> str:
     """Describe the backend of programs for the default devices, and the reasons against others.
 

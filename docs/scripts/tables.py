@@ -19,6 +19,7 @@ from benchmarks import environments as fresh
 from docs.scripts import (
     bucket_tables,
     choice_tables,
+    cpu_tables,
     error_tables,
     gpu_tables,
     loss_tables,
@@ -385,6 +386,7 @@ _ALL = (
     choice_tables.which_method,
     bucket_tables.buckets_errors,
     bucket_tables.buckets_steps,
+    *cpu_tables.ALL,
     *error_tables.ALL,
     *gpu_tables.ALL,
     *loss_tables.ALL,

@@ -89,6 +89,11 @@ class BlockInt(BlockwiseMethod):
     def is_stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
+    @property
+    @override
+    def native_format(self) -> str:
+        return f"integer{self.block}"
+
     @override
     def encode_rows(self, rows: Array, noise: Array | None) -> tuple[Array, ...]:
         maxima = group_maxima(rows, self.block)

@@ -16,9 +16,12 @@ from jax import Array, lax
 
 from dynamiq_jax._core import RecodedChunks, WireCost
 from dynamiq_jax.methods._base import Call, ChunkedMethod
+from dynamiq_jax.methods._native_chunks import NativeChunks
+from pallas_kernels import choice
 from pallas_kernels._jax.compat import match_varying, override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, offsets, packing, row_bytes
 from pallas_kernels.codec.scales import bfloat16_value
+from pallas_kernels.native_blocks import NativeBlocks
 from pallas_kernels.row_blocks import for_each_block
 
 BLOCKS = (32, 64, 128, 256)  # coordinates of a block: rows are whole, and an index fits a byte
@@ -90,6 +93,11 @@ class BlockwiseMethod(ChunkedMethod):
         """True if `encode_rows` takes noise."""
         return False
 
+    @property
+    def native_format(self) -> str | None:
+        """Name of the format in the native codec for CPUs; None if it has none."""
+        return None
+
     @abc.abstractmethod
     def encode_rows(self, rows: Array, noise: Array | None) -> tuple[Array, ...]:
         """Encode float32 [rows, 256] to the arrays that `BlockFormat.pack` takes.
@@ -110,11 +118,21 @@ class BlockwiseMethod(ChunkedMethod):
     def bind(self, values: Array, call: Call, key: Array) -> RecodedChunks:
         seed = jax.random.bits(key, (2,), jnp.uint32) if self.is_stochastic else None
         local = call.local_chunks(values, SUPER_GROUP_SIZE)
-        return RecodedChunks(
+        codec = RecodedChunks(
             local=local,
             encode=functools.partial(self._encode, seed),
             decode=lambda payload, _: self.decode_rows(*self.format.unpack(payload)).reshape(-1),
         )
+        if self.native_format is None or not choice.is_native():
+            return codec
+        blocks = NativeBlocks(
+            name=self.native_format,
+            width=self.format.bits,
+            rows=local.values.shape[1] // SUPER_GROUP_SIZE,
+            is_noisy=self.is_stochastic,
+        )
+        seed = jnp.zeros(2, jnp.uint32) if seed is None else seed
+        return NativeChunks(**vars(codec), blocks=blocks, seed=seed)
 
     def _encode(self, seed: Array | None, values: Array, chunk: Array, turn: Index) -> Array:
         rows_before = jnp.asarray(chunk).astype(jnp.uint32)

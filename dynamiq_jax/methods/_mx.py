@@ -53,6 +53,11 @@ class _MX(BlockwiseMethod):
     def format(self) -> BlockFormat:
         return BlockFormat(bits=self._element.bits, block=BLOCK_SIZE, side_bytes=(1,))
 
+    @property
+    @override
+    def native_format(self) -> str:
+        return self.element
+
     @override
     def encode_rows(self, rows: Array, noise: Array | None) -> tuple[Array, ...]:
         scales = self._scales_of(rows)

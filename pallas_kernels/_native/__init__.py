@@ -7,14 +7,18 @@ From the bottom up:
     src/planes.h      codes to planes and back
     src/offsets.h     rounding offsets
     src/levels.h      positions to levels and back
+    src/block_rows.h  rows of formats with one width, encoded and decoded
     src/rows.cc       rows encoded and decoded: compiled once for each instruction set
     src/dispatch.h    the instruction set of this machine
     src/blocks.h      blocks of rows on threads
     src/operations.h  the operations
+    src/buffers.h     buffers of XLA
     src/calls.cc      the operations as custom calls
+    src/block_*       the same for formats with one width
     build             how the sources are compiled
     library           how the library is loaded, or why it is not
     launch            the operations on arrays of JAX
+    blocks            those on formats with one width
     products          whether programs of the base round products and sums as the library does
     backend           their interface
 

@@ -96,22 +96,23 @@ def compile_library(target: Path, include: Path) -> None:
     """
     # As headers of a system, they give no warnings.
     of_calls = ("-isystem", str(include), f'-DDYNAMIQ_SOURCES="{sources_digest()}"')
-    compile_with_rows(target, SOURCES / "calls.cc", of_calls, ("-shared",))
+    calls = (SOURCES / "calls.cc", SOURCES / "block_calls.cc")
+    compile_with_rows(target, calls, of_calls, ("-shared",))
 
 
 def compile_with_rows(
     target: Path,
-    main: Path,
-    of_main: tuple[str, ...],
+    mains: tuple[Path, ...],
+    of_mains: tuple[str, ...],
     of_linker: tuple[str, ...],
     flags: tuple[str, ...] = (),
 ) -> None:
-    """Compile a source and the rows of all instruction sets, and link them.
+    """Compile sources and the rows of all instruction sets, and link them.
 
     Args:
       target: file that is made.
-      main: the source.
-      of_main: flags for that source.
+      mains: the sources.
+      of_mains: flags for these sources.
       of_linker: flags for the linker.
       flags: flags for everything.
 
@@ -120,8 +121,10 @@ def compile_with_rows(
     """
     command = [*compiler(), *_FLAGS, *flags]
     with tempfile.TemporaryDirectory() as folder:
-        objects = [str(Path(folder, "main.o"))]
-        _run([*command, *of_main, "-c", str(main), "-o", objects[0]])
+        objects = []
+        for main in mains:
+            objects.append(str(Path(folder, f"{main.stem}.o")))
+            _run([*command, *of_mains, "-c", str(main), "-o", objects[-1]])
         for name, of_set in _INSTRUCTION_SETS[machine()].items():
             objects.append(str(Path(folder, f"{name}.o")))
             rows = (f"-DDYNAMIQ_ISA={name}", "-c", str(SOURCES / "rows.cc"))

@@ -36,16 +36,16 @@ def why_not_for(layout: Layout) -> str | None:
 
 def statistics(rows: Array) -> Array:
     """Compute norms; see `pallas_kernels.operations.statistics`."""
-    [norms] = _call("statistics", [(rows.shape[:1], jnp.float32)], [rows])
+    [norms] = call("statistics", [(rows.shape[:1], jnp.float32)], [rows])
     return norms
 
 
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode a partial sum; see `pallas_kernels.operations.hop`."""
-    [message] = _call(
+    [message] = call(
         "hop",
         [((layout.payload_bytes,), jnp.uint8)],
-        [*_inputs(payloads, local, chunk, layout), local.seed, _one(turn)],
+        [*_inputs(payloads, local, chunk, layout), local.seed, one(turn)],
         **_attributes(layout),
         rounding=np.int64(_ROUNDINGS[layout.quantizer.rounding]),
     )
@@ -56,7 +56,7 @@ def decompress_accumulate(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
     """Sum received rows and local ones; see `pallas_kernels.operations.decompress_accumulate`."""
-    [sums] = _call(
+    [sums] = call(
         "decompress_accumulate",
         [_rows(layout.rows_per_chunk)],
         _inputs(payloads, local, chunk, layout),
@@ -69,7 +69,7 @@ def scaled_sums(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> tuple[Array, Array]:
     """Sum rows, and compute scales; see `pallas_kernels.operations.scaled_sums`."""
-    sums, message = _call(
+    sums, message = call(
         "scaled_sums",
         [_rows(layout.rows_per_chunk), ((layout.payload_bytes,), jnp.uint8)],
         _inputs(payloads, local, chunk, layout),
@@ -85,7 +85,7 @@ def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
 
 def decompress_sums(payloads: Array, places: Places, table: Array, *, layout: Layout) -> Array:
     """Decode sums; see `pallas_kernels.operations.decompress_sums`."""
-    [values] = _call(
+    [values] = call(
         "decompress",
         [_rows(layout.num_rows)],
         [payloads, *places, _levels(layout), table],
@@ -100,10 +100,11 @@ def _rows(count: int) -> tuple[tuple[int, int], Any]:
 
 def _inputs(payloads: Array, local: LocalRows, chunk: Index, layout: Layout) -> list[Array]:
     """Return the operands that all operations on one chunk take first."""
-    return [payloads, local.rows, *local.places, _one(chunk), _levels(layout)]
+    return [payloads, local.rows, *local.places, one(chunk), _levels(layout)]
 
 
-def _one(value: Index) -> Array:
+def one(value: Index) -> Array:
+    """Return the array of one number, int32 [1], that a custom call reads."""
     # By its low 32 bits, whatever its dtype.
     return jnp.asarray(value).astype(jnp.int32).reshape(1)
 
@@ -117,17 +118,24 @@ def _attributes(layout: Layout) -> dict[str, np.int64]:
     return {"units": np.int64(layout.units), "group_size": np.int64(layout.group_size)}
 
 
-def _call(
+def call(
     operation: str,
     results: list[tuple[tuple[int, ...], Any]],
     operands: list[Array],
     **attributes: np.int64,
 ) -> list[Array]:
-    """Run a custom call, whose operands and results all vary over the same axes."""
+    """Run a custom call, whose operands and results all vary over the same axes.
+
+    Args:
+      operation: its name, of `library.CALLS`.
+      results: shapes and dtypes of its results.
+      operands: arrays.
+      **attributes: static numbers.
+    """
     operands = [jnp.asarray(operand) for operand in operands]
     for operand in list(operands):
         operands = match_varying(operands, operand)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    call = jax.ffi.ffi_call(target(operation), shapes, vmap_method="sequential")
+    run = jax.ffi.ffi_call(target(operation), shapes, vmap_method="sequential")
     # JAX takes the results of any custom call for values that do not vary.
-    return match_varying(list(call(*operands, **attributes)), operands[0])
+    return match_varying(list(run(*operands, **attributes)), operands[0])

@@ -9,7 +9,10 @@ import jax
 
 from pallas_kernels._native.build import LIBRARY, sources_digest
 
-CALLS = ("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress")
+CALLS = (
+    *("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress"),
+    *("block_hop", "block_accumulate", "block_decompress"),
+)
 PATH = Path(__file__).with_name(LIBRARY)
 
 

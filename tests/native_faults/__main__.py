@@ -31,7 +31,7 @@ from pallas_kernels.registry import BACKENDS, BASE
 native = BACKENDS["native"]
 sys.exit(native.why_not_here() or first_use.difference(native, BASE))
 """
-TESTS = [f"tests/kernels/test_native{name}.py" for name in ("", "_programs", "_default")]
+TESTS = [f"tests/kernels/test_native{name}.py" for name in ("", "_programs", "_default", "_blocks")]
 
 
 def main() -> int:

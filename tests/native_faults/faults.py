@@ -60,4 +60,20 @@ FAULTS = (
     Fault("calls.cc", "order.typed_data() + chunk * rows", "order.typed_data()"),
     Fault("calls.cc", "chunk < 0 || chunk >= chunks", "chunk < 0"),
     Fault("calls.cc", "at[i] >= rows", "at[i] > rows"),
+    # Formats with one width.
+    Fault("block_rows.h", "exponent == 255 ? 255 : above", "above"),
+    Fault("block_rows.h", "below_half = (1u << (drop - 1)) - 1", "below_half = (1u << (drop - 1))"),
+    Fault("block_rows.h", "code < max_code ? code : max_code", "code"),
+    Fault("block_rows.h", "scale > 0 ? 1.0f : 0.5f", "1.0f"),
+    Fault("block_rows.h", "most <= 0x7e800000", "most <= 0x7f000000"),
+    Fault("block_rows.h", "cut > 0x80 ? cut : 0x80", "cut"),
+    Fault(
+        "block_rows.h",
+        "__builtin_rintf(values[i] * inverse)",
+        "__builtin_floorf(values[i] * inverse + 0.5f)",
+    ),
+    Fault("block_rows.h", "return fma(value, scale, sum);", "return sum + value * scale;"),
+    Fault("block_operations.h", "first_id + static_cast<uint32_t>(row)", "first_id"),
+    Fault("block_operations.h", "i % codec.rows), codec", "i % codec.rows ^ 1), codec"),
+    Fault("block_calls.cc", "place.typed_data()[0] * format.rows;", "0;"),
 )

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "operations.h"
+#include "block_operations.h"
 
 namespace {
 
@@ -183,6 +183,35 @@ uint64_t run_all(Threads& pool, int64_t group_size_index, bool is_uniform) {
   return hash;
 }
 
+// Runs the formats with one width and returns a digest of all results.
+uint64_t run_blocks(Threads& pool) {
+  const Kernels& kernels = *kernels_of_this_machine();
+  const Bucket bucket(8, 4);
+  const int32_t mx_widths[] = {8, 8, 6, 6, 4, 8};
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (int64_t format = 0; format < kBlockFormats; ++format)
+    for (int32_t width = 2; width <= 8; ++width) {
+      if (format < 6 && width != mx_widths[format]) continue;
+      const BlockCodec codec = {&kernels.plain, &kernels.blocks[format], width, kRows};
+      const std::vector<uint8_t> messages(bucket.messages.begin(),
+                                          bucket.messages.begin() + 2 * codec.payload_bytes());
+      const LocalRows local = {bucket.rows.data(), Dtype::kFloat32, kChunks * kRows};
+      for (int64_t chunk = 0; chunk < kChunks; ++chunk) {
+        const Received received = {messages.data(), chunk};
+        const Noise noise = {{1, 2}, 3, chunk == 1 ? kIndependent : kNearest};
+        std::vector<uint8_t> message(codec.payload_bytes());
+        std::vector<float> sums(kRows * kRow), decoded(kRows * kRow);
+        block_hop(pool, codec, received, local, chunk * kRows, noise, 5, message.data());
+        block_accumulate(pool, codec, received, local, chunk * kRows, sums.data());
+        block_decompress(pool, codec, message.data(), 1, decoded.data());
+        hash = digest(hash, message.data() + codec.codes_bytes(),
+                      static_cast<size_t>(kRows * codec.row_sides()));
+        hash = digest_floats(digest_floats(hash, sums), decoded);
+      }
+    }
+  return hash;
+}
+
 }  // namespace
 
 int main() {
@@ -199,7 +228,7 @@ int main() {
         size_t done = 0;
         for (uint64_t& hash : found)
           pool.Schedule([&, size, is_uniform] {
-            hash = run_all(pool, size, is_uniform);
+            hash = run_all(pool, size, is_uniform) ^ run_blocks(pool);
             const std::lock_guard<std::mutex> lock(mutex);
             if (++done == found.size()) is_done.notify_all();
           });

@@ -58,10 +58,29 @@ struct PlainRows {
   float (*norm)(const float* values);
 };
 
+// A row of a message of a format with one width. The planes of all rows lie one behind the other.
+template <class Byte>
+struct BlockRow {
+  Byte* codes;  // of the whole message
+  int64_t count, index;
+  Byte* sides;  // of this row: bytes that blocks have beside their codes
+};
+
+// A format with one width, in the order of `pallas_kernels._native.blocks`.
+struct BlockRows {
+  int64_t block, side_bytes;  // of a block
+  void (*decode)(const BlockRow<const uint8_t>& row, int32_t width, float* values);
+  void (*add)(const BlockRow<const uint8_t>& row, int32_t width, float* sum);
+  void (*encode)(const float* values, const Noise& noise, uint32_t id, int32_t width,
+                 const BlockRow<uint8_t>& row);
+};
+constexpr int64_t kBlockFormats = 10;
+
 struct Kernels {
   const char* name;  // of the instruction set
   PlainRows plain;
   CodedRows uniform[3], quadratic[3];  // of groups of 8, 16 and 32 coordinates
+  BlockRows blocks[kBlockFormats];
 };
 
 namespace avx2 {

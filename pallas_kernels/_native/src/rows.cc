@@ -3,6 +3,7 @@
 // Loops go over 256 lanes or over those of a group, with constant bounds, so that the compiler
 // vectorizes them. The arithmetic is that of `pallas_kernels.codec.rows` and `scales`.
 
+#include "block_rows.h"
 #include "floats.h"
 #include "kernels.h"
 #include "levels.h"
@@ -173,6 +174,11 @@ constexpr Kernels kKernels = {
     {from_bfloat16, from_float16, norm},
     {coded_rows<Uniform, 8>(), coded_rows<Uniform, 16>(), coded_rows<Uniform, 32>()},
     {coded_rows<Quadratic, 8>(), coded_rows<Quadratic, 16>(), coded_rows<Quadratic, 32>()},
+    {block_rows<Element<4, 3, 7, 0x7e>>(), block_rows<Element<5, 2, 15, 0x7b>>(),
+     block_rows<Element<3, 2, 3, 0x1f>>(), block_rows<Element<2, 3, 1, 0x1f>>(),
+     block_rows<Element<2, 1, 1, 0x7>>(), block_rows<Element<1, 6, 1, 0x7f, true>>(),
+     block_rows<Integer<32>>(), block_rows<Integer<64>>(), block_rows<Integer<128>>(),
+     block_rows<Integer<256>>()},
 };
 
 }  // namespace
