@@ -17,7 +17,7 @@ from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._rewriting.evaluate import Evaluation, leaf_name
 from dynamiq_jax._rewriting.nodes import Choice
 from dynamiq_jax._rewriting.steps import Reduce
-from dynamiq_jax._rewriting.sums import SYMBOLIC, Sum
+from dynamiq_jax._rewriting.sums import Sum
 from pallas_kernels._jax.compat import override
 
 
@@ -102,23 +102,16 @@ def report_of(
 
 def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
     """Report the sums of a group, with the bytes and the reasons of its plan."""
-    members = dict(enumerate(group.members))
-    described = {
-        i: jax.ShapeDtypeStruct(each.description.shape, each.description.dtype)
-        for i, each in members.items()
-    }
-    joint = group.joint
-    plan = _plan_of(group, {leaf_name(i): described[i] for i in joint}, evaluation)
-    # Leaves of a tree are in the order of their names.
-    places = sorted(joint, key=leaf_name)
-    whys = {i: each.why_exact for i, each in members.items()}
-    whys |= {places[leaf]: whys[places[leaf]] or why for leaf, why in plan.exact}
+    described = [
+        jax.ShapeDtypeStruct(each.description.shape, each.description.dtype)
+        for each in group.members
+    ]
+    tree = {leaf_name(i): leaf for i, leaf in enumerate(described)}
+    plan = _plan_of(group, tree, evaluation)
+    places = sorted(range(len(described)), key=leaf_name)  # leaves are in the order of their names
+    whys = {places[leaf]: why for leaf, why in plan.exact}
     axes = plan.collective.axes
     before = {
-        i: None if whys[i] == SYMBOLIC else _exact_bytes(group, axes, leaf)
-        for i, leaf in described.items()
-    }
-    before |= {
         i: _exact_bytes(group, axes, plan.shards.local(leaf, described[i]))
         for leaf, i in enumerate(places)
     }
@@ -128,10 +121,17 @@ def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
         for leaf in bucket.leaves:
             share = math.prod(plan.parts[leaf].shape) / whole
             compressed[places[leaf]] += share * _bucket_bytes(group, bucket, axes.slow.size)
-    after: dict[int, float | None] = {**before, **compressed}
+    after = {**before, **compressed}
     return [
-        SumReport(each.description, whys[i], group.number, group.times, before[i], after[i])
-        for i, each in members.items()
+        SumReport(
+            each.description,
+            each.why_exact or whys.get(i),
+            group.number,
+            group.times,
+            before[i],
+            after[i],
+        )
+        for i, each in enumerate(group.members)
     ]
 
 

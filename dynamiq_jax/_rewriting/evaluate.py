@@ -78,18 +78,10 @@ class Evaluation:
         return _in_order(make, values, step.messages)
 
     def _reduce(self, group: Reduce, operands: Sequence[Any], key: Array | None) -> list[Any]:
-        """Reduce the operands of a group in one compressed collective, and refused ones exactly."""
+        """Reduce the operands of a group in one compressed collective."""
         names = group.members[0].description.axes
-        joint = group.joint
-        refused = [i for i in range(len(operands)) if i not in joint]
-        results: dict[int, Any] = {}
-        if refused:
-            exactly = _in_order(
-                lambda *terms: lax.psum(terms, names), [operands[i] for i in refused]
-            )
-            results |= zip(refused, exactly, strict=True)
         over = self.over(group)
-        tree = {leaf_name(i): operands[i] for i in joint}
+        tree = {leaf_name(i): operand for i, operand in enumerate(operands)}
         if further := tuple(name for name in names if name not in over):
             exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
             tree = dict(zip(tree, exactly, strict=True))
@@ -104,12 +96,14 @@ class Evaluation:
 
         if is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
-            shardings = {leaf_name(i): group.members[i].params["dst_sharding"] for i in joint}
+            shardings = {
+                leaf_name(i): member.params["dst_sharding"]
+                for i, member in enumerate(group.members)
+            }
             totals = jax.sharding.reshard(totals, shardings)
         else:
             totals = compressed(tree)
-        results |= {i: totals[leaf_name(i)] for i in joint}
-        return [results[i] for i in range(len(operands))]
+        return [totals[leaf_name(i)] for i in range(len(operands))]
 
     def over(self, group: Reduce) -> tuple[str, ...]:
         """Return the axes of a group over which its collective is, slowest first."""
@@ -121,7 +115,7 @@ class Evaluation:
 
         None: they are neither given nor known of all terms to compress.
         """
-        members = {leaf_name(i): group.members[i] for i in group.joint}
+        members = {leaf_name(i): each for i, each in enumerate(group.members)}
         if callable(self.specs):
             return {name: self.specs(each.description) for name, each in members.items()}
         is_known = [each.spec is not None for each in members.values() if each.why_exact is None]

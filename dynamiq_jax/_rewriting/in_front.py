@@ -14,7 +14,7 @@ import numpy as np
 
 from dynamiq_jax._rewriting.nodes import Constant, Key, Node, SumTerms, Value
 from dynamiq_jax._rewriting.steps import Evaluate, Member
-from dynamiq_jax._rewriting.sums import SMALL, Selection
+from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, Selection
 from pallas_kernels._jax import equations
 
 _OF_ONE = {"reshape", "squeeze", "transpose", "reduce_sum"}
@@ -104,6 +104,35 @@ def resized(
     if why not in (None, SMALL):
         return None
     return dataclasses.replace(first, description=described, why_exact=why)
+
+
+def behind(selection: Selection, member: Member, shape: tuple[int, ...]) -> Member | None:
+    """Return a sum that is done behind the equation that holds it; None if it has to stay inside.
+
+    Args:
+      selection: rule for the sums to compress.
+      member: sum of one turn.
+      shape: shape of the sums of all turns.
+    """
+    member = dataclasses.replace(member, accumulates=frozenset())
+    if member.why_exact != NOT_FLOATING:
+        return resized(selection, [member], shape)
+    described = dataclasses.replace(member.description, shape=shape)
+    return dataclasses.replace(member, description=described)
+
+
+def totals_among(left: Mapping[int, Member]) -> set[int]:
+    """Return the outputs of a loop's body that are totals of terms: sums, as all that they are in.
+
+    Args:
+      left: sums that leave the body, by the number of the output.
+    """
+    inside = [(output, member) for member in left.values() for output in member.accumulates]
+    return {
+        output
+        for output, _ in inside
+        if output in left and all(m.kind == left[output].kind for o, m in inside if o == output)
+    }
 
 
 def zeros_among(nodes: Sequence[Node]) -> set[Key]:

@@ -1,30 +1,15 @@
 """Sums that stay exact for what is done with their results: the surroundings of a sum decide."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax._rewriting.nodes import Key, Node
-from dynamiq_jax._rewriting.sums import OF_GRADIENTS, STATISTICS, UNUSED, differentiation_of
+from dynamiq_jax._rewriting.sums import OF_GRADIENTS, STATISTICS, differentiation_of
 
 # Equations of a backward pass that may stand between a gradient and its use, and change no more
 # than its form.
 _OF_FORM = {"reshape", "squeeze", "transpose", "add_any", "convert_element_type", "copy", "mul"}
 _TO_VARYING = {"pcast", "pvary"}
-
-
-def leave_out_unused(nodes: Sequence[Node], uses: Mapping[Key, int]) -> None:
-    """Leave out the sums whose results are not used, of equations that have several.
-
-    Args:
-      nodes: equations of a program; their choices change.
-      uses: number of uses of each value.
-    """
-    for node in nodes:
-        if node.sums and not all(uses[output] for output in node.outputs):
-            node.sums = [
-                (each, why if uses[output] else UNUSED)
-                for (each, why), output in zip(node.sums, node.outputs, strict=True)
-            ]
 
 
 def keep_exact(
@@ -57,7 +42,7 @@ def keep_exact(
     for node in reversed(nodes):
         results = set(node.outputs)
         if node.sums and _is_backward(node) and results & found.needed:
-            node.sums = [(each, why if why == UNUSED else STATISTICS) for each, why in node.sums]
+            node.sums = [(each, STATISTICS) for each, _ in node.sums]
         elif node.may_join and results & needed:
             node.sums = [(each, f"{why}, and a large one needs it") for each, why in node.sums]
         node.needed = {i for i, output in enumerate(node.outputs) if output in found.needed}

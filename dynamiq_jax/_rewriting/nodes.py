@@ -12,7 +12,6 @@ from dynamiq_jax._rewriting.sums import (
     NOT_FLOATING,
     OF_GRADIENTS,
     SMALL,
-    UNUSED,
     Selection,
     Sum,
     joined,
@@ -75,8 +74,7 @@ class Node:
     @property
     def may_join(self) -> bool:
         """True for sums that nothing but size or type excludes: large ones take them along."""
-        whys = {why for _, why in self.sums} - {UNUSED}
-        return bool(whys) and whys <= {SMALL, NOT_FLOATING}
+        return bool(self.sums) and all(why in (SMALL, NOT_FLOATING) for _, why in self.sums)
 
 
 class Reader:

@@ -17,12 +17,13 @@ from jax.sharding import AxisType, PartitionSpec
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.in_front import (
     Waiting,
+    behind,
     is_zero,
-    resized,
+    totals_among,
     totals_of_turns,
     zeros_among,
 )
-from dynamiq_jax._rewriting.kept_exact import keep_exact, leave_out_unused
+from dynamiq_jax._rewriting.kept_exact import keep_exact
 from dynamiq_jax._rewriting.nodes import (
     Choice,
     FirstTerms,
@@ -63,6 +64,7 @@ class Surroundings:
     # Outputs that the next turn of a loop takes as inputs, by the number of the output.
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
     leaving: Collection[int] = ()  # outputs that may be sums, which the caller does
+    shapes: Sequence[tuple[int, ...]] = ()  # of the outputs, as the caller has them
     totals: Collection[int] = ()  # carried outputs that may be sums, too: they begin at zero
     # Specs that are known, by the numbers of inputs and outputs.
     input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
@@ -90,20 +92,25 @@ class _Flat:
     zeros: Collection[Key]  # values that are known to be zeros
     placement: Placement
     around: Surroundings
+    selection: Selection
 
     def place(self, member: Member) -> int | None:
         """Return the number of the output that a sum is; None if it is used otherwise, too."""
         is_output = self.uses[member.result] == 1 and member.result in self.outputs
         return self.outputs.index(member.result) if is_output else None
 
-    def can_leave(self, member: Member) -> bool:
-        """Return whether the caller can do a sum: a result, and nothing else."""
+    def can_leave(self, member: Member, totals: Collection[int]) -> bool:
+        """Return whether the caller can do a sum: a result, and nothing else.
+
+        Args:
+          member: the sum.
+          totals: carried outputs that may be sums.
+        """
         output = self.place(member)
         if output is None or member.description.operation != "psum":
             return False
-        if member.accumulates:
-            return member.accumulates == {output}
-        return output in self.around.leaving
+        may_leave = output in self.around.leaving or output in totals
+        return may_leave and behind(self.selection, member, self.around.shapes[output]) is not None
 
 
 class Scheduler:
@@ -126,7 +133,6 @@ class Scheduler:
         outputs = [key_of(out, call, names) for out in opened.outvars]
         uses = collections.Counter(key for node in nodes for key in node.inputs)
         uses.update(outputs)
-        leave_out_unused(nodes, uses)
         keep_exact(
             nodes,
             {outputs[i] for i in around.needed_outputs},
@@ -136,7 +142,8 @@ class Scheduler:
         placement = Placement(nodes)
         placement.learn(inputs, around.input_specs)
         placement.learn(outputs, around.output_specs)
-        flat = _Flat(nodes, inputs, outputs, uses, zeros_among(nodes), placement, around)
+        zeros = zeros_among(nodes)
+        flat = _Flat(nodes, inputs, outputs, uses, zeros, placement, around, self._selection)
         steps, left = self._in_order(flat)
         return EvaluationSchedule(
             tuple(steps),
@@ -174,7 +181,6 @@ class Scheduler:
         steps: list[Step] = []
         left: dict[int, Member] = {}
         remaining = flat.nodes
-        unmatched = set(carries.values())
         while remaining:
             later: list[Node] = []
             found = Waiting(self._selection, flat.uses, carries, bool(flat.around.leaving))
@@ -204,16 +210,12 @@ class Scheduler:
                 found.sums.update((member.result, member) for member in members)
                 nodes.update((member.result, node) for member in members)
             sums = found.sums.values()
-            stay = {id(nodes[each.result]) for each in sums if not flat.can_leave(each)}
-            here = [each for each in sums if id(nodes[each.result]) in stay]
-            if failed := {output for each in here for output in each.accumulates}:
+            totals = set(carries.values())
+            left |= {flat.outputs.index(e.result): e for e in sums if flat.can_leave(e, totals)}
+            if failed := totals - totals_among(left):
                 return steps, left, failed
-            for each in sums:
-                if id(nodes[each.result]) not in stay:
-                    left[flat.outputs.index(each.result)] = each
-                    unmatched -= each.accumulates
-            if unmatched:
-                return steps, left, unmatched
+            carries = {}
+            here = [each for each in sums if not flat.can_leave(each, totals)]
             if automatic := flat.around.automatic:
                 here = [
                     dataclasses.replace(each, spec=flat.placement.spec(each.result, automatic))
@@ -221,7 +223,7 @@ class Scheduler:
                 ]
             steps += self._reduce([(nodes[each.result], each) for each in here], flat.around)
             remaining = later
-        return steps, left, unmatched
+        return steps, left, set()
 
     def _steps(self, node: Node, flat: _Flat) -> tuple[list[Step], tuple[Member, ...]]:
         """Return the steps of an equation that is no sum to compress, and the sums it leaves."""
@@ -247,6 +249,7 @@ class Scheduler:
                     summed_outputs=node.summed if part.has_outputs else (),
                     carried=part.carried,
                     leaving=part.leaving,
+                    shapes=list(map(equations.shape_of, node.equation.outvars)),
                     totals=[i for i in part.totals if is_zero(inputs[part.carried[i]], flat.zeros)],
                     input_specs=input_specs,
                     output_specs=output_specs,
@@ -255,12 +258,14 @@ class Scheduler:
             programs.append(schedule)
             for i, member in schedule.left.items():
                 result = node.outputs[i]
-                if member.accumulates:
+                if i in part.carried:
                     place = part.carried[i]
                     steps.append(_first_terms(inputs[place], result, member))
                     inputs[place] = FirstTerms(result)
                 outputs[i] = SumTerms(result)
-                members.append(self._left(member, node, i))
+                shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop
+                if whole := behind(self._selection, member, shape):
+                    members.append(dataclasses.replace(whole, operand=outputs[i], result=result))
         step = Enter(
             node.equation,
             node.scopes,
@@ -270,18 +275,6 @@ class Scheduler:
             Messages.of(node.equation),
         )
         return [*steps, step], tuple(members)
-
-    def _left(self, member: Member, node: Node, output: int) -> Member:
-        """Return the sum of an output of an equation, in place of sums inside."""
-        shape = equations.shape_of(node.equation.outvars[output])  # of all turns of a loop
-        described = dataclasses.replace(member.description, shape=shape)
-        member = resized(self._selection, [member], shape) or dataclasses.replace(
-            member, description=described
-        )
-        result = node.outputs[output]
-        return dataclasses.replace(
-            member, operand=SumTerms(result), result=result, accumulates=frozenset()
-        )
 
     def _reduce(self, sums: Sequence[tuple[Node, Member]], around: Surroundings) -> Iterator[Step]:
         """Yield a group for each kind of sums with a large one; others stay as they are."""

@@ -14,7 +14,7 @@ from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
-from dynamiq_jax._rewriting.sums import UNUSED, Sum, is_refused
+from dynamiq_jax._rewriting.sums import Sum
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -77,11 +77,6 @@ class Reduce:
     sizes: Mapping[str, int]  # of the axes around it, by name
     mesh: Any  # of the map around it; None outside of one
 
-    @property
-    def joint(self) -> list[int]:
-        """Numbers of the members that are in one collective. Only a psum can have others."""
-        return [i for i, each in enumerate(self.members) if not is_refused(each.why_exact)]
-
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""
         params = self.members[0].params
@@ -137,13 +132,12 @@ class EvaluationSchedule:
 
 
 def members_of(node: Node) -> tuple[Member, ...]:
-    """Return the sums of an equation whose results are used."""
+    """Return the sums of an equation."""
     return tuple(
         Member(description, why, operand, result, node.equation.params)
         for (description, why), operand, result in zip(
             node.sums, node.inputs, node.outputs, strict=True
         )
-        if why != UNUSED
     )
 
 

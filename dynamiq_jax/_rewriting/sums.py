@@ -33,7 +33,6 @@ SMALL = "fewer elements than options.exact_below"
 NOT_FLOATING = "not floating"
 FORWARD = "in the forward pass of what is differentiated"
 STATISTICS = "the same backward pass goes on with its result"
-UNUSED = "its result is not used"
 NOT_CHOSEN = "only= returned False"
 SYMBOLIC = "its shape is symbolic"
 # Reasons of sums that may be gradients all the same; None for those that are compressed.
@@ -182,8 +181,3 @@ def joined(*scopes: str) -> str:
 
 def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(map(repr, names))
-
-
-def is_refused(why_exact: str | None) -> bool:
-    """Return whether a sum may not even join a compressed collective as an exact leaf of it."""
-    return why_exact not in (None, SMALL, NOT_FLOATING)

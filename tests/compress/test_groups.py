@@ -168,16 +168,17 @@ def test_sums_of_a_forward_pass_that_leave_a_loop_stay_exact(mesh):
     """Small in each turn, and large together."""
 
     def loss(params, x, y):
-        def layer(hidden, weights):
-            hidden = jnp.tanh(hidden @ weights)
-            return hidden, lax.stop_gradient(lax.psum(jnp.mean(hidden, 0), "data"))
+        hidden = jnp.tanh(x @ params["w"])
+        mean = lax.psum(jnp.mean(hidden, 0), "data")
+        return lax.pmean(jnp.mean((hidden - y) ** 2), "data"), lax.stop_gradient(mean)
 
-        layers = jnp.stack([params["w"], params["v"]] * 16)
-        hidden, means = lax.scan(layer, x, layers)
-        return lax.pmean(jnp.mean((hidden - y) ** 2), "data"), means
+    def step(params, x, y):
+        def part(total, batch):
+            grads, mean = jax.grad(loss, has_aux=True)(params, *batch)
+            return total + grads["w"], mean
 
-    def step(*args):
-        return jax.grad(loss, has_aux=True)(*args)
+        batches = [jnp.tile(each, (8, 1)).reshape(32, -1, 32) for each in (x, y)]
+        return lax.scan(part, jnp.zeros((32, 32)), tuple(batches))
 
     whole = mapped(step, mesh, out=(P(), P()))
     compressed = dq.compress(whole, "data", method=METHOD)

@@ -167,6 +167,30 @@ def _while_twice(params, x, y):
     return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, zeros, zeros))[1:]
 
 
+def _previous(params, x, y):
+    """One total is the sum of the last turn, and the other one reads that of the turn before."""
+
+    def turn(totals, batch):
+        grads = jax.grad(mean_loss)(params, *batch)
+        return (grads["w"], totals[0] + params["v"] + 0 * totals[1]), None
+
+    zeros = jnp.zeros_like(params["w"])
+    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
+    return lax.scan(turn, (zeros, zeros), batches)[0]
+
+
+def _shifted(params, x, y):
+    """A sum goes through both totals."""
+
+    def turn(totals, batch):
+        grads = jax.grad(mean_loss)(params, *batch)
+        return (grads["w"], totals[0] + grads["v"]), None
+
+    zeros = jnp.zeros_like(params["w"])
+    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
+    return lax.scan(turn, (zeros, zeros), batches)[0]
+
+
 def _doubled(params, x, y):
     """The total is added to itself."""
 
@@ -185,6 +209,8 @@ OTHER_TOTALS = (
     _twice,
     _while_twice,
     _doubled,
+    _previous,
+    _shifted,
 )
 
 
