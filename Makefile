@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate buckets/test_error_limits api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults rewriting-faults test-wheel lint hooks mutants soak docs build release environments benchmarks clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults rewriting-faults test-wheel lint hooks mutants soak docs build release environments benchmarks cpu-tables clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -95,6 +95,9 @@ benchmarks: $(VENV)/installed  ## measure the codec and the error on this machin
 	$(RUN) -m benchmarks.speed.codec
 	$(RUN) -m benchmarks.error.codecs
 	$(RUN) -m benchmarks.speed.compile_time
+
+cpu-tables: $(VENV)/installed  ## measure all tables of CPUs, or those that are missing (2 hours on a quiet machine, root and iproute2)
+	$(RUN) -m benchmarks.cpu_tables $(ARGS)
 
 clean:  ## remove the virtual environments, caches and what was built
 	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-trainers .venv-maxtext .venv-steps .venv-oracles .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,7 +29,11 @@ import dynamiq_jax as dq
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.network import NetworkRun
 from benchmarks.emulation.processes import Processes
-from benchmarks.emulation.python_processes import python_command, python_environment
+from benchmarks.emulation.python_processes import (
+    python_command,
+    python_environment,
+    threads_of_each,
+)
 from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.harness.timing import median_seconds
 from benchmarks.training.emulated_training.target import reached, target_loss
@@ -66,6 +70,7 @@ class Config:
     pretrain_steps: int = 120
     repeats: int = 3  # timed exchanges
     seed: int = 0
+    save: bool = True  # write the result to benchmarks/results/islands_links.json
 
 
 class Training:
@@ -232,6 +237,7 @@ def main(config: Config) -> Report:
     namespaces.check_possible()
     console, training = Console(), Training(config)
     results: dict[str, Any] = {"parameters": training.size, "losses": {}}
+    results["threads"] = threads_of_each(config.workers + 1)  # and a store
     results["transfers"] = {
         "islands": exchanges(training.size, config, console.print),
         **all_reduces(training.size, config, console.print),

@@ -63,6 +63,9 @@ class Config:
     repeats: int = 3
     """Timed calls of each method at each rate. The median counts."""
 
+    save: bool = True
+    """Write the result to benchmarks/results/real_lm_time_to_accuracy.json."""
+
 
 @benchmark("real_lm_time_to_accuracy")
 def main(config: Config) -> Report:

@@ -33,6 +33,7 @@ import tyro
 
 import dynamiq_jax as dq
 from benchmarks.emulation import namespaces
+from benchmarks.emulation.python_processes import threads_of_each
 from benchmarks.harness import files
 from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.training.emulated_training import report
@@ -229,6 +230,7 @@ def main(config: Config) -> Iterator[Report]:
                 )
                 check_identical(runs)
                 results = report.summary(runs, cost, alone)
+                results["threads"] = threads_of_each(config.hosts)
                 results["coordinates"] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
                 yield Report(
                     results=results,
