@@ -58,7 +58,7 @@ test-wheel:  ## try the wheel in wheels/ with the tests of the native codec, awa
 	$(PYTHON) -m venv build/wheel/.venv
 	build/wheel/.venv/bin/python -m pip install --quiet wheels/*.whl pytest hypothesis $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	cd build/wheel && .venv/bin/python -c "from pallas_kernels import operations; line = operations.default_backend(); print(line); assert \"by 'native'\" in line"
-	cd build/wheel && .venv/bin/python -m pytest tests/kernels/test_native.py tests/kernels/test_native_programs.py tests/kernels/test_native_default.py
+	cd build/wheel && .venv/bin/python -m pytest tests/kernels/test_native.py tests/kernels/test_native_programs.py tests/kernels/test_native_default.py tests/kernels/test_native_copies.py tests/kernels/test_copies.py
 
 lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff check .

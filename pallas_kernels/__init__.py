@@ -28,6 +28,9 @@
     differences     bytes in which an output differs from that of the base
     native_blocks   formats with one width in `_native`: MX and block integers
     row_blocks      loops over blocks of rows, for backends without kernels
+    segments        tables of segments that are copied from some arrays to others
+    slices          copies as slices and concatenations
+    copies          copies as one operation, which is one custom call on CPUs
     _jax            base of the whole project: versions of JAX, threads, order of operations
 
 A module whose name starts with an underscore belongs to the package that holds it: nothing outside

@@ -253,6 +253,26 @@ def _warn_that_nothing_is_compared(what: str, reason: str) -> None:
     )
 
 
+def may_hold_custom_calls(context: Any) -> bool:
+    """Return whether the program that is lowered may hold custom calls of this process.
+
+    XLA cannot partition a custom call, so that its arrays have to be those of one device: it is
+    alone, or all axes of the mesh are manual. A program that is exported may run elsewhere. False
+    where this version of JAX has other names.
+
+    Args:
+      context: context of a lowering rule.
+    """
+    module = context.module_context
+    try:
+        axes, is_exported = module.axis_context, module.lowering_parameters.for_export
+        manual = getattr(axes, "manual_axes", None)
+        of_one = axes.num_devices == 1 if manual is None else manual == {*axes.mesh.axis_names}
+    except AttributeError:
+        return False
+    return of_one and not is_exported
+
+
 def only_traces() -> bool:
     """Return whether the call that traces here does not run what it traces: `jit(f).lower`,
     `eval_shape`, `make_jaxpr` and alike.

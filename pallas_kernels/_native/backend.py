@@ -1,17 +1,11 @@
 """The backend of the native codec."""
 
-import os
 from typing import Any
 
-import jax
-
-from pallas_kernels import modes
 from pallas_kernels._jax.compat import override
 from pallas_kernels._native import launch, library, products
 from pallas_kernels.backend import Backend, Operation
 from pallas_kernels.codec.layout import Layout
-
-SWITCH = "DYNAMIQ_NATIVE"  # also of the build, see hatch_build.py
 
 
 class Native(Backend):
@@ -30,14 +24,7 @@ class Native(Backend):
 
     @override
     def why_not_here(self) -> str | None:
-        if os.environ.get(SWITCH) == "0":
-            return f"{SWITCH}=0"
-        if not modes.is_for_this_machine():
-            return "kernels are interpreted, or compiled for another machine"
-        # The check of the first use runs on the default devices.
-        if jax.default_backend() != "cpu":
-            return "the default devices are not CPUs"
-        if reason := library.why_not():
+        if reason := library.why_not_here():
             return reason
         if not products.are_fused():
             return (

@@ -2,16 +2,20 @@
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from pallas_kernels import modes
 from pallas_kernels._native.build import LIBRARY, sources_digest
 
+SWITCH = "DYNAMIQ_NATIVE"  # also of the build, see hatch_build.py
 CALLS = (
     *("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress"),
     *("block_hop", "block_accumulate", "block_decompress"),
+    "copies",
 )
 PATH = Path(__file__).with_name(LIBRARY)
 
@@ -19,6 +23,18 @@ PATH = Path(__file__).with_name(LIBRARY)
 def target(operation: str) -> str:
     """Return the name of an operation among the custom calls of a process, and in errors of JAX."""
     return f"dynamiq_native_{operation}"
+
+
+def why_not_here() -> str | None:
+    """Return the reason why programs do not use the native library now; None if they do."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    if not modes.is_for_this_machine():
+        return "kernels are interpreted, or compiled for another machine"
+    # The check of the first use runs on the default devices.
+    if jax.default_backend() != "cpu":
+        return "the default devices are not CPUs"
+    return why_not()
 
 
 @functools.cache

@@ -31,7 +31,10 @@ from pallas_kernels.registry import BACKENDS, BASE
 native = BACKENDS["native"]
 sys.exit(native.why_not_here() or first_use.difference(native, BASE))
 """
-TESTS = [f"tests/kernels/test_native{name}.py" for name in ("", "_programs", "_default", "_blocks")]
+TESTS = [
+    *(f"tests/kernels/test_native{name}.py" for name in ("", "_programs", "_default", "_blocks")),
+    *("tests/kernels/test_native_copies.py", "tests/kernels/test_copies.py"),
+]
 
 
 def main() -> int:

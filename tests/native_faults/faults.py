@@ -56,6 +56,14 @@ FAULTS = (
         "std::min(count, block * size + size - 1)",
     ),
     Fault("dispatch.h", "kFlush = 0x8040", "kFlush = 0x0000"),
+    # Copies: places, rows, gaps and ends.
+    Fault("copies.h", "std::max<int64_t>(place - span->first, 0)", "0"),
+    Fault("copies.h", "row * span->from_stride + skipped", "row * span->to_stride + skipped"),
+    Fault("copies.h", "std::memset(to, 0, bytes);", ";"),
+    Fault("copies.h", "    span(nullptr, result.columns - written);\n", ""),
+    Fault("copies.h", "start <= columns - length;", "start < columns;"),
+    Fault("copies.h", " || next->at < written)", ")"),
+    Fault("copies.h", "return next == end;", "return true;"),
     # Calls: indices and errors.
     Fault("calls.cc", "order.typed_data() + chunk * rows", "order.typed_data()"),
     Fault("calls.cc", "chunk < 0 || chunk >= chunks", "chunk < 0"),

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "block_operations.h"
+#include "copies.h"
 
 namespace {
 
@@ -212,6 +213,43 @@ uint64_t run_blocks(Threads& pool) {
   return hash;
 }
 
+// Copies segments to other places and back, and ends the program if a byte is not there again.
+template <class Pool>
+void copy_there_and_back(Pool& pool, int64_t rows) {
+  constexpr int64_t kColumns[] = {400000, 31, 0, 70001}, kItem = 4;
+  std::vector<Segment> there, back;
+  std::vector<std::vector<char>> sources, moved, returned;
+  int64_t at = 5;  // behind a gap, as each segment
+  for (int64_t source = 0; source < 4; ++source) {
+    const int64_t columns = kColumns[source];
+    there.push_back({source, 0, 0, at, columns});
+    back.push_back({0, at, source, 0, columns});
+    at += columns + 5;
+    sources.emplace_back(static_cast<size_t>(rows * columns * kItem));
+    for (size_t i = 0; i < sources.back().size(); ++i)
+      sources.back()[i] = static_cast<char>(i * i + static_cast<size_t>(source));
+    returned.emplace_back(sources.back().size());
+  }
+  moved.emplace_back(static_cast<size_t>(rows * at * kItem), 1);
+  const auto arrays = [](std::vector<std::vector<char>>& bytes, auto columns_of) {
+    std::vector<Array> found;
+    for (size_t i = 0; i < bytes.size(); ++i) found.push_back({bytes[i].data(), columns_of(i)});
+    return found;
+  };
+  const auto many = [&](size_t i) { return kColumns[i]; };
+  const auto one = [&](size_t) { return at; };
+  Copies first, second;
+  if (!first.add(arrays(sources, many), arrays(moved, one), there.data(), 4, kItem)) std::abort();
+  if (!second.add(arrays(moved, one), arrays(returned, many), back.data(), 4, kItem)) std::abort();
+  first.run(pool, rows);
+  second.run(pool, rows);
+  int64_t found = 0, expected = 0;
+  for (const char byte : moved[0]) found += byte;
+  for (const auto& source : sources)
+    for (const char byte : source) expected += byte;
+  if (returned != sources || found != expected) std::abort();
+}
+
 }  // namespace
 
 int main() {
@@ -228,6 +266,7 @@ int main() {
         size_t done = 0;
         for (uint64_t& hash : found)
           pool.Schedule([&, size, is_uniform] {
+            copy_there_and_back(pool, 1 + size);
             hash = run_all(pool, size, is_uniform) ^ run_blocks(pool);
             const std::lock_guard<std::mutex> lock(mutex);
             if (++done == found.size()) is_done.notify_all();

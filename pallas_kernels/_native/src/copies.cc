@@ -1,0 +1,76 @@
+// Copies as a custom call of XLA:CPU.
+
+#include "copies.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace dynamiq {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error invalid(const std::string& text) { return ffi::Error::InvalidArgument(text); }
+
+// Reads arrays that share their rows and their dtype.
+struct Reader {
+  ffi::DataType dtype = ffi::DataType::INVALID;
+  int64_t rows = 0;
+
+  ffi::Error read(const ffi::AnyBuffer& buffer, std::vector<Array>& arrays) {
+    const auto shape = buffer.dimensions();
+    if (shape.size() != 2) return invalid("copies: not all arrays are [rows, columns]");
+    if (dtype == ffi::DataType::INVALID) {
+      dtype = buffer.element_type();
+      rows = shape[0];
+    }
+    if (buffer.element_type() != dtype || shape[0] != rows)
+      return invalid("copies: arrays of different rows or dtypes");
+    arrays.push_back({static_cast<char*>(buffer.untyped_data()), shape[1]});
+    return ffi::Error::Success();
+  }
+};
+
+ffi::Error call_copies(ffi::ThreadPool pool, ffi::RemainingArgs sources,
+                       ffi::RemainingRets results, ffi::Span<const int64_t> table) {
+  Reader reader;
+  std::vector<Array> from, to;
+  for (size_t number = 0; number < sources.size(); ++number) {
+    const auto buffer = sources.get<ffi::AnyBuffer>(number);
+    if (buffer.has_error()) return buffer.error();
+    if (ffi::Error error = reader.read(*buffer, from); error.failure()) return error;
+  }
+  for (size_t number = 0; number < results.size(); ++number) {
+    auto buffer = results.get<ffi::AnyBuffer>(number);
+    if (buffer.has_error()) return buffer.error();
+    if (ffi::Error error = reader.read(**buffer, to); error.failure()) return error;
+  }
+  constexpr size_t kNumbers = sizeof(Segment) / sizeof(int64_t);
+  if (table.size() % kNumbers) return invalid("copies: the table has no whole segments");
+  Copies copies;
+  const auto* const segments = reinterpret_cast<const Segment*>(table.begin());
+  const auto item_bytes = static_cast<int64_t>(ffi::ByteWidth(reader.dtype));
+  if (!copies.add(from, to, segments, table.size() / kNumbers, item_bytes))
+    return invalid("copies: a segment leaves its arrays, overlaps another or is not in order");
+  copies.run(pool, reader.rows);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace dynamiq
+
+using namespace dynamiq;  // NOLINT: the macro below defines a symbol without a namespace
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dynamiq_copies, call_copies,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("table"));
+
+#pragma GCC visibility pop
