@@ -6,6 +6,7 @@ leaves. A shard of a pipelined step is a piece of one bucket.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from dynamiq_jax._buckets.cutting import cut
+from dynamiq_jax._buckets.cutting import copied, cut
 from pallas_kernels._jax import compat
 from pallas_kernels._jax.dependencies import zeros_after
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import mix
+from pallas_kernels.segments import Segment, Table
 
 # Coordinates of a small vector, and of neighbors that are dealt as one. Compilers take long for
 # loops that carry thousands of arrays. A vector that is dealt with others needs memory once more,
@@ -61,30 +63,13 @@ class Dealing:
 
         Small neighbors are joined.
         """
-        ends = [turns * self._turn for turns in self._turns]
-        pairs = list(zip(vectors, ends, strict=True))
-        whole = iter(_columns(vector, 0, end) for vector, end in pairs if end)
-        parts = [_joined(list(itertools.islice(whole, len(group)))) for group in self._groups]
-        if self._rest:
-            left = [_columns(v, end, v.shape[1]) for v, end in pairs if end < v.shape[1]]
-            padding = self._turns_of_rest * self._turn - self._rest
-            parts.append(jnp.pad(_joined(left), ((0, 0), (0, padding))))
+        parts = copied(vectors, self._table)
         return tuple(part.reshape(len(part), -1, self.pieces, *self._lines) for part in parts)
 
     def undeal(self, dealt: Dealt) -> list[Array]:
         """Invert `deal`."""
         flat = [part.reshape(len(part), -1) for part in dealt]
-        left = self._left
-        rests = iter(
-            cut(_columns(flat.pop(), 0, self._rest), filter(None, left)) if self._rest else ()
-        )
-        whole = itertools.chain.from_iterable(map(cut, flat, self._groups))
-        vectors = []
-        for turns, rest in zip(self._turns, left, strict=True):
-            parts = [next(whole)] if turns else []
-            parts += [next(rests)] if rest else []
-            vectors.append(_joined(parts))
-        return vectors
+        return copied(flat, self._table.reversed)
 
     def zeros(self, batch: int, dealt: Dealt) -> Dealt:
         """Return zeros like dealt vectors, of another batch."""
@@ -195,6 +180,29 @@ class Dealing:
                 groups.append([columns])
         return groups
 
+    @functools.cached_property
+    def _table(self) -> Table:
+        """Copies of the vectors to groups of whole turns, and to the rest as the last one."""
+        groups = [sum(group) for group in self._groups]
+        rest = len(groups)
+        segments = []
+        with_turns = iter(
+            (group, at)
+            for group, columns in enumerate(self._groups)
+            for at in itertools.accumulate(columns[:-1], initial=0)
+        )
+        at_rest = 0
+        for vector, (turns, left) in enumerate(zip(self._turns, self._left, strict=True)):
+            end = turns * self._turn
+            if turns:
+                group, at = next(with_turns)
+                segments.append(Segment(vector, 0, group, at, end))
+            if left:
+                segments.append(Segment(vector, end, rest, at_rest, left))
+                at_rest += left
+        of_rest = [self._turns_of_rest * self._turn] if self._rest else []
+        return Table(tuple(segments), self.columns, (*groups, *of_rest))
+
     def _index(self, number: Array, part: Array) -> tuple[Any, ...]:
         """Return where the piece of a number begins in dealt vectors, for all of them at once.
 
@@ -234,14 +242,3 @@ def _orders(pieces: int) -> NDArray[np.uint32]:
     words: Any = np.arange(1, _ORDERS * pieces + 1, dtype=np.uint32)  # no array of JAX: static
     hashes = np.asarray(mix(words)).reshape(_ORDERS, pieces)
     return np.argsort(hashes, axis=1, kind="stable").astype(np.uint32)
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    """Return arrays joined along their columns."""
-    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
-
-
-def _columns(vector: Array, start: int, stop: int) -> Array:
-    """Return some columns of a vector, without an operation if these are all."""
-    whole = stop - start == vector.shape[1]
-    return vector if whole else lax.slice_in_dim(vector, start, stop, axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.cutting import cut
+from dynamiq_jax._buckets.cutting import cut, join
 from dynamiq_jax._buckets.order import after
 from dynamiq_jax._core import Axis
 from pallas_kernels._jax.compat import varying_axes
@@ -54,10 +54,10 @@ def all_reduce(
                 total = total // by if integral else total / by
             result[index] = total.astype(leaf.dtype)
     for group in floats.values():
-        flat = jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in group.values()])
-        arrived.append(lax.psum(after(token, flat), axes.names))
+        flat = join([leaf.astype(jnp.float32).reshape(1, -1) for leaf in group.values()])
+        arrived.append(lax.psum(after(token, flat.reshape(-1)), axes.names))
         total = arrived[-1] * np.float32(1 / divisor)
-        pieces = cut(total, [leaf.size for leaf in group.values()])
+        pieces = cut(total.reshape(1, -1), [leaf.size for leaf in group.values()])
         for (index, leaf), part in zip(group.items(), pieces, strict=True):
             result[index] = part.reshape(leaf.shape).astype(leaf.dtype)
     return result, arrived

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._buckets.cutting import cut
+from dynamiq_jax._buckets import cutting
 from dynamiq_jax._inputs import checks
 
 
@@ -34,12 +34,11 @@ def join(leaves: Sequence[Array], multiple: int) -> Array:
 
     Methods take float32, to which float64 is cast.
     """
-    rows = jnp.concatenate(leaves, axis=1)
-    rows = rows.astype(jnp.float32 if rows.dtype == jnp.float64 else rows.dtype)
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple))).reshape(-1)
+    size = sum(leaf.shape[1] for leaf in leaves)
+    rows = cutting.join(leaves, size + -size % multiple)
+    return rows.astype(jnp.float32 if rows.dtype == jnp.float64 else rows.dtype).reshape(-1)
 
 
 def split_rows(flat: Array, sizes: Sequence[int], num_rows: int) -> list[Array]:
     """Invert `join`: leaves [num_rows, size]."""
-    rows, size = flat.reshape(num_rows, -1), sum(sizes)
-    return cut(rows if rows.shape[1] == size else rows[:, :size], sizes)
+    return cutting.cut(flat.reshape(num_rows, -1), sizes)
