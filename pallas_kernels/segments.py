@@ -1,6 +1,7 @@
 """Tables of the segments that are copied from some arrays to others."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,30 @@ class Table:
         object.__setattr__(self, "segments", tuple(kept))
         _check([(one.source, one.start, one.length) for one in kept], self.sources, "source")
         _check([(one.result, one.at, one.length) for one in kept], self.results, "result")
+
+    @functools.cached_property
+    def by_result(self) -> list[list[Segment]]:
+        """The segments of each result, in their order."""
+        found: list[list[Segment]] = [[] for _ in self.results]
+        for segment in self.segments:
+            found[segment.result].append(segment)
+        return found
+
+    def only(self, results: Sequence[int]) -> tuple[list[int], "Table"]:
+        """Return the sources of some results, or the first one, and the copies from these alone.
+
+        Args:
+          results: numbers of the results.
+        """
+        segments = [segment for number in results for segment in self.by_result[number]]
+        used = sorted({segment.source for segment in segments}) or [0]
+        of_source = {source: at for at, source in enumerate(used)}
+        of_result = {result: at for at, result in enumerate(results)}
+        moved = [
+            s._replace(source=of_source[s.source], result=of_result[s.result]) for s in segments
+        ]
+        sources = tuple(self.sources[source] for source in used)
+        return used, Table(tuple(moved), sources, tuple(self.results[n] for n in results))
 
     @property
     def reversed(self) -> "Table":

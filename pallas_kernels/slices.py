@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from pallas_kernels._jax import compat
 from pallas_kernels._jax.dependencies import never
-from pallas_kernels.segments import Segment, Table
+from pallas_kernels.segments import Table
 
 _LARGEST = np.iinfo(np.uint32).max  # place that is an operand
 _FEW = 2  # slices of an array that have kernels of their own
@@ -30,9 +30,6 @@ def slices(sources: Sequence[Array], table: Table, *, share_kernels: bool = Fals
     Returns:
       One array [rows, columns] for each number of columns in `table.results`.
     """
-    by_result: list[list[Segment]] = [[] for _ in table.results]
-    for segment in table.segments:
-        by_result[segment.result].append(segment)
     uses = collections.Counter(segment.source for segment in table.segments)
     of_operands = {
         number: _Places(sources[number])
@@ -41,7 +38,7 @@ def slices(sources: Sequence[Array], table: Table, *, share_kernels: bool = Fals
     }
     rows, dtype = len(sources[0]), sources[0].dtype
     results = []
-    for columns, segments in zip(table.results, by_result, strict=True):
+    for columns, segments in zip(table.results, table.by_result, strict=True):
         parts, end = [], 0
         for source, start, _, at, length in segments:
             if at > end:

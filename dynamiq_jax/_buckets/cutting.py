@@ -1,6 +1,7 @@
 """Vectors that are cut into many pieces, and pieces that are joined to vectors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jax import Array
@@ -53,37 +54,30 @@ def join(pieces: Sequence[Array], columns: int | None = None) -> Array:
 def copied(sources: Sequence[Array], table: Table) -> list[Array]:
     """Copy segments of arrays to others, in few operations or in ones that XLA fuses with others.
 
-    A result that is a whole source is that source.
-
     Args:
       sources: arrays [rows, columns], all of the same rows and dtype.
       table: what is copied where.
     """
-    by_result: list[list[Segment]] = [[] for _ in table.results]
-    for segment in table.segments:
-        by_result[segment.result].append(segment)
-    joined = [number for number, segments in enumerate(by_result) if len(segments) > 1]
-    pieces = [number for number, segments in enumerate(by_result) if len(segments) <= 1]
+    sizes = [len(segments) for segments in table.by_result]
+    pieces = [number for number, size in enumerate(sizes) if size <= 1]
     are_short = sum(table.results[number] for number in pieces) <= _SHORT * len(pieces)
+    apart = [] if are_short else pieces
+    joined = [number for number, size in enumerate(sizes) if size > 1]
     results: dict[int, Array] = {}
-    for numbers, fusible in ((joined, False), (pieces, not are_short)):
-        for batch in [numbers] if fusible else _batches(table, numbers):
-            segments = [segment for number in batch for segment in by_result[number]]
-            used = sorted({segment.source for segment in segments}) or [0]
-            of_source = {source: at for at, source in enumerate(used)}
-            of_result = {number: at for at, number in enumerate(batch)}
-            part = Table(
-                tuple(
-                    s._replace(source=of_source[s.source], result=of_result[s.result])
-                    for s in segments
-                ),
-                tuple(table.sources[source] for source in used),
-                tuple(table.results[number] for number in batch),
-            )
-            given = [sources[source] for source in used]
-            few = len(segments) <= _FEW
-            made = slices(given, part) if few else copy(given, part, fusible=fusible)
-            results |= dict(zip(batch, made, strict=True))
+
+    def run(function: Callable[..., list[Array]], numbers: Sequence[int]) -> None:
+        used, part = table.only(numbers)
+        made = function([sources[source] for source in used], part)
+        results.update(zip(numbers, made, strict=True))
+
+    for batch in (*_batches(table, joined), *_batches(table, pieces if are_short else [])):
+        if sum(sizes[number] for number in batch) > _FEW:
+            run(copy, batch)
+        else:
+            apart += batch
+    if apart:
+        are_few = sum(sizes[number] for number in apart) <= _FEW
+        run(slices if are_few else functools.partial(copy, fusible=True), apart)
     return [results[number] for number in range(len(table.results))]
 
 
