@@ -6,7 +6,11 @@ from pathlib import Path
 from dynamiq_jax._console.plots import figure_of
 from examples.llm.run import Record
 
-_STYLES = ({"color": "#9aa5b1", "lw": 3.0}, {"color": "#d9480f", "lw": 1.2})
+# Exact below compressed, and wide enough to be seen.
+_STYLES = (
+    {"color": "#9aa5b1", "lw": 3.0, "markersize": 11.0},
+    {"color": "#d9480f", "lw": 1.2, "markersize": 6.0},
+)
 
 
 def plot_losses(path: Path, runs: Mapping[str, Sequence[Record]]) -> None:
@@ -22,7 +26,7 @@ def plot_losses(path: Path, runs: Mapping[str, Sequence[Record]]) -> None:
         for (name, records), style in zip(runs.items(), _STYLES[-len(runs) :], strict=True):
             axis.plot(*_points(records, "loss"), label=name, **style)
             held_out = _points(records, "evaluation_loss")
-            axis.plot(*held_out, "o", color=style["color"], label=f"{name}, held out")
+            axis.plot(*held_out, "o", label=f"{name}, held out", **style)
         axis.set(xlabel="step", ylabel="loss")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
