@@ -122,7 +122,7 @@ class _Kind:
 
 def _map_parts(equation: Equation) -> list[InnerProgram]:
     params = equation.params
-    sizes = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"]}
+    sizes = {name: params["mesh"].shape[name] for name in equations.mapped_axes(equation)}
     return [InnerProgram(params["jaxpr"], sizes=sizes, mesh=params["mesh"])]
 
 
@@ -136,7 +136,7 @@ def _make_map(
         in_specs=(PartitionSpec(), *params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
-        axis_names=set(params["newly_manual_axes"]),
+        axis_names=set(equations.mapped_axes(equation)),
     )(key, *values)
 
 

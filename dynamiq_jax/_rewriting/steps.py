@@ -20,7 +20,7 @@ from pallas_kernels._jax.equations import Equation
 
 
 class Messages(enum.Enum):
-    """Whether an equation sends messages between workers, so that its place among others counts."""
+    """Messages between workers that an equation sends. Its place among others then counts."""
 
     NONE = enum.auto()
     ONCE = enum.auto()

@@ -61,7 +61,8 @@ def collective_axes(equation: Equation) -> frozenset[str]:
         for each in opened(program)[0].eqns:
             axes |= collective_axes(each)
     named = {axis for axis in axes if isinstance(axis, str)}
-    return frozenset(named - set(params.get("newly_manual_axes", ())))
+    is_map = equation.primitive.name == "shard_map"
+    return frozenset(named - mapped_axes(equation) if is_map else named)
 
 
 def is_loop(equation: Equation) -> bool:
@@ -168,6 +169,12 @@ def scan_counts(equation: Equation) -> tuple[int, int]:
         return equation.params["num_consts"], equation.params["num_carry"]
     constants, carried, _ = equation.params["ft_in"].unpack()  # since JAX 0.12
     return len(list(constants)), len(list(carried))
+
+
+def mapped_axes(equation: Equation) -> frozenset[str]:
+    """Return the axes that a `shard_map` maps over, which JAX 0.10.0 calls another name."""
+    params = equation.params
+    return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
 
 
 def place(equation: Equation) -> str:
