@@ -8,7 +8,7 @@ _WORKERS = 4
 _NAMES = {
     "psum": "`lax.psum`",
     "bf16:ring": "`bf16:ring`",
-    "mxfp8:ring": "`mxfp8:ring`, pure-JAX codec",
+    "mxfp8:ring": "`mxfp8:ring`, native codec",
     "dynamiq:5:ring:implementation=xla": "`dynamiq:5:ring`, pure-JAX codec",
     "dynamiq:5:ring": "`dynamiq:5:ring`, native codec",
 }
