@@ -1,6 +1,6 @@
 """Write files of states and messages, by the code of the release whose folder is given.
 
-In a worktree of the commit of the release, with the oldest JAX that it supports:
+In a worktree of the commit of the release, 1e21b2b for 0.1.0, with JAX 0.10.2:
 
     PYTHONPATH=. python CHECKOUT/tests/releases/write.py CHECKOUT/tests/releases/0.1.0
 
