@@ -227,7 +227,7 @@ def test_the_gradient_of_a_compressed_step_is_refused(mesh):
     fun = mapped(lambda *a: lax.pmean(own_gradient(*a), "data")["w"], mesh)
     step = dq.compress(fun, "data", method=METHOD)
     with pytest.raises(Exception, match=r"differentiated|gradient"):
-        jax.grad(lambda params: jnp.sum(step(params, X, Y)))(PARAMS)
+        jax.jit(jax.grad(lambda params: jnp.sum(step(params, X, Y))))(PARAMS)
 
 
 def test_objects_of_nnx_are_refused(mesh):
@@ -246,12 +246,12 @@ def test_a_step_may_be_a_method_a_partial_or_checkpointed(mesh):
             method=METHOD,
         )
 
-    expected = mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)(PARAMS, X, Y)
+    expected = jax.jit(mapped(lambda *a: jax.grad(mean_loss)(*a), mesh))(PARAMS, X, Y)
     by_keyword = functools.partial(mapped(lambda *a: jax.grad(mean_loss)(*a), mesh), PARAMS)
     for got in (
         Trainer().gradient(PARAMS, X, Y),
         dq.compress(by_keyword, "data", method=METHOD)(X, Y),
-        jax.checkpoint(dq.compress(by_keyword, "data", method=METHOD))(X, Y),
+        jax.jit(jax.checkpoint(dq.compress(by_keyword, "data", method=METHOD)))(X, Y),
     ):
         assert 1e-8 < dq.vnmse(got, expected) < 1e-4
         np.testing.assert_array_equal(jax.tree.structure(got), jax.tree.structure(expected))
