@@ -304,7 +304,7 @@ FAULTS = (
     ),
     _inner(
         "all axes of the mesh become manual",
-        'axis_names=set(params["newly_manual_axes"]),',
+        "axis_names=set(equations.mapped_axes(equation)),",
         'axis_names=set(params["mesh"].axis_names),',
         "test_forms.py",
         "partly_manual",
