@@ -151,7 +151,8 @@ def try_out(folder: Path, version: str, jax: str, package: Package, file: Path) 
             action()
         except subprocess.SubprocessError as error:
             stderr = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
-            row.setdefault("failed", {})[name] = str(stderr)[-1500:]
+            text = str(stderr).replace(str(folder), ".")
+            row.setdefault("failed", {})[name] = text[-1500:]
             print(f"  {name} failed: {str(stderr)[-300:]}", file=sys.stderr, flush=True)
             return False
         row[name] = time.perf_counter() - start
