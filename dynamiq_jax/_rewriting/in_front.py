@@ -175,9 +175,15 @@ def totals_of_turns(
     Returns:
       Numbers of the outputs, by the inputs that they replace.
     """
-    added = {
-        key for node in nodes if node.equation.primitive.name in _OF_SEVERAL for key in node.inputs
-    }
+    sums: set[Key] = {inputs[place] for place in carried.values() if uses[inputs[place]] == 1}
+    added: set[Key] = set()
+    for node in nodes:
+        name = node.equation.primitive.name
+        is_linear = name in _OF_SEVERAL | _OF_ONE and all(key in sums for key in node.inputs)
+        if is_linear or node.is_target or node.may_join or node.holds_target:
+            sums.update(node.outputs)
+        if is_linear and name in _OF_SEVERAL:
+            added.update(node.inputs)
     return {
         inputs[place]: number
         for number, place in carried.items()
