@@ -314,8 +314,6 @@ def test_the_library_neither_prints_nor_logs():
         assert not names & {"print", "breakpoint", "input"}, module
         if module == "dynamiq_jax._check.exchange":
             imported.remove("warnings")  # of a check that could not be made, which is no error
-        if module == "dynamiq_jax._api._held":
-            imported.remove("warnings")  # of a step that is compiled again and again
         if module == f"{ROOM_OF_ALL}.compat":
             imported.remove("warnings")  # of a version of JAX in which processes are not compared
         if module == "pallas_kernels.first_use":
