@@ -66,6 +66,7 @@ def error_of_mean(stacked, method, options):
         (2, 4, 0.0),
     ],
 )
+@pytest.mark.slow
 def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
     stacked = of_workers(leaves_of(SCALES, 2**15, spread=spread), workers)
     apart, joint = (

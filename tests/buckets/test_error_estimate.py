@@ -168,6 +168,7 @@ def test_the_bucket_with_the_largest_error_has_a_number():
         assert metrics["worst_bucket"] == worst
 
 
+@pytest.mark.slow
 def test_widths_follow_the_data():
     flat = measured("dynamiq:5", 2)(KEY, noise(2)[:, : 2**16])[1]
     assert flat["width_max"] - flat["width_min"] <= 1 and flat["width_std"] < 0.5

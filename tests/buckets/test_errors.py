@@ -392,15 +392,19 @@ def test_a_state_of_fast_axes_in_another_order():
         jax.eval_shape(update, GRADIENT[0])
 
 
-def test_a_state_of_an_earlier_version():
-    """A tuple of states in the order of buckets."""
+def test_a_state_of_a_method_that_is_no_dictionary():
     reduce = dq.all_reduce_gradients("data", method="ef+bf16")
 
     def update(key, g):
         state = reduce.init(g)
         return reduce.update(g, state._replace(method=tuple(state.method.values())))
 
-    with raises(TypeError, "state.method is a tuple", "before states had names", "Call init"):
+    with raises(
+        TypeError,
+        "state.method is a tuple",
+        "not a dictionary of states by their names",
+        "Call init",
+    ):
         simulated(update)(KEY, GRADIENT)
 
 

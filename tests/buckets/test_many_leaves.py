@@ -66,6 +66,7 @@ def kernels(shape, leaves):
     return len(different)
 
 
+@pytest.mark.slow
 def test_a_step_without_jit_has_the_bits_of_one_with_it():
     gradient = jax.random.normal(KEY, (2, 64, 64))
     compiled = jax.jit(jax.vmap(mean, axis_name="data"))(gradient)

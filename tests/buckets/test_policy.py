@@ -64,6 +64,7 @@ def test_the_first_pattern_that_is_found_in_a_path_counts(paths, patterns):
         assert [method.code_bits - 2 for method in found] == first
 
 
+@pytest.mark.slow
 def test_each_leaf_has_the_error_of_its_method():
     found, truth = mean_of(POLICY), jax.tree.map(lambda leaf: leaf.mean(0, keepdims=True), TREE)
     errors = jax.tree.map(lambda ours, exact: float(vnmse(ours[:1], exact)), found, truth)

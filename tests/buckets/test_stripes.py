@@ -173,6 +173,7 @@ def test_what_is_no_choice_is_an_error():
 @pytest.mark.parametrize(
     ("num_workers", "bits"), ((2, 5.0), pytest.param(8, 3.0, marks=pytest.mark.slow))
 )
+@pytest.mark.slow
 def test_several_stripes_are_as_good_as_one_bucket(num_workers, bits):
     """And better by far than buckets of one leaf each, which have the same bytes."""
     tree, method = regions(num_workers), dq.DynamiQ(bits=bits)

@@ -183,13 +183,13 @@ def test_derivatives_of_a_step_are_refused(mesh, transformed):
     loss = lambda params: jnp.sum(compressed(params, X, Y)["w"])  # noqa: E731
     with pytest.raises(Exception, match=r"differentiated|gradient"):
         if transformed == "grad":
-            jax.grad(loss)(PARAMS)
+            jax.jit(jax.grad(loss))(PARAMS)
         elif transformed == "jvp":
-            jax.jvp(loss, (PARAMS,), (PARAMS,))
+            jax.jit(lambda params: jax.jvp(loss, (params,), (params,)))(PARAMS)
         else:
             inside = dq.compress(of_worker, "data", method=METHOD)
             local = lambda *a: jax.grad(lambda p: jnp.sum(inside(p, *a[1:])["w"]))(a[0])  # noqa: E731
-            mapped(local, mesh)(*ARGS)
+            jax.jit(mapped(local, mesh))(*ARGS)
 
 
 def test_donated_buffers_of_a_plain_step_are_those_of_the_jit_inside(mesh):

@@ -93,6 +93,7 @@ def apart(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(seed=seeds)
+@pytest.mark.slow
 def test_the_blocks_with_the_largest_sums_are_summed(seed):
     """Not those with the largest values, which `TopKChunked` sums. A worker applies its own values
     of these blocks and nothing else.
@@ -125,6 +126,7 @@ def test_it_is_a_contraction_of_the_sum(octaves, low, high, keys=40):
 
 
 @given(seed=seeds)
+@pytest.mark.slow
 def test_with_room_for_all_blocks_it_is_the_method_inside(seed):
     """Whole numbers that bfloat16 has, and so does their sum."""
     gradients = np.clip(np.round(4 * drawn(seed, 1.0)), -16, 16)
@@ -180,6 +182,7 @@ def test_every_key_draws_another_sketch():
 
 
 @given(seed=seeds)
+@pytest.mark.slow
 def test_units_of_the_gradient_do_not_matter(seed):
     gradients, method = of_workers(seed, NUM_WORKERS, SIZE), with_room(ARCTopK)
     total, _ = reduced(method, gradients)
@@ -272,6 +275,7 @@ def test_a_warm_up_with_another_method_carries_the_same_state():
     assert np.any(only(state).residual)
 
 
+@pytest.mark.slow
 def test_it_reaches_an_optimum_where_a_choice_of_each_worker_stalls(steps=200):
     """The benchmark, of which 1000 steps are in its result file. The start is at a distance of 61;
     the noise of gradients alone makes 5e-4.

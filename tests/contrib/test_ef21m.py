@@ -174,6 +174,7 @@ def drift(state: EF21MState) -> float:
 
 
 @every_inner
+@pytest.mark.slow
 def test_the_sum_of_the_estimates_stays_the_total(name, steps=200):
     """Law: only float32 rounding comes between them."""
     state, _, _ = steps_of(EF21M(inner=INNER[name]), steps)(0)
@@ -201,6 +202,7 @@ class Claims(dq.BF16):
 sums_applied.register(Claims, lambda method: True)
 
 
+@pytest.mark.slow
 def test_hops_that_round_make_the_total_drift(steps=200):
     """The reason why such methods are refused."""
     inner = dataclasses.replace(ARC, inner=Claims())
@@ -223,6 +225,7 @@ def test_the_result_is_a_mean_of_gradients(momentum):
     np.testing.assert_allclose(totals[0, int(1 / momentum) - 1], plain, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_stays_arrives_in_every_single_step():
     """With error feedback it only does so in the mean over steps."""
     gradient = of_workers(0, NUM_WORKERS, SIZE).reshape(NUM_WORKERS, *SHAPE)

@@ -75,6 +75,7 @@ def bits(array) -> np.ndarray:
     ],
     ids=lambda value: value if isinstance(value, str) else value.coder,
 )
+@pytest.mark.slow
 def test_sums_are_those_of_thc_bit_for_bit(method, topology):
     for g in (normal(0, N, SIZE, 0.5), of_workers(1, N, SIZE, agreement=0.3)):
         total, _, metrics = summed(method, topology)(KEY, g)
@@ -85,6 +86,7 @@ def test_sums_are_those_of_thc_bit_for_bit(method, topology):
 
 
 @both
+@pytest.mark.slow
 def test_what_is_not_finite_and_zeros_are_those_of_thc(method):
     g = of_workers(2, N, SIZE)
     g[1, 300], g[3, -2], g[:, 4096:9000] = np.nan, -np.inf, 0
@@ -94,6 +96,7 @@ def test_what_is_not_finite_and_zeros_are_those_of_thc(method):
     assert np.isnan(total[:, 300]).all() and np.isnan(total[:, -2]).all()
 
 
+@pytest.mark.slow
 def test_error_feedback_keeps_what_thc_leaves_out():
     g = of_workers(4, N, SIZE)
     _, applied, _ = summed(PATCHED, "all_to_all", True)(KEY, g)
@@ -112,6 +115,7 @@ def test_error_feedback_keeps_what_thc_leaves_out():
     ((PATCHED, "unrolled"), (PATCHED, "two_way")),
     ids=("unrolled", "two_way"),
 )
+@pytest.mark.slow
 def test_the_report_is_the_compiled_program(data_mesh, method, topology):
     """Messages of each turn have a size of their own."""
     tree = {"w": jax.ShapeDtypeStruct((SIZE,), np.float32)}
@@ -145,6 +149,7 @@ def test_the_bits_of_64_workers():
 
 @pytest.mark.parametrize("agreement", (0.0, 0.5))
 @pytest.mark.parametrize("coder", ("rans", "patched"))
+@pytest.mark.slow
 def test_sums_of_64_workers_fit(coder, agreement):
     """The integers of THC, added in NumPy, in the messages that the report counts."""
     rows, largest, clamp = 64, 7, 2.5
@@ -195,6 +200,7 @@ TIGHT = {
 
 
 @pytest.mark.parametrize(("coder", "topology"), (("rans", "all_to_all"), ("patched", "ring")))
+@pytest.mark.slow
 def test_sums_that_do_not_fit_are_coarser_and_counted(coder, topology):
     """Workers that agree, where the budget is that of independent ones."""
     g = normal(7, N, SIZE, 0.98)
@@ -209,6 +215,7 @@ def test_sums_that_do_not_fit_are_coarser_and_counted(coder, topology):
     assert vnmse(exact[0], truth) < vnmse(total[0], truth) < 0.05
 
 
+@pytest.mark.slow
 def test_all_integers_at_the_clamp():
     """A spike of all workers: rotated, every coordinate is the largest integer or its negative."""
     g = np.zeros((16, 16 * 4096), np.float32)
@@ -224,6 +231,7 @@ def test_all_integers_at_the_clamp():
     assert 0 < vnmse(total[0], g.sum(axis=0)) < 0.02
 
 
+@pytest.mark.slow
 def test_coarse_sums_are_unbiased():
     g, keys = normal(8, N, SIZE, 0.98), 24
     run, exact = summed(TIGHT["rans"], "all_to_all"), summed(SMALL, "all_to_all")
@@ -236,6 +244,7 @@ def test_coarse_sums_are_unbiased():
     assert 0.8 / keys < mean / single < 1.25 / keys
 
 
+@pytest.mark.slow
 def test_a_block_of_one_message_that_does_not_fit_leaves_the_others():
     """Of four chunks, workers agree in one alone: the others are those of THC."""
     g = normal(9, N, 4 * 16_384, 0.0)

@@ -76,6 +76,7 @@ def test_a_step_is_that_of_the_method_inside_on_gradient_and_compensation():
     np.testing.assert_allclose(after[0], kept, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_compensations_collect_noise_where_residuals_do_not(num_workers=8, size=1024, steps=100):
     """The reason for exact steps: growth with the square root of the steps, from noise of each
     worker's own. A local residual stays where it is.

@@ -325,6 +325,7 @@ def test_feedback_keeps_what_the_own_signs_leave_out(num_workers=4):
     np.testing.assert_array_equal(applied, np.sign(values) * scales)
 
 
+@pytest.mark.slow
 def test_feedback_recovers_magnitudes(num_workers=4, size=2048, steps=200):
     """Of a gradient that stays: over steps, large values get what signs cannot give them."""
     values = of_workers(1, num_workers, size, agreement=0.9)

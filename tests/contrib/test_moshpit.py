@@ -52,6 +52,7 @@ def oracle(values: np.ndarray, alive: np.ndarray, dimensions: int, first: int = 
     seed=st.integers(0, 99),
     dead=st.sampled_from((0.0, 0.2, 0.6)),
 )
+@pytest.mark.slow
 def test_rounds_are_those_of_the_oracle_and_keep_the_sum(grid, rounds, first, seed, dead):
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(*grid, 3)).astype(np.float32)

@@ -39,6 +39,7 @@ def normal(*shape, seed=0):
 # The channel
 
 
+@pytest.mark.slow
 def test_packets_are_lost_at_the_rate_and_independently():
     arrived = np.asarray(LossyChannel(rate=0.1).arrived(KEY, 4, 2, 20_000))
     assert arrived[2].all()  # to itself
@@ -51,6 +52,7 @@ def test_packets_are_lost_at_the_rate_and_independently():
 
 
 @pytest.mark.parametrize(("rate", "burst"), [(0.1, 5.0), (0.3, 2.0)])
+@pytest.mark.slow
 def test_bursts_have_their_mean_length_at_the_same_rate(rate, burst):
     channel = LossyChannel(rate=rate, burst=burst)
     lost = ~np.asarray(channel.arrived(KEY, 9, 8, 40_000))[:8]
@@ -68,6 +70,7 @@ def keys(number):
     return jax.random.split(KEY, number)
 
 
+@pytest.mark.slow
 def test_every_pair_of_workers_loses_other_packets():
     channel = LossyChannel(rate=0.5)
     masks = [channel.arrived(KEY, 4, receiver, 64) for receiver in range(4)]
@@ -83,6 +86,7 @@ def test_every_pair_of_workers_loses_other_packets():
     assert (again == masks[0]).all()
 
 
+@pytest.mark.slow
 def test_nothing_or_all_is_lost_at_the_ends_of_the_range():
     assert LossyChannel(rate=0.0).arrived(KEY, 3, 0, 500).all()
     assert LossyChannel(rate=0.0, burst=9).arrived(KEY, 3, 0, 500).all()
@@ -94,6 +98,7 @@ RATES = np.array([[1.0, 0.5, 0.2], [0.1, 1.0, 0.0], [0.0, 0.3, 1.0]])  # [sender
 
 
 @pytest.mark.parametrize("burst", [None, 3.0])
+@pytest.mark.slow
 def test_links_have_rates_of_their_own(burst):
     channel = LossyChannel(rate=RATES, burst=burst)
     assert channel == LossyChannel(rate=RATES.tolist(), burst=burst)
@@ -153,6 +158,7 @@ CODECS = {
         for n in CODECS
     ],
 )
+@pytest.mark.slow
 def test_a_group_depends_on_the_bytes_of_its_spans_and_on_no_others(name):
     """Each byte is turned in turn. Exactly the groups that have it in a span decode to others."""
     method, size = CODECS[name]
@@ -206,6 +212,7 @@ def test_a_group_depends_on_the_bytes_of_its_spans_and_on_no_others(name):
 
 
 @given(data=st.data())
+@pytest.mark.slow
 def test_a_group_is_intact_if_all_packets_of_its_bytes_arrived(data):
     size = data.draw(st.integers(1, 200))
     channel = LossyChannel(packet_bytes=16 * data.draw(st.integers(1, 3)))
@@ -224,6 +231,7 @@ def test_a_group_is_intact_if_all_packets_of_its_bytes_arrived(data):
 
 
 @pytest.mark.parametrize("burst", [None, 2.5])
+@pytest.mark.slow
 def test_the_chance_of_a_group_is_how_often_it_is_intact(burst):
     """With spans that overlap, share packets, leave some out, or hold no byte."""
     rates = [[0, 0.1, 0.3], [0.2, 0, 0.3], [0.4, 0.6, 0]]
@@ -279,6 +287,7 @@ def check_mean(found, wanted):
         pytest.param("others", "bf16", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_mean_estimate_is_the_mean_gradient(estimator, method):
     gradients, found = estimates(estimator, 0.1, 8, method)
     if method == "bf16":  # own values are not rounded
@@ -289,6 +298,7 @@ def test_the_mean_estimate_is_the_mean_gradient(estimator, method):
     check_mean(found, mean)
 
 
+@pytest.mark.slow
 def test_the_inverse_estimate_of_rows_in_several_packets():
     """Unbiased with other rates on each link, where the two rows of a message lie in packets 0 to 2
     and 1 to 2.
@@ -309,6 +319,7 @@ def test_the_inverse_estimate_of_rows_in_several_packets():
     check_mean(np.asarray(found), np.asarray(jax.jit(lambda key: of_all(key, 0.0))(KEY)))
 
 
+@pytest.mark.slow
 def test_where_no_other_arrives_the_own_gradient_counts_alone():
     """The bias of "others" is the chance of that, here 1/8."""
     gradients, found = estimates("others", 0.5, 4)
@@ -328,6 +339,7 @@ def test_the_mean_of_what_arrives_weights_the_own_gradient_more():
     assert (unbiased > 5 * found.std(axis=0) / np.sqrt(len(found))).any()
 
 
+@pytest.mark.slow
 def test_a_constant_is_its_own_mean_unless_the_rate_divides():
     """Where all workers agree, "others" and "count" have no error, and "inverse" has its law."""
     same = jnp.full((8, 4096), 3.0)
@@ -350,6 +362,7 @@ TREE = {
 
 
 @pytest.mark.parametrize("method", ["thc"])
+@pytest.mark.slow
 def test_without_loss_it_is_the_mean_of_the_reduce_scatter(method):
     """Bit-identical. A channel that could lose packets, but does not, adds in another order."""
 
@@ -391,6 +404,7 @@ def test_one_worker_has_its_own_gradient():
     np.testing.assert_array_equal(found, normal(1, 100))
 
 
+@pytest.mark.slow
 def test_if_all_is_lost_the_own_gradient_is_left():
     """Those of others are not finite, which does not show."""
     is_own = (jnp.arange(4096) // 1024)[None, :] == jnp.arange(4)[:, None]
@@ -401,6 +415,7 @@ def test_if_all_is_lost_the_own_gradient_is_left():
     assert (found == own).all() and jnp.isfinite(own).all()
 
 
+@pytest.mark.slow
 def test_a_message_that_is_not_mapped_to_packets_is_lost_whole():
     """Each part is the own one, or the mean of both, as it was sent in many packets."""
     signs = jnp.stack([jnp.ones(8192), -jnp.ones(8192)])
@@ -414,6 +429,7 @@ def test_a_message_that_is_not_mapped_to_packets_is_lost_whole():
     assert abs((found[..., 0] == 0).mean() - chance) < 5 * np.sqrt(chance * (1 - chance) / 400)
 
 
+@pytest.mark.slow
 def test_lost_packets_of_thc_leave_out_integers_before_they_are_rotated_back():
     """So the error of a lost row is spread over all rows of its block."""
     gradients = normal(8, 8 * 4096)
@@ -449,6 +465,7 @@ def test_what_is_not_finite_surfaces_where_it_arrives_and_only_there():
     ("together", "low", "high"),
     [(False, 0.12, 0.35), pytest.param(True, 0.03, 0.12, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_messages_of_dynamiq_lose_rows_and_no_others(together, low, high):
     """A row is that of the reduce-scatter, or the own one, whole. NaN enters with its row alone."""
     gradients = normal(2, 256 * 64).at[1, 256 * 8].set(jnp.nan)  # of owner 0
@@ -509,6 +526,7 @@ def of_pairs_without_owner(num_workers, size):
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
+@pytest.mark.slow
 def test_parameters_drift_by_the_law_and_no_further(rate):
     """2 p / (1 - p**2) of the variance of a step between two workers that do not own it."""
     of_all, of_others = walk(lossy(rate), 8, 700, 2048)
@@ -538,6 +556,7 @@ def test_a_mean_step_adds_its_share_to_the_drift():
     assert abs(np.asarray(found)[40:].mean() / law - 1) < 0.03
 
 
+@pytest.mark.slow
 def test_broadcast_updates_drift_without_bound():
     """The contrast: what is missed is never made up for, 2 p (1 - p) of the variance a step."""
     _, of_others = walk(lossy(0.1), 4, 200, 8192, updates=True)
@@ -559,6 +578,7 @@ def test_one_step_without_loss_heals_all():
     assert (healed == own.reshape(1, -1)[:, :1000]).all()
 
 
+@pytest.mark.slow
 def test_values_that_do_not_arrive_stay_and_the_own_ones_are_always_new():
     tree = {"w": normal(4, 10, 13), "h": normal(4, 37, seed=5).astype("bfloat16"), "s": normal(4)}
     zeros = jax.tree.map(jnp.zeros_like, tree)
@@ -587,6 +607,7 @@ def test_values_that_do_not_arrive_stay_and_the_own_ones_are_always_new():
     assert 0.2 < np.mean([(some["w"] == 0).mean(), (some["h"] == 0).mean()]) < 0.5
 
 
+@pytest.mark.slow
 def test_gradients_and_parameters_lose_other_packets():
     """With one key for both."""
     ones = jnp.ones((2, 8192))

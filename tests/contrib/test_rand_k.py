@@ -102,6 +102,7 @@ def test_without_the_weight_the_error_is_the_share_that_is_left_out(keys=200):
     assert np.mean([vnmse(one, truth) for one in total]) == pytest.approx(7 / 8, rel=0.01)
 
 
+@pytest.mark.slow
 def test_nan_is_not_hidden_where_it_is_not_drawn():
     values = of_workers(0, WORKERS, SIZE)
     total, _ = reduced(EIGHTH, values)

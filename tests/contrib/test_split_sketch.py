@@ -269,6 +269,7 @@ def test_nan_and_inf_surface_and_stay_in_no_memory(bad):
     assert not applied[16, :, 7777].any()
 
 
+@pytest.mark.slow
 def test_a_coordinate_is_lost_only_where_no_row_has_it():
     sketch = CountSketch.draw(jax.random.key(0), size=64, rows=3, width=64)
     cells = np.array(sketch.encode(jnp.ones(64)))
@@ -371,6 +372,7 @@ def test_a_gradient_that_stays_arrives():
     assert errors[2] < 0.005
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     gradients = of_workers(7, NUM_WORKERS, 4 * SIZE).reshape(NUM_WORKERS, 4, SIZE)
     methods = [ErrorFeedback(inner=METHOD)] * 4

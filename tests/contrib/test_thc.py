@@ -160,6 +160,7 @@ def test_integers_are_on_the_grid_of_the_largest_norm():
     assert largest[1] == 7 and largest[3] == 1 and (largest < 7).sum() == 3
 
 
+@pytest.mark.slow
 def test_a_worker_gets_its_part_of_the_same_sum():
     def local(key, flat):
         return dq.psum_scatter(flat, "data", key=key, tiled=True, method=SMALL)
@@ -314,6 +315,7 @@ def test_sums_that_fit_are_those_of_enough_bits(topology):
         pytest.param(64, 0.5, {10: 0.0012, 9: 0.0117, 8: 0.151}, marks=pytest.mark.slow),
     ),
 )
+@pytest.mark.slow
 def test_the_error_of_sums_that_saturate(num_workers, agreement, errors):
     """Normal coordinates, against integers that were added in NumPy on the grid of one worker's
     norm. That of the largest norm is wider: by 2 % for 8 workers and 3 % for 64.

@@ -50,6 +50,7 @@ def kept(values: np.ndarray, count: int) -> np.ndarray:
     dtype=st.sampled_from(("float32", "bfloat16")),
     workers=st.sampled_from((2, 5)),
 )
+@pytest.mark.slow
 def test_a_sum_is_that_of_the_largest_of_each_worker(seed, bits, agreement, dtype, workers):
     """Also where all workers have the same places, and where magnitudes are equal."""
     values = of_workers(seed % 97, workers, 300, agreement=agreement)
@@ -188,6 +189,7 @@ KEYS = st.integers(0, 2**32 - 1) | st.sampled_from((0, 1, 2**31, 2**32 - 1))
 
 @settings(deadline=None)
 @given(st.lists(KEYS, min_size=20, max_size=20), st.integers(1, 20))
+@pytest.mark.slow
 def test_the_largest_keys_are_found_and_of_equal_ones_the_first(keys, count):
     found = np.asarray(selecting(count)(np.array(keys, np.uint32)))
     expected = sorted(range(20), key=lambda place: (-keys[place], place))[:count]

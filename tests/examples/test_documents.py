@@ -27,6 +27,7 @@ def test_a_file_of_documents_appears_when_it_is_complete(tmp_path):
     assert read_documents(path, "--data") == documents
 
 
+@pytest.mark.slow
 def test_conversations_are_answers_to_functions_without_their_docstrings():
     chats = conversations()
     assert len(chats) > 1000

@@ -161,6 +161,7 @@ def test_the_plain_step_sends_the_same_bytes_wrapped_as_its_loss_does(files):
     assert sent == {"exact": 8, "compress": 12, "data_parallel": 28}
 
 
+@pytest.mark.slow
 def test_the_plain_step_learns_the_same_wrapped_as_its_loss_does(files, tmp_path):
     task, losses, ends = task_of(files), {}, {}
     for route in ("exact", "compress", "data_parallel"):

@@ -98,6 +98,7 @@ CASES = [
     ("rows", "received", "dtype", "changes"),
     [CASES[0], *(pytest.param(*case, marks=slow) for case in CASES[1:])],
 )
+@pytest.mark.slow
 def test_a_hop_writes_the_bytes_of_the_base(rows, received, dtype, changes):
     check_hop(rows, received, dtype, changes)
 

@@ -428,6 +428,7 @@ def test_the_error_law_is_what_the_codec_does(agreement):
     assert max(one) / min(one) < 1.1
 
 
+@pytest.mark.slow
 def test_shorter_paths_have_smaller_errors():
     """Correlated roundings of neighbors cancel, the more the longer the path."""
     ring, all_to_all = (error_of(name, "correlated", 0.5) for name in ("ring", "all_to_all"))

@@ -95,6 +95,7 @@ def test_halves_have_the_error_of_the_whole(made, workers, topology):
     assert 0.85 < vnmse(means[0], truth) / of_whole < most
 
 
+@pytest.mark.slow
 def test_leaves_of_other_scales_share_the_bits():
     """Also if the gradients have heavy tails."""
     gradients = of_workers(0, 4, SIZE)
@@ -139,6 +140,7 @@ def test_three_axes(method):
     np.testing.assert_allclose(norms, np.linalg.norm(truth), rtol=1e-5 if exact else 0.05)
 
 
+@pytest.mark.slow
 def test_a_loop_over_equal_buckets_gives_the_same_bits():
     leaves = np.split(regions(2)[:, : 2**14], 2, axis=1)
     options = [dq.Options(bucket_bytes=2**15, unrolled_buckets=count) for count in (0, 4)]
@@ -146,6 +148,7 @@ def test_a_loop_over_equal_buckets_gives_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, looped, alone)
 
 
+@pytest.mark.slow
 def test_errors_of_the_halves_cancel():
     """Those of correlated noise: it is the noise of an all-reduce, in the same order of rows."""
     gradients = white(4)

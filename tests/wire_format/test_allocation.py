@@ -96,6 +96,7 @@ def test_needs_are_those_of_the_page():
 
 
 @given(seed=seeds)
+@pytest.mark.slow
 def test_thresholds_are_counted_as_they_are_searched(seed):
     energies = jnp.asarray(some_energies(seed))
     thresholds = jnp.append(energies, energies + 1).reshape(2, ROWS)
@@ -298,6 +299,7 @@ def summed(method: dq.DynamiQ):
     ids=("one", "few"),
 )
 @pytest.mark.parametrize("alike", (True, False), ids=("white", "spread"))
+@pytest.mark.slow
 def test_a_tiny_bucket_has_no_more_error_than_one_width_for_all(workers, rows_per_chunk, alike):
     """Of the largest width that the budget allows: where there is nothing to choose, nothing else.
 

@@ -46,6 +46,7 @@ def test_it_has_the_form_of_train_steps(description):
     assert inspect.signature(description.step).return_annotation.__args__[1] is type(state)
 
 
+@pytest.mark.slow
 def test_it_sends_what_is_reported(description):
     batch = np.ones((2 * WORKERS, 64), np.float32)
     state = description.init(PARAMS)

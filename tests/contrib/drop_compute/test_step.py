@@ -251,6 +251,7 @@ def test_weights_make_it_the_mean_over_targets(make):
     np.testing.assert_allclose(metrics.loss, sum(losses) / float(metrics.weight), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compressed_mean_has_the_error_of_its_method(make):
     threshold = float(np.median(table().times.cumsum(-1)[0]))
     step = make(threshold=threshold, method="dynamiq:5", options=dq.Options(exact_below=0))
@@ -260,6 +261,7 @@ def test_a_compressed_mean_has_the_error_of_its_method(make):
     assert 1e-5 < vnmse(change, mean_of_done(data(), done)) < 1e-2
 
 
+@pytest.mark.slow
 def test_gradients_are_scaled_alike_however_many_were_done(make):
     """A method with a state compares gradients of steps: their scale may not follow the number."""
     states = {}
@@ -380,6 +382,7 @@ def test_parameters_of_the_user_stay_theirs(make):
 # ---------------------------------------------------------------------------------- the threshold
 
 
+@pytest.mark.slow
 def test_the_threshold_is_chosen_once_from_recorded_steps_and_a_rerun_has_the_same_bits(
     make, tmp_path
 ):

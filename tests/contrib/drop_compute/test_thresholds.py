@@ -126,6 +126,7 @@ LAW = StragglerLaw(mean=0.45, deviation=0.135, micro_batches=12, workers=200, re
 
 
 @pytest.mark.parametrize("cut", (False, True), ids=("checked between", "cut off"))
+@pytest.mark.slow
 def test_normal_latencies_of_200_workers_follow_the_law(cut):
     """To 1%. The law of 8 workers is another one."""
     drawn = NORMAL.draw(steps=120, seed=0)
@@ -232,6 +233,7 @@ def test_other_files_are_refused(tmp_path, name, content, message):
         Predict(latencies=tmp_path / name).run()
 
 
+@pytest.mark.slow
 def test_the_command_predicts_and_says_that_it_simulates(tmp_path, capsys):
     paths = {"json": tmp_path / "found.json", "plot": tmp_path / "plot.png"}
     command = Predict(workers=20, micro_batches=6, steps=20, noise="normal", **paths)
