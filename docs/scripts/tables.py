@@ -251,6 +251,27 @@ def _until_compiled(program: dict[str, float]) -> float:
     return sum(program.get(stage, 0.0) for stage in ("trace", "lower", "compile"))
 
 
+def compressed_step() -> str:
+    """Write a step that `dq.compress` wraps beside the same by hand: compressed_step.json."""
+    names = {"exact": "exact", "by hand": "`dq.pmean` by hand", "compressed": "`dq.compress`"}
+    return markdown(
+        ["layers", "step", "trace", "compile", "messages", "MB sent", "time of a step"],
+        [
+            [
+                str(row["layers"]),
+                names[step],
+                f"{row[step]['trace']:.2f} s",
+                f"{row[step]['compile']:.1f} s",
+                str(row[step]["messages"]),
+                f"{row[step]['bytes'] / 1e6:.2f}",
+                f"{row[step]['of by hand']:.2f}",
+            ]
+            for row in results_of("compressed_step")
+            for step in names
+        ],
+    )
+
+
 def in_flight() -> str:
     """Write how often two collectives at once hang: in_flight.json."""
     calls = {
@@ -376,6 +397,7 @@ _ALL = (
     compile_times,
     fresh_environments,
     many_leaves,
+    compressed_step,
     in_flight,
     big_models,
     transforms,
