@@ -2,12 +2,15 @@
 
     python -m benchmarks.speed.native
 
-Each number of threads has a process of its own, on as many cores. Calls of both backends alternate,
-so that other work on the machine slows both; the ratio is the median of those of neighboring calls.
+Each number of threads has a process of its own, on as many cores, and so has memory that is kept
+between calls. Calls of both backends alternate, so that other work on the machine slows both; the
+ratio is the median of those of neighboring calls. The last operation is all that one worker of a
+ring does in an all-reduce, without its messages.
 """
 
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -15,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 import dynamiq_jax as dq
 from benchmarks.harness.columns import Column, table
@@ -23,7 +27,7 @@ from benchmarks.harness.processes import in_process
 from benchmarks.harness.timing import in_turns, median_ratio
 from dynamiq_jax._measurement.gradients import worker_gradient
 from pallas_kernels import _native, operations
-from pallas_kernels.codec import LocalRows, place_rows
+from pallas_kernels.codec import Layout, LocalRows, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 BACKENDS = ("xla", "native")
@@ -45,6 +49,7 @@ class Config:
 COLUMNS = (
     Column("operation", "operation"),
     Column("threads", "threads"),
+    Column("memory", lambda row: "kept" if row["kept"] else "new"),
     *(Column(name, name, "{:.2f} ns") for name in BACKENDS),
     Column("xla / native", "ratio", "{:.2f}"),
 )
@@ -56,22 +61,25 @@ def main(config: Config) -> Report:
     if reason := _native.why_not():
         sys.exit(f"There is no native codec to measure: {reason}.")
     results = []
-    for threads in config.threads:
+    for threads, kept in itertools.product(config.threads, (False, True)):
         environment = {"PJRT_NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
-        rows = in_process(measure, threads, dataclasses.asdict(config), environment=environment)
-        results += [{"threads": threads, **row} for row in rows]
+        options = dataclasses.asdict(config)
+        rows = in_process(measure, threads, kept, options, environment=environment)
+        results += [{"threads": threads, "kept": kept, **row} for row in rows]
     title = f"{config.size / 2**20:g} Mi {config.dtype} coordinates, {config.bits:g} bits"
     return Report(results=results, shown=[table(title, COLUMNS, results)])
 
 
-def measure(threads: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(threads: int, kept: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the nanoseconds per coordinate of both backends, for every operation.
 
     Args:
       threads: number of the cores that this process keeps.
+      kept: whether malloc keeps memory between calls.
       options: fields of `Config`.
     """
-    dq.keep_memory()
+    if kept and not dq.keep_memory():
+        sys.exit("keep_memory() changed nothing: see its documentation.")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     config = Config(**options)
     layout = dq.DynamiQ(bits=config.bits).layout(config.size, num_chunks=config.chunks)
@@ -91,15 +99,15 @@ def measure(threads: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         "hop": ((messages[1:2], ours, 1, 1), part),
         "decompress_accumulate": ((messages[1:2], ours, 1), part),
         "decompress": ((messages, places), config.size),
+        "all of a worker": ((rows[0], messages), config.size),
     }
     results = []
     for name, (arguments, size) in cases.items():
+        operation = getattr(operations, name, all_of_a_worker)
         static = {} if name == "statistics" else {"layout": layout}
         calls = {
             backend: functools.partial(
-                jax.jit(
-                    functools.partial(getattr(operations, name), implementation=backend, **static)
-                ),
+                jax.jit(functools.partial(operation, implementation=backend, **static)),
                 *arguments,
             )
             for backend in BACKENDS
@@ -109,6 +117,28 @@ def measure(threads: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         ratio = median_ratio(seconds["xla"], seconds["native"])
         results.append({"operation": name, **ns, "ratio": ratio})
     return results
+
+
+def all_of_a_worker(rows: Array, received: Array, *, layout: Layout, implementation: str) -> Array:
+    """Run the operations of one worker in an all-reduce over a ring.
+
+    Args:
+      rows: its gradient.
+      received: messages of the other workers, one for each chunk.
+      layout: of the bucket, with as many chunks as the ring has workers.
+      implementation: of the operations.
+
+    Returns:
+      The decoded sum, of the shape of `rows`.
+    """
+    norms = operations.statistics(rows, implementation=implementation)
+    places = place_rows(bfloat16_bits(norms), layout)
+    local = LocalRows(rows, places, jnp.array([1, 2], jnp.uint32))
+    static = {"layout": layout, "implementation": implementation}
+    sent = [operations.compress(local, 0, 0, **static)]
+    for turn in range(1, layout.num_chunks):
+        sent.append(operations.hop(received[turn][None], local, turn, turn, **static))
+    return operations.decompress(jnp.stack(sent), places, **static)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Table of the page on CPUs: new pages and CPU time of an all-reduce."""
+"""Tables of the page on CPUs: speed of both codecs, new pages and CPU time of an all-reduce."""
 
+import itertools
 from typing import Any
 
 from docs.scripts.result_files import markdown, results_of
@@ -12,6 +13,36 @@ _NAMES = {
     "dynamiq:5:ring:implementation=xla": "`dynamiq:5:ring`, pure-JAX codec",
     "dynamiq:5:ring": "`dynamiq:5:ring`, native codec",
 }
+_OPERATIONS = {
+    "statistics": "norms of the rows",
+    "compress": "compress",
+    "hop": "decompress, add, compress",
+    "decompress_accumulate": "decompress, add",
+    "decompress": "decompress",
+    "all of a worker": "**all of a worker**",
+}
+
+
+def native() -> str:
+    """Write the time of each operation of the pure-JAX and the native codec."""
+    found = {(row["operation"], row["threads"], row["kept"]): row for row in results_of("native")}
+    threads = sorted({row["threads"] for row in results_of("native")})
+    rows = []
+    for operation, name in _OPERATIONS.items():
+        cells = [name]
+        for number, backend in itertools.product(threads, ("xla", "native")):
+            new, kept = (found[operation, number, kept][backend] for kept in (False, True))
+            cells.append(f"{new:.2f}, {kept:.2f}")
+        rows.append(cells)
+    header = ["ns a coordinate"] + [
+        f"{name}, {number} {'core' if number == 1 else 'cores'}"
+        for number, name in itertools.product(threads, ("pure JAX", "native"))
+    ]
+    return (
+        "DynamiQ at 5 bits, for a bucket of 8 Mi float32 coordinates on a ring of 4 workers. In "
+        "each cell, the second number is with [memory that is kept](#memory) "
+        "(`python -m benchmarks.speed.native`):\n\n" + markdown(header, rows)
+    )
 
 
 def memory() -> str:
@@ -37,4 +68,4 @@ def memory() -> str:
     )
 
 
-ALL = (memory,)
+ALL = (native, memory)
