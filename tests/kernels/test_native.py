@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+import dynamiq_jax as dq
+from dynamiq_jax._measurement.gradients import worker_gradient
+from dynamiq_jax.methods import Axis, Call
+from dynamiq_jax.topologies import Ring
 from pallas_kernels import _native
 from pallas_kernels.codec import Allocation, Layout, LocalRows, Places, Quantizer, make_places
 from pallas_kernels.codec.bit_planes import UNIT
@@ -176,3 +181,27 @@ def check_norms(ours, base) -> None:
     np.testing.assert_allclose(
         np.where(finite, ours, 0), np.where(finite, base, 0), rtol=NORM_ERROR
     )
+
+
+@pytest.mark.parametrize(
+    "method", [dq.DynamiQ(bits=3.0), dq.methods.MXFP8()], ids=["dynamiq", "mxfp8"]
+)
+@pytest.mark.parametrize("rows", [4095, 4096])
+def test_large_results_have_every_row(method, rows, data_mesh, monkeypatch):
+    """From 4096 rows on, they are written around the caches."""
+    values = jnp.asarray(worker_gradient(0, 256 * rows, seed=1))
+    call = Call(size=values.size, axis=Axis("data", 1), topology=Ring())
+    one_device = {"mesh": data_mesh(1), "in_specs": P(), "out_specs": P(), "check_vma": False}
+    found = []
+    for is_native in (True, False):
+        monkeypatch.setenv("DYNAMIQ_NATIVE", str(int(is_native)))
+
+        def decoded(values):
+            codec = method.bind(values, call, jax.random.key(0))
+            return codec.decompress(codec.compress(0, 0)[None])
+
+        program = jax.jit(jax.shard_map(decoded, **one_device)).lower(values)
+        assert ("dynamiq_native" in program.as_text()) == is_native
+        found.append(np.asarray(program.compile()(values)))
+    np.testing.assert_array_equal(*found)
+    assert 0 < np.linalg.norm(found[0] - values) < 0.2 * np.linalg.norm(values)

@@ -213,6 +213,23 @@ uint64_t run_blocks(Threads& pool) {
   return hash;
 }
 
+// Writes a result that goes around the caches, and ends the program if a value is not there.
+template <class Pool>
+void write_many_rows(Pool& pool) {
+  constexpr int64_t kRowsOfResult = 5000;
+  std::vector<float> values(kRowsOfResult * kRow);
+  const RowWriter result(values.data(), kRowsOfResult);
+  in_blocks(pool, kRowsOfResult, kBlock, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row)
+      result.write(row, [row](float* to) {
+        for (int64_t lane = 0; lane < kRow; ++lane) to[lane] = static_cast<float>(row + lane);
+      });
+    result.finish();
+  });
+  for (int64_t i = 0; i < kRowsOfResult * kRow; ++i)
+    if (values[i] != static_cast<float>(i / kRow + i % kRow)) std::abort();
+}
+
 // Copies segments to other places and back, and ends the program if a byte is not there again.
 template <class Pool>
 void copy_there_and_back(Pool& pool, int64_t rows) {
@@ -267,6 +284,7 @@ int main() {
         for (uint64_t& hash : found)
           pool.Schedule([&, size, is_uniform] {
             copy_there_and_back(pool, 1 + size);
+            write_many_rows(pool);
             hash = run_all(pool, size, is_uniform) ^ run_blocks(pool);
             const std::lock_guard<std::mutex> lock(mutex);
             if (++done == found.size()) is_done.notify_all();

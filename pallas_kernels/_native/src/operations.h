@@ -10,6 +10,7 @@
 
 #include "blocks.h"
 #include "kernels.h"
+#include "row_writer.h"
 
 namespace dynamiq {
 
@@ -194,6 +195,7 @@ template <class Pool>
 void decompress(Pool& pool, const Codec& codec, const uint8_t* messages, int64_t chunks,
                 const Places& all_places, const int32_t* table, float* values) {
   const int64_t rows = all_places.rows;
+  const RowWriter result(values, chunks * rows);
   in_blocks(pool, chunks * rows, kBlock, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t chunk = i / rows, place = i % rows;
@@ -201,9 +203,11 @@ void decompress(Pool& pool, const Codec& codec, const uint8_t* messages, int64_t
                              all_places.starts + chunk * kStarts, rows};
       const auto sections = codec.sections(messages + chunk * codec.payload_bytes, rows);
       const ReceivedRow row = sections.row(places, place, table ? table[i] : place);
-      codec.coded->decode(row, codec.levels.of(row.width),
-                          values + kRow * int64_t{places.order[place]});
+      result.write(places.order[place], [&](float* decoded) {
+        codec.coded->decode(row, codec.levels.of(row.width), decoded);
+      });
     }
+    result.finish();
   });
 }
 
