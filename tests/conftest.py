@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Make slow tests of what the fast ones try in another way."""
+    _slow_research(items)
+    _slow_samples(items)
+
+
+def _slow_research(items: list[pytest.Item]) -> None:
     """Make the tests of research slow ones outside of its folder.
 
     There, each system has its own tests. Elsewhere, it goes through those of all methods.
@@ -69,6 +76,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         if names & research and "contrib" not in item.path.parts:
             item.add_marker(pytest.mark.slow)
+
+
+def _slow_samples(items: list[pytest.Item]) -> None:
+    """Make slow tests of all but some cases of the laws that are marked as `sampled`."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None or item.get_closest_marker("slow") is not None:
+            continue
+        law = item.nodeid.partition("[")[0]
+        if cases[law] % sampled.args[0]:
+            item.add_marker(pytest.mark.slow)
+        cases[law] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -7,12 +7,13 @@ from dynamiq_jax._prediction.cost_model import CodecSpeed
 DeviceKind = Literal["gpu", "cpu", "tpu_v5e", "tpu_v5p", "tpu_v6e"]
 DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
 
-# DynamiQ at 5 bits from float32. CPU: two cores for one worker, benchmarks/speed/codec.py. GPU: an
-# H200, for a worker of a ring of 8, benchmarks/gpu/kernels.py; the time of a step is a guess.
+# DynamiQ at 5 bits from float32. CPU: the native codec on two cores, all that a worker of a ring of
+# 4 computes in new memory, benchmarks/speed/native.py. GPU: an H200, for a worker of a ring of 8,
+# benchmarks/gpu/kernels.py; the time of a step is a guess.
 # TPU: about the cycles that the compiler schedules, benchmarks/aot/tpu.py, for 8 chips and for two
 # slices; not measured yet.
 CODEC_SPEEDS: dict[DeviceKind, CodecSpeed] = {
-    "cpu": CodecSpeed(ns_per_coordinate=8.0, us_per_step=500.0),
+    "cpu": CodecSpeed(ns_per_coordinate=2.8, us_per_step=500.0),
     "gpu": CodecSpeed(ns_per_coordinate=0.0075, us_per_step=10.0),
     "tpu_v5e": CodecSpeed(ns_per_coordinate=0.048, us_per_step=12.0, ns_of_order=0.0091),
     "tpu_v5p": CodecSpeed(ns_per_coordinate=0.044, us_per_step=8.0, ns_of_order=0.0099),

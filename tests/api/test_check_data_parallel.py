@@ -117,6 +117,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cause", WRONG)
 def test_a_wrong_loss_is_named(data_mesh, cause):
     loss_fn, *batch = WRONG[cause]

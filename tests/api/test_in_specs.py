@@ -90,6 +90,7 @@ def same(found, expected):
 FORMS = pytest.mark.parametrize("form", ("data_parallel", "value_and_grad"))
 
 
+@pytest.mark.sampled(2)
 @FORMS
 @pytest.mark.parametrize("law", LAWS)
 def test_an_array_that_is_no_batch_is_refused_until_it_has_a_spec(data_mesh, form, law):

@@ -175,6 +175,7 @@ WAYS: dict[str, Means] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_noise_of_repeated_reductions_averages_out(
     way: str, data_mesh: Callable[[int], Mesh]

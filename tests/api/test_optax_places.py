@@ -58,6 +58,7 @@ def gradients():
     return of_workers(0, 4 * WORKERS, 32 * 64).reshape(4, WORKERS, *SHAPE)
 
 
+@pytest.mark.sampled(2)
 @CHECKS
 @pytest.mark.parametrize("place", PLACES)
 def test_behind_the_reduction_all_get_the_mean(data_mesh, place, check_vma):

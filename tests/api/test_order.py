@@ -95,6 +95,7 @@ FORMS += [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "check_vma"), FORMS)
 def test_collectives_of_one_trace_are_ordered(
     name: str, check_vma: bool, data_mesh: Callable[[int], Mesh]

@@ -93,6 +93,7 @@ def steps(method, topology="ring", **options):
 COMPILED = {"thc", "split_sketch", "powersgd", "arc_top_k"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method(name, data_mesh):
     def make():
@@ -114,6 +115,7 @@ def test_every_half(name, data_mesh):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("method", ("dynamiq", "entropy_coded"))
@@ -139,12 +141,14 @@ def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(), run=run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, "f4", "f2"))
 def test_dtypes(dtype, data_mesh):
     fn = steps(STOCHASTIC)
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(dtype))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_double_precision_is_that_of_single(name, data_mesh):
     """It goes through float32, and comes back in its own dtype."""
@@ -218,6 +222,7 @@ def test_steps_of_trainers(step, data_mesh):
 # ----------------------------------------------------------------------------------------- checks
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_checks_of_nan_find_none(name, data_mesh):
     """Nor in lanes whose values are not used."""

@@ -49,6 +49,7 @@ def scattered(method: str, topology: str):
 # ---------------------------------------------------------------------------------- psum_scatter
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "topology"),
     [

@@ -54,6 +54,7 @@ def check_equals_loop(mesh, fn, atol=0.0):
     assert jax.tree.map(jnp.shape, untyped) == jax.tree.map(jnp.shape, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STATELESS)
 def test_sums_and_their_halves(name, data_mesh):
     arguments = {"key": KEY, "method": TRACED[name], "options": dq.Options(exact_below=0)}

@@ -188,6 +188,7 @@ def test_buckets_have_rounding_noise_of_their_own(name):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unrolled", (0, 1))
 @pytest.mark.parametrize("stacked", (False, True), ids=("leaves", "one leaf"))
 def test_equal_buckets_share_a_codec_and_keep_their_bits(data_mesh, stacked, unrolled):

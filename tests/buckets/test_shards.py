@@ -195,6 +195,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "mesh_name"), CASES)
 def test_every_device_sends_its_own_shards(form, mesh_name):
     """The bytes of the compiled program are those of the report, and the whole divided by the
@@ -293,6 +294,7 @@ def test_states_are_split_as_the_gradients_are():
         np.testing.assert_array_equal(second[name], again[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method",
     (

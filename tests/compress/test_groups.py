@@ -59,6 +59,7 @@ NOT_LINEAR = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_equations_behind_sums_keep_their_values(name, mesh):
     def step(params, x, y):

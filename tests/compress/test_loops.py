@@ -214,6 +214,7 @@ OTHER_TOTALS = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", OTHER_TOTALS)
 def test_totals_that_are_used_otherwise_keep_their_values(step, mesh):
     whole = mapped(step, mesh)

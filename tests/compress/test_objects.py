@@ -69,6 +69,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("is_method", [False, True])
 def test_a_changed_attribute_runs_another_program(scaled, change, is_method):

@@ -70,6 +70,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("loss", [small_loss, large_loss])
 def test_statistics_and_their_gradients_stay_exact(name, loss, data_mesh):

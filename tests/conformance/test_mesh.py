@@ -147,6 +147,7 @@ def found_on_mesh(name: str) -> tuple[dict[str, np.ndarray], list[Collective]]:
 cases = pytest.mark.parametrize("name", CASES)
 
 
+@pytest.mark.sampled(2)
 @cases
 def test_a_mesh_gives_the_bits_of_the_simulation(name):
     case = CASES[name]

@@ -381,6 +381,7 @@ def count(jaxpr, primitive: str) -> int:
     return found
 
 
+@pytest.mark.sampled(2)
 @kernels
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("bidirectional", (False, True))

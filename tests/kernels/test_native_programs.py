@@ -156,6 +156,7 @@ sys.stdout.write(hashlib.sha256(programs.sum_of_chunk(1).tobytes()).hexdigest())
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_the_number_of_threads_changes_nothing(threads):
     """Also more threads than cores."""

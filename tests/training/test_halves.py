@@ -72,6 +72,7 @@ def mean_by_all_reduce(tree, method=CORRELATED, topology="ring", options=ONE_BUC
     return jax.tree.map(np.asarray, jax.jit(jax.vmap(mean, axis_name="data"))(tree))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "made, workers, topology",
     (

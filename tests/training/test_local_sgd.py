@@ -179,6 +179,7 @@ def test_trajectories_are_those_of_streaming_diloco_in_torchft(delay, alpha, dat
         assert expected[2] == (-11.0, -5.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fields",
     (

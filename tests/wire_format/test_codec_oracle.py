@@ -130,6 +130,7 @@ def decoded(name: str) -> np.ndarray:
     return np.asarray(decompress(messages, places, layout=layout)).reshape(HOPS, -1, 256)
 
 
+@pytest.mark.sampled(2)
 @every_codec
 def test_every_message_of_a_path_is_that_of_the_page(name):
     messages, rows, order = path(name)
@@ -325,6 +326,7 @@ def whole(method: dq.DynamiQ, num_workers: int, topology: Ring | AllToAll):
     return grads, np.asarray(total), np.asarray(norms[0]), tuple(np.asarray(seed).tolist())
 
 
+@pytest.mark.sampled(2)
 @runs
 def test_the_norms_are_those_of_the_page(method, num_workers, topology):
     grads, _, norms, _ = whole(method, num_workers, topology)
