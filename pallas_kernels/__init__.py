@@ -8,6 +8,7 @@
                                the step of a ring, with n - 1 that of an all-to-all
         decompress_accumulate  messages decoded, local rows added
         decompress             messages of all chunks to rows in their original places
+        sort                   words of norms and rows, for the order of the rows
         solve                  energies of rows to their widths
         energies, scaled_sums, decompress_sums
                                sums whose rows have an order of their own

@@ -1,7 +1,7 @@
 """Interface of a backend: operations on whole messages, and the places where it can run them.
 
-A backend has four operations of its own. Four others are made of these, and a backend overrides
-those that it can run faster. `pallas_kernels.registry` lists the backends, and
+A backend has four operations of its own. Five others are made of these or of XLA, and a backend
+overrides those that it can run faster. `pallas_kernels.registry` lists the backends, and
 `pallas_kernels.choice` takes one of them for an operation.
 """
 
@@ -93,6 +93,10 @@ class Backend(abc.ABC):
         """Solve for widths; see `pallas_kernels.operations.solve`."""
         return layout.solve(energies)
 
+    def sort(self, words: Array, /) -> Array:
+        """Sort words; see `pallas_kernels.operations.sort`."""
+        return lax.sort(words, is_stable=False)
+
     def energies(self, payloads: Array, *, layout: Layout) -> Array:
         """Compute energies of rows; see `pallas_kernels.operations.energies`."""
         return scales.row_energies(*layout.scales(payloads)).astype(jnp.int32)
@@ -145,4 +149,9 @@ class Backend(abc.ABC):
 
 def takes_messages(operation: Operation) -> bool:
     """Return whether the first argument of an operation are messages."""
-    return operation not in (Backend.statistics, Backend.solve)
+    return operation not in (Backend.statistics, Backend.sort, Backend.solve)
+
+
+def takes_layout(operation: Operation) -> bool:
+    """Return whether an operation takes the layout of a message."""
+    return operation not in (Backend.statistics, Backend.sort)

@@ -123,6 +123,19 @@ def decompress(
     return choice.run(implementation, Backend.decompress, payloads, places, layout=layout)
 
 
+def sort(words: Array, *, implementation: str | None = None) -> Array:
+    """Sort words that all differ, along the last axis.
+
+    Args:
+      words: uint32 [..., count].
+      implementation: backend, see `pallas_kernels.choice.run`.
+
+    Returns:
+      The words in ascending order, of the same shape.
+    """
+    return choice.run(implementation, Backend.sort, words)
+
+
 def solve(energies: Array, *, layout: Layout, implementation: str | None = None) -> Array:
     """Solve for the widths of the rows of chunks.
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from pallas_kernels.backend import Backend, Operation
+from pallas_kernels.backend import Backend, Operation, takes_layout
 from pallas_kernels.codec import (
     SUPER_GROUP_SIZE,
     Allocation,
@@ -33,6 +33,7 @@ CALLS: Mapping[str, Operation] = {
     "hop of several": Backend.hop,
     "decompress_accumulate": Backend.decompress_accumulate,
     "decompress": Backend.decompress,
+    "order": Backend.sort,
     "widths": Backend.solve,
     "energies": Backend.energies,
     "scales of sums": Backend.scaled_sums,
@@ -40,6 +41,7 @@ CALLS: Mapping[str, Operation] = {
 }
 # With this one, no other rounding of single operations changes the message of `first_use`.
 _STREAM = 4
+_WORDS, _SPREAD = 5000, np.uint32(857_999)  # words that are sorted, and a step between two
 _UNUSED = 3  # units of a message that no row needs: a backend has to clear them
 
 Row = NDArray[np.float32]
@@ -96,6 +98,7 @@ class Trial:
             "hop of several": (messages[:2], local, chunk, second),
             "decompress_accumulate": (messages[:2], local, chunk),
             "decompress": (messages, local.places),
+            "order": (np.random.default_rng(0).permutation(_WORDS).astype(np.uint32) * _SPREAD,),
             "widths": (-np.sort(-energies, axis=1),),
             "energies": (messages,),
             "scales of sums": (messages[:1], local, chunk),
@@ -105,7 +108,7 @@ class Trial:
             name: OperationCall(
                 operation,
                 arrays[name],
-                {} if operation is Backend.statistics else {"layout": self.layout},
+                {"layout": self.layout} if takes_layout(operation) else {},
             )
             for name, operation in CALLS.items()
         }

@@ -65,7 +65,7 @@ def kernel_operations(
     wire, item_bytes = layout.payload_bytes / gradient.size, gradient.dtype.itemsize
 
     def reorder(norms: Array, rows: Array) -> tuple[Array, Places]:
-        places = place_rows(bfloat16_bits(norms), layout)
+        places = place_rows(bfloat16_bits(norms), layout, sort=operations.sort)
         return restore_rows(rows, places.order), places
 
     return {

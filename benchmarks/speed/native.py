@@ -132,7 +132,8 @@ def all_of_a_worker(rows: Array, received: Array, *, layout: Layout, implementat
       The decoded sum, of the shape of `rows`.
     """
     norms = operations.statistics(rows, implementation=implementation)
-    places = place_rows(bfloat16_bits(norms), layout)
+    sort = functools.partial(operations.sort, implementation=implementation)
+    places = place_rows(bfloat16_bits(norms), layout, sort=sort)
     local = LocalRows(rows, places, jnp.array([1, 2], jnp.uint32))
     static = {"layout": layout, "implementation": implementation}
     sent = [operations.compress(local, 0, 0, **static)]

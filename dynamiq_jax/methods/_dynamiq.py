@@ -190,10 +190,13 @@ class DynamiQ(ChunkedMethod):
         if local_norms is None:
             local_norms = operations.statistics(rows, implementation=self.implementation)
         row_norms = share(local_norms, call.axis)
+        sort = functools.partial(operations.sort, implementation=self.implementation)
         solve = functools.partial(
             operations.solve, layout=layout, implementation=self.implementation
         )
-        places = place_rows(row_norms, layout, consecutive=call.is_consecutive, solve=solve)
+        places = place_rows(
+            row_norms, layout, consecutive=call.is_consecutive, sort=sort, solve=solve
+        )
         seed = jax.random.bits(key, (2,), jnp.uint32)
         return DynamiQChunks(
             local=LocalRows(rows, places, seed),

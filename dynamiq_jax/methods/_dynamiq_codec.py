@@ -1,6 +1,7 @@
 """Codec of one bucket of DynamiQ: rows in the order of a table, and messages of the kernels."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -133,6 +134,7 @@ class ReorderedSums(SumCodec):
         """Return the places of the rows of sums in messages, by the scales in the messages."""
         arguments = self.chunks._arguments
         energies = operations.energies(payloads, **arguments)
-        order, ranked = rank(energies.astype(jnp.uint16))
+        sort = functools.partial(operations.sort, implementation=self.chunks.implementation)
+        order, ranked = rank(energies.astype(jnp.uint16), sort=sort)
         plane_rows = operations.solve(ranked.astype(jnp.int32), **arguments)
         return make_places(order, plane_rows)

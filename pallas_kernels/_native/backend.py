@@ -21,6 +21,7 @@ class Native(Backend):
     decompress = staticmethod(launch.decompress)
     scaled_sums = staticmethod(launch.scaled_sums)
     decompress_sums = staticmethod(launch.decompress_sums)
+    sort = staticmethod(launch.sort)
 
     @override
     def why_not_here(self) -> str | None:

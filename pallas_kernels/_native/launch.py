@@ -94,6 +94,12 @@ def decompress_sums(payloads: Array, places: Places, table: Array, *, layout: La
     return values
 
 
+def sort(words: Array) -> Array:
+    """Sort words; see `pallas_kernels.operations.sort`."""
+    [words] = call("sort", [(words.shape, jnp.uint32)], [words])
+    return words
+
+
 def _rows(count: int) -> tuple[tuple[int, int], Any]:
     return (count, SUPER_GROUP_SIZE), jnp.float32
 

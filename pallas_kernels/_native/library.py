@@ -13,7 +13,7 @@ from pallas_kernels._native.build import LIBRARY, sources_digest
 
 SWITCH = "DYNAMIQ_NATIVE"  # also of the build, see hatch_build.py
 CALLS = (
-    *("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress"),
+    *("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress", "sort"),
     *("block_hop", "block_accumulate", "block_decompress"),
     "copies",
 )

@@ -50,6 +50,7 @@ def place_rows(
     layout: Layout,
     *,
     consecutive: bool = False,
+    sort: Callable[[Array], Array] | None = None,
     solve: Callable[[Array], Array] | None = None,
 ) -> Places:
     """Assign rows to places by their norms, largest first, and solve for their widths.
@@ -58,15 +59,18 @@ def place_rows(
       norm_bits: norms as bits of bfloat16, uint16 [num_rows]; NaN where a norm is not finite.
       layout: static layout of the bucket.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
+      sort: function that sorts words, see `rank`.
       solve: solver of widths by energies; that of the layout if None.
     """
     norm_bits = jnp.where(norm_bits > _LARGEST_NORM, _LEAST_NORM, norm_bits)
     if consecutive:
-        order, norm_bits = rank(norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk))
+        order, norm_bits = rank(
+            norm_bits.reshape(layout.num_chunks, layout.rows_per_chunk), sort=sort
+        )
         order += np.arange(layout.num_chunks, dtype=np.int32)[:, None] * layout.rows_per_chunk
     else:  # rank p goes to chunk p mod num_chunks
         shape = layout.rows_per_chunk, layout.num_chunks
-        order, norm_bits = (ranked.reshape(shape).T for ranked in rank(norm_bits))
+        order, norm_bits = (ranked.reshape(shape).T for ranked in rank(norm_bits, sort=sort))
     # The bits of a float are a logarithm, if linear within each octave: here 128 steps for one of
     # the norm, which is two of the energy.
     energies = (norm_bits >> np.uint16(1)).astype(jnp.int32)
@@ -83,11 +87,13 @@ def make_places(order: Array, plane_rows: Array) -> Places:
     return Places(order, widths, jnp.pad(ends, [(0, 0)] * (ends.ndim - 1) + [(1, 0)]))
 
 
-def rank(weights: Array) -> tuple[Array, Array]:
+def rank(weights: Array, *, sort: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
     """Sort weights along the last axis, largest first, and equal ones by their index.
 
     Args:
       weights: uint16 below 2^15, such as the bits of a bfloat16 that is not negative.
+      sort: function that sorts words that all differ, uint32 [..., count], along the last axis;
+        that of XLA if None.
 
     Returns:
       Indices, int32, and the sorted weights, both of the same shape.
@@ -100,7 +106,7 @@ def rank(weights: Array) -> tuple[Array, Array]:
     index = lax.broadcasted_iota(jnp.uint32, weights.shape, weights.ndim - 1)
     keys = (_LARGEST - weights).astype(jnp.uint32) << np.uint32(index_bits) | index
     # No two are equal. A stable sort would carry an index, and a TPU compile it for much longer.
-    keys = lax.sort(keys, is_stable=False)
+    keys = lax.sort(keys, is_stable=False) if sort is None else sort(keys)
     indices = (keys & np.uint32((1 << index_bits) - 1)).astype(jnp.int32)
     return indices, _LARGEST - (keys >> np.uint32(index_bits)).astype(jnp.uint16)
 

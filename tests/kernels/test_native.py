@@ -205,3 +205,15 @@ def test_large_results_have_every_row(method, rows, data_mesh, monkeypatch):
         found.append(np.asarray(program.compile()(values)))
     np.testing.assert_array_equal(*found)
     assert 0 < np.linalg.norm(found[0] - values) < 0.2 * np.linalg.norm(values)
+
+
+@given(
+    shape=st.sampled_from([(0,), (1,), (70,), (2047,), (2048,), (5000,), (3, 2500), (2, 2, 40)]),
+    seed=st.integers(0, 2**32 - 1),
+    few=st.booleans(),
+)
+def test_words_are_sorted(shape, seed, few):
+    """Of every digit, and with equal ones, which `operations.sort` does not promise."""
+    drawn = np.random.default_rng(seed).integers(0, 60 if few else 2**32, shape, np.uint32)
+    words = drawn * np.uint32(71_582_789) if few else drawn
+    np.testing.assert_array_equal(jax.jit(NATIVE.sort)(words), np.sort(words, axis=-1))

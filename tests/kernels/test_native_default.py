@@ -145,6 +145,7 @@ def wrong(operation, change):
         ),
         ("decompress", lambda values: values[::-1], "decompress of"),
         ("decompress_sums", lambda values: values.at[-1].set(0), "decompress of sums of"),
+        ("sort", lambda words: words.at[:2].set(words[1::-1]), "order of"),
         ("scaled_sums", lambda found: (found[0], found[1] ^ np.uint8(1)), "scales of sums of"),
     ],
 )

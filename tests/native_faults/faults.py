@@ -81,6 +81,8 @@ FAULTS = (
         "__builtin_floorf(values[i] * inverse + 0.5f)",
     ),
     Fault("block_rows.h", "return fma(value, scale, sum);", "return sum + value * scale;"),
+    Fault("sorting.h", "count, kDigitBits, &starts", "count, kDigitBits - 1, &starts"),
+    Fault("sorting.h", "words + array * count", "words + array"),
     Fault("row_writer.h", "to + lane, _mm", "result_ + lane, _mm"),
     Fault("row_writer.h", "lane < kRow; lane += 4", "lane < kRow - 4; lane += 4"),
     Fault("block_operations.h", "first_id + static_cast<uint32_t>(row)", "first_id"),

@@ -14,6 +14,7 @@
 
 #include "block_operations.h"
 #include "copies.h"
+#include "sorting.h"
 
 namespace {
 
@@ -230,6 +231,17 @@ void write_many_rows(Pool& pool) {
     if (values[i] != static_cast<float>(i / kRow + i % kRow)) std::abort();
 }
 
+// Sorts two arrays, and ends the program if a word is not at its place.
+template <class Pool>
+void sort_two_arrays(Pool& pool, int64_t count) {
+  std::vector<uint32_t> words, sorted(static_cast<size_t>(2 * count));
+  for (int64_t i = 0; i < 2 * count; ++i)
+    words.push_back(static_cast<uint32_t>(i % count * 7919 % count) * 858'000u);
+  sort_all(pool, words.data(), 2, count, sorted.data());
+  for (int64_t i = 0; i < 2 * count; ++i)
+    if (sorted[static_cast<size_t>(i)] != static_cast<uint32_t>(i % count) * 858'000u) std::abort();
+}
+
 // Copies segments to other places and back, and ends the program if a byte is not there again.
 template <class Pool>
 void copy_there_and_back(Pool& pool, int64_t rows) {
@@ -285,6 +297,8 @@ int main() {
           pool.Schedule([&, size, is_uniform] {
             copy_there_and_back(pool, 1 + size);
             write_many_rows(pool);
+            sort_two_arrays(pool, 40);
+            sort_two_arrays(pool, 5000);
             hash = run_all(pool, size, is_uniform) ^ run_blocks(pool);
             const std::lock_guard<std::mutex> lock(mutex);
             if (++done == found.size()) is_done.notify_all();

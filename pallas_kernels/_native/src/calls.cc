@@ -5,6 +5,7 @@
 #include "buffers.h"
 #include "dispatch.h"
 #include "operations.h"
+#include "sorting.h"
 
 namespace dynamiq {
 namespace {
@@ -150,6 +151,13 @@ ffi::Error call_decompress(ffi::ThreadPool pool, Bytes payloads, Ints order, Int
   return ffi::Error::Success();
 }
 
+ffi::Error call_sort(ffi::ThreadPool pool, Words words, ffi::Result<Words> sorted) {
+  const int64_t count = words.dimensions().back();
+  const int64_t arrays = count > 0 ? static_cast<int64_t>(words.element_count()) / count : 0;
+  sort_all(pool, words.typed_data(), arrays, count, sorted->typed_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace dynamiq
 
@@ -175,6 +183,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dynamiq_statistics, call_statistics,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dynamiq_sort, call_sort,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Words>().Ret<Words>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dynamiq_hop, call_hop,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
