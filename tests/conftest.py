@@ -79,14 +79,18 @@ def _slow_research(items: list[pytest.Item]) -> None:
 
 
 def _slow_samples(items: list[pytest.Item]) -> None:
-    """Make slow tests of all but some cases of the laws that are marked as `sampled`."""
+    """Make slow tests of all but some cases of the laws that are marked as `sampled`.
+
+    Those of research are, by two: it is not tried harder than the product.
+    """
     cases: Counter[str] = Counter()
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is None or item.get_closest_marker("slow") is not None:
+        if item.get_closest_marker("slow") is not None:
             continue
+        sampled = item.get_closest_marker("sampled")
+        every = sampled.args[0] if sampled else 1 + ("contrib" in item.path.parts)
         law = item.nodeid.partition("[")[0]
-        if cases[law] % sampled.args[0]:
+        if cases[law] % every:
             item.add_marker(pytest.mark.slow)
         cases[law] += 1
 

@@ -81,6 +81,7 @@ def take_all(dealing, vector):
     return np.asarray(dealing.take_all(dealing.deal([jnp.asarray(vector)[None]])))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shifted", (True, False))
 @pytest.mark.parametrize("pieces, rows", ((1, 3), (2, 5), (3, 4), (8, 7)))
 def test_all_pieces_of_a_vector_and_back(pieces, rows, shifted):

@@ -55,6 +55,7 @@ def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
         assert abs(off) < 0.2, kind
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("exact", "dynamiq")])
 def test_the_error_of_every_method_is_estimated(name):
     """Those with a state in their first step. Blocks that are left out are rarely in the sample."""

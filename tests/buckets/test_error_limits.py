@@ -55,6 +55,7 @@ def check_exact(mean, values):
 UNDERFLOW = {"dynamiq": True, "thc": True, "marsit": True, "mxfp8": False, "blockint:4": False}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "size"), [*((method, 1e-37) for method in UNDERFLOW), ("dynamiq", 1e-36)]
 )
@@ -76,6 +77,7 @@ def test_a_result_that_underflows_has_its_error(method, size):
         assert metrics["norm"] == pytest.approx(np.linalg.norm(1e30 * truth) / 1e30, rel=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ("dynamiq", "bf16", "thc"))
 @pytest.mark.parametrize("large", (1e38, -3e38))
 def test_a_limit_keeps_means_finite_that_are_finite(method, large):

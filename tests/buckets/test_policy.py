@@ -101,6 +101,7 @@ def test_uncompressed_is_left_to_jax_and_exact_is_sent_like_any_method(data_mesh
         assert chosen == {dq.Exact() if method == "exact" else None}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_works_beside_another_one(name):
     """With a state, where it has one, that resumes bit for bit."""

@@ -209,6 +209,7 @@ def test_stripes_have_rounding_noise_of_their_own():
 # --------------------------------------------------------------------------- results and programs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 def test_replicas_are_identical_and_in_place(data_mesh, dtype, check_vma):
@@ -249,6 +250,7 @@ HALVES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("tiled", (True, False))
 def test_halves_keep_their_contract(name, tiled):

@@ -155,6 +155,7 @@ def test_fewer_compressions_have_less_error(name):
     assert 1.4 < ring / all_to_all < 1.75
 
 
+@pytest.mark.sampled(2)
 @on_topologies(CASES)
 @pytest.mark.parametrize("bad", (np.nan, -np.inf))
 def test_what_is_not_finite_surfaces_on_all_workers_and_goes_no_further(name, topology, bad):

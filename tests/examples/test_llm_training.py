@@ -127,6 +127,7 @@ def bytes_of(trainer, task):
     return sent, found.bytes_compressed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "route"),
     (
@@ -207,6 +208,7 @@ def test_a_state_is_refused_where_no_place_for_it_is(route, files):
         make_trainer(recipe, task.structure, task.shapes, task.mesh)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["dynamiq:5", "powersgd", "ef+powersgd", "ef+topk_chunked"])
 def test_a_checkpoint_has_the_state_of_every_device(method, files, tmp_path):
     """Values are random: what a checkpoint leaves out shows."""

@@ -57,6 +57,7 @@ def agree(*encoded: dq.Message, weights=None) -> None:
         assert same_bits(values, of_numpy[name]), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_decoders_agree_on_what_is_encoded_and_on_any_bytes(method):
     tree = {"w": values_of(3, 2000), "tail": values_of(1, 700)}

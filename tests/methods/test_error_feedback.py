@@ -92,6 +92,7 @@ def test_values_that_are_applied_are_carried_without_another_loss():
     assert np.mean(np.asarray(total[0]) == expected) > 0.99  # ties, by the order of additions
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
 @pytest.mark.parametrize("name", ("powersgd", "nearest", "bf16"))
 def test_what_is_not_finite_surfaces_and_is_not_kept(name, value):
