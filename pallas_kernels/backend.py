@@ -17,7 +17,7 @@ from pallas_kernels import message_types
 from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.ordering import LocalRows, Places
+from pallas_kernels.codec.ordering import LocalRows, Places, sort_words
 
 Operation = Callable[..., Any]  # a method of `Backend`, such as `Backend.hop`
 
@@ -95,7 +95,7 @@ class Backend(abc.ABC):
 
     def sort(self, words: Array, /) -> Array:
         """Sort words; see `pallas_kernels.operations.sort`."""
-        return lax.sort(words, is_stable=False)
+        return sort_words(words)
 
     def energies(self, payloads: Array, *, layout: Layout) -> Array:
         """Compute energies of rows; see `pallas_kernels.operations.energies`."""

@@ -31,6 +31,7 @@ from pallas_kernels.codec import Layout, LocalRows, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 BACKENDS = ("xla", "native")
+_WORKER = "all of a worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,11 @@ def measure(threads: int, kept: bool, options: dict[str, Any]) -> list[dict[str,
         "hop": ((messages[1:2], ours, 1, 1), part),
         "decompress_accumulate": ((messages[1:2], ours, 1), part),
         "decompress": ((messages, places), config.size),
-        "all of a worker": ((rows[0], messages), config.size),
+        _WORKER: ((rows[0], messages), config.size),
     }
     results = []
     for name, (arguments, size) in cases.items():
-        operation = getattr(operations, name, all_of_a_worker)
+        operation = all_of_a_worker if name == _WORKER else getattr(operations, name)
         static = {} if name == "statistics" else {"layout": layout}
         calls = {
             backend: functools.partial(

@@ -23,10 +23,20 @@ _OPERATIONS = {
 }
 
 
+def cpu_worker_ns(*, threads: int, kept: bool) -> float:
+    """Return the nanoseconds of the native codec for a coordinate of a worker.
+
+    Args:
+      threads: of XLA, and cores.
+      kept: whether malloc keeps memory between calls.
+    """
+    return _times_of_codecs()["all of a worker", threads, kept]["native"]
+
+
 def native() -> str:
     """Write the time of each operation of the pure-JAX and the native codec."""
-    found = {(row["operation"], row["threads"], row["kept"]): row for row in results_of("native")}
-    threads = sorted({row["threads"] for row in results_of("native")})
+    found = _times_of_codecs()
+    threads = sorted({number for _, number, _ in found})
     rows = []
     for operation, name in _OPERATIONS.items():
         cells = [name]
@@ -47,11 +57,7 @@ def native() -> str:
 
 def parts_of_time() -> str:
     """Write where the time of an all-reduce of emulated hosts goes, at 1 Gbit/s."""
-    [codec_ns] = (
-        row["native"]
-        for row in results_of("native")
-        if (row["operation"], row["threads"], row["kept"]) == ("all of a worker", 1, True)
-    )
+    codec_ns = cpu_worker_ns(threads=1, kept=True)
     rows = []
     for point in results_of("cost_model")["points"]:
         if (point["setting"], point["rate"]) != ("dynamiq:5:ring", 1e9):
@@ -90,6 +96,11 @@ def memory() -> str:
         f"{_WORKERS} virtual devices (`python -m benchmarks.speed.memory`):\n\n"
         + markdown(header, rows)
     )
+
+
+def _times_of_codecs() -> dict[tuple[str, int, bool], dict[str, Any]]:
+    """Return the rows of native.json, by operation, threads and whether memory is kept."""
+    return {(row["operation"], row["threads"], row["kept"]): row for row in results_of("native")}
 
 
 ALL = (native, parts_of_time, memory)

@@ -59,7 +59,7 @@ def place_rows(
       norm_bits: norms as bits of bfloat16, uint16 [num_rows]; NaN where a norm is not finite.
       layout: static layout of the bucket.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
-      sort: function that sorts words, see `rank`.
+      sort: function that sorts words; `sort_words` if None.
       solve: solver of widths by energies; that of the layout if None.
     """
     norm_bits = jnp.where(norm_bits > _LARGEST_NORM, _LEAST_NORM, norm_bits)
@@ -92,8 +92,7 @@ def rank(weights: Array, *, sort: Callable[[Array], Array] | None = None) -> tup
 
     Args:
       weights: uint16 below 2^15, such as the bits of a bfloat16 that is not negative.
-      sort: function that sorts words that all differ, uint32 [..., count], along the last axis;
-        that of XLA if None.
+      sort: function that sorts words; `sort_words` if None.
 
     Returns:
       Indices, int32, and the sorted weights, both of the same shape.
@@ -105,10 +104,15 @@ def rank(weights: Array, *, sort: Callable[[Array], Array] | None = None) -> tup
     # Both in one word: one array of integers sorts five times faster than keys with values.
     index = lax.broadcasted_iota(jnp.uint32, weights.shape, weights.ndim - 1)
     keys = (_LARGEST - weights).astype(jnp.uint32) << np.uint32(index_bits) | index
-    # No two are equal. A stable sort would carry an index, and a TPU compile it for much longer.
-    keys = lax.sort(keys, is_stable=False) if sort is None else sort(keys)
+    keys = (sort or sort_words)(keys)
     indices = (keys & np.uint32((1 << index_bits) - 1)).astype(jnp.int32)
     return indices, _LARGEST - (keys >> np.uint32(index_bits)).astype(jnp.uint16)
+
+
+def sort_words(words: Array) -> Array:
+    """Sort words that all differ, uint32 [..., count], along the last axis."""
+    # A stable sort would carry an index, and a TPU compile it for much longer.
+    return lax.sort(words, is_stable=False)
 
 
 def restore_rows(rows: Array, order: Array) -> Array:

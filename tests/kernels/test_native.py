@@ -188,7 +188,7 @@ def check_norms(ours, base) -> None:
 )
 @pytest.mark.parametrize("rows", [4095, 4096])
 def test_large_results_have_every_row(method, rows, data_mesh, monkeypatch):
-    """From 4096 rows on, they are written around the caches."""
+    """From 4096 rows on, those of DynamiQ are written around the caches."""
     values = jnp.asarray(worker_gradient(0, 256 * rows, seed=1))
     call = Call(size=values.size, axis=Axis("data", 1), topology=Ring())
     one_device = {"mesh": data_mesh(1), "in_specs": P(), "out_specs": P(), "check_vma": False}

@@ -3,6 +3,7 @@
 import pytest
 
 from docs.scripts.advised import gain_of_a_step
+from docs.scripts.cpu_tables import cpu_worker_ns
 from docs.scripts.gpu_tables import gpu_worker_ps
 from docs.scripts.result_files import results_of
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
@@ -10,11 +11,7 @@ from dynamiq_jax.topologies import Ring
 
 
 def test_the_speed_of_a_cpu_is_that_of_the_measured_native_codec():
-    [measured] = (
-        row["native"]
-        for row in results_of("native")
-        if (row["operation"], row["threads"], row["kept"]) == ("all of a worker", 2, False)
-    )
+    measured = cpu_worker_ns(threads=2, kept=False)
     assert 0.95 < CODEC_SPEEDS["cpu"].ns_per_coordinate / measured < 1.05
 
 

@@ -61,15 +61,11 @@ void block_accumulate(Pool& pool, const BlockCodec& codec, const Received& recei
 template <class Pool>
 void block_decompress(Pool& pool, const BlockCodec& codec, const uint8_t* messages, int64_t chunks,
                       float* values) {
-  const RowWriter result(values, chunks * codec.rows);
   in_blocks(pool, chunks * codec.rows, kBlock, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const uint8_t* const message = messages + i / codec.rows * codec.payload_bytes();
-      result.write(i, [&](float* decoded) {
-        codec.blocks->decode(codec.row(message, i % codec.rows), codec.width, decoded);
-      });
+      codec.blocks->decode(codec.row(message, i % codec.rows), codec.width, values + kRow * i);
     }
-    result.finish();
   });
 }
 

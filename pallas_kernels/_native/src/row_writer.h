@@ -13,8 +13,9 @@
 
 namespace dynamiq {
 
-// Writes the rows of a decoded result. A large one goes around the caches: they would read each
-// line of it before the first write, and lose what the operation still reads.
+// Writes rows of a decoded result in any order. A large one goes around the caches: they would read
+// each line of it before the first write, and lose what the operation still reads. Rows that come
+// one behind the other gain nothing from it, and lose where their pages are new.
 class RowWriter {
  public:
   RowWriter(float* result, int64_t rows)
