@@ -25,8 +25,8 @@ examples:
   dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
-A setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum. `dynamiq-jax COMMAND --help` explains
-each command, `dynamiq-jax --version` prints the version."""
+`dynamiq-jax COMMAND --help` explains a command, `dynamiq-jax --version` prints the version. A
+setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum."""
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ _MEMORY = {
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """All-reduce on the devices of this process, or of several processes.
+    """Time an all-reduce on the devices of this process, or of several processes.
 
     Times every setting at every size, in turns, beside the bytes that it sends and its error, and
     says below which speed of a link it would beat jax.lax.psum and a ring of BF16. Its last line is

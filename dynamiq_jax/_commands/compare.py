@@ -52,7 +52,7 @@ DEFAULTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Compare:
-    """Every method on the same gradients: error, bits on the wire, time.
+    """Compare all methods on the same gradients: error, bits on the wire, time.
 
     Simulates an all-reduce of N workers on this machine, with the program that real workers run,
     for each method, topology and number of workers. Gradients come from a file, such as one that

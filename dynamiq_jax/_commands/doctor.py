@@ -30,7 +30,7 @@ _REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Bytes that a train step sends, and the mistakes in it that make compression useless.
+    """Report what a train step sends, and the mistakes that make compression useless.
 
     SCRIPT_OR_HLO is a training script, or the text of a compiled program.
 

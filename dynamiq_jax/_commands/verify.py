@@ -61,7 +61,7 @@ _MARKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Right bytes and speed of the kernels on this machine, which may be one that is new.
+    """Check the bytes and the speed of the kernels on this machine.
 
     Compares every operation of every kernel backend that can run here with the base, `xla`, bit for
     bit and on hard values. Then it times the operations beside a copy of memory, and an all-reduce

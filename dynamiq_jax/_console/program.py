@@ -3,10 +3,14 @@
 This module imports only what the library needs: a program can report what is not installed.
 """
 
+import functools
 import importlib.util
+import inspect
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.pipes import ending_with_reader
@@ -38,12 +42,13 @@ def _run(name: str, commands: Callable[[], Any], description: str | None) -> Non
     import tyro
 
     given = commands()
-    if isinstance(given, Mapping):
-        command = tyro.extras.subcommand_cli_from_dict(
-            dict(given), prog=name, description=description
-        )
-    else:
+    if not isinstance(given, Mapping):
         command = tyro.cli(given, prog=name, description=description)
+    elif sys.argv[1:] and sys.argv[1] in given:
+        chosen = sys.argv[1]
+        command = tyro.cli(given[chosen], prog=f"{name} {chosen}", args=sys.argv[2:])
+    else:
+        command = tyro.cli(_listed(given), prog=name, description=description)
     try:
         with stopping_cleanly():
             status = command.run()
@@ -53,3 +58,14 @@ def _run(name: str, commands: Callable[[], Any], description: str | None) -> Non
         print(f"{name}: {stopped}; everything it made is removed.", file=sys.stderr)
         sys.exit(128 + stopped.number)
     sys.exit(status)
+
+
+def _listed(commands: Mapping[str, Any]) -> Any:
+    """Return the type of one of several commands, which shows the first line of each docstring."""
+    import tyro
+
+    def listed(name: str, command: Any) -> Any:
+        summary = (inspect.getdoc(command) or "").partition("\n")[0]
+        return Annotated[Any, tyro.conf.subcommand(name, constructor=command, description=summary)]
+
+    return functools.reduce(operator.or_, itertools.starmap(listed, commands.items()))

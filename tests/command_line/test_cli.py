@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -427,6 +428,20 @@ def test_help_teaches(monkeypatch, capsys):
     assert run(monkeypatch, "--help") == 0
     text = capsys.readouterr().out
     assert "examples:" in text and "advise" in text and "--link 25gbit" in text
+
+
+def test_help_of_all_commands_fits_a_screen_and_that_of_one_says_everything(monkeypatch, capsys):
+    assert run(monkeypatch, "--help") == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for name, command_ in commands._commands().items():
+        first, *others = inspect.getdoc(command_).split("\n\n")
+        assert first in text
+        assert run(monkeypatch, name, "--help") == 0
+        of_one = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        for paragraph in (first, *others):
+            words = " ".join(paragraph.split())
+            assert words in of_one
+            assert paragraph is first or words not in text
 
 
 def test_missing_packages_are_named(monkeypatch):
