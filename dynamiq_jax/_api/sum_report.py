@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from dynamiq_jax._api.wire_report import plan_without_arrays
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._core.source_files import short_name
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._rewriting.evaluate import Evaluation, leaf_name
 from dynamiq_jax._rewriting.nodes import Choice
@@ -86,8 +88,8 @@ def _row(each: SumReport) -> tuple[str, str, str, str, str, str]:
     kept = f"exact: {each.why_exact}" if each.why_exact else "compressed"
     group = "" if each.group is None else f", group {each.group}"
     shape = ",".join(map(str, each.sum.shape))
-    source = each.sum.source.rpartition("/")[2]
-    where = f"{each.sum.operation} {source}".strip()
+    file, *line = re.split(r"(?=:\d)", each.sum.source, maxsplit=1)
+    where = f"{each.sum.operation} {short_name(file)}{''.join(line)}".strip()
     return where, f"[{shape}]", each.sum.dtype.name, before, after, f"{kept}{group}{times}"
 
 

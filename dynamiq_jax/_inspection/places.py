@@ -5,6 +5,7 @@ import re
 from typing import NamedTuple
 
 import pallas_kernels
+from dynamiq_jax._core.source_files import short_name
 from pallas_kernels._jax.compat import override
 
 # The caller of a collective is of interest, not the lines of this library.
@@ -25,9 +26,7 @@ class Place(NamedTuple):
 
     @override
     def __str__(self) -> str:
-        path = pathlib.Path(self.file)
-        is_cell = path.parent.name.startswith("ipykernel_")  # which has a number for a name
-        return f"{'cell' if is_cell else path.name}:{self.line}"
+        return f"{short_name(self.file)}:{self.line}"
 
 
 class SourcePlaces:

@@ -101,6 +101,16 @@ def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
     assert alone[1].startswith("psum test_report.py:")
 
 
+def test_a_row_names_the_cell_of_a_notebook(data_mesh):
+    source = (
+        "def local(stacked):\n    return lax.pmean({n: a[0] for n, a in stacked.items()}, 'data')"
+    )
+    names = {"lax": lax}
+    exec(compile(source, "/tmp/ipykernel_7/1234567.py", "exec"), names)
+    step = jax.shard_map(names["local"], mesh=data_mesh(WORKERS), in_specs=P("data"), out_specs=P())
+    assert "psum cell:2:" in str(dq.compress(step, "data").report(MANY))
+
+
 def symbolic(*parts):
     shape = jax.export.symbolic_shape(", ".join(parts))
     return jax.ShapeDtypeStruct(shape, jnp.float32)
