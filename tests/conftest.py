@@ -19,6 +19,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 speed.read_flags_again()
+speed.reuse_contexts()
 
 # Commands, two of which need cosmic-ray and torch.
 collect_ignore = [

@@ -39,7 +39,12 @@ def vnmse(estimate: Any, truth: Any) -> Array:
         raise ValueError(
             f"estimate has shapes {shapes[0]} and truth has {shapes[1]}. Give like trees."
         )
-    pairs = list(zip(jax.tree.leaves(estimate), jax.tree.leaves(truth), strict=True))
+    return _of_leaves(jax.tree.leaves(estimate), jax.tree.leaves(truth))
+
+
+@jax.jit
+def _of_leaves(estimate: list[Any], truth: list[Any]) -> Array:
+    pairs = list(zip(estimate, truth, strict=True))
     # Scaled by the largest magnitude: squares of 1e-30 would underflow.
     scale = jnp.max(
         jnp.stack([jnp.float32(0), *(jnp.max(jnp.abs(_number(t)), initial=0) for _, t in pairs)])

@@ -19,6 +19,7 @@ def errors() -> list[dict[str, str]]:
     return processes.run(errors_of_all, [()] * NUM_PROCESSES, devices=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", ["vmap", "shard_map"])
 @pytest.mark.parametrize("over", AXES)
 @pytest.mark.parametrize("loss", EXPECTED)

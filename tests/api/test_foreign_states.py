@@ -50,6 +50,7 @@ def run(request):
     return Run(request.param)
 
 
+@pytest.mark.sampled(2)
 @given(sources=st.lists(st.integers(0, WORKERS - 1), min_size=WORKERS, max_size=WORKERS))
 def test_workers_go_on_from_their_own_states_or_all_from_first_ones(run, sources):
     """Whichever worker's states each of them gets, by a swap or by a copy."""

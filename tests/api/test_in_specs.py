@@ -269,6 +269,7 @@ class Unhashed:
     notes: list = dataclasses.field(default_factory=list, hash=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "wrap",
     (

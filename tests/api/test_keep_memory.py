@@ -14,6 +14,7 @@ from benchmarks.harness.processes import in_process
 from dynamiq_jax._api import keep_memory as module
 
 BYTES = 2**26  # of a result: more than glibc ever keeps by itself
+FEW = 0.05  # new pages of a call, of those that its result has
 PAGE = 4096
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -49,7 +50,12 @@ def new_pages_of_calls(kept: bool, devices: int) -> int:
         jax.block_until_ready(function(rows))
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    return min(new_pages() for _ in range(50 if kept else 8))
+    fewest = new_pages()
+    for _ in range(50 if kept else 8):  # memory that is kept takes some calls to settle
+        if fewest < FEW * devices * BYTES / PAGE:
+            break
+        fewest = min(fewest, new_pages())
+    return fewest
 
 
 def memory_kept_after_a_thread(kept_before: bool) -> list[bool]:
@@ -63,6 +69,7 @@ def memory_kept_after_a_thread(kept_before: bool) -> list[bool]:
     return [before, dq.keep_memory()]
 
 
+@pytest.mark.sampled(2)
 @needs_glibc
 @needs_small_pages
 @pytest.mark.parametrize("devices", [1, 2])
@@ -71,7 +78,7 @@ def test_results_take_new_pages_unless_memory_is_kept(devices):
     pages = devices * BYTES // PAGE
     without = in_process(new_pages_of_calls, False, devices, environment=environment)
     assert pages <= without < 1.2 * pages
-    assert in_process(new_pages_of_calls, True, devices, environment=environment) < 0.05 * pages
+    assert in_process(new_pages_of_calls, True, devices, environment=environment) < FEW * pages
 
 
 @needs_glibc

@@ -102,6 +102,7 @@ def test_every_method(name, data_mesh):
     check_same(make, gradients(), run=name in COMPILED)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", (*CHUNKED, "two widths"))
 def test_every_half(name, data_mesh):
     arguments = {"method": NAMES.get(name, TWO_WIDTHS), "options": EVERY_LEAF}

@@ -31,6 +31,7 @@ def errors(found: list[dict], name: str) -> list[str]:
     return [of_process[name]["error"] for of_process in found]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DISAGREEING)
 def test_all_processes_hear_what_differs_and_between_which(found, name):
     (error,) = {*errors(found, name)}  # the same on all

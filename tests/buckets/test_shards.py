@@ -239,6 +239,7 @@ def test_a_step_needs_hardly_more_memory_than_an_exact_one(form, mesh_name):
     assert ours <= 1.15 * theirs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "mesh_name"), CASES)
 def test_gradients_are_those_of_the_whole_batch_and_the_same_on_all_workers(form, mesh_name):
     mesh = mesh_of(mesh_name)

@@ -98,6 +98,7 @@ def test_every_method_has_a_row():
     assert METHODS.keys() <= ROWS.keys()
 
 
+@pytest.mark.sampled(2)
 @on_topologies(CASES)
 def test_replicas_are_identical_and_the_key_fixes_the_bits(name, topology):
     run = psum_with(name, topology)
@@ -189,6 +190,7 @@ def test_the_sum_is_unbiased(name, topology, keys=32):
     assert least < np.vdot(mean, truth) / np.vdot(truth, truth) - 1 < most
 
 
+@pytest.mark.sampled(2)
 @methods
 def test_shapes_and_dtypes_are_kept(name):
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)

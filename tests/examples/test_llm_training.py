@@ -60,6 +60,7 @@ def on_one(files):
         return on_one_device(task_of(files), Recipe(steps=3, learning_rate=1e-2), batch=8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("route", ROUTES)
 def test_training_is_that_of_one_device_on_the_mean_over_all_targets(
     route, on_one, files, tmp_path
@@ -153,7 +154,7 @@ def test_the_plain_step_sends_the_same_bytes_wrapped_as_its_loss_does(files):
     routes = ("exact", "compress", "data_parallel")
     sent, compressed = {}, {}
     for route in routes:
-        recipe = Recipe(steps=3, learning_rate=1e-2, method="dynamiq:5", route=route)
+        recipe = Recipe(steps=3, learning_rate=1e-2, method="dynamiq:6:widths=(4,8)", route=route)
         trainer = make_trainer(recipe, task.structure, task.shapes, task.mesh)
         beside, compressed[route] = bytes_of(trainer, task)
         sent[route] = beside["data"] - trainer.bytes_sent

@@ -94,6 +94,7 @@ def test_bits_are_those_of_numpy(way, table, rows, dtype):
     assert_same_bits(found, in_numpy(sources, table))
 
 
+@pytest.mark.sampled(2)
 @LAW
 @given(table=tables())
 def test_a_table_reversed_is_the_transpose(way, table):

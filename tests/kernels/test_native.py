@@ -183,6 +183,7 @@ def check_norms(ours, base) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method", [dq.DynamiQ(bits=3.0), dq.methods.MXFP8()], ids=["dynamiq", "mxfp8"]
 )

@@ -112,6 +112,7 @@ def assert_same(found, expected):
     assert not differing.any(), (found[differing][:5], expected[differing][:5])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in METHODS]
 )

@@ -133,6 +133,7 @@ def wrong(operation, change):
     return type("Wrong", (Native,), {operation: staticmethod(changed)})()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("operation", "change", "said"),
     [

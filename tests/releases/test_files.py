@@ -92,6 +92,7 @@ def error(result: Any, file: File) -> float:
     return float(dq.vnmse(jnp.asarray(result), jnp.asarray(file.result)))
 
 
+@pytest.mark.sampled(3)
 def test_states_go_on_as_in_the_release(file):
     """After the remedy of the error, if there is one. Rounding may differ between machines."""
     read = with_owner(file)
@@ -106,6 +107,7 @@ def test_states_matter(file):
     assert error(go_on(file.program, first), file) > 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("name", METHODS)
 def test_messages_have_the_same_bytes_and_values(release, name):

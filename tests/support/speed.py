@@ -26,7 +26,10 @@ Hypothesis, and 3.4 s with these (+42%). test_packing takes 3.2 s with either.
 """
 
 import contextlib
+import functools
 import gc
+import importlib
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -43,6 +46,9 @@ ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 # Later versions of XLA have one kind of emitters only, and end the process at a flag that they do
 # not have.
 QUICK = (EMITTERS, ONE_PART) if jax.__version_info__ < (0, 11) else ()
+
+# Programs of one context of MLIR, which keeps their types; the next ones have another.
+PROGRAMS_OF_A_CONTEXT = 200
 
 # Examples of a property; Hypothesis has 100.
 MAX_EXAMPLES = 25
@@ -71,3 +77,13 @@ def collect_garbage_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+def reuse_contexts() -> None:
+    """Lower many programs in one context of MLIR, since JAX takes 10 ms to make one for each."""
+    lowering = importlib.import_module("jax._src.interpreters.mlir")
+    if not hasattr(lowering, "make_ir_context"):
+        return  # a later version of JAX, where tests take longer
+    make, count = lowering.make_ir_context, itertools.count()
+    context = functools.lru_cache(maxsize=1)(lambda number: make())
+    lowering.make_ir_context = lambda: context(next(count) // PROGRAMS_OF_A_CONTEXT)

@@ -73,6 +73,7 @@ def test_widths_are_those_of_the_page(seed, widths, share, exponent):
     np.testing.assert_array_equal(solve(energies, units, widths, exponent), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("widths", ((16,), (0, 2), (2, 16), (0, 16), ALL), ids=str)
 @pytest.mark.parametrize("rows", (1, 2, 3))
 def test_widths_of_few_rows_are_those_of_the_page(widths, rows):
@@ -244,6 +245,7 @@ def test_replicas_agree_where_all_rows_tie(equal, monkeypatch):
     np.testing.assert_array_equal(total, jnp.broadcast_to(total[0], total.shape))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrong", (np.nan, np.inf, 2.0**127))
 def test_a_lost_row_takes_no_bits_from_the_others(wrong):
     """All rows are alike, and one of the four of each chunk is lost on one worker."""

@@ -47,6 +47,7 @@ def random_norms(seed: int, count: int) -> np.ndarray:
     return bits
 
 
+@pytest.mark.sampled(2)
 @layouts
 @given(seed=seeds)
 def test_places_are_those_of_the_oracle(num_chunks, rows, code_bits, widths, seed):
