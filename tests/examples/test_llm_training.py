@@ -154,7 +154,7 @@ def test_the_plain_step_sends_the_same_bytes_wrapped_as_its_loss_does(files):
     routes = ("exact", "compress", "data_parallel")
     sent, compressed = {}, {}
     for route in routes:
-        recipe = Recipe(steps=3, learning_rate=1e-2, method="dynamiq:6:widths=(4,8)", route=route)
+        recipe = Recipe(steps=3, learning_rate=1e-2, method="dynamiq:5", route=route)
         trainer = make_trainer(recipe, task.structure, task.shapes, task.mesh)
         beside, compressed[route] = bytes_of(trainer, task)
         sent[route] = beside["data"] - trainer.bytes_sent
