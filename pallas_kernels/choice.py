@@ -1,5 +1,6 @@
 """Choice of the backend that runs an operation."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -7,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import first_use, modes
+from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.backend import Backend, Operation
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.registry import BACKENDS, BASE
@@ -66,11 +67,24 @@ def run(implementation: str | None, operation: Operation, *arrays: Any, **static
     chosen = fastest(operation, *arrays, **static)
     if modes.is_for_this_machine():
         _log_default()
-    by_platform = {
-        platform: functools.partial(backend.run, operation, **static)
+    functions = {
+        platform: _Run(backend, operation, tuple(static.items()))
         for platform, backend in chosen.items()
     }
-    return lax.platform_dependent(*arrays, **by_platform)
+    expected = _here() if _here() in functions else BASE.platform
+    return platform_dependent(expected, functions, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Operation of a backend."""
+
+    backend: Backend
+    operation: Operation
+    static: tuple[tuple[str, Any], ...]  # arguments that are no arrays
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self.backend.run(self.operation, *arrays, **dict(self.static))
 
 
 def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Backend]:

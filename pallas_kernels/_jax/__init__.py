@@ -4,6 +4,7 @@
     dependencies  values that tie the schedule of a program to its data
     equations     equations of programs that JAX has traced
     own_thread    calls outside of a trace, with a limit of time
+    platforms     a choice by platform, of which JAX traces what it lowers
 
 It is private to the project: both packages import it, but for `dynamiq_jax.contrib`, which takes
 public names alone. Authors of extensions find the parts of it that they need in

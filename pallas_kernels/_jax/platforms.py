@@ -1,0 +1,104 @@
+"""A choice by platform, of which JAX traces what it lowers."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+
+def platform_dependent(
+    expected: str, functions: Mapping[str, Callable[..., Any]], *args: Any
+) -> Any:
+    """Choose a function by the platform, as `jax.lax.platform_dependent` does.
+
+    That traces the functions of all platforms, and lowers one of them. This traces one at once, and
+    each of the others when a program is lowered for its platform, if ever. The codec in pure JAX
+    takes several times as long to trace as the call of a kernel.
+
+    Args:
+      expected: the platform whose function is traced at once.
+      functions: function of each platform, and of others under "default". All return results of the
+        same types and structure. They are hashable, and do not depend on where they are traced.
+      *args: pytrees of arrays that they take.
+    """
+    if len(functions) == 1:
+        return functions[expected](*args)
+    leaves, structure = jax.tree.flatten(args)
+    program, shapes = jax.make_jaxpr(functions[expected], return_shape=True)(*args)
+    now = core.jaxpr_as_fun(program)
+
+    def later(function: Callable[..., Any]) -> Callable[..., Any]:
+        call = _Later(function, structure, like=program)
+        return lambda *leaves: _later.bind(*leaves, call=call)
+
+    by_platform: dict[str, Callable[..., Any]] = {
+        platform: now if platform == expected else later(function)
+        for platform, function in functions.items()
+    }
+    results = lax.platform_dependent(*leaves, **by_platform)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Later:
+    """Function that is not traced yet, of the leaves of its arguments to those of its results."""
+
+    function: Callable[..., Any]
+    structure: Hashable  # of its arguments
+    like: Any = dataclasses.field(compare=False)  # program with results of the same types
+    batched: tuple[tuple[int | None, ...], ...] = ()  # axes of each `jax.vmap`, innermost first
+
+    def __call__(self, *leaves: Any) -> Any:
+        def of_leaves(*leaves: Any) -> list[Any]:
+            args = jax.tree.unflatten(self.structure, leaves)
+            return jax.tree.leaves(self.function(*args))
+
+        return self._vmapped(of_leaves)(*leaves)
+
+    def types(self, avals: Sequence[Any]) -> list[Any]:
+        """Return the types of the results."""
+        if not self.batched:
+            return list(self.like.out_avals)
+        program = jax.make_jaxpr(self._vmapped(core.jaxpr_as_fun(self.like)))(*avals)
+        return list(program.out_avals)
+
+    def vmapped(self, axes: Sequence[int | None]) -> "_Later":
+        """Return the function under one more `jax.vmap`."""
+        return dataclasses.replace(self, batched=(*self.batched, tuple(axes)))
+
+    def _vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        for axes in self.batched:
+            function = jax.vmap(function, in_axes=axes)
+        return function
+
+
+def _batch(
+    leaves: Sequence[Array], axes: Sequence[int | None], *, call: _Later
+) -> tuple[list[Array], list[int]]:
+    results = _later.bind(*leaves, call=call.vmapped(axes))
+    return results, [0] * len(results)
+
+
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Later) -> Any:
+    return jax.jvp(call, list(primals), [ad.instantiate_zeros(each) for each in tangents])
+
+
+def _run(*leaves: Array, call: _Later) -> list[Array]:
+    with jax.disable_jit(False):  # a jitted function would come back to here without an end
+        return _jitted(*leaves, call=call)
+
+
+_later = core.Primitive("traced_later")
+_later.multiple_results = True
+_jitted = jax.jit(_later.bind, static_argnames="call")
+_later.def_impl(_run)
+_later.def_abstract_eval(lambda *avals, call: call.types(avals))
+ad.primitive_jvps[_later] = _differentiate
+batching.primitive_batchers[_later] = _batch
+mlir.register_lowering(
+    _later, mlir.lower_fun(lambda *leaves, call: call(*leaves), multiple_results=True)
+)
