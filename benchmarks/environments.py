@@ -190,7 +190,7 @@ RUNS = ("pip check", "README", "pip check of all", "verify", "notebook", *RECIPE
 def outcome(row: dict[str, Any]) -> str:
     """Return what failed in an environment, or that all ran."""
     missing = [name for name in RUNS if name not in row]
-    return ", ".join(missing) + " failed" if missing else "all"
+    return f"all but {', '.join(missing)}" if missing else "all"
 
 
 COLUMNS = (
