@@ -21,8 +21,8 @@ two to four runs on two cores of a CPU, with JAX 0.10.2. Runs differ by up to 8%
 | `collect_garbage_rarely`         | 28.8 (+5%)      | 15.3 (+5%)          |
 | all but the line before          | 55.9 (+105%)    | 29.1 (+98%)         |
 
-`reuse_contexts` was measured later, with fewer tests: 8.3 and 12.9 s with it, 8.8 and 14.0 s without
-(+6% and +8%). The second file then takes 810 MB of memory, not 400.
+`reuse_contexts` was measured later, with fewer tests: 8.3 and 12.9 s with it, 8.8 and 14.0 s
+without (+6% and +8%). The second file then takes 810 MB of memory instead of 400.
 
 `MAX_EXAMPLES` gains in files of many properties: test_scales takes 4.8 s with the 100 examples of
 Hypothesis, and 3.4 s with these (+42%). test_packing takes 3.2 s with either.
