@@ -188,7 +188,7 @@ RUNS = ("pip check", "README", "pip check of all", "verify", "notebook", *RECIPE
 
 
 def outcome(row: dict[str, Any]) -> str:
-    """Return what failed in an environment, or that all ran."""
+    """Return what ran in an environment."""
     missing = [name for name in RUNS if name not in row]
     return f"all but {', '.join(missing)}" if missing else "all"
 

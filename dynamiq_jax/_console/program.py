@@ -6,7 +6,6 @@ This module imports only what the library needs: a program can report what is no
 import functools
 import importlib.util
 import inspect
-import itertools
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -68,4 +67,4 @@ def _listed(commands: Mapping[str, Any]) -> Any:
         summary = (inspect.getdoc(command) or "").partition("\n")[0]
         return Annotated[Any, tyro.conf.subcommand(name, constructor=command, description=summary)]
 
-    return functools.reduce(operator.or_, itertools.starmap(listed, commands.items()))
+    return functools.reduce(operator.or_, (listed(*each) for each in commands.items()))

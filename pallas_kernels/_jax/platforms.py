@@ -87,15 +87,9 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: _La
     return jax.jvp(call, list(primals), [ad.instantiate_zeros(each) for each in tangents])
 
 
-def _run(*leaves: Array, call: _Later) -> list[Array]:
-    with jax.disable_jit(False):  # a jitted function would come back to here without an end
-        return _jitted(*leaves, call=call)
-
-
 _later = core.Primitive("traced_later")
 _later.multiple_results = True
-_jitted = jax.jit(_later.bind, static_argnames="call")
-_later.def_impl(_run)
+_later.def_impl(lambda *leaves, call: call(*leaves))
 _later.def_abstract_eval(lambda *avals, call: call.types(avals))
 ad.primitive_jvps[_later] = _differentiate
 batching.primitive_batchers[_later] = _batch

@@ -55,10 +55,10 @@ def test_any_function_may_be_the_expected_one(expected, traces):
     np.testing.assert_array_equal(got["scaled"], 2 * VALUES)
 
 
-@pytest.mark.parametrize(("platform", "number"), [("cpu", "2.0"), ("tpu", "3.0"), ("cuda", "3.0")])
-def test_programs_of_other_platforms_have_theirs(platform, number, traces):
+@pytest.mark.parametrize(("platform", "factor"), [("cpu", 2), ("tpu", 3), ("cuda", 3)])
+def test_programs_of_other_platforms_have_theirs(platform, factor, traces):
     text = lowered(functools.partial(chosen, traces, "cpu"), {"x": VALUES}, platform=platform)
-    assert f"dense<{number}" in text.replace("e+00", "").replace("00000", "0")
+    assert f"dense<{factor:e}>" in text
 
 
 def test_calls_that_are_alike_are_lowered_once(traces):
