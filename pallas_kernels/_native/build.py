@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -122,14 +123,17 @@ def compile_with_rows(
     """
     command = [*compiler(), *_FLAGS, *flags]
     with tempfile.TemporaryDirectory() as folder:
-        objects = []
-        for main in mains:
-            objects.append(str(Path(folder, f"{main.stem}.o")))
-            _run([*command, *of_mains, "-c", str(main), "-o", objects[-1]])
+        to_compile = {f"{main.stem}.o": [*of_mains, str(main)] for main in mains}
         for name, of_set in _INSTRUCTION_SETS[machine()].items():
-            objects.append(str(Path(folder, f"{name}.o")))
-            rows = (f"-DDYNAMIQ_ISA={name}", "-c", str(SOURCES / "rows.cc"))
-            _run([*command, *of_set, *rows, "-o", objects[-1]])
+            rows = str(SOURCES / "rows.cc")
+            to_compile[f"{name}.o"] = [*of_set, f"-DDYNAMIQ_ISA={name}", rows]
+        objects = [str(Path(folder, name)) for name in to_compile]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            commands = (
+                [*command, *source, "-c", "-o", made]
+                for source, made in zip(to_compile.values(), objects, strict=True)
+            )
+            list(pool.map(_run, commands))
         # Under another name first: a process may have loaded the file that is there.
         linked = target.with_suffix(f".{os.getpid()}.tmp")
         try:
