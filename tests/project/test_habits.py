@@ -12,8 +12,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.support.covering import covering_files
-
 # Of the nearest folder above that has it: tests may move into folders.
 ROOT = next(path for path in Path(__file__).parents if (path / "pyproject.toml").is_file())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -103,20 +101,3 @@ def test_a_bug_report_asks_for_versions_bytes_and_the_step():
     for asked in ("jax.print_environment_info()", "dq.wire_report(", "dq.inspect("):
         assert asked in text
     assert "http" not in text  # the repository has no address yet
-
-
-def test_a_change_is_tried_by_the_tests_of_its_module_and_of_those_that_use_it():
-    library = {
-        Path("dynamiq_jax/_core/spans.py"): "class Spans:\n    def ends(self):\n        return 1\n",
-        Path("dynamiq_jax/loss.py"): "def lost(spans):\n    return spans.ends()\n",
-        Path("dynamiq_jax/other.py"): "def other():\n    return 2\n",
-    }
-    tests = {
-        Path("tests/core/test_layout.py"): "from dynamiq_jax._core.spans import Spans\nSpans()\n",
-        Path("tests/test_packet_loss.py"): "",
-        Path("tests/test_any.py"): "from dynamiq_jax.other import other\nother()\n",
-        Path("tests/api/test_as_users_compile.py"): "",
-    }
-    always = ["tests/api/test_as_users_compile.py", "dynamiq_jax/_core/spans.py"]
-    found = covering_files(Path("dynamiq_jax/_core/spans.py"), 3, library, tests)
-    assert found == ["tests/core/test_layout.py", "tests/test_packet_loss.py", *always]
