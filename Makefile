@@ -106,7 +106,8 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[test]' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+	$(RUN) -m pip install --quiet --no-compile --editable '.[test]' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+	@$(RUN) -m compileall -q -j 0 $(VENV)/lib  # pip compiles on one core
 	@touch $@
 
 .venv-tunix/installed: pyproject.toml

@@ -1,6 +1,6 @@
 """Compilation of the native codec; imports nothing but the standard library.
 
-    python pallas_kernels/_native/build.py [include directory of jaxlib]
+    python pallas_kernels/_native/build.py
 
 compiles it beside this file, as the build of the package does. `CXX` names the compiler.
 """
@@ -156,7 +156,6 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        given = Path(sys.argv[1]) if len(sys.argv) > 1 else include_directory()
-        compile_library(Path(__file__).with_name(LIBRARY), given)
+        compile_library(Path(__file__).with_name(LIBRARY), include_directory())
     except CannotCompileError as error:
         sys.exit(f"{error}")

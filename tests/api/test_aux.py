@@ -108,6 +108,16 @@ def test_dtypes_of_roles(data_mesh, dtype):
         assert float(found["mean"]) == 1 and float(found["sum"]) == NUM_WORKERS
 
 
+def test_a_value_that_is_not_the_same_after_all_is_that_of_the_first_worker(data_mesh):
+    def loss(w, x):
+        return jnp.mean(x @ w), x[0, 0]
+
+    x = batch()[0]
+    for run in both(data_mesh, loss, aux="same"):
+        (_, found), _ = run(weights(), x)
+        assert float(found) == float(x[0, 0])
+
+
 def test_aux_without_arrays_needs_no_role(data_mesh):
     for run in both(data_mesh, lambda w, x: (jnp.mean(x @ w), {"none": None})):
         (_, aux), _ = run(weights(), batch()[0])

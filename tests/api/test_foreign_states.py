@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax.contrib import EF21M, GlobalCompensation, SplitSketch
 from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD, TopKChunked
 from dynamiq_jax.training import LocalSGD
@@ -169,3 +170,12 @@ def test_local_sgd_resets_them_too(swapped):
     )
     np.testing.assert_array_equal(found, wanted)
     assert np.any(found != other)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(3, "'a', 'b', 'c', but"), (5, "'a', 'b', 'c' and 2 more, but")]
+)
+def test_three_states_that_do_not_belong_are_named(number, said):
+    states = dict.fromkeys("abcde"[:number])
+    with pytest.raises(ValueError, match=f"state has {said} the leaves need 'w'"):
+        check_names("state", states, ["w"], user="the leaves", remedy="Call init.")

@@ -139,6 +139,7 @@ def test_workers_without_targets_take_no_part_whatever_their_loss_is(data_mesh, 
     np.testing.assert_allclose(gradient, expected[1], rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.sampled(3)
 @TRANSFORMS
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("targets", ("all", "none"))

@@ -172,6 +172,7 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(momentum, tmp_path):
     assert_same_bits(before + after, uninterrupted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "check_vma"),
     (

@@ -82,6 +82,7 @@ def test_parts_are_unbiased(method, topology):
     assert (0.8 if method == "stochastic" else 0.4) * keys < gain < 1.25 * keys
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dimension", (0, 1, 2))
 @pytest.mark.parametrize("tiled", (True, False))
 def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled):

@@ -149,6 +149,7 @@ def stacked_tree():
     return {name: part.reshape(4, *TREE[name]) for name, part in zip(TREE, flat, strict=True)}
 
 
+@pytest.mark.sampled(3)
 @every_collective
 @pytest.mark.parametrize("bucket_bytes", (1 << 20, 4 * 6400, 1), ids=("one", "two", "four"))
 def test_leaves_of_several_sizes_come_back_in_their_places(name, bucket_bytes):

@@ -42,6 +42,7 @@ def measured(method, workers, options=dq.Options()):
     return lambda key, values: jax.tree.map(lambda leaf: np.asarray(leaf[0]), run(key, values))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bits", "workers"), [(4, 2), (6, 2), pytest.param(5, 8, marks=pytest.mark.slow)]
 )

@@ -224,6 +224,7 @@ def test_every_device_sends_its_own_shards(form, mesh_name):
     assert beside[0] <= 1.05 * beside[1] + 64
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("form", "mesh_name"), [case for case in CASES if method_of(case[1]) is STOCHASTIC]
 )

@@ -161,6 +161,7 @@ def indexed_too_far(collective, large, mesh, **choices):
     return too_large(jax.make_jaxpr(mapped)(large))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("topology", ("ring", "all_to_all"))
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("bucket_bytes", (2**27, MOST_IN_BUCKET))

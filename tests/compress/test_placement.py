@@ -93,6 +93,7 @@ def constrained(mesh):
 STEPS = (update_inside, update_outside, with_momentum, jitted_inside, in_a_loop, constrained)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", STEPS)
 def test_specs_of_sums_are_those_of_their_parameters(make, mesh, args):
     step = make(mesh)

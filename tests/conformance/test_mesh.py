@@ -162,6 +162,7 @@ def test_a_mesh_gives_the_bits_of_the_simulation(name):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replicated])
 def test_all_workers_of_a_mesh_hold_the_same_bits(name):
     for leaf in found_on_mesh(name)[0].values():

@@ -79,6 +79,7 @@ def test_the_wire_cost_counts_all_bytes_of_an_all_reduce(name, num_workers=5):
     assert sent == report.bytes_per_worker - report.check_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHUNKED)
 @pytest.mark.parametrize("collective", ("all_reduce", "psum_scatter", "all_gather"))
 @pytest.mark.parametrize("topology", (Ring(), Ring(bidirectional=True)), ids=("ring", "two_way"))

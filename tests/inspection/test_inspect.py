@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -433,6 +434,35 @@ def test_a_program_without_a_known_mesh_has_groups():
     assert "in f32 has values of 16 bits" in found.findings[0].text
     nothing_compressed = inspect_text(PROGRAM.replace("dynamiq_jax.", ""))
     assert kinds(nothing_compressed) == ["not compressed", "not compressed", "widened"]
+
+
+EXACT_SUMS = """\
+HloModule jit_step, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[4096]) -> f32[4096] {
+  %p = f32[4096]{0} parameter(0)
+  SUMS
+  ROOT %last = f32[4096]{0} copy(%p)
+}
+"""
+
+
+def test_the_largest_sums_of_a_program_without_compression_are_named():
+    sizes = 5_000_000, 2_000_000, 4_000_000, 1_000_000, 3_000_000
+    sums = "\n".join(
+        f"  %v{size} = f32[{size}]{{0}} broadcast(%p), dimensions={{}}\n"
+        f"  %s{size} = f32[{size}]{{0}} all-reduce(%v{size}), replica_groups={{}}, to_apply=%add"
+        for size in sizes
+    )
+    text = EXACT_SUMS.replace("  SUMS", sums)
+    named = [finding.text for finding in inspect_text(text).findings]
+    assert [re.search(r"of (\d+) MB", text).group(1) for text in named] == ["30", "24", "18"]
 
 
 SCATTERED = """\

@@ -142,6 +142,7 @@ def program(case: str, backend: Any) -> Any:
     return jax.jit(run)
 
 
+@pytest.mark.sampled(2)
 @cases
 @given(inputs)
 def test_every_operation_returns_the_bytes_of_the_base(case, given_inputs):

@@ -143,6 +143,7 @@ def all_to_all(method: dq.DynamiQ, reorders: bool = True):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rounding", "least", "most"), (("correlated", 0.015, 0.04), ("independent", -0.004, 0.004))
 )

@@ -149,6 +149,7 @@ def test_errors_of_a_ring_add_up_and_no_more(name, num_workers=8):
     assert 0.7 < ring / once / ((num_workers + 1) / 2) < 1.5
 
 
+@pytest.mark.sampled(2)
 @some_formats
 @sharing
 def test_exponents_of_blocks_do_not_change_errors(name, shared):
@@ -179,6 +180,7 @@ def shared_sums(name: str, topology):
     return simulated(local)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "topology", "num_workers"),
     (

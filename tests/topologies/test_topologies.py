@@ -143,6 +143,7 @@ def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, 
     np.testing.assert_array_equal(sizes, np.broadcast_to(expected, (chunks, n)))
 
 
+@pytest.mark.sampled(2)
 @every_size
 def test_a_reduce_scatter_ends_with_the_own_chunks(name, n):
     topology = TOPOLOGIES[name]

@@ -283,6 +283,7 @@ def test_a_run_resumes_bit_identically_during_a_delay(data_mesh, tmp_path):
     assert np.any(other.reference["w"] != uninterrupted[1].reference["w"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", ({}, {"fragments": 2, "every": 2, "delay": 1}), ids=str)
 def test_shards_of_a_model_travel_alone(data_mesh, fields):
     """Over data 2 x fsdp 4: the parameters of a run without shards, a quarter of its bytes."""

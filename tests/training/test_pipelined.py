@@ -59,6 +59,7 @@ def test_replicas_are_bit_identical(clipped):
         assert len(leaf.addressable_shards) == WORKERS and len(copies) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "optimizer, clip_norm, wrapped",
     (
@@ -263,6 +264,7 @@ def test_small_gradients_are_not_scaled_up():
     np.testing.assert_allclose(found, -1.0, rtol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", (1, 2, 3))
 @pytest.mark.parametrize("size", (1024, 1500))
 def test_any_size_on_any_number_of_workers(workers, size):

@@ -209,6 +209,7 @@ def test_a_width_of_zero_that_is_allowed_is_for_the_smallest_rows():
     assert widths[0] > 3 and widths[-1] == 0 and 2 not in widths
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("equal", (True, False), ids=("one_tie", "many_ties"))
 def test_replicas_agree_where_all_rows_tie(equal, monkeypatch):
     """Also workers whose hardware computes other norms: here by up to a thirtieth."""
