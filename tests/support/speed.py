@@ -24,9 +24,6 @@ two to four runs on two cores of a CPU, with JAX 0.10.2. Runs differ by up to 8%
 `reuse_contexts` was measured later, with fewer tests: 8.3 and 12.9 s with it, 8.8 and 14.0 s
 without (+6% and +8%). The second file then takes 810 MB of memory instead of 400.
 
-Programs without frames of Python were measured last: 16.8 s for both files, 17.6 s with frames
-(+5%).
-
 `MAX_EXAMPLES` gains in files of many properties: test_scales takes 4.8 s with the 100 examples of
 Hypothesis, and 3.4 s with these (+42%). test_packing takes 3.2 s with either.
 """
@@ -69,15 +66,12 @@ def read_flags_again() -> None:
 def compiling(*, optimized: bool) -> Iterator[None]:
     """Compile as users do, or without most optimizations, here and in processes that start here."""
     jax.config.update("jax_disable_most_optimizations", not optimized)
-    frames = jax.config.jax_traceback_in_locations_limit
-    jax.config.update("jax_traceback_in_locations_limit", frames if optimized else 0)
     with pytest.MonkeyPatch.context() as patch:  # for processes that tests start
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not optimized)))
         if not optimized:
             patch.setenv("XLA_FLAGS", " ".join((os.environ["XLA_FLAGS"], *QUICK)))
         yield
     jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_traceback_in_locations_limit", frames)
 
 
 def collect_garbage_rarely() -> None:
