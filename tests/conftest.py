@@ -102,9 +102,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile quickly, except in files that are marked as `optimized`: as users do."""
-    is_marked = request.node.get_closest_marker("optimized") is not None
-    with speed.compiling(optimized=is_marked or request.config.getoption("--optimized")):
+    """Compile quickly, except in files that are marked as `optimized` or `frames`: as users do."""
+
+    def as_users_do(mark: str) -> bool:
+        marked = request.node.get_closest_marker(mark) is not None
+        return marked or request.config.getoption("--optimized")
+
+    with speed.compiling(optimized=as_users_do("optimized"), frames=as_users_do("frames")):
         yield
 
 

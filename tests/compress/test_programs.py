@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from tests.compress.forms import FORMS, PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
 
+pytestmark = pytest.mark.frames
 METHOD = "bf16"
 
 

@@ -18,6 +18,7 @@ from dynamiq_jax._inspection.collectives import collectives_of, connected
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.step import inspect_text
 
+pytestmark = pytest.mark.frames
 KEY = jax.random.key(0)
 BATCH = jnp.ones((32, 512))
 EXACT_PARAMS = {"w": jnp.zeros((512, 256)), "bias": jnp.zeros(256)}
