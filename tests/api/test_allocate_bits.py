@@ -86,6 +86,7 @@ def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
     assert gain > 5 and found.gain == pytest.approx(gain, rel=0.2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method",
     [dq.DynamiQ(bits=4.3), dq.DynamiQ.paper(), dq.DynamiQ(widths=(0, 3, 4, 5, 7), exponent=0.5)],

@@ -254,6 +254,7 @@ ANSWERS = "import sys; [print('{}', flush=True) for line in sys.stdin]"
 ERROR = """print('{"error": "ValueError: bad"}', flush=True)"""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("then", "says"),
     [

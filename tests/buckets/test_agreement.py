@@ -178,9 +178,9 @@ def exchanges_of(number: int) -> tuple[Store, list[exchange.Exchange]]:
 @pytest.fixture
 def short(monkeypatch):
     """Waits that last no longer than threads may need to start."""
-    monkeypatch.setattr(exchange, "PATIENCE", 1.0)
-    monkeypatch.setattr(exchange, "SHORT_PATIENCE", 0.3)
-    monkeypatch.setattr(exchange, "DOUBT", 1.0)
+    monkeypatch.setattr(exchange, "PATIENCE", 0.5)
+    monkeypatch.setattr(exchange, "SHORT_PATIENCE", 0.2)
+    monkeypatch.setattr(exchange, "DOUBT", 0.5)
 
 
 def test_each_description_is_exchanged_once(monkeypatch):

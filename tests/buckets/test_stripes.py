@@ -291,6 +291,7 @@ def test_leaves_of_a_half_share_one_budget():
     assert error(bucket_bytes=4 * LEAF, bucketing="in_order") > 5 * one
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "with_metrics"), (("dynamiq", True), ("bf16", True), ("mxfp8", False))
 )

@@ -103,6 +103,7 @@ def test_collectives_of_a_step_wait_for_each_other(data_mesh):
     assert unordered(text_of(step, TREE)) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["layers_in_a_scan", "layers_in_a_scan_with_checkpoint"])
 def test_layers_of_a_scan_are_sent_once_behind_it(name, data_mesh):
     form = FORMS[name](data_mesh(2))

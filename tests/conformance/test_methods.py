@@ -246,6 +246,7 @@ def halves(name: str):
 
 
 # Formats of one class differ in their elements alone.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted({*CHUNKED} - {"mxfp6", "mxint8", "paper"}))
 def test_a_sum_is_scattered_parts_that_are_gathered(name):
     """Sums of parts are never compressed: a part has one compression less than the whole. Of

@@ -1,5 +1,6 @@
 """Bytes that are no message, or no longer one: refused with a sentence, or decoded as they say."""
 
+import functools
 import subprocess
 import sys
 import tracemalloc
@@ -18,10 +19,13 @@ from tests.support.message_bytes import signed, taken_apart, with_header
 ROOT = Path(__file__).parents[2]
 KEY = jax.random.key(0)
 TREE = {"w": heavy_tailed(0, (40, 30)), "b": heavy_tailed(1, (900,)), "n": np.arange(5.0)}
-POLICY = {"w": "dynamiq:4", "b": "blockint:4", "n": "uncompressed"}
-MESSAGES = [
-    dq.encode(TREE, key=KEY, method=method).to_bytes() for method in (POLICY, "bf16", "mxfp6")
-]
+METHODS = ({"w": "dynamiq:4", "b": "blockint:4", "n": "uncompressed"}, "bf16", "mxfp6")
+
+
+@functools.cache
+def message_of(number: int = 0) -> bytes:
+    """A message, by the number of its method."""
+    return dq.encode(TREE, key=KEY, method=METHODS[number]).to_bytes()
 
 
 def refused(data: bytes, match: str) -> None:
@@ -31,7 +35,7 @@ def refused(data: bytes, match: str) -> None:
 
 
 def test_what_is_no_message_is_refused():
-    data = MESSAGES[0]
+    data = message_of()
     header, body = taken_apart(data)
     refused(b"", "begins with b''")
     refused(b"PK\x03\x04" + data, "begins with b'PK")
@@ -92,11 +96,11 @@ def test_a_header_that_is_not_possible_is_refused(change, match):
         result = change(header)
         return result if isinstance(result, list) and result[:1] == [header] else None
 
-    refused(with_header(MESSAGES[0], in_place), match)
+    refused(with_header(message_of(), in_place), match)
 
 
 def test_a_header_of_many_lists_is_refused_before_it_takes_much_memory():
-    _, body = taken_apart(MESSAGES[0])
+    _, body = taken_apart(message_of())
     refused(signed(zlib.compress(b"[" * 100_000), body), "header of the message is not possible")
     many = b"[" + b"[]," * 690_000 + b"[]]"  # 2 kB that would be 40 MB of objects
     tracemalloc.start()
@@ -118,7 +122,7 @@ def damaged(count: int):
     """Messages with flipped bits, cuts, and foreign bytes; most of them with a valid checksum."""
     random = np.random.default_rng(0)
     for _ in range(count):
-        data = bytearray(MESSAGES[random.integers(len(MESSAGES))])
+        data = bytearray(message_of(random.integers(len(METHODS))))
         header, body = (bytearray(part) for part in taken_apart(bytes(data)))
         kind = random.integers(5)
         if kind < 2:  # before the checksum is looked at
@@ -176,7 +180,7 @@ def test_damaged_messages_are_refused_or_have_the_shapes_of_their_headers(count)
 
 
 def test_a_body_of_any_bits_has_the_same_shapes_in_jax():
-    header, body = taken_apart(MESSAGES[0])
+    header, body = taken_apart(message_of())
     noise = np.random.default_rng(1).bytes(len(body))
     decoded = dq.decode(messages.Message.from_bytes(signed(header, noise)), like=TREE)
     assert {name: leaf.shape for name, leaf in decoded.items()} == {
@@ -187,7 +191,7 @@ def test_a_body_of_any_bits_has_the_same_shapes_in_jax():
 def test_messages_need_no_jax(tmp_path):
     """In a process where importing it is an error, as on a machine without it."""
     encoded = tmp_path / "message"
-    encoded.write_bytes(MESSAGES[0])
+    encoded.write_bytes(message_of())
     program = f"""
 import sys
 sys.modules.update(dict.fromkeys(("jax", "jaxlib", "optax", "pallas_kernels")))
@@ -201,7 +205,7 @@ print(sorted(name for name, module in sys.modules.items() if module and "jax" in
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     sums, modules = ran.stdout.splitlines()
-    decoded = dq.decode(messages.Message.from_bytes(MESSAGES[0]))
+    decoded = dq.decode(messages.Message.from_bytes(message_of()))
     for name, of_numpy in (part.split(":") for part in sums.split()):
         assert float(of_numpy) == pytest.approx(float(decoded[name].sum()), rel=1e-3, abs=1e-6)
     assert all(name.startswith("dynamiq_jax") for name in eval(modules))

@@ -121,6 +121,7 @@ def test_the_levels_of_both_decoders_are_the_same_and_near_those_of_the_encoder(
             np.testing.assert_allclose(of_jax, known, rtol=2.0**-21)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ("dynamiq:4", "bf16", "blockint:4:block=64", "mxfp6"))
 def test_the_body_is_what_a_worker_gathers(method):
     """With another worker beside it, in the middle of an all-gather."""

@@ -77,6 +77,7 @@ def summed(topology, method):
     return simulated(functools.partial(reduce, topology=topology, method=method))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("coordinate", (0, 10_000, 20_000))
 def test_values_that_are_not_finite_stay_in_their_super_group(coordinate):
     """Parts of the fast axes are whole super-groups: one value touches 256 coordinates."""

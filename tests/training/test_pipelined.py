@@ -82,6 +82,7 @@ def test_it_is_ordinary_training_with_exact_means(data_mesh, optimizer, clip_nor
     assert norms[-1] > 0.6  # above the limit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", (Ring(unroll=True), "all_to_all"), ids=("ring", "all_to_all"))
 def test_it_sends_what_is_reported(data_mesh, topology):
     """And the norm, of 4 bytes, where gradients are clipped."""

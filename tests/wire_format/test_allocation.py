@@ -269,6 +269,7 @@ def test_a_lost_row_takes_no_bits_from_the_others(wrong):
     assert 0.05 < after[kept].mean() / before[kept].mean() < 0.8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", ("ring", "all_to_all"))
 def test_a_power_of_two_scales_the_sum_exactly(topology):
     """With the order of sums in an all-to-all, whose widths follow the scales."""
