@@ -3,7 +3,8 @@
 import pytest
 
 from tests.support import processes
-from tests.support.first_check_worker import AXES, NUM_PROCESSES, errors_of_all
+from tests.support.first_check_worker import AXES, NUM_PROCESSES, errors_of
+from tests.support.selection import tried
 
 EXPECTED = {
     "mean": "",
@@ -14,9 +15,10 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def errors() -> list[dict[str, str]]:
+def errors(request) -> list[dict[tuple[str, str, str], str]]:
     """The error of every case in each process."""
-    return processes.run(errors_of_all, [()] * NUM_PROCESSES, devices=2)
+    cases = sorted(tried(request, "loss", "over", "transform"))
+    return processes.run(errors_of, [(cases,)] * NUM_PROCESSES, devices=2)
 
 
 @pytest.mark.sampled(3)
@@ -24,7 +26,7 @@ def errors() -> list[dict[str, str]]:
 @pytest.mark.parametrize("over", AXES)
 @pytest.mark.parametrize("loss", EXPECTED)
 def test_all_processes_have_the_same_answer(errors, loss, over, transform):
-    texts = {of_process[f"{loss}, {over}, {transform}"] for of_process in errors}
+    texts = {of_process[loss, over, transform] for of_process in errors}
     assert len(texts) == 1
     (text,) = texts
     assert EXPECTED[loss] in text

@@ -17,14 +17,16 @@ from dynamiq_jax._check import agreement, disagreement, exchange
 from pallas_kernels._jax import compat
 from tests.support import processes
 from tests.support.agreement_worker import DISAGREEING, outcomes
+from tests.support.selection import tried
 
 NUMBERS = (2, pytest.param(4, marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", params=NUMBERS)
 def found(request) -> list[dict]:
-    """What came of each case in each process."""
-    return processes.run(outcomes, [(request.param,)] * request.param)
+    """What came of each case in each process, of those that are tried."""
+    names = [name for name in DISAGREEING if (name,) in tried(request, "name")]
+    return processes.run(outcomes, [(request.param, names)] * request.param)
 
 
 def errors(found: list[dict], name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """One process of test_check_in_processes.py."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,11 +64,8 @@ def error_of(loss: str, over: str, transform: str) -> str:
     return ""
 
 
-def errors_of_all(rank: int) -> dict[str, str]:
-    """Return the error of every loss, or an empty one."""
-    return {
-        f"{loss}, {over}, {transform}": error_of(loss, over, transform)
-        for loss in LOSSES
-        for over in AXES
-        for transform in ("vmap", "shard_map")
-    }
+def errors_of(rank: int, cases: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str, str], str]:
+    """Return the error of each case: a loss, the axes it is over and a transformation. It may be
+    empty.
+    """
+    return {case: error_of(*case) for case in cases}
