@@ -51,14 +51,6 @@ def test_processes_that_agree_run(found):
         assert of_process["exchanges"] == 1  # of all steps, and of another jit
 
 
-def test_times(found, record_property):
-    """Times are reported, but not tested: a busy machine would fail."""
-    for rank, of_process in enumerate(found):
-        record_property(f"seconds of an exchange in process {rank}", of_process["exchange"])
-        slowest = max(of_process[name]["seconds"] for name in DISAGREEING)
-        record_property(f"seconds until the slowest error in process {rank}", slowest)
-
-
 def test_a_call_after_a_difference_is_compared_anew(found):
     for of_process in found:
         assert "MXFP8" in of_process["again"]["error"]
