@@ -40,7 +40,7 @@ class Host:
 
 
 def take_long_turns() -> None:
-    """Keep the threads of this process, and those that it starts, from interrupting other hosts.
+    """Keep this thread, and those that it starts, from interrupting other hosts.
 
     Emulated hosts share the cores of one machine. Threads wake up for every message. By the usual
     policy of Linux, one that wakes up takes a core from another host at once: a mean of 64 Ki

@@ -25,7 +25,8 @@ NUMBERS = (2, pytest.param(4, marks=pytest.mark.slow))
 @pytest.fixture(scope="module", params=NUMBERS)
 def found(request) -> list[dict]:
     """What came of each case in each process, of those that are tried."""
-    names = [name for name in DISAGREEING if (name,) in tried(request, "name")]
+    cases = tried(request, "found", "name")
+    names = [name for name in DISAGREEING if (request.param, name) in cases]
     return processes.run(outcomes, [(request.param, names)] * request.param)
 
 

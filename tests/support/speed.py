@@ -69,11 +69,11 @@ def read_flags_again() -> None:
 def compiling(*, optimized: bool, frames: bool) -> Iterator[None]:
     """Compile as users do, or without most optimizations, here and in processes that start here.
 
-    Without `frames`, the operations of a program do not name the lines of Python they come from.
+    With neither, the operations of a program do not name the lines of Python they come from.
     """
     jax.config.update("jax_disable_most_optimizations", not optimized)
     limit = jax.config.jax_traceback_in_locations_limit
-    jax.config.update("jax_traceback_in_locations_limit", limit if frames else 0)
+    jax.config.update("jax_traceback_in_locations_limit", limit if optimized or frames else 0)
     with pytest.MonkeyPatch.context() as patch:  # for processes that tests start
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not optimized)))
         if not optimized:
