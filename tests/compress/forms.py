@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import jax_utils
 from flax.training.train_state import TrainState
@@ -17,13 +18,19 @@ from jax.sharding import PartitionSpec as P
 
 WORKERS = 2
 KEYS = jax.random.split(jax.random.key(0), 4)
+
+
+def normal(*shape: int, scale: float = 1.0, seed: int) -> jax.Array:
+    """NumPy draws them without compiling a program, which JAX would where a file is imported."""
+    return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), jnp.float32)
+
+
 PARAMS = {
-    "w": jax.random.normal(KEYS[0], (32, 32)) / 6,
-    "v": jax.random.normal(KEYS[1], (32, 32)) / 6,
+    "w": normal(32, 32, scale=1 / 6, seed=0),
+    "v": normal(32, 32, scale=1 / 6, seed=1),
     "b": jnp.zeros((32,)),
 }
-X = jax.random.normal(KEYS[2], (8 * WORKERS, 32))
-Y = jax.random.normal(KEYS[3], (8 * WORKERS, 32))
+X, Y = normal(8 * WORKERS, 32, seed=2), normal(8 * WORKERS, 32, seed=3)
 
 
 @dataclasses.dataclass(frozen=True)

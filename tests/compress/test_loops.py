@@ -8,12 +8,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import KEYS, PARAMS, X, Y, mapped, mean_loss
+from tests.compress.forms import PARAMS, X, Y, mapped, mean_loss, normal
 from tests.compress.test_schedule import METHOD, found_in, text_of
 from tests.support.hlo import collectives
 
 LAYERS = {
-    "w": jax.random.normal(KEYS[1], (3, 32, 32)) / 6,
+    "w": normal(3, 32, 32, scale=1 / 6, seed=1),
     "b": jnp.ones((3, 32)),
     "scale": jnp.ones((3, 32)),
 }

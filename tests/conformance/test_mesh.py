@@ -171,6 +171,7 @@ def test_all_workers_of_a_mesh_hold_the_same_bits(name):
         assert np.isfinite(replicas).all() and replicas.any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.sent is not None])
 def test_a_mesh_sends_what_is_reported(name):
     """Along the slow axis, where compressed messages are integers."""

@@ -190,7 +190,7 @@ def test_the_sum_is_unbiased(name, topology, keys=32):
     assert least < np.vdot(mean, truth) / np.vdot(truth, truth) - 1 < most
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @methods
 def test_shapes_and_dtypes_are_kept(name):
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -148,6 +148,7 @@ def test_gradients_travel_between_workers_only_and_in_as_many_bytes_as_reported(
     assert 0 < compressed < trainer.bytes_sent <= sent["data"] <= trainer.bytes_sent + 32
 
 
+@pytest.mark.slow
 def test_the_plain_step_sends_the_same_bytes_wrapped_as_its_loss_does(files):
     """And trains as well. Only the noise differs, and some numbers beside the gradients."""
     task = task_of(files)

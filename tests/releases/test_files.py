@@ -100,6 +100,7 @@ def test_states_go_on_as_in_the_release(file):
     assert error(go_on(file.program, read), file) < 1e-5
 
 
+@pytest.mark.sampled(3)
 def test_states_matter(file):
     """A first state gives another result, so that the law above can fail."""
     has_more = len(jax.tree.leaves(file.state)) > 1  # than the step, which makes the noise

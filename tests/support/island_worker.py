@@ -2,14 +2,14 @@
 
 import time
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dynamiq_jax.contrib import Islands, SharedFolder
 from dynamiq_jax.contrib.islands.islands import _hash_of
 
-TARGET = jax.random.normal(jax.random.key(0), (64, 32))
+TARGET = np.random.default_rng(0).standard_normal((64, 32), np.float32)
 PARAMS = {"w": jnp.zeros((64, 32))}
 
 

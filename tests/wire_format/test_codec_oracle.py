@@ -193,6 +193,7 @@ def compare_codes(
     assert width > 8 or undecided < 1e-3
 
 
+@pytest.mark.sampled(2)
 @every_codec
 def test_messages_decode_to_the_values_of_the_page(name):
     codec = CODECS[name]
@@ -337,6 +338,7 @@ def test_the_norms_are_those_of_the_page(method, num_workers, topology):
     assert np.mean(norms == expected) > 0.9
 
 
+@pytest.mark.sampled(2)
 @runs
 def test_the_whole_all_reduce_is_that_of_the_page(method, num_workers, topology):
     grads, totals, norms, seed = whole(method, num_workers, topology)
