@@ -276,7 +276,8 @@ def islands_sparse() -> str:
 
 def islands_links() -> str:
     """Write times to losses of islands over slow links, beside all-reduces: islands_links.json."""
-    rows, found = [], results_of("islands_links")["rows"]
+    results = results_of("islands_links")
+    rows, found = [], results["rows"]
     for row in found:
         first = next(other for other in found if other["fraction"] == row["fraction"])
         cells = [
@@ -286,7 +287,9 @@ def islands_links() -> str:
         steps = "not in 300" if row["steps"] is None else f"{row['steps']:.0f}"
         rows.append([f"{row['fraction']:.0%}", row["run"], steps, *cells])
     rates = [format_rate(parse_rate(rate, "rate")) for rate in found[0]["seconds"]]
-    return markdown(["target", "run", "steps", *rates], rows)
+    table = markdown(["target", "run", "steps", *rates], rows)
+    alone = format_seconds(results["computing"])
+    return f"{table}\nA local step of one worker takes {alone} alone.\n"
 
 
 ALL: tuple[Callable[[], str], ...] = (

@@ -196,6 +196,16 @@ def test_a_stopped_run_leaves_nothing(start):
     assert_nothing_left(command.process.pid, workers)
 
 
+@pytest.mark.slow
+@emulates
+def test_hosts_do_not_interrupt_each_other(start):
+    """As threads that wake up do by the usual policy, on cores that the hosts share."""
+    command = start(*LONG)
+    command.wait_until(
+        lambda: [os.sched_getscheduler(pid) for pid in command.workers()] == 2 * [os.SCHED_BATCH]
+    )
+
+
 # ---------------------------------------------------------------- runs that cannot go on
 
 
