@@ -118,7 +118,7 @@ class Group:
             parts = self.scope.axes.num_fast
             for repeat in range(self.scope.repeats):
                 norms = RowNorms.of(self._flat(bucket, values, repeat))
-                curve = ErrorCurve(norms, layouts[0], layouts[0].num_rows * parts)
+                curve = ErrorCurve(norms, layouts[0])
                 chunks = bucket.call.num_chunks * parts
                 errors += np.stack([curve.at(each.units * chunks) for each in layouts], axis=1)
                 energy += norms.squares.sum(), (norms.squares**self.method.exponent).sum()

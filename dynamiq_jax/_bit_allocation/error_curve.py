@@ -43,27 +43,24 @@ class ErrorCurve:
     Args:
       norms: of the rows.
       layout: of a part of the bucket beside fast axes; its units do not count.
-      num_rows: rows of all parts, those of padding included.
     """
 
-    def __init__(self, norms: RowNorms, layout: Layout, num_rows: int):
+    def __init__(self, norms: RowNorms, layout: Layout):
         allocation = layout.allocation
         steps, power = allocation.steps, allocation.exponent
         needed = np.array([step.energy for step in steps])
         before, after = ([getattr(step, end) for step in steps] for end in ("before", "after"))
         errors = distortions(layout.quantizer)
         saved = errors[before] - errors[after]
-        least = -2 * needed[-1] - 1
-        prices = np.arange(int(norms.energies.max(initial=0)), least - 1, -1)
+        # At the lowest prices, every row with energy has the widest width.
+        prices = np.arange(int(norms.energies.max(initial=0)), -needed[-1] - 1, -1)
         thresholds = prices[:, None] + needed
         if 0 not in allocation.widths:  # all rows but zeros have the narrowest width
             thresholds[:, 0] = np.minimum(thresholds[:, 0], 1)
-        # Rows of zeros, those of padding included, get bits after all others.
+        # Rows of zeros, those of padding included, get bits after all others, and have no error.
         has_energy = norms.energies > 0
-        zeros = num_rows - np.count_nonzero(has_energy)
         codes, squares = norms.energies[has_energy], norms.squares[has_energy]
         rows = _at_least(codes, np.ones_like(squares), thresholds)
-        rows += zeros * (thresholds <= -needed[-1])
         self._units = rows @ np.subtract(after, before)
         # Errors, and errors as the method counts them: by powers of squared norms.
         self._errors = [

@@ -99,7 +99,7 @@ def test_the_expected_error_is_that_of_the_widths_that_the_codec_takes(method, z
     values[: 256 * zeros] = 0
     layout = method.layout(values.size, 2)
     norms = RowNorms.of(values)
-    found = ErrorCurve(norms, layout, layout.num_rows).at(2 * layout.units)
+    found = ErrorCurve(norms, layout).at(2 * layout.units)
     bits = bfloat16_bits(jnp.sqrt(jnp.float32(norms.squares)))
     np.testing.assert_array_equal(bits >> 1, norms.energies)
     places = place_rows(bits, layout)
