@@ -588,6 +588,15 @@ def test_agreement_that_cannot_be_checked_is_said_once(monkeypatch):
     compat._warn_that_nothing_is_compared.cache_clear()
 
 
+def test_the_mesh_is_that_of_set_mesh(data_mesh):
+    found = []
+    assert compat.concrete_mesh() is None
+    with jax.set_mesh(data_mesh(2)):
+        assert compat.concrete_mesh() == data_mesh(2)
+        assert jax.eval_shape(lambda: found.append(compat.concrete_mesh())) is None
+    assert found == [data_mesh(2)]
+
+
 def test_one_process_needs_no_coordination_service(monkeypatch):
     monkeypatch.setattr(compat.importlib, "import_module", lambda name: object())
     compat._warn_that_nothing_is_compared.cache_clear()

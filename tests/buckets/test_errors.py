@@ -35,9 +35,9 @@ def test_bits_out_of_range(bits):
         dq.DynamiQ(bits=bits)
 
 
-@pytest.mark.parametrize("widths", ((1,), (2, 4, 17), (-2,)))
+@pytest.mark.parametrize("widths", ((1,), (1, 8), (2, 4, 17), (-2,)))
 def test_impossible_widths(widths):
-    with raises(ValueError, f"widths={widths!r}", "Give", "2 to 16"):
+    with raises(ValueError, f"widths={widths!r} is not possible", "Give integers from 2 to 16"):
         dq.DynamiQ(widths=widths)
 
 

@@ -25,6 +25,16 @@ def test_pieces_are_those_of_numpy(sizes, num_rows):
         np.testing.assert_array_equal(piece, whole[:, end - size : end])
 
 
+def test_each_of_few_long_pieces_is_an_operation_of_its_own():
+    """XLA fuses slices with what comes before and after, and compiles many of them slowly."""
+
+    def equations(number: int) -> int:
+        rows = jax.ShapeDtypeStruct((1, number * 2**14), jnp.float32)
+        return len(jax.make_jaxpr(lambda rows: cut(rows, [2**14] * number))(rows).eqns)
+
+    assert [equations(number) for number in (2, 8, 9, 40)] == [2, 8, 1, 1]
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_batches_are_cut_alike(axis):
     whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)

@@ -373,3 +373,5 @@ def test_the_table_and_the_plot_show_all_rows(tmp_path):
     plots.save_errors(tmp_path / "p.svg", rows, "a link")
     drawn = (tmp_path / "p.svg").read_text()
     assert "<svg" in drawn
+    legend = drawn[drawn.index('id="legend') :]
+    assert "m3 ring" in legend and "m4 ring" in legend

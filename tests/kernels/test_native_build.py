@@ -37,6 +37,18 @@ def test_a_library_of_other_sources_has_a_reason(fresh, monkeypatch):
     assert "was compiled from other sources: install the package again" in fresh()
 
 
+def test_every_file_of_the_sources_changes_their_digest(tmp_path, monkeypatch):
+    sources = tmp_path / "src"
+    shutil.copytree(build.SOURCES, sources)
+    digests = [build.sources_digest()]
+    monkeypatch.setattr(build, "SOURCES", sources)
+    assert build.sources_digest() == digests[0]
+    for path in sources.iterdir():
+        path.write_bytes(path.read_bytes() + b"\n")
+        digests.append(build.sources_digest())
+    assert len({*digests}) == len(digests) > 10
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

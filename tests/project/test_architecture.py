@@ -361,6 +361,21 @@ def test_docstrings_are_statements():
     assert found == []
 
 
+def test_values_are_frozen():
+    """Programs and plans are kept by their values, which nothing may change afterwards."""
+    forms = {
+        (module, node.name): ast.unparse(decorator)
+        for module, tree in LIBRARY.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for decorator in node.decorator_list
+        if "dataclass" in ast.unparse(decorator)
+    }
+    changing = {("dynamiq_jax._rewriting.nodes", "Node")}  # of a list that several passes mark
+    assert {name for name, form in forms.items() if "frozen=True" not in form} == changing
+    assert len(forms) > 150
+
+
 def test_classes_have_names_of_their_own():
     """In the library, and in benchmarks those that other modules import.
 
