@@ -22,7 +22,9 @@ from dynamiq_jax.topologies import Ring
 from pallas_kernels import choice, modes, operations
 from pallas_kernels._triton import blocks as triton_blocks
 from pallas_kernels._triton import kernels as triton_kernels
+from pallas_kernels._triton import message as triton_message
 from pallas_kernels.codec import Layout, LocalRows, Places, make_places
+from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.rounding import ROUNDINGS
 from pallas_kernels.modes import without_gpu
 from tests.support import oracle
@@ -189,6 +191,27 @@ def test_a_hop_writes_the_bytes_of_the_base(kernel, name):
     np.testing.assert_array_equal(ours, expected)
     super_scales = CASES[name].layout.scales(expected)[1]
     assert 0 < 2 * int(np.sum(np.asarray(super_scales) == oracle.BF16_NAN)) < ROWS
+
+
+@pytest.mark.parametrize("left_over", range(3))
+@pytest.mark.parametrize("rows", (32, 37))
+def test_zeros_end_where_the_message_does(rows, left_over):
+    """The interpreter drops what a GPU would write into the memory behind it."""
+    layout = dq.DynamiQ(bits=5.0).layout(256 * rows, num_chunks=1)
+    used, written = layout.units - left_over, set()
+
+    class Message:
+        def __setitem__(self, at, zeros):
+            assert not zeros.any()
+            written.update(np.asarray(at).tolist())
+
+    with jax.disable_jit():
+        triton_message.pad(layout, jnp.int32(used), Message())
+    half = UNIT // 2
+    unused = range(half * used, half * layout.units)
+    at_the_end = range(layout.padding_start // 2, layout.payload_bytes // 2)
+    assert written == {*unused, *at_the_end}
+    assert bool(at_the_end) == (rows == 37)
 
 
 @pytest.mark.slow
