@@ -57,7 +57,7 @@ FAULTS = (
     ),
     Fault("dispatch.h", "kFlush = 0x8040", "kFlush = 0x0000"),
     # Copies: places, rows, gaps and ends.
-    Fault("copies.h", "std::max<int64_t>(place - span->first, 0)", "0"),
+    Fault("copies.h", "row * span->to_stride + skipped", "row * span->to_stride"),
     Fault("copies.h", "row * span->from_stride + skipped", "row * span->to_stride + skipped"),
     Fault("copies.h", "std::memset(to, 0, bytes);", ";"),
     Fault("copies.h", "    span(nullptr, result.columns - written);\n", ""),
