@@ -6,14 +6,15 @@
     python -m tests.mutants --seed 1           draw others
 
 Each change is applied to a copy of the last commit, where the tests that reach its line run,
-without those marked slow. Which ones these are is measured once for a commit, with coverage, in
-about 15 minutes. A change takes up to some minutes. `cosmic-ray.toml` describes the changes, and
-`pip install '.[dev]'` installs what is needed.
+without those marked slow. Which ones these are is measured with coverage, in about 15 minutes,
+once for a version of the library and its tests. A change takes up to some minutes.
+`cosmic-ray.toml` describes the changes, and `pip install '.[dev]'` installs what is needed.
 """
 
 import argparse
 import ast
 import collections
+import hashlib
 import os
 import random
 import re
@@ -87,13 +88,19 @@ def drawn(modules: list[Path], number: int, seed: int) -> list[MutationSpec]:
     return [choice.choice(places[key]) for key in sorted(chosen)]
 
 
-def measured(commit: str) -> CoverageData:
+def version_of_sources() -> str:
+    """Return a digest of the library and its tests, which commits of pages alone do not change."""
+    tree = subprocess.check_output(["git", "ls-tree", "HEAD", *PACKAGES, "tests", "pyproject.toml"])
+    return hashlib.sha256(tree).hexdigest()[:16]
+
+
+def measured(version: str) -> CoverageData:
     """Return which tests reach which line, after running them all where that is not known yet.
 
     Raises:
       RuntimeError: a test fails without a change.
     """
-    path = RESULTS / f"{commit}.coverage"
+    path = RESULTS / f"{version}.coverage"
     if not path.exists():
         RESULTS.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(".partial")
@@ -170,7 +177,7 @@ def report(options: argparse.Namespace) -> int:
     with console.status(f"looking for places in {len(modules)} modules"):
         changes = drawn(modules, options.sample, options.seed)
     with console.status("finding the tests that reach each line"):
-        data = measured(subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip())
+        data = measured(version_of_sources())
     survivors = 0
     chosen = Path("tests_of_change.txt")
     for change in track(changes, "changes", console=console):
