@@ -217,7 +217,7 @@ def test_steps_of_rounding_are_told_from_wrong_bytes():
     }
     by_two = {at: np.uint8(base[at] ^ (base[at] - 2)) for at in (group, super_scale)}
     assert widths[place] > 2
-    by_two[32 * (sum(plane_rows) + place) + lane % 32] = by_one[byte]  # of the next bit
+    by_two[byte + 32 * plane_rows[1]] = by_one[byte]  # of the next bit
     unused = layout.group_scales_start - 1, len(base) - 1
     wrong = by_two | dict.fromkeys(unused, np.uint8(1))
     for changes, is_rounding in ((by_one, True), (wrong, False)):

@@ -10,11 +10,12 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._rewriting import evaluate
 from dynamiq_jax._run.on_devices import Outcome
+from tests.compress.forms import normal
 from tests.support.workers import STOCHASTIC
 
 WORKERS = 4
 REPEATS = 8
-ROWS = jnp.asarray(np.random.default_rng(1).standard_normal((WORKERS, 64, 64), np.float32))
+ROWS = normal(WORKERS, 64, 64, seed=1)
 
 
 def step_of(data_mesh, local, **options):
