@@ -87,7 +87,7 @@ def _compile_vmap(method: dq.DynamiQ, gradients: Array) -> Callable[[Array], Arr
     """Compile `psum`, mapped over workers: float [workers, size]."""
 
     def reduce(gradient: Array) -> Array:
-        key, options = jax.random.key(11), dq.GpuOptions(exact_below=1)
+        key, options = jax.random.key(11), dq.Options(exact_below=1)
         return dq.psum(gradient, "data", key=key, method=method, options=options)
 
     return jax.jit(jax.vmap(reduce, axis_name="data")).lower(gradients).compile()
