@@ -50,6 +50,8 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             # No program reads what it wrote, except behind a `commit_smem`, which is a barrier.
             unsafe_no_auto_barriers=True,
+            # The other semantics infer layouts, which takes minutes.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=plgpu.InterpretGPUParams() if modes.interpreting() else None,
     )(*arrays)
