@@ -14,7 +14,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
 # slices; not measured yet.
 CODEC_SPEEDS: dict[DeviceKind, CodecSpeed] = {
     "cpu": CodecSpeed(ns_per_coordinate=2.6, us_per_step=500.0),
-    "gpu": CodecSpeed(ns_per_coordinate=0.0075, us_per_step=10.0),
+    "gpu": CodecSpeed(ns_per_coordinate=0.0055, us_per_step=10.0),
     "tpu_v5e": CodecSpeed(ns_per_coordinate=0.048, us_per_step=12.0, ns_of_order=0.0091),
     "tpu_v5p": CodecSpeed(ns_per_coordinate=0.044, us_per_step=8.0, ns_of_order=0.0099),
     "tpu_v6e": CodecSpeed(ns_per_coordinate=0.036, us_per_step=8.8, ns_of_order=0.0101),

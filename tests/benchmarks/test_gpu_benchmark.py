@@ -45,6 +45,7 @@ def test_every_section_runs_without_a_gpu(tmp_path):
     }
     assert {("hop", name) for name in ("triton", "xla", "int8", "mxfp8")} <= timed
     all_reduce = record["sections"]["all_reduce"]["results"]
+    assert all_reduce["triton"]["route"] == all_reduce["xla"]["route"] == "vmap"
     assert all_reduce["triton"]["replicas_are_equal"] and all_reduce["vnmse_apart"] <= 0.01
 
 

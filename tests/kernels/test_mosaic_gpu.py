@@ -84,22 +84,12 @@ def test_a_sum_is_that_of_the_base(rows, received, dtype, changes):
     assert np.argwhere(np.isnan(ours)).tolist() == [[0, 5]]
 
 
-@pytest.mark.parametrize(
-    ("group_size", "rows", "widths"),
-    [
-        (32, 40, range(2, 9)),
-        # JAX infers layouts, which takes the longer the wider the rows.
-        *(
-            pytest.param(group_size, rows, ALL_WIDTHS, marks=slow)
-            for group_size in (8, 16, 32)
-            for rows in (1, 40)
-        ),
-    ],
-)
-def test_all_operations_lower_for_a_gpu(group_size, rows, widths):
+@pytest.mark.parametrize("group_size", [8, 16, 32])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_all_operations_lower_for_a_gpu(group_size, rows):
     from jax.sharding import AbstractDevice  # not in older versions
 
-    layout = small_layout(rows, tuple(widths), group_size=group_size)
+    layout = small_layout(rows, ALL_WIDTHS, group_size=group_size)
     payload, local = jnp.zeros((1, layout.payload_bytes), jnp.uint8), some_rows(layout)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)

@@ -23,7 +23,7 @@ def test_the_speed_of_a_gpu_is_that_of_measured_kernels():
 def test_nothing_is_gained_on_nvlink():
     """As the README says: steps are as long as before, within a few percent."""
     gains = [gain_of_a_step("3600gbit", overlap) for overlap in (0.0, 0.5)]
-    assert 1 < gains[0] < 1.02 and 0.96 < gains[1] < 0.98
+    assert 1 < gains[0] < 1.03 and 0.97 < gains[1] < 0.99
 
 
 @pytest.mark.parametrize(
