@@ -52,8 +52,11 @@ def slices(sources: Sequence[Array], table: Table, *, share_kernels: bool = Fals
             else:
                 parts.append(places.slice(start, length))
             end = at + length
-        if end < columns or not parts:
-            parts.append(lax.full((rows, columns - end), 0, dtype))
+        after = columns - end
+        if len(parts) == 1 and after:
+            parts = [lax.pad(parts[0], np.zeros((), dtype), ((0, 0, 0), (0, after, 0)))]
+        elif after or not parts:
+            parts.append(lax.full((rows, after), 0, dtype))
         results.append(parts[0] if len(parts) == 1 else lax.concatenate(parts, 1))
     return compat.match_varying(results, sources[0])
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,6 +99,14 @@ def _slow_samples(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     speed.collect_garbage_rarely()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Share compiled programs among all tests of a run."""
+    folder = tmp_path_factory.getbasetemp()
+    of_worker = "PYTEST_XDIST_WORKER" in os.environ
+    speed.compile_once((folder.parent if of_worker else folder) / "compiled")
 
 
 @pytest.fixture(scope="module", autouse=True)

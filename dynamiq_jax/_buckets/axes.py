@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs import checks
+from pallas_kernels.copies import pad
 
 AxisName = str | tuple[str, ...]
 
@@ -53,7 +54,7 @@ class Axes:
         """Sum exactly over the fast axes and return the worker's part: float [part_size]."""
         if not self.fast:
             return flat
-        part = jnp.pad(flat.astype(jnp.float32), (0, self.num_fast * part_size - flat.size))
+        part = pad(flat.astype(jnp.float32), self.num_fast * part_size)
         for axis in reversed(self.fast):
             part = axis.sum_scatter(part, tiled=True)
         return part

@@ -20,6 +20,7 @@ from jax import Array, lax
 
 from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import Index
+from pallas_kernels.copies import pad
 
 Payload = Any  # pytree of arrays: one chunk on the wire in one hop
 
@@ -212,7 +213,8 @@ def as_chunks(flat: Array, num_chunks: int, multiple_of: int = 1) -> Array:
       num_chunks: number of chunks.
       multiple_of: number that the chunk size is a multiple of.
     """
-    return jnp.pad(flat, (0, -flat.size % (num_chunks * multiple_of))).reshape(num_chunks, -1)
+    size = flat.size + -flat.size % (num_chunks * multiple_of)
+    return pad(flat, size).reshape(num_chunks, -1)
 
 
 def _length(stacked: Payload) -> int:

@@ -27,6 +27,7 @@ from pallas_kernels.codec import (
 )
 from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
+from pallas_kernels.copies import pad
 
 _GROUP_SIZES = (8, 16, 32)
 _MIN_BITS, _MAX_BITS = 2.375, 16.0  # the least: codes of 2 bits, scales and norms
@@ -184,7 +185,8 @@ class DynamiQ(ChunkedMethod):
         """
         layout = self._layout_of(call)
         if _sums(call):
-            rows, share = layout.as_rows(values), norms.combine_norms
+            padded = pad(values, layout.num_rows * SUPER_GROUP_SIZE)
+            rows, share = layout.as_rows(padded), norms.combine_norms
         else:  # all workers gather the norms of all parts
             rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
         if local_norms is None:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import _native
 from pallas_kernels._jax import compat
-from pallas_kernels.copies import copy
+from pallas_kernels.copies import copy, pad
 from pallas_kernels.segments import Segment, Table
 from pallas_kernels.slices import slices
 
@@ -148,6 +148,17 @@ SPREAD = Table(
     (40, 41, 42),
     (84, 90),
 )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "padded"), [(0, 3), (5, 5), (5, 8), (1000, 1024)])
+def test_vectors_are_padded_with_zeros(dtype, size, padded):
+    [[vector]] = values([size], 1, dtype)
+    expected = np.concatenate([vector, np.zeros(padded - size, dtype)])
+    assert_same_bits([jax.jit(pad, static_argnums=1)(vector, padded)], [expected])
+    batch = np.stack([vector, vector[::-1]])
+    of_batch = jax.jit(jax.vmap(lambda each: pad(each, padded)))(batch)
+    assert_same_bits([np.asarray(of_batch)[0]], [expected])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from pallas_kernels import _native
 from pallas_kernels._native.library import SWITCH, target
-from pallas_kernels.copies import copy
+from pallas_kernels.copies import copy, pad
 from pallas_kernels.segments import Segment, Table
 from tests.kernels.test_copies import SPREAD, assert_same_bits, in_numpy, values
 
@@ -39,6 +39,15 @@ def test_all_segments_are_one_call():
 def test_programs_without_the_library_have_slices(monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
     assert CALL not in lowered() and "dynamic_slice" in lowered()
+
+
+def test_a_vector_is_padded_by_one_call(monkeypatch):
+    def lowered_pad():
+        return jax.jit(lambda vector: pad(vector, 1024)).lower(np.zeros(1000)).as_text()
+
+    assert lowered_pad().count(CALL) == 1 and "stablehlo.pad" not in lowered_pad()
+    monkeypatch.setenv(SWITCH, "0")
+    assert CALL not in lowered_pad() and lowered_pad().count("stablehlo.pad") == 1
 
 
 def test_arrays_that_xla_has_to_partition_are_sliced(data_mesh):
