@@ -47,6 +47,17 @@ def test_too_few_devices_are_refused(options, words, monkeypatch):
         finetune_llm.make_mesh(Options(**options))
 
 
+def test_one_accelerator_is_left_for_virtual_devices_with_a_word(monkeypatch, capsys):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    cpus = jax.devices()
+    kind = cpus[0].device_kind
+    monkeypatch.setattr(jax, "devices", lambda platform=None: cpus if platform else cpus[:1])
+    assert finetune_llm.make_mesh(Options()).size == len(cpus)
+    assert f"One {kind} is not enough for 2 workers" in capsys.readouterr().out
+    assert finetune_llm.make_mesh(Options(method="exact")).size == 1
+    assert capsys.readouterr().out == ""
+
+
 def task_of(files, fsdp=1, **options):
     given = {"checkpoint": files / "start", "data": files / "chats.jsonl", "context": 64}
     options = Options(**given | {"fsdp": fsdp} | options)
