@@ -104,8 +104,8 @@ def make_mesh(options: Options) -> Mesh:
     wanted = (options.workers or (1 if options.is_exact else 2)) * fsdp
     if len(devices) == 1 < wanted:
         print(
-            f"One {devices[0].device_kind} is not enough for {wanted} workers: training on virtual "
-            "CPU devices. With --method exact, training is on the one."
+            f"One {devices[0].device_kind} is not enough for {wanted} workers. They train on "
+            "virtual CPU devices; --method exact trains on that one device."
         )
         devices = jax.devices("cpu")
         jax.config.update("jax_default_device", devices[0])

@@ -186,7 +186,7 @@ class DynamiQ(ChunkedMethod):
         layout = self._layout_of(call)
         if _sums(call):
             padded = pad(values, layout.num_rows * SUPER_GROUP_SIZE)
-            rows, share = layout.as_rows(padded), norms.combine_norms
+            rows, share = padded.reshape(layout.num_rows, -1), norms.combine_norms
         else:  # all workers gather the norms of all parts
             rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
         if local_norms is None:

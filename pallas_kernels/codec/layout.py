@@ -125,8 +125,8 @@ class Layout:
         return self.allocation.solve(energies, self.units)
 
     def as_rows(self, flat: Array) -> Array:
-        """Pad a bucket with zeros, unless it is padded already, to a matrix [num_rows, 256]."""
-        padding = self.num_rows * SUPER_GROUP_SIZE - flat.size
+        """Pad a bucket [size] with zeros to a matrix [num_rows, 256]."""
+        padding = self.num_rows * SUPER_GROUP_SIZE - self.size
         return jnp.pad(flat, (0, padding)).reshape(self.num_rows, SUPER_GROUP_SIZE)
 
     def as_flat(self, rows: Array) -> Array:
