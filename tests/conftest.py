@@ -64,9 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _slow_research(items: list[pytest.Item]) -> None:
-    """Make the tests of research slow ones outside of its folder.
+    """Make slow tests of the laws of all methods for research, and of its docstrings.
 
-    There, each system has its own tests. Elsewhere, it goes through those of all methods.
+    Each system has its own tests in the folder of research.
     """
     research = {*METHODS.installed, *WRAPPERS.installed, "ef21m", "global_compensation"}
     for item in items:
@@ -76,7 +76,11 @@ def _slow_research(items: list[pytest.Item]) -> None:
             if parameters
             else set()
         )
-        if names & research and "contrib" not in item.path.parts:
+        if "contrib" in item.path.parts:
+            is_slow = isinstance(item, pytest.DoctestItem)
+        else:
+            is_slow = bool(names & research)
+        if is_slow:
             item.add_marker(pytest.mark.slow)
 
 

@@ -21,7 +21,7 @@ def errors(request) -> list[dict[tuple[str, str, str], str]]:
     return processes.run(errors_of, [(cases,)] * NUM_PROCESSES, devices=2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transform", ["vmap", "shard_map"])
 @pytest.mark.parametrize("over", AXES)
 @pytest.mark.parametrize("loss", EXPECTED)

@@ -113,6 +113,7 @@ def test_independent_rounding_is_unbiased():
     assert gain == pytest.approx(1, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_correlated_hops_trade_a_small_bias_for_a_smaller_error():
     """Each rounding is unbiased, their chain is not quite: the input of a hop depends on the noise
     that it shares with the hop before. The mean over keys keeps a few percent of the squared error,

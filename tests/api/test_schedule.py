@@ -57,7 +57,7 @@ def errors(outputs):
     return [vnmse(out, GRADIENTS[:, n].mean(0, dtype=np.float64)) for n, out in enumerate(outputs)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", METHODS)
 def test_warm_up_is_exact_and_then_every_method_takes_over(data_mesh, name):
     run = Run(data_mesh(WORKERS), dq.Schedule({0: "exact", 2: name}))

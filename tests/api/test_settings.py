@@ -102,7 +102,7 @@ def test_every_method(name, data_mesh):
     check_same(make, gradients(), run=name in COMPILED)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", (*CHUNKED, "two widths"))
 def test_every_half(name, data_mesh):
     arguments = {"method": NAMES.get(name, TWO_WIDTHS), "options": EVERY_LEAF}
@@ -125,6 +125,7 @@ def test_every_topology(method, topology, check_vma, data_mesh):
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn, check_vma), gradients(), run=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "run"),
     ((TWO_WIDTHS, False), (MXFP8(), True), (EntropyCoded(), False)),
@@ -223,7 +224,7 @@ def test_steps_of_trainers(step, data_mesh):
 # ----------------------------------------------------------------------------------------- checks
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", METHODS)
 def test_checks_of_nan_find_none(name, data_mesh):
     """Nor in lanes whose values are not used."""

@@ -301,6 +301,7 @@ def test_answers_are_by_host():
 # --------------------------------------------------------------------------- namespaces
 
 
+@pytest.mark.slow
 @emulates
 def test_what_a_killed_command_left_is_removed_by_the_next(start):
     command = start(*LONG)

@@ -114,6 +114,7 @@ def in_other_process(values: list[int], name: str) -> dict[str, object]:
     return {"sum": sum(values), "variable": os.environ.get(name), "process": os.getpid()}
 
 
+@pytest.mark.slow
 def test_a_call_in_a_process_of_its_own_has_arguments_variables_and_errors():
     result = in_process(in_other_process, (1, 2), "TRIAL", environment={"TRIAL": "yes"})
     assert result["process"] != os.getpid()

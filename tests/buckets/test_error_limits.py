@@ -150,6 +150,7 @@ def share_kept(times, keys):
     return 1 - metrics["fallbacks"].mean()
 
 
+@pytest.mark.slow
 def test_a_bucket_at_the_limit_is_rarely_kept():
     assert share_kept(1, keys=100) < 0.1
 

@@ -41,7 +41,7 @@ def means(method: str) -> np.ndarray:
     return np.asarray(jax.jit(jax.vmap(local, axis_name="data"))(values))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", [*METHODS, *ROTATED[3:]])
 def test_replicas_are_the_same_bits(method):
     found = means(method)

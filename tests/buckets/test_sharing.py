@@ -94,6 +94,7 @@ def test_units_and_buckets_without_error_or_bits_do_not_count():
 SCALES = {"a": 1e-3, "b": 1.0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("bucket_bytes", "least", "most"), [(2**15, 3, 1e6), (2**16, 1, 1)])
 def test_an_all_reduce_has_the_gain_among_its_metrics(bucket_bytes, least, most):
     """A bucket of two leaves shares their bits already."""

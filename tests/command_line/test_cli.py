@@ -375,6 +375,7 @@ def test_mistakes_end_in_one_line(arguments, says, monkeypatch):
     assert re.match(f"dynamiq-jax: .*{says}", ended) and "\n" not in ended, ended
 
 
+@pytest.mark.slow
 def test_bench_runs_over_several_processes(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -456,6 +457,7 @@ def test_missing_packages_are_named(monkeypatch):
     assert "pip install 'dynamiq-jax[cli]'" in ended
 
 
+@pytest.mark.slow
 def test_the_library_needs_none_of_it():
     """Nor does the command to say that packages are missing."""
     code = (

@@ -10,6 +10,7 @@ from dynamiq_jax._console.pipes import ending_with_reader
 from tests.support.commands import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("arguments", (("--help",), ("--version",), ("advise", "--help")))
 def test_a_reader_that_is_gone_is_no_error(arguments):

@@ -63,6 +63,7 @@ def run(path, **options) -> tuple[int, dict]:
     return status, json.loads(path.read_text(), parse_constant=pytest.fail)["results"]
 
 
+@pytest.mark.slow
 def test_every_fault_is_found_and_named(chosen_backend, here, tmp_path, capsys):
     chosen_backend(ALL_FAULTS)
     here(2)

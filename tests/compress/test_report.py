@@ -44,6 +44,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_of_a_sum_are_in_its_row(name, data_mesh):
     """Twelve sums: "sum_10" comes before "sum_2" in the order of names."""

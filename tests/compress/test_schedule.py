@@ -82,7 +82,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_other_messages_of_a_step_wait_for_its_compressed_sums(name, check_vma, data_mesh):

@@ -147,7 +147,7 @@ def found_on_mesh(name: str) -> tuple[dict[str, np.ndarray], list[Collective]]:
 cases = pytest.mark.parametrize("name", CASES)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @cases
 def test_a_mesh_gives_the_bits_of_the_simulation(name):
     case = CASES[name]
@@ -171,7 +171,7 @@ def test_all_workers_of_a_mesh_hold_the_same_bits(name):
         assert np.isfinite(replicas).all() and replicas.any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.sent is not None])
 def test_a_mesh_sends_what_is_reported(name):
     """Along the slow axis, where compressed messages are integers."""

@@ -98,7 +98,7 @@ def test_every_method_has_a_row():
     assert METHODS.keys() <= ROWS.keys()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @on_topologies(CASES)
 def test_replicas_are_identical_and_the_key_fixes_the_bits(name, topology):
     run = psum_with(name, topology)

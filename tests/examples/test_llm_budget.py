@@ -53,6 +53,7 @@ def test_the_free_memory_of_a_machine_is_plausible():
     assert free is None or 2**20 < free < 2**50
 
 
+@pytest.mark.slow
 def test_the_time_of_training_grows_with_tokens_and_with_updates():
     params = [jax.ShapeDtypeStruct((10**6,), "float32")] * 10
     tokens, updates = 10**6, 10**4

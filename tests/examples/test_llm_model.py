@@ -155,6 +155,7 @@ def test_all_refused_keys_are_named_at_once(tmp_path):
         read_config(tmp_path)
 
 
+@pytest.mark.slow
 def test_importing_it_says_nothing_without_torch():
     command = [sys.executable, "-W", "error", "-c", "import examples.llm.data"]
     environment = {k: v for k, v in os.environ.items() if "TRANSFORMERS" not in k}

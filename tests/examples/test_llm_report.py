@@ -139,6 +139,7 @@ def test_the_plot_shows_every_loss(count, tmp_path, monkeypatch):
     assert (tmp_path / "losses.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
     """The run ends as otherwise: with its report, its records and its model."""
     llm_files.write(tmp_path)

@@ -71,7 +71,7 @@ def on_one(files):
         return on_one_device(task_of(files), Recipe(steps=3, learning_rate=1e-2), batch=8)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("route", ROUTES)
 def test_training_is_that_of_one_device_on_the_mean_over_all_targets(
     route, on_one, files, tmp_path
@@ -139,7 +139,7 @@ def bytes_of(trainer, task):
     return sent, found.bytes_compressed
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "route"),
     (

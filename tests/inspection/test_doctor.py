@@ -48,6 +48,7 @@ def script(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_script_is_run_until_its_step_is_compiled(script, tmp_path):
     """The step would be followed by an error."""
     kept = tmp_path / "found.json"

@@ -181,12 +181,10 @@ def test_nothing_is_checked_where_no_kernel_runs(data_mesh, monkeypatch):
     assert first_use._reasons == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "differ"),
-    [
-        pytest.param(("an exception", "an exception"), False, marks=pytest.mark.slow),
-        (("nothing", "an exception"), True),
-    ],
+    [(("an exception", "an exception"), False), (("nothing", "an exception"), True)],
 )
 def test_processes_use_the_same_backend_or_raise_an_error(faults, differ):
     found = processes.run(first_use_worker.summed, [(fault,) for fault in faults])

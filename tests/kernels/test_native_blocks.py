@@ -154,7 +154,7 @@ def test_every_format_is_tried():
     assert {m.code_bits for m in METHODS.values() if isinstance(m, BlockInt)} == set(range(2, 9))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("collective", "topology"),
     [

@@ -40,6 +40,7 @@ def program_of(function, *args) -> str:
 # -------------------------------------------------------------------------------- where it is
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_an_all_reduce_runs_it_and_has_the_bits_of_the_base(check_vma, data_mesh):
     def reduce(gradient, implementation):

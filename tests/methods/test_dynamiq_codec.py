@@ -74,6 +74,7 @@ def test_sums_of_eight_or_more_workers_are_ordered_again():
     assert codec.of_sums(8) == ReorderedSums(codec)
 
 
+@pytest.mark.slow
 def test_a_table_that_misleads_costs_nothing_any_more():
     rows, method = some_rows(), TWO_WIDTHS
     right, wrong = in_order_of_norms(rows), np.arange(CHUNKS * ROWS).reshape(CHUNKS, ROWS)

@@ -60,7 +60,7 @@ def one_step(name: str):
 # --------------------------------------------------------------------------- one step, each worker
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @every_inner
 @settings(max_examples=5, phases=(Phase.generate,))
 @given(seed=st.integers(0, 99), exponent=st.integers(-30, 30), share=st.sampled_from((0, 0.1, 3)))

@@ -108,7 +108,7 @@ def test_states_matter(file):
     assert error(go_on(file.program, first), file) > 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("name", METHODS)
 def test_messages_have_the_same_bytes_and_values(release, name):

@@ -122,7 +122,7 @@ def counted(name: str, n: int):
     return jax.tree.map(np.asarray, on_workers(n, both))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @every_size
 def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, n):
     topology = TOPOLOGIES[name]

@@ -17,6 +17,7 @@ def steps_of(rank: int, folder) -> list[int]:
     return sorted(int(path.suffix[1:]) for path in folder.glob(f"{rank}.*"))
 
 
+@pytest.mark.slow
 def test_a_late_worker_holds_up_nobody_before_the_next_synchronization(tmp_path):
     """It begins after the other has taken all local steps that it can, and nothing is lost."""
     ends = processes.run(train, [(tmp_path, "late")] * 2)

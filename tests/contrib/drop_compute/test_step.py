@@ -540,6 +540,7 @@ def expected_done(chosen: float) -> np.ndarray:
     return done
 
 
+@pytest.mark.slow
 def test_two_processes_do_other_numbers_and_end_with_the_same_bits(tmp_path):
     processes.run(worker.train, [(tmp_path, 2, "none")] * 2, devices=2)
     first, second = trained(tmp_path)
