@@ -1,7 +1,7 @@
 """Pure JAX backend: available everywhere, and the reference that kernels reproduce.
 
-Where a CPU and an accelerator compile different programs well, `lax.platform_dependent` chooses one
-of two, here and in the codec. Both give the same bytes.
+Where a CPU and an accelerator compile different programs well, `platform_dependent` chooses one of
+two, here and in the codec. Both give the same bytes.
 """
 
 import functools
@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.dependencies import zeros_after
+from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.backend import Backend
 from pallas_kernels.codec import bit_planes
 from pallas_kernels.codec.arithmetic import Index
@@ -203,4 +204,4 @@ def _norms(block: Array) -> Array:
         usual = (squares > _USUAL[0]) & (squares < _USUAL[1])
         return lax.cond(jnp.all(usual), lambda: jnp.sqrt(squares), lambda: norms(block))
 
-    return lax.platform_dependent(block, cpu=usual_norms, default=norms)
+    return platform_dependent({"cpu": usual_norms, "default": norms}, block)

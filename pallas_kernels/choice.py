@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels import first_use, modes
-from pallas_kernels._jax.platforms import platform_dependent
+from pallas_kernels._jax.platforms import here, platform_dependent
 from pallas_kernels.backend import Backend, Operation
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.registry import BACKENDS, BASE
@@ -44,7 +44,7 @@ def message_dtype(implementation: str | None) -> DTypeLike:
     """
     if implementation is not None:
         return _named(implementation).message_dtype
-    return next((b for b in _candidates() if b.platform == _here()), BASE).message_dtype
+    return next((b for b in _candidates() if b.platform == here()), BASE).message_dtype
 
 
 def run(implementation: str | None, operation: Operation, *arrays: Any, **static: Any) -> Any:
@@ -71,8 +71,7 @@ def run(implementation: str | None, operation: Operation, *arrays: Any, **static
         platform: _Run(backend, operation, tuple(static.items()))
         for platform, backend in chosen.items()
     }
-    expected = _here() if _here() in functions else BASE.platform
-    return platform_dependent(expected, functions, *arrays)
+    return platform_dependent(functions, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +126,13 @@ def default() -> str:
       One line, such as "the codec runs on cpu by 'native' (C++ with avx2)".
     """
     chosen = fastest(Backend.statistics, _ROWS)
-    backend = chosen.get(_here(), BASE)
+    backend = chosen.get(here(), BASE)
     details = f" ({backend.details()})" if backend.details() else ""
-    line = f"the codec runs on {_here()} by {backend.name!r}{details}"
+    line = f"the codec runs on {here()} by {backend.name!r}{details}"
     against = (
         f"{other.name!r} is not used: {reason}"
         for other in BACKENDS.values()
-        if backend is BASE and other.platform == _here()
+        if backend is BASE and other.platform == here()
         if (reason := other.why_not_here() or first_use.reason_against(other, BASE))
     )
     return "; ".join((line, *against))
@@ -143,11 +142,6 @@ def default() -> str:
 def _log_default() -> None:
     """Log, once in a process, which backend it uses."""
     _logger.info("%s", default())
-
-
-def _here() -> str:
-    """Return the name of the default platform, as `jax.lax.platform_dependent` has it."""
-    return "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 
 def _candidates() -> Iterator[Backend]:

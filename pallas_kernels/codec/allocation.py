@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._jax.compat import match_varying
+from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.codec.levels import distortion
 from pallas_kernels.codec.packing import MAX_WIDTH
 
@@ -95,13 +96,7 @@ class Allocation:
 
         def rows_of_steps(prices: Array) -> Array:
             thresholds = jnp.minimum(prices[:, None] + needed[None, :], most[None, :])
-            return lax.platform_dependent(
-                energies,
-                thresholds,
-                cpu=search_at_least,
-                tpu=functools.partial(count_by_blocks, select=select_by_product),
-                default=functools.partial(count_by_blocks, select=select_by_gather),
-            )
+            return platform_dependent(_COUNT_AT_LEAST, energies, thresholds)
 
         # The largest price at which the rows take too much, some digits of it at a time.
         lowest = -2 * int(needed[-1]) - 1
@@ -192,3 +187,11 @@ def select_by_product(blocks: Array, indices: Array) -> Array:
         jnp.float32
     )
     return jnp.dot(chosen, blocks.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+# How many values are at least each threshold: the way that is fast on each platform.
+_COUNT_AT_LEAST: dict[str, Callable[[Array, Array], Array]] = {
+    "cpu": search_at_least,
+    "tpu": functools.partial(count_by_blocks, select=select_by_product),
+    "default": functools.partial(count_by_blocks, select=select_by_gather),
+}

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._jax.compat import match_varying
+from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
 
@@ -38,9 +39,8 @@ def pack(units: Array, codes: Array, widths: Array, starts: Array, first: Index)
     Returns:
       The new planes; nothing but the bits of these places changes.
     """
-    return lax.platform_dependent(
-        units, codes, widths, starts, first, cpu=pack_one_by_one, default=pack_at_once
-    )
+    functions = {"cpu": pack_one_by_one, "default": pack_at_once}
+    return platform_dependent(functions, units, codes, widths, starts, first)
 
 
 def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
@@ -55,32 +55,36 @@ def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
     Returns:
       Codes, uint16 [count, 8, 32]: each row in eighths.
     """
-
     # `jax.vmap` computes both branches below with operands that vary as their condition does. A
     # constant of a branch would be one that JAX marks as varying for a second time.
     flags = match_varying(jnp.asarray(np.uint8(1) << _EIGHTHS)[None, :, None], widths)
-
-    def byte(units: Array, low: int) -> Array:
-        # All eight bits at once: XLA:CPU makes one pass of it, which is faster than a loop over
-        # those that the rows have. What a row lacks is masked below.
-        slabs = [
-            lax.dynamic_slice_in_dim(units, starts[low + bit] + first, len(widths))
-            for bit in range(8)
-        ]
-        fields = [_spread(slab, flags, bit) for bit, slab in enumerate(slabs)]
-        return functools.reduce(operator.or_, fields).astype(jnp.uint16)
-
-    def wide(units: Array) -> Array:
-        return byte(units, 0) | (byte(units, 8) << np.uint16(8))
-
-    def branch(units: Array) -> Array:
-        # XLA:CPU would compute the codes again wherever they are used, but not across a branch. On
-        # a TPU, a branch would fix the layout of its arrays.
-        return lax.cond(widths[0] > 8, wide, lambda units: byte(units, 0), units)
-
-    codes = lax.platform_dependent(units, cpu=branch, default=wide)
+    functions = {"cpu": _read_as_needed, "default": _read_two_bytes}
+    codes = platform_dependent(functions, units, starts[:MAX_WIDTH] + first, flags, widths)
     masks = (np.uint32(1) << widths.astype(jnp.uint32)) - np.uint32(1)
     return codes & masks.astype(jnp.uint16)[:, None, None]
+
+
+def _read_as_needed(units: Array, starts: Array, flags: Array, widths: Array) -> Array:
+    """Read two bytes of each code if a row has more than eight bits, and one if none has.
+
+    XLA:CPU would compute the codes again wherever they are used, but not across a branch. On a TPU,
+    a branch would fix the layout of its arrays.
+    """
+    operands = (units, starts, flags, widths)
+    return lax.cond(widths[0] > 8, _read_two_bytes, _read_low_byte, *operands)
+
+
+def _read_two_bytes(units: Array, starts: Array, flags: Array, widths: Array) -> Array:
+    low = _read_low_byte(units, starts, flags, widths)
+    return low | (_read_low_byte(units, starts[8:], flags, widths) << np.uint16(8))
+
+
+def _read_low_byte(units: Array, starts: Array, flags: Array, widths: Array) -> Array:
+    # All eight bits at once: XLA:CPU makes one pass of it, which is faster than a loop over those
+    # that the rows have. What a row lacks is masked afterwards.
+    slabs = [lax.dynamic_slice_in_dim(units, starts[bit], len(widths)) for bit in range(8)]
+    fields = [_spread(slab, flags, bit) for bit, slab in enumerate(slabs)]
+    return functools.reduce(operator.or_, fields).astype(jnp.uint16)
 
 
 def pack_one_by_one(

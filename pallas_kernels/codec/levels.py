@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.codec.arithmetic import PLAIN, Arithmetic, Number, float_to_code
 
 Spacing = Literal["quadratic", "geometric"]
@@ -226,11 +227,11 @@ def position_table(width: int, spacing: Spacing, gap_ratio: float) -> np.ndarray
 
 def levels_of_rows(table: Sequence[Levels], index_of_row: Array) -> Levels:
     """Return the levels of every row, `table[index_of_row]`, as columns [rows, 1]."""
-    return lax.platform_dependent(
-        index_of_row,
-        cpu=functools.partial(gather_levels, table),
-        default=functools.partial(select_levels, table),
-    )
+    functions = {
+        "cpu": functools.partial(gather_levels, table),
+        "default": functools.partial(select_levels, table),
+    }
+    return platform_dependent(functions, index_of_row)
 
 
 def gather_levels(table: Sequence[Levels], index_of_row: Array) -> Levels:

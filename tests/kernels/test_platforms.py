@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels._jax import platforms
 from pallas_kernels._jax.platforms import platform_dependent
 
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -35,7 +37,8 @@ def traces():
 
 def chosen(traces, expected, tree, number=1):
     functions = {name: Scale(factor, traces) for name, factor in FACTORS.items()}
-    return platform_dependent(expected, functions, tree, number)
+    with mock.patch.object(platforms, "here", lambda: expected):
+        return platform_dependent(functions, tree, number)
 
 
 def lowered(function, *args, platform):
@@ -127,6 +130,6 @@ def test_it_runs_without_jit(traces):
 
 
 def test_one_function_needs_no_choice(traces):
-    got = platform_dependent("default", {"default": Scale(3, traces)}, {"x": VALUES}, 0)
+    got = platform_dependent({"default": Scale(3, traces)}, {"x": VALUES}, 0)
     np.testing.assert_array_equal(got["scaled"], 3 * VALUES)
     assert got["number"] == 1
