@@ -62,7 +62,7 @@ class Policy:
         """Return the method of every leaf in flattened order; None for uncompressed leaves.
 
         Raises:
-          ValueError: a leaf without a pattern, or a pattern without a leaf.
+          ValueError: a leaf without a pattern, or a pattern without a leaf in a tree that has some.
         """
         paths, leaves = paths_of(tree), jax.tree.leaves(tree)
         if self.everywhere is not None:
@@ -94,7 +94,7 @@ class Policy:
                         "or '.*' as the last one, for all leaves that are left."
                     )
                 chosen.append(None)
-        if unused and self.all_used:
+        if paths and unused and self.all_used:
             raise ValueError(
                 f"method={self._spelled()}: no leaf is left for {sorted(unused)!r:.200}. Patterns "
                 f"before may match them, or there is no such leaf among {list(paths)!r:.400}. "

@@ -64,6 +64,11 @@ def test_the_first_pattern_that_is_found_in_a_path_counts(paths, patterns):
         assert [method.code_bits - 2 for method in found] == first
 
 
+def test_a_tree_without_leaves_needs_no_pattern():
+    assert Policy.of(POLICY).methods({}) == []
+    assert dq.wire_report({"nothing": None}, WORKERS, method=POLICY).bytes_per_worker == 0
+
+
 @pytest.mark.slow
 def test_each_leaf_has_the_error_of_its_method():
     found, truth = mean_of(POLICY), jax.tree.map(lambda leaf: leaf.mean(0, keepdims=True), TREE)
