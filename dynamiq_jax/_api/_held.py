@@ -106,13 +106,34 @@ def _attributes(each: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any
     if id(each) in seen:
         return
     seen.add(id(each))
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(held):
-        where = path + jax.tree_util.keystr(keys, simple=True, separator=".")
+    for where, leaf in _leaves(held, path):
         if _is_settings(leaf):
             yield where, type(leaf)
             yield from _attributes(leaf, f"{where}.", seen)
         else:
             yield where, leaf
+
+
+def _leaves(held: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of containers, with their paths."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(held, is_leaf=_has_mixed_keys):
+        where = (path + jax.tree_util.keystr(keys, simple=True, separator=".")).removesuffix(".")
+        if not _has_mixed_keys(leaf):
+            yield where, leaf
+            continue
+        for key, value in leaf.items():
+            yield from _leaves(value, f"{where}[{key!r}].")
+
+
+def _has_mixed_keys(node: Any) -> bool:
+    """Return whether a dictionary has keys that JAX cannot sort."""
+    if not isinstance(node, dict):
+        return False
+    try:
+        sorted(node)
+    except TypeError:
+        return True
+    return False
 
 
 def _is_code(each: Any) -> bool:

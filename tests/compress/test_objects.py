@@ -31,13 +31,16 @@ class Scaled:
         self.scale = 1.0
         self.settings = Settings()
         self.rule = {"sign": "plus", "names": {"w", "v"}}
+        self.table = {1: {"scale": 1.0}, "first": Settings()}  # JAX cannot sort its keys
         self._key = "mine"
         self._fun = None
         self.report = "mine"
 
     def factor(self):
         sign = 1 if self.rule["sign"] == "plus" else -1
-        return sign * self.scale * self.settings.scale * len(self.rule["names"])
+        scale = self.scale * self.settings.scale
+        scale *= self.table[1]["scale"] * self.table["first"].scale
+        return sign * scale * len(self.rule["names"])
 
     def __call__(self, params, x, y):
         def local(*args):
@@ -65,6 +68,8 @@ CHANGES = {
     "a number inside of another object": lambda scaled: setattr(scaled.settings, "scale", 3.0),
     "another object": lambda scaled: setattr(scaled, "settings", Settings(3.0)),
     "a text": lambda scaled: scaled.rule.update(sign="minus"),
+    "a number under keys of several types": lambda scaled: scaled.table[1].update(scale=3.0),
+    "another object there": lambda scaled: setattr(scaled.table["first"], "scale", 3.0),
     "a set": lambda scaled: scaled.rule["names"].add("b"),
 }
 
