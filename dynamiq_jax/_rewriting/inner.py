@@ -214,7 +214,16 @@ def _make_cond(
 ) -> Sequence[Any]:
     index, *operands = values
     branches = [lambda *operands, body=body: body(key, *operands) for body in bodies]
-    return lax.switch(index, branches, *operands)
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    # Of `lax.platform_dependent`, where JAX lowers the branch of one platform alone.
+    by_platform = {
+        name: branch
+        for names, branch in zip(platforms, branches, strict=True)
+        for name in names or ("default",)
+    }
+    return lax.platform_dependent(*operands, **by_platform)
 
 
 def _remat_parts(equation: Equation) -> list[InnerProgram]:

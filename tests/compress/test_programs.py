@@ -256,3 +256,21 @@ def test_a_step_may_be_a_method_a_partial_or_checkpointed(mesh):
     ):
         assert 1e-8 < dq.vnmse(got, expected) < 1e-4
         np.testing.assert_array_equal(jax.tree.structure(got), jax.tree.structure(expected))
+
+
+def test_a_branch_of_another_platform_is_not_lowered(mesh):
+    elsewhere = Primitive("elsewhere")  # no platform has a rule for it
+    elsewhere.def_abstract_eval(lambda x: x)
+
+    def step(params, x, y):
+        def other(leaf):
+            return lax.psum(elsewhere.bind(leaf), "data")
+
+        gradient = own_gradient(params, x, y)["w"]
+        return lax.platform_dependent(
+            gradient, tpu=other, cpu=lambda leaf: lax.pmean(leaf, "data"), default=other
+        )
+
+    whole = mapped(step, mesh)
+    compressed = dq.compress(whole, "data", method=METHOD)
+    assert 0 < dq.vnmse(compressed(PARAMS, X, Y), jax.jit(whole)(PARAMS, X, Y)) < 1e-4
