@@ -113,17 +113,16 @@ def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
     places = sorted(range(len(described)), key=leaf_name)  # leaves are in the order of their names
     whys = {places[leaf]: why for leaf, why in plan.exact}
     axes = plan.collective.axes
-    before = {
-        i: _exact_bytes(group, axes, plan.shards.local(leaf, described[i]))
-        for leaf, i in enumerate(places)
-    }
+    parts = {i: plan.shards.local(leaf, described[i]) for leaf, i in enumerate(places)}
+    before = {i: _bytes_before(group, axes, part) for i, part in parts.items()}
+    exactly = {i: _exact_bytes(group, axes, part) for i, part in parts.items()}
     compressed = collections.Counter[int]()
     for bucket in plan.buckets:
         whole = sum(math.prod(plan.parts[leaf].shape) for leaf in bucket.leaves)
         for leaf in bucket.leaves:
             share = math.prod(plan.parts[leaf].shape) / whole
             compressed[places[leaf]] += share * _bucket_bytes(group, bucket, axes.slow.size)
-    after = {**before, **compressed}
+    after = {**exactly, **compressed}
     return [
         SumReport(
             each.description,
@@ -168,11 +167,18 @@ def _bucket_bytes(group: Reduce, bucket: Bucket, num_workers: int) -> int:
 
 
 def _exact_bytes(group: Reduce, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
-    """Count the bytes that each worker sends for a leaf without compression."""
+    """Count the bytes that each worker sends for a leaf that stays exact in a group."""
+    if group.members[0].description.operation == "psum":
+        return exact.bytes_sent(axes, [leaf])
+    return _bytes_before(group, axes, leaf)
+
+
+def _bytes_before(group: Reduce, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
+    """Count the bytes that each worker sends for a leaf in the step as it was, in its dtype."""
     workers, size = axes.num_workers, math.prod(leaf.shape)
     match group.members[0].description.operation:
         case "psum":
-            return exact.bytes_sent(axes, [leaf])
+            return round(2 * (workers - 1) / workers * size * leaf.dtype.itemsize)
         case "psum_scatter":
             return (workers - 1) * size * leaf.dtype.itemsize // workers
         case "all_gather":

@@ -67,6 +67,24 @@ def test_policies_of_a_sum_are_in_its_row(name, data_mesh):
     assert sent(step, MANY) == pytest.approx(counted, rel=1e-6)
 
 
+def test_bytes_before_are_those_of_the_dtype_that_the_step_sends(data_mesh):
+    """An exact sum of a group is sent in float32, and was in its own dtype before."""
+    tree = {
+        name: jax.ShapeDtypeStruct((WORKERS, size), dtype)
+        for name, (size, dtype) in {
+            "a": (4096, jnp.bfloat16),
+            "b": (4096, jnp.float32),
+            "c": (64, jnp.float16),
+        }.items()
+    }
+    step = dq.compress(mean_of(data_mesh, tree), "data", method="bf16")
+    large, single, small = step.report(tree).sums
+    passes = 2 * (WORKERS - 1) / WORKERS
+    assert large.bytes_before == large.bytes_after == passes * 2 * 4096
+    assert single.bytes_before == 2 * single.bytes_after == passes * 4 * 4096
+    assert (small.bytes_before, small.bytes_after) == (passes * 2 * 64, passes * 4 * 64)
+
+
 def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_mesh):
     tree = {"w": jax.ShapeDtypeStruct((WORKERS, 40), jnp.float32)}
     step = dq.compress(
