@@ -178,7 +178,7 @@ def _bytes_before(group: Reduce, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
     workers, size = axes.num_workers, math.prod(leaf.shape)
     match group.members[0].description.operation:
         case "psum":
-            return round(2 * (workers - 1) / workers * size * leaf.dtype.itemsize)
+            return round(axes.passes * size * leaf.dtype.itemsize)
         case "psum_scatter":
             return (workers - 1) * size * leaf.dtype.itemsize // workers
         case "all_gather":

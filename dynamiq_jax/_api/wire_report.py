@@ -53,7 +53,7 @@ class WireReport:
     exact_bytes: int  # of these, for leaves that are summed exactly
     sample_bytes: int  # of these, for estimates of errors
     check_bytes: int  # of these, to check that states belong to their workers
-    fast_bytes: int  # sent by each worker besides, over fast axes, for compressed leaves
+    fast_bytes: int  # sent by each worker besides, over fast axes, for compressed leaves alone
     compressed_size: int  # coordinates that are compressed
     bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
     ratio_f32: float  # bytes of a float32 all-reduce of the tree / bytes_per_worker; nan if 0
@@ -91,7 +91,9 @@ def wire_report(
     """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
 
     The counts equal the collectives of the compiled program. `data_parallel` and `value_and_grad`
-    send a few bytes more: the mean of the loss, aux, and what their key is computed from.
+    send a few bytes more: the mean of the loss, aux, and what their key is computed from. An exact
+    leaf over several axes is one collective there. It is counted as what a sum by parts sends over
+    the slow axis, as `method="exact"` does it.
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.
@@ -143,8 +145,6 @@ def report_of(
             numbers[index] += (number,)
     whys = dict(plan.exact)
     shares |= {index: exact.bytes_sent(axes, [leaves[index]]) for index in whys}
-    # Without compression the slow axis would carry this: beside fast axes, a part of each leaf.
-    passes = 2 * (axes.slow.size - 1) / axes.slow.size / axes.num_fast
     coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
     return WireReport(
         bytes_per_worker=total,
@@ -154,9 +154,9 @@ def report_of(
         check_bytes=checked,
         fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
         compressed_size=compressed_size,
-        bits=8 * compressed / (passes * compressed_size) if compressed_size else float("nan"),
-        ratio_f32=passes * 4 * coordinates / total if total else float("nan"),
-        ratio_bf16=passes * 2 * coordinates / total if total else float("nan"),
+        bits=8 * compressed / (axes.passes * compressed_size) if compressed_size else float("nan"),
+        ratio_f32=axes.passes * 4 * coordinates / total if total else float("nan"),
+        ratio_bf16=axes.passes * 2 * coordinates / total if total else float("nan"),
         exact_leaves=tuple((names[index], why) for index, why in plan.exact),
         leaves=tuple(
             LeafReport(

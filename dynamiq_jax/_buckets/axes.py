@@ -43,6 +43,15 @@ class Axes:
         """All workers."""
         return self.slow.size * self.num_fast
 
+    @property
+    def passes(self) -> float:
+        """Times that each worker sends an array over the slow axis to sum it exactly.
+
+        Beside fast axes, each worker sends its part. For an exact leaf, XLA has one collective over
+        all axes, whose way through the network is not known: a good one sends as much.
+        """
+        return 2 * (self.slow.size - 1) / self.slow.size / self.num_fast
+
     def part_size(self, size: int, granule: int) -> int:
         """Return the coordinates of a worker's part of a bucket, a multiple of `granule`."""
         if not self.fast:

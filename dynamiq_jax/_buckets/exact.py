@@ -64,12 +64,11 @@ def all_reduce(
 
 
 def bytes_sent(axes: Axes, leaves: Sequence[Any]) -> int:
-    """Count the bytes that each worker sends to sum leaves exactly."""
+    """Count the bytes that each worker sends over the slow axis to sum leaves exactly."""
     # Booleans are sent as bytes, numbers of less than 32 bits as 32.
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
     sizes = [math.prod(leaf.shape) for leaf in leaves]
-    passes = 2 * (axes.num_workers - 1) / axes.num_workers
-    return round(passes * sum(map(operator.mul, sizes, item_bytes)))
+    return round(axes.passes * sum(map(operator.mul, sizes, item_bytes)))
 
 
 def reduce_scatter(leaf: Array, axis: Axis, dimension: int, tiled: bool) -> Array:

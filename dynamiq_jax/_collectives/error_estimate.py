@@ -79,9 +79,8 @@ def sample_size(bucket: Bucket, axes: Axes) -> int:
 
 
 def sample_bytes(bucket: Bucket, axes: Axes) -> int:
-    """Count the bytes that each worker sends for the sample of a bucket."""
-    passes = 2 * (axes.num_workers - 1) / axes.num_workers
-    return round(passes * 4 * sample_size(bucket, axes))
+    """Count the bytes that each worker sends over the slow axis for the sample of a bucket."""
+    return round(axes.passes * 4 * sample_size(bucket, axes))
 
 
 def estimate(

@@ -85,6 +85,19 @@ def test_bytes_before_are_those_of_the_dtype_that_the_step_sends(data_mesh):
     assert (small.bytes_before, small.bytes_after) == (passes * 2 * 64, passes * 4 * 64)
 
 
+def test_bytes_over_several_axes_are_those_of_the_slow_one():
+    mesh = jax.make_mesh((2, 2), ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)
+    axes = mesh.axis_names
+    leaf, small = (jax.ShapeDtypeStruct((size,), jnp.float32) for size in (4096, 64))
+    step = jax.shard_map(lambda each: lax.psum(each, axes), mesh=mesh, in_specs=P(), out_specs=P())
+    large, exact = dq.compress(step, axes).report((leaf, small)).sums
+    alone = dq.wire_report(leaf, (2, 2))
+    assert large.bytes_before == 2 * 1 / 2 / 2 * 4 * 4096
+    assert large.bytes_after == alone.bytes_per_worker
+    assert large.bytes_before / large.bytes_after == pytest.approx(alone.ratio_f32)
+    assert exact.bytes_before == exact.bytes_after == 2 * 1 / 2 / 2 * 4 * 64
+
+
 def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_mesh):
     tree = {"w": jax.ShapeDtypeStruct((WORKERS, 40), jnp.float32)}
     step = dq.compress(

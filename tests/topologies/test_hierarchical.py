@@ -156,6 +156,17 @@ def test_the_report_is_the_compiled_program(dtype):
     assert report.bytes_per_worker == pytest.approx(flat.bytes_per_worker / LOCAL, rel=0.01)
 
 
+def test_exact_leaves_are_counted_over_the_slow_axis_like_an_exact_method():
+    tree = {"w": jax.ShapeDtypeStruct((1 << 18,), jnp.float32)}
+    exact, uncompressed = (
+        dq.wire_report(tree, (4, 8), method=method) for method in ("exact", "uncompressed")
+    )
+    part = 2 * 3 / 4 * 4 * (1 << 18) / 8
+    assert exact.bytes_per_worker == uncompressed.bytes_per_worker == part
+    assert exact.ratio_f32 == uncompressed.ratio_f32 == 1
+    assert uncompressed.leaves[0].bytes == uncompressed.exact_bytes == part
+
+
 def test_a_bucket_waits_until_those_before_it_are_whole():
     """With the fast axes too: the first leaf needs the gathers of the results behind it."""
 
