@@ -18,9 +18,8 @@ from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.nodes import Choice
 from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
-from dynamiq_jax._rewriting.steps import EvaluationSchedule
+from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -120,7 +119,7 @@ class _Program(NamedTuple):
     """Step that is traced and scheduled for some arguments."""
 
     schedule: EvaluationSchedule
-    exact: list[Choice]
+    exact: list[KeptSum]
     structure: Any  # of the results
     donated: tuple[int, ...]  # numbers of flat arguments
 
@@ -328,11 +327,11 @@ def _sharding_of(array: Any) -> Any:
     return None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
 
 
-def _nothing_to_compress(selection: Selection, found: list[Choice]) -> str:
+def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
     lines = [
         f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
         f"{each.source or 'of an unknown line'}: {why}"
-        for each, why in found
+        for each, why, _, _ in found
     ]
     what = "These stay exact:" + "".join(lines) if found else "It has no sum over a named axis."
     return (

@@ -14,12 +14,12 @@ from dynamiq_jax._api.wire_report import plan_without_arrays
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._core import Axis
 from dynamiq_jax._core.source_files import short_name
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._rewriting.evaluate import Evaluation, leaf_name
-from dynamiq_jax._rewriting.nodes import Choice
-from dynamiq_jax._rewriting.steps import Reduce
-from dynamiq_jax._rewriting.sums import Sum
+from dynamiq_jax._rewriting.steps import KeptSum, Reduce
+from dynamiq_jax._rewriting.sums import Operation, Sum
 from pallas_kernels._jax.compat import override
 
 
@@ -31,8 +31,9 @@ class SumReport:
     why_exact: str | None  # None: compressed
     group: int | None  # sums of one group are one collective; None: it is as it was
     times: int | None  # that it runs in one call of the step; None if that is not known
-    # Bytes over the slow axis, each time: of the step as it was, and as it is now; None if the sum
-    # is not over that axis.
+    # Bytes over the slow axis, each time: of the step as it was, and as it is now. None if the sum
+    # is not over that axis, or if they are not known: of an exact sum over groups of the axis, of a
+    # symbolic shape, or of terms that the compiler splits.
     bytes_before: int | None
     bytes_after: float | None
 
@@ -94,12 +95,24 @@ def _row(each: SumReport) -> tuple[str, str, str, str, str, str]:
 
 
 def report_of(
-    groups: Sequence[Reduce], left: Sequence[Choice], evaluation: Evaluation
+    groups: Sequence[Reduce], left: Sequence[KeptSum], evaluation: Evaluation
 ) -> CompressReport:
     """Report the groups of a step and the sums that stay as they are."""
     sums = [each for group in groups for each in _of_group(group, evaluation)]
-    sums += [SumReport(each, why, None, 1, None, None) for each, why in left if why]
+    sums += [_of_kept(each, evaluation) for each in left]
     return CompressReport(tuple(sums))
+
+
+def _of_kept(kept: KeptSum, evaluation: Evaluation) -> SumReport:
+    """Report a sum that stays as it is."""
+    each, sizes, sent = kept.description, kept.sizes, None
+    over = [name for name in evaluation.selection.axes if name in each.axes]
+    is_over_slow = over[:1] == [evaluation.selection.axes[0]]
+    if sizes is not None and is_over_slow and all(isinstance(size, int) for size in each.shape):
+        slow, *fast = (Axis(name, sizes.get(name) or lax.axis_size(name)) for name in over)
+        leaf = jax.ShapeDtypeStruct(each.shape, each.dtype)
+        sent = _bytes_before(each.operation, Axes(slow, tuple(fast)), leaf)
+    return SumReport(each, kept.why, None, kept.times, sent, sent)
 
 
 def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
@@ -114,8 +127,9 @@ def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
     whys = {places[leaf]: why for leaf, why in plan.exact}
     axes = plan.collective.axes
     parts = {i: plan.shards.local(leaf, described[i]) for leaf, i in enumerate(places)}
-    before = {i: _bytes_before(group, axes, part) for i, part in parts.items()}
-    exactly = {i: _exact_bytes(group, axes, part) for i, part in parts.items()}
+    operation = group.members[0].description.operation
+    before = {i: _bytes_before(operation, axes, part) for i, part in parts.items()}
+    exactly = {i: _exact_bytes(operation, axes, part) for i, part in parts.items()}
     compressed = collections.Counter[int]()
     for bucket in plan.buckets:
         whole = sum(math.prod(plan.parts[leaf].shape) for leaf in bucket.leaves)
@@ -166,20 +180,22 @@ def _bucket_bytes(group: Reduce, bucket: Bucket, num_workers: int) -> int:
             return cost.statistics_bytes + (num_workers - 1) * cost.payload_bytes
 
 
-def _exact_bytes(group: Reduce, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
+def _exact_bytes(operation: Operation, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
     """Count the bytes that each worker sends for a leaf that stays exact in a group."""
-    if group.members[0].description.operation == "psum":
+    if operation == "psum":
         return exact.bytes_sent(axes, [leaf])
-    return _bytes_before(group, axes, leaf)
+    return _bytes_before(operation, axes, leaf)
 
 
-def _bytes_before(group: Reduce, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
-    """Count the bytes that each worker sends for a leaf in the step as it was, in its dtype."""
-    workers, size = axes.num_workers, math.prod(leaf.shape)
-    match group.members[0].description.operation:
+def _bytes_before(operation: Operation, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
+    """Count the bytes that each worker sends over the slow axis for a leaf in its own dtype, as in
+    the step as it was.
+    """
+    others, leaf_bytes = axes.slow.size - 1, math.prod(leaf.shape) * leaf.dtype.itemsize
+    match operation:
         case "psum":
-            return round(axes.passes * size * leaf.dtype.itemsize)
+            return round(axes.passes * leaf_bytes)
         case "psum_scatter":
-            return (workers - 1) * size * leaf.dtype.itemsize // workers
+            return others * leaf_bytes // axes.num_workers
         case "all_gather":
-            return (workers - 1) * size * leaf.dtype.itemsize
+            return others * leaf_bytes

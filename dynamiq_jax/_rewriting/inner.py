@@ -94,6 +94,15 @@ def parts_of(equation: Equation) -> list[InnerProgram]:
     return _kind_of(equation).parts(equation)
 
 
+def programs_of(equation: Equation) -> list[InnerProgram]:
+    """Return the programs of an equation, of any kind."""
+    kind = _KINDS.get(equation.primitive.name)
+    if kind is not None:
+        return kind.parts(equation)
+    times = 1 if equation.primitive.name in _CALLS else None
+    return [InnerProgram(program, times) for program in equations.programs_in(equation)]
+
+
 def make_anew(
     equation: Equation,
     scopes: str,

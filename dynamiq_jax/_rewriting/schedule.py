@@ -39,6 +39,7 @@ from dynamiq_jax._rewriting.steps import (
     Enter,
     Evaluate,
     EvaluationSchedule,
+    KeptSum,
     Member,
     Messages,
     Reduce,
@@ -47,8 +48,9 @@ from dynamiq_jax._rewriting.steps import (
     evaluate,
     members_of,
 )
-from dynamiq_jax._rewriting.sums import Selection
+from dynamiq_jax._rewriting.sums import Selection, joined
 from pallas_kernels._jax import compat, equations
+from pallas_kernels._jax.equations import Equation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,14 @@ class Surroundings:
     # Specs that are known, by the numbers of inputs and outputs.
     input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
     output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+
+    def of_part(self, part: inner.InnerProgram) -> "Surroundings":
+        """Return what is around a program of an equation: how often it runs, and where."""
+        return Surroundings(
+            times=_product(self.times, part.times),
+            sizes={**self.sizes, **part.sizes},
+            mesh=part.mesh or self.mesh,
+        )
 
     @property
     def automatic(self) -> list[str]:
@@ -117,7 +127,7 @@ class Scheduler:
     """Makes the schedule of a program, and of those inside."""
 
     def __init__(self, selection: Selection):
-        self.exact: list[Choice] = []  # sums that stay as they are
+        self.exact: list[KeptSum] = []
         self._selection = selection
         self._reader = Reader(selection)
         self._num_groups = 0
@@ -228,8 +238,8 @@ class Scheduler:
     def _steps(self, node: Node, flat: _Flat) -> tuple[list[Step], tuple[Member, ...]]:
         """Return the steps of an equation that is no sum to compress, and the sums it leaves."""
         if not node.holds_target:
-            inside = self._reader.inside(node.equation, node.scopes)
-            self.exact += [*node.sums, *inside]
+            self.exact += _kept(node.sums, node.equation, flat.around)
+            self.exact += self._kept_inside(node.equation, node.scopes, flat.around)
             return [evaluate(node)], ()
         programs = []
         steps: list[Step] = []
@@ -240,11 +250,9 @@ class Scheduler:
             input_specs, output_specs = _specs_inside(part, node, flat.placement)
             schedule = self.schedule(
                 part.program,
-                Surroundings(
-                    node.scopes,
-                    _product(flat.around.times, part.times),
-                    {**flat.around.sizes, **part.sizes},
-                    part.mesh or flat.around.mesh,
+                dataclasses.replace(
+                    flat.around.of_part(part),
+                    scopes=node.scopes,
                     needed_outputs=node.needed if part.has_outputs else (),
                     summed_outputs=node.summed if part.has_outputs else (),
                     carried=part.carried,
@@ -276,6 +284,17 @@ class Scheduler:
         )
         return [*steps, step], tuple(members)
 
+    def _kept_inside(
+        self, equation: Equation, scopes: str, around: Surroundings
+    ) -> Iterator[KeptSum]:
+        """Yield the sums inside of an equation, which all stay as they are."""
+        for part in inner.programs_of(equation):
+            within = around.of_part(part)
+            for each in equations.opened(part.program)[0].eqns:
+                here = joined(scopes, str(each.source_info.name_stack))
+                yield from _kept(self._reader.choices(each, here), each, within)
+                yield from self._kept_inside(each, here, within)
+
     def _reduce(self, sums: Sequence[tuple[Node, Member]], around: Surroundings) -> Iterator[Step]:
         """Yield a group for each kind of sums with a large one; others stay as they are."""
         kinds: dict[Any, list[tuple[Node, Member]]] = {}
@@ -288,11 +307,21 @@ class Scheduler:
                 yield Reduce(members, self._num_groups, around.times, sizes, around.mesh)
                 self._num_groups += 1
                 continue
-            self.exact += [(member.description, member.why_exact) for member in members]
+            for node, member in of_kind:
+                choice = member.description, member.why_exact
+                self.exact += _kept([choice], node.equation, around)
             if moved := tuple(member for member in members if member.is_moved):
                 yield SumExactly(moved)
             nodes = {id(node): node for node, member in of_kind if not member.is_moved}
             yield from map(evaluate, nodes.values())
+
+
+def _kept(choices: Sequence[Choice], equation: Equation, around: Surroundings) -> Iterator[KeptSum]:
+    """Yield the sums of an equation that stay as they are."""
+    for description, why in choices:
+        has_parts = equation.params.get("axis_index_groups") is not None or around.automatic
+        sizes = {**equations.explicit_sizes(equation), **around.sizes}
+        yield KeptSum(description, why, around.times, None if has_parts else sizes)
 
 
 def _first_terms(first: Key, result: Value, member: Member) -> Evaluate:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -17,6 +17,17 @@ from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
 from dynamiq_jax._rewriting.sums import Sum
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
+
+
+class KeptSum(NamedTuple):
+    """Sum that stays as it is, in no group."""
+
+    description: Sum
+    why: str | None  # it stays exact
+    times: int | None  # that it runs in one call of the step; None if that is not known
+    # Of the axes around it, by name. None: it is over a part of an axis, or beside axes over which
+    # the compiler splits its terms.
+    sizes: Mapping[str, int] | None
 
 
 class Messages(enum.Enum):

@@ -124,6 +124,43 @@ def test_bytes_of_shards_are_those_of_one_device():
         assert one.bytes_after == pytest.approx(2 * half.bytes_after)
 
 
+def test_exact_sums_have_bytes_and_the_number_of_times_too():
+    """In loops, behind them, over several axes, over groups of one, and over other axes alone."""
+    mesh = jax.make_mesh((2, 2), ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)
+    axes = mesh.axis_names
+
+    def step(w):
+        def turn(total, _):
+            return jnp.tanh(lax.psum(total[:3], "hosts")).sum() + total, None  # three times
+
+        def inner(total, _):
+            return lax.scan(turn, total, None, length=3)[0], None  # two times
+
+        total = lax.scan(inner, w[:10], None, length=2)[0]
+        total = lax.while_loop(lambda t: t[0] < 9, lambda t: lax.psum(t, "hosts") + 1, total)
+        flags = lax.psum(total[:4].astype(jnp.int16), axes)
+        halves = lax.psum(total[:5], "hosts", axis_index_groups=[[0], [1]])
+        part = lax.psum_scatter(total[:8], "hosts", tiled=True)
+        return lax.psum(w, axes), flags, halves, lax.psum(total[:6], "local"), part
+
+    whole = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    options = {"method": "bf16", "only": lambda each: each.operation == "psum"}
+    report = dq.compress(whole, axes, **options).report(PARAMS["w"].reshape(-1))
+    assert [each.group for each in report.sums if each.is_compressed] == [0]
+    alone = [each for each in report.sums if each.group is None]
+    assert all(each.bytes_before == each.bytes_after for each in alone)
+    found = {each.sum.shape: (each.times, each.bytes_before) for each in report.sums}
+    assert found == {
+        (1024,): (1, 2 * 1 / 2 * 4 * 1024 / 2),
+        (3,): (6, 2 * 1 / 2 * 4 * 3),
+        (10,): (None, 2 * 1 / 2 * 4 * 10),
+        (4,): (1, 2 * 1 / 2 * 2 * 4 / 2),
+        (5,): (1, None),
+        (6,): (1, None),
+        (8,): (1, 1 / 2 * 4 * 8),
+    }
+
+
 def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
     text = str(dq.compress(mean_of(data_mesh, MANY), "data").report(MANY)).splitlines()
     assert len(text) == 2

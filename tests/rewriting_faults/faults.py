@@ -234,8 +234,8 @@ FAULTS = (
     # Loops.
     _schedule(
         "turns of a loop are not counted",
-        "_product(flat.around.times, part.times)",
-        "flat.around.times",
+        "_product(self.times, part.times)",
+        "self.times",
         "test_loops.py",
         "begin_elsewhere",
     ),
@@ -476,8 +476,8 @@ FAULTS = (
     Fault(
         "bytes of parts are those of the whole",
         f"{API}/sum_report.py",
-        "return (workers - 1) * size * leaf.dtype.itemsize // workers",
-        "return (workers - 1) * size * leaf.dtype.itemsize",
+        "return others * leaf_bytes // axes.num_workers",
+        "return others * leaf_bytes",
         "test_bytes.py",
         "scattered",
     ),
