@@ -6,11 +6,13 @@ large as the bias, and a sum over the turns of a loop leaves the loop.
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from dynamiq_jax._rewriting.nodes import Constant, Key, Node, SumTerms, Value
 from dynamiq_jax._rewriting.steps import Evaluate, Member
@@ -19,6 +21,7 @@ from pallas_kernels._jax import equations
 
 _OF_ONE = {"reshape", "squeeze", "transpose", "reduce_sum"}
 _OF_SEVERAL = {"add", "add_any"}
+_BY_A_NUMBER = {"mul", "div"}  # such as the division of a mean
 # Equations whose results are zeros if all inputs are.
 _KEEP_ZEROS = {"broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape"}
 
@@ -39,9 +42,8 @@ class Waiting:
         Args:
           node: equation that needs a sum that waits.
         """
-        name, keys = node.equation.primitive.name, node.inputs
-        is_linear = name in _OF_SEVERAL or (name in _OF_ONE and len(keys) == 1)
-        if not is_linear or any(self.uses[key] > 1 for key in keys):
+        name, keys = node.equation.primitive.name, _linear_inputs(node)
+        if not keys or any(self.uses[key] > 1 for key in keys):
             return None
         members = [self.sums[key] for key in keys if key in self.sums]
         carried = [self.carries[key] for key in keys if key in self.carries]
@@ -54,15 +56,21 @@ class Waiting:
             return None
         if name == "reduce_sum" and not self._may_shrink(node, first):
             return None
+        if name in _BY_A_NUMBER and not self.may_leave:  # terms would be rounded for nothing
+            return None
         shape = equations.shape_of(node.equation.outvars[0])
         member = resized(self.selection, members, shape)
         if member is None:
             return None
         terms = {key: member.operand for key, member in self.sums.items()}
-        operands = dict(zip(node.equation.invars, (terms.get(k, k) for k in keys), strict=True))
+        operands = {
+            variable: terms.get(key, key)
+            for variable, key in zip(node.equation.invars, node.inputs, strict=True)
+            if key in keys
+        }
         result = node.outputs[0]
         made = SumTerms(result)
-        step = Evaluate(equations.evaluated(node.equation), tuple(operands.values()), (made,))
+        step = Evaluate(_function_of(node), tuple(operands.values()), (made,))
         accumulates = frozenset(carried).union(*(each.accumulates for each in members))
         moved = dataclasses.replace(member, operand=made, result=result, accumulates=accumulates)
         return step, moved
@@ -77,6 +85,41 @@ class Waiting:
             for atom in (node.equation.invars[0], node.equation.outvars[0])
         )
         return member.why_exact is None or self.may_leave or before == after
+
+
+def _linear_inputs(node: Node) -> Sequence[Key]:
+    """Return the inputs in which an equation is linear, of which the others are numbers; none if it
+    is not linear.
+    """
+    name, keys = node.equation.primitive.name, node.inputs
+    if name in _OF_SEVERAL or (name in _OF_ONE and len(keys) == 1):
+        return keys
+    # Terms of 16 bits may be too small to be divided.
+    if name not in _BY_A_NUMBER or equations.dtype_of(node.equation.outvars[0]).itemsize < 4:
+        return ()
+    first, second = keys
+    if _is_number(second):
+        return () if _is_number(first) else (first,)
+    return (second,) if name == "mul" and _is_number(first) else ()
+
+
+def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
+    """Return the function of a linear equation."""
+    name = node.equation.primitive.name
+    if name not in _BY_A_NUMBER:
+        return equations.evaluated(node.equation)
+    # Terms vary over the axes of the sum. The number has to, too: functions of `jax.lax` see to it.
+    function = lax.mul if name == "mul" else lax.div
+    values = [key.value if isinstance(key, Constant) else None for key in node.inputs]
+    return lambda terms: [function(*(terms if each is None else each for each in values))]
+
+
+def _is_number(key: Key) -> bool:
+    """Return whether a value is a constant number."""
+    if not isinstance(key, Constant) or isinstance(key.value, jax.core.Tracer):
+        return False
+    is_key = jnp.issubdtype(jnp.result_type(key.value), jax.dtypes.extended)
+    return np.ndim(key.value) == 0 and not is_key
 
 
 def resized(
@@ -148,13 +191,7 @@ def zeros_among(nodes: Sequence[Node]) -> set[Key]:
 def is_zero(key: Key, zeros: Collection[Key]) -> bool:
     """Return whether a value is known to be zeros."""
     if isinstance(key, Constant):
-        value = key.value
-        is_scalar = not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0
-        return (
-            is_scalar
-            and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
-            and not value
-        )
+        return _is_number(key) and not key.value
     return key in zeros
 
 
@@ -178,12 +215,12 @@ def totals_of_turns(
     sums: set[Key] = {inputs[place] for place in carried.values() if uses[inputs[place]] == 1}
     added: set[Key] = set()
     for node in nodes:
-        name = node.equation.primitive.name
-        is_linear = name in _OF_SEVERAL | _OF_ONE and all(key in sums for key in node.inputs)
+        linear = _linear_inputs(node)
+        is_linear = bool(linear) and all(key in sums for key in linear)
         if is_linear or node.is_target or node.may_join or node.holds_target:
             sums.update(node.outputs)
-        if is_linear and name in _OF_SEVERAL:
-            added.update(node.inputs)
+        if is_linear and node.equation.primitive.name in _OF_SEVERAL:
+            added.update(linear)
     return {
         inputs[place]: number
         for number, place in carried.items()

@@ -193,7 +193,8 @@ class Scheduler:
         remaining = flat.nodes
         while remaining:
             later: list[Node] = []
-            found = Waiting(self._selection, flat.uses, carries, bool(flat.around.leaving))
+            may_leave = bool(flat.around.leaving or carries)
+            found = Waiting(self._selection, flat.uses, carries, may_leave)
             waiting: set[Key] = set(carries)
             nodes: dict[Key, Node] = {}  # of the sums, by their results
             order_matters = False

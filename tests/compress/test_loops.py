@@ -8,9 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import PARAMS, X, Y, mapped, mean_loss, normal
+from tests.compress.forms import PARAMS, X, Y, mapped, mean_loss, normal, own_gradient
 from tests.compress.test_schedule import METHOD, found_in, text_of
 from tests.support.hlo import collectives
+from tests.support.workers import STOCHASTIC
 
 LAYERS = {
     "w": normal(3, 32, 32, scale=1 / 6, seed=1),
@@ -81,6 +82,66 @@ def test_gradients_of_nested_scans_are_sent_once(mesh):
     got = dq.compress(mapped(step, mesh), "data", method=METHOD)(DEEP, X, Y)
     expected = jax.jit(mapped(step, mesh))(DEEP, X, Y)
     assert 1e-8 < dq.vnmse(got, expected) < 1e-4
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_means_leave_their_loop_as_sums_do(keeps, mesh):
+    """Gradients are accumulated, and may be kept, each as a mean or times a number."""
+
+    def step(params, x, y):
+        def turn(total, batch):
+            grads = own_gradient(params, *batch)
+            kept = 0.1 * lax.psum(grads["w"], "data") / 3 if keeps else None
+            return jax.tree.map(jnp.add, total, lax.pmean(grads, "data")), kept
+
+        batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
+        return lax.scan(turn, jax.tree.map(jnp.zeros_like, params), batches)
+
+    whole = mapped(step, mesh)
+    expected = jax.tree.leaves(jax.jit(whole)(PARAMS, X, Y))
+    compressed = dq.compress(whole, "data", method=STOCHASTIC)
+    report = compressed.report(PARAMS, X, Y)
+    assert {(each.group, each.times) for each in report.sums} == {(0, 1)}
+    shapes = sorted(each.sum.shape for each in report.compressed)
+    assert shapes == [(2, 32, 32)][: int(keeps)] + 2 * [(32, 32)]
+    got = jax.tree.leaves(compressed(PARAMS, X, Y))
+    exactly = jax.tree.leaves(dq.compress(whole, "data", method="uncompressed")(PARAMS, X, Y))
+    for one, two, wanted in zip(got, exactly, expected, strict=True):
+        np.testing.assert_allclose(two, wanted, rtol=1e-5, atol=1e-7)
+        assert (1e-8 if wanted.size > 32 else 0) <= dq.vnmse(one, wanted) < 1e-4
+
+
+def test_means_of_16_bits_stay_in_their_loop(mesh):
+    """A term may be too small to be divided, where the sum is not."""
+    tiny = jnp.full((2, 32, 32), 6e-8, jnp.float16)  # the smallest number
+
+    def step(rows):
+        return lax.map(lambda row: lax.pmean(row, "data"), rows)
+
+    whole = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    got = dq.compress(whole, "data", method="uncompressed")(tiny)
+    np.testing.assert_array_equal(got, tiny)
+
+
+def test_a_number_over_a_sum_is_not_linear(mesh):
+    def step(params, x, y):
+        def turn(total, row):
+            return total + 1.0 / lax.psum(jnp.exp(params["w"]) + row[None] ** 2, "data"), None
+
+        return lax.scan(turn, jnp.zeros_like(params["w"]), x)[0]
+
+    whole = mapped(step, mesh)
+    got = dq.compress(whole, "data", method="uncompressed")(PARAMS, X, Y)
+    np.testing.assert_allclose(got, jax.jit(whole)(PARAMS, X, Y), rtol=1e-5)
+
+
+def test_means_outside_of_loops_keep_their_bits(mesh):
+    def step(params, x, y):
+        return jax.tree.map(lambda leaf: 0.1 * lax.psum(leaf, "data"), own_gradient(params, x, y))
+
+    whole = mapped(step, mesh)
+    got = dq.compress(whole, "data", method=METHOD)(PARAMS, X, Y)
+    np.testing.assert_array_equal(got["b"], jax.jit(whole)(PARAMS, X, Y)["b"])
 
 
 @pytest.mark.parametrize("first", [lambda leaf: leaf, jnp.ones_like])
