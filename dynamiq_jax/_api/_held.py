@@ -1,4 +1,6 @@
-"""Values that the objects of a step hold as attributes: constants of its trace."""
+"""Values that are constants of the trace of a step: arguments that are no arrays, and attributes of
+its objects.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,7 @@ _MANY = 8  # programs for arguments of one kind; one more is a warning
 
 
 class Held(NamedTuple):
-    """Attributes of objects, by their paths."""
+    """Arguments and attributes of objects, by their paths."""
 
     paths: tuple[str, ...]
     values: tuple[Any, ...]  # arrays and values without a hash are held, and compared by identity
@@ -30,18 +32,22 @@ class Held(NamedTuple):
         found = [pair for each in objects for pair in _attributes(each, "", set())]
         return cls(tuple(path for path, _ in found), tuple(value for _, value in found))
 
+    def beside(self, other: "Held") -> "Held":
+        """Return the values of both."""
+        return Held(self.paths + other.paths, self.values + other.values)
+
     @property
     def kind(self) -> Hashable:
-        """Everything about the attributes that a trace depends on."""
+        """Everything about the values that a trace depends on."""
         return self.paths, tuple(map(_comparable, self.values))
 
     @property
     def has_tracers(self) -> bool:
-        """True if an attribute is a value of a trace."""
+        """True if one is a value of a trace."""
         return any(isinstance(value, jax.core.Tracer) for value in self.values)
 
     def differing(self, other: "Held") -> list[str]:
-        """Return the paths of attributes that differ from those of another time."""
+        """Return the paths of values that differ from those of another time."""
         before = dict(zip(other.paths, map(_comparable, other.values), strict=True))
         missing = object()
         return [
@@ -52,29 +58,29 @@ class Held(NamedTuple):
 
 
 class Programs:
-    """Compiled steps for arguments of one kind, by the attributes that their objects held."""
+    """Compiled steps for arguments of one kind, by the values that are constants of each."""
 
     def __init__(self) -> None:
         self._by_kind: dict[Hashable, tuple[Any, Held]] = {}
         self._is_warned = False
 
     def get(self, held: Held) -> Any:
-        """Return the step that was compiled for attributes; None if there is none."""
+        """Return the step that was compiled for values; None if there is none."""
         return self._by_kind.get(held.kind, (None, None))[0]
 
     def add(self, held: Held, program: Any) -> None:
         """Store a compiled step, in place of the oldest one if there are many.
 
-        The values of the attributes are stored too: so their ids stay theirs.
+        The values are stored too: so their ids stay theirs.
         """
         if not self._is_warned and len(self._by_kind) == _MANY:
             _, last = list(self._by_kind.values())[-1]
             names = ", ".join(map(repr, held.differing(last)))
             warnings.warn(
                 f"The step is compressed and compiled again, after {_MANY} times for arguments of "
-                f"one kind: attributes of its object have changed, such as {names}. They are "
-                "constants of the program. Give values that change as arguments, or keep them in "
-                "another object.",
+                f"one kind: values have changed that are constants of the program, {names}. Give "
+                "numbers that change as arguments that are arrays, such as jnp.float32(rate), and "
+                "keep other attributes that change in another object.",
                 stacklevel=5,
             )
             self._is_warned = True

@@ -83,7 +83,8 @@ def compress(
       A function with the arguments and results of `fun`. If `fun` is the result of `jax.jit`, so is
       this one, with the same donated and static arguments and shardings; otherwise it is compiled
       when it is called outside of a trace, for each set of arguments that are no arrays, and of
-      values that its object holds as attributes: numbers, text, arrays and other objects. A change
+      values that its object holds as attributes: numbers, text, arrays and other objects. The last
+      eight of these programs are kept for arguments of one kind. One more is a warning. A change
       inside of an array or of another object is not seen, but for dataclasses. Its method `report`
       lists all sums of the step, and `lower` and `trace` are those of `jax.jit`.
 
@@ -202,7 +203,7 @@ class CompressedStep:
         """Return the compiled step for arguments, as a function of those that are arrays."""
         arguments = _Arguments.of(args, kwargs)
         objects = (getattr(self._fun, "__self__", self._fun), *arguments.others)
-        held = Held.by(objects)
+        held = arguments.held.beside(Held.by(objects))
         programs = self._compiled.get(arguments.kind, Programs())
         function = programs.get(held)
         if function is None:
@@ -292,17 +293,27 @@ class _Arguments(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """Everything that a trace depends on; None if a value cannot be compared."""
+        """All that a trace depends on, but for `held`; None if a value cannot be compared."""
         types = tuple(
             array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
             for array in self.arrays
         )
-        others = tuple((type(other), other) for other in self.others)
         try:
-            hash(others)
+            hash(self.others)
         except TypeError:
             return None
-        return self.structure, self.are_arrays, types, others, self.specs
+        return self.structure, self.are_arrays, types, tuple(map(type, self.others)), self.specs
+
+    @property
+    def held(self) -> Held:
+        """Arguments that are no arrays."""
+        if not self.others:
+            return Held((), ())
+        leaves = jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(self.structure, self.are_arrays)
+        )
+        names = [_name_of(*path) for path, is_array in leaves if not is_array]
+        return Held(tuple(names), self.others)
 
     @property
     def specs(self) -> tuple[Any, ...]:
@@ -321,6 +332,12 @@ class _Arguments(NamedTuple):
         leaves = [next(of_kind[is_array]) for is_array in self.are_arrays]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return args, kwargs
+
+
+def _name_of(part: Any, argument: Any, *inside: Any) -> str:
+    """Return the name of a leaf of positional arguments, the first part, or of others."""
+    name = repr(argument.key) if part.idx else argument.idx
+    return f"argument {name}{jax.tree_util.keystr(inside)}"
 
 
 def _sharding_of(array: Any) -> Any:

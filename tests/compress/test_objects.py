@@ -1,6 +1,7 @@
 """Steps that are objects or their methods: what they hold decides which program runs."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.compress.forms import PARAMS, X, Y, mapped, mean_loss
+from tests.support.workers import STOCHASTIC
 
 METHOD = "bf16"
 
@@ -109,6 +111,28 @@ def test_an_attribute_that_changes_at_every_step_is_named_in_a_warning(scaled):
         for number in range(12):
             scaled.traces = number
             step(PARAMS, X, Y)
+
+
+def test_an_argument_that_changes_at_every_step_is_named_in_a_warning(scaled):
+    """It is compiled for eight values at a time."""
+    traces = []
+
+    def step(params, x, y, rates, *, scale=1):
+        traces.append((rates["all"], scale))
+        return jax.tree.map(lambda leaf: rates["all"] * scale * leaf, scaled(params, x, y))
+
+    compressed = dq.compress(step, "data", method=STOCHASTIC)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(8):
+            compressed.trace(PARAMS, X, Y, {"all": 0.1 * number}, scale=2)
+        compressed.trace(PARAMS, X, Y, {"all": 0.1 * 7}, scale=2)
+        compressed.trace(PARAMS, X, Y, {"all": 1}, scale=2)  # of another type
+    assert len(set(traces)) == len(traces) == 9
+    with pytest.warns(UserWarning, match=r"compiled again.*\"argument 3\['all'\]\", .*'scale'"):
+        compressed.trace(PARAMS, X, Y, {"all": 0.8}, scale=3)
+    compressed.trace(PARAMS, X, Y, {"all": 0.0}, scale=2)  # the oldest one
+    assert traces[9:] == [(0.8, 3), (0.0, 2)]
 
 
 def test_a_cycle_of_objects_is_followed_once(scaled):
