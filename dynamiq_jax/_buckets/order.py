@@ -3,6 +3,10 @@
 Independent collectives of one program are a danger where one of them is a loop. XLA:CPU starts the
 loop, and starts the other collective before the loop has ended. The order of their messages then
 differs between processes. These hang, or confuse the messages of the two collectives.
+
+A function that JAX traces apart is a trace of its own: in `jit`, `scan`, `cond` or `vmap`, or one
+that is differentiated. Its collectives are not ordered with those of its caller, unless it takes
+the token and returns the next one. Those of a `vmap` are not ordered at all.
 """
 
 import functools
