@@ -66,8 +66,8 @@ def test_errors_of_turns_of_a_loop_cancel_whatever_the_key(data_mesh):
         def turn(total, shift):
             return total + lax.pmean(rows[0] * (1 + shift * 2.0**-22), "data"), None
 
-        start = jnp.zeros(ROWS.shape[1:])
-        return lax.scan(turn, start, jnp.arange(REPEATS, dtype=jnp.float32))[0]
+        start = jnp.ones(ROWS.shape[1:])  # from zeros, the sums would leave the loop as one
+        return lax.scan(turn, start, jnp.arange(REPEATS, dtype=jnp.float32))[0] - 1
 
     for key in (None, lambda rows, number: jax.random.key(0)):
         total = step_of(data_mesh, local, key=key)(ROWS, jnp.float32(0))
