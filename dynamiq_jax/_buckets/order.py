@@ -4,9 +4,9 @@ Independent collectives of one program are a danger where one of them is a loop.
 loop, and starts the other collective before the loop has ended. The order of their messages then
 differs between processes. These hang, or confuse the messages of the two collectives.
 
-A function that JAX traces apart is a trace of its own: in `jit`, `scan`, `cond` or `vmap`, or one
-that is differentiated. Its collectives are not ordered with those of its caller, unless it takes
-the token and returns the next one. Those of a `vmap` are not ordered at all.
+A function that JAX traces apart is a trace of its own: in `jit`, `scan` or `cond`, or one that is
+differentiated. Its collectives are not ordered with those of its caller, unless it takes the token
+and returns the next one. Those of a `vmap` are, with all that come behind them.
 """
 
 import functools
@@ -50,6 +50,27 @@ def remember(token: Array | None) -> None:
     """Store the token of the last collective of this trace; None keeps the stored token."""
     if not isinstance(token, jax.core.Tracer):  # without a trace, each call is a program of its own
         return
+    if jax.sharding.get_abstract_mesh().manual_axes:  # a vmap alone sends no messages
+        token = _of_all_rows(token)
+    _store(token)
+
+
+@jax.custom_batching.custom_vmap
+def _of_all_rows(token: Array) -> Array:
+    """Return a token that is available when it is in all rows of every `jax.vmap`."""
+    return token
+
+
+@_of_all_rows.def_vmap
+def _of_rows(size: int, are_rows: list[bool], token: Array) -> tuple[Array, bool]:
+    """Store the token in the trace around a `jax.vmap`, which holds it, as this one does not."""
+    del size, are_rows
+    whole = _of_all_rows(jnp.max(token))
+    _store(whole)
+    return whole, False
+
+
+def _store(token: Array) -> None:
     # The trace holds the arguments of its equations, and so the token, until the trace ends. Any
     # other reference to the token would keep the memory of the trace after its end.
     never(token)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.hlo import unordered
+from tests.support.workers import STOCHASTIC
 
 SIZE = 4096
 SMALL_BUCKETS = dq.Options(bucket_bytes=4 * SIZE, bucketing="in_order")
@@ -106,6 +107,23 @@ def test_collectives_of_one_trace_are_ordered(
         in_specs=P("data"),
         out_specs=P("data"),
         check_vma=check_vma,
+    )
+    assert not unordered(text_of(mapped, jnp.ones((4, SIZE))))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_collectives_of_a_vmap_and_behind_it_are_ordered(
+    check_vma: bool, data_mesh: Callable[[int], Mesh]
+) -> None:
+    def twice(x: jax.Array) -> Any:
+        return pmean(x, 0, method=STOCHASTIC), pmean(2 * x, 1, method=STOCHASTIC)
+
+    def local(x: jax.Array) -> Any:
+        rows = jax.vmap(jax.vmap(twice))(x.reshape(2, 2, -1))
+        return *rows, pmean(x[0], 2, method=STOCHASTIC)
+
+    mapped = jax.shard_map(
+        local, mesh=data_mesh(4), in_specs=P("data"), out_specs=P(), check_vma=check_vma
     )
     assert not unordered(text_of(mapped, jnp.ones((4, SIZE))))
 
