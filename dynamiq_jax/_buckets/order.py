@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
@@ -51,7 +51,7 @@ def remember(token: Array | None) -> None:
     if not isinstance(token, jax.core.Tracer):  # without a trace, each call is a program of its own
         return
     if jax.sharding.get_abstract_mesh().manual_axes:  # a vmap alone sends no messages
-        token = _of_all_rows(token)
+        token = _of_all_rows(lax.stop_gradient(token))
     _store(token)
 
 
