@@ -1,5 +1,5 @@
 """Formats with one width in the native codec for CPUs."""
 
-from pallas_kernels._native.blocks import DTYPES, FORMATS, NativeBlocks
+from pallas_kernels._native.blocks import FORMATS, NativeBlocks
 
-__all__ = ["DTYPES", "FORMATS", "NativeBlocks"]
+__all__ = ["FORMATS", "NativeBlocks"]

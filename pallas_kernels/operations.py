@@ -22,7 +22,7 @@ def statistics(rows: Array, *, implementation: str | None = None) -> Array:
     """Compute the L2 norm of every row.
 
     Args:
-      rows: float32, bfloat16 or float16 [rows, 256].
+      rows: [rows, 256], of a floating dtype.
       implementation: backend, see `pallas_kernels.choice.run`.
 
     Returns:

@@ -1,9 +1,10 @@
 """Base of backends whose operations are kernels of Pallas."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import modes
 from pallas_kernels._jax.compat import override
@@ -55,19 +56,31 @@ class PallasBackend(Backend):
         return modes.is_for_this_machine()
 
 
-def why_not_on_gpus(capability: float) -> str | None:
-    """Return the reason why the GPUs of this process cannot run kernels; None if they can.
+class GpuBackend(PallasBackend):
+    """Kernels for NVIDIA GPUs."""
 
-    Args:
-      capability: compute capability of NVIDIA that the kernels need.
-    """
-    if jax.default_backend() != "gpu":
-        return "the default devices are not GPUs"
-    devices = [device for device in jax.local_devices() if device.platform == "gpu"]
-    least = min(map(_compute_capability, devices))
-    if least < capability:
-        return f"it needs compute capability {capability}, and this GPU has {least}"
-    return None
+    platform = "cuda"
+    capability: ClassVar[float]  # compute capability of NVIDIA that the kernels need
+
+    @override
+    def why_not_on_devices(self) -> str | None:
+        if jax.default_backend() != "gpu":
+            return "the default devices are not GPUs"
+        devices = [device for device in jax.local_devices() if device.platform == "gpu"]
+        least = min(map(_compute_capability, devices))
+        if least < self.capability:
+            return f"it needs compute capability {self.capability}, and this GPU has {least}"
+        return None
+
+    @override
+    def why_not_for(
+        self, operation: Operation, *arrays: Any, layout: Layout | None = None
+    ) -> str | None:
+        # Not all compilers of kernels convert floats of 8 bits, and none is tried with them.
+        for dtype in map(jnp.result_type, jax.tree.leaves(arrays)):
+            if jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.itemsize_bits(dtype) < 16:
+                return f"its kernels load rows of 16 bits or more, and these are {dtype}"
+        return super().why_not_for(operation, *arrays, layout=layout)
 
 
 def _compute_capability(device: jax.Device) -> float:

@@ -35,7 +35,7 @@ def psum(
     axis, such as gradients of parameters that are `P(reduced={axis_name})`, as `jax.reshard` does.
 
     Args:
-      tree: pytree of arrays. Floating leaves (f16, bf16, f32; f64 through f32) of at least
+      tree: pytree of arrays. Floating leaves (f16, bf16, f32; f8 and f64 through f32) of at least
         `options.exact_below` elements are compressed; other leaves are summed exactly. A boolean
         leaf is True where any worker has True.
       axis_name: one axis, or several with the slowest link first: `("hosts", "local")` sums exactly

@@ -8,7 +8,7 @@ from jax import Array, lax
 from dynamiq_jax._core import Payload, RecodedChunks
 from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index
-from pallas_kernels.native_blocks import DTYPES, NativeBlocks
+from pallas_kernels.native_blocks import NativeBlocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,5 +63,4 @@ class NativeChunks(RecodedChunks):
 
     @property
     def _rows(self) -> Array:
-        values = self.local.values.reshape(-1, SUPER_GROUP_SIZE)
-        return values if values.dtype in DTYPES else values.astype(jnp.float32)
+        return self.local.values.reshape(-1, SUPER_GROUP_SIZE)

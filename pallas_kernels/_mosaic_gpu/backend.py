@@ -4,16 +4,14 @@ import jax
 
 from pallas_kernels._jax.compat import has_mosaic_gpu, override
 from pallas_kernels._mosaic_gpu import kernels
-from pallas_kernels.pallas_backend import PallasBackend, why_not_on_gpus
-
-_CAPABILITY = 9.0  # Hopper
+from pallas_kernels.pallas_backend import GpuBackend
 
 
-class MosaicGpu(PallasBackend):
+class MosaicGpu(GpuBackend):
     """Mosaic GPU kernels for NVIDIA GPUs from Hopper on."""
 
     name = "mosaic_gpu"
-    platform = "cuda"
+    capability = 9.0  # Hopper
 
     statistics = staticmethod(kernels.statistics)
     hop = staticmethod(kernels.hop)
@@ -25,7 +23,3 @@ class MosaicGpu(PallasBackend):
         if has_mosaic_gpu():
             return None
         return f"the Mosaic GPU backend of Pallas in JAX {jax.__version__} lacks what it needs"
-
-    @override
-    def why_not_on_devices(self) -> str | None:
-        return why_not_on_gpus(_CAPABILITY)

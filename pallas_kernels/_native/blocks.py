@@ -1,8 +1,7 @@
 """The operations of the native codec on formats with one width.
 
 These are the MX formats and block integers, whose blocks have bytes beside their codes. The bytes
-and the decoded bits are those of
-`dynamiq_jax.methods`, which is their specification.
+and the decoded bits are those of `dynamiq_jax.methods`, which is their specification.
 """
 
 import dataclasses
@@ -11,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels._native.launch import call, one
+from pallas_kernels._native.launch import call, loaded, one
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, row_bytes
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)  # of local rows
 # In the order of `Kernels::blocks`, with the bytes that a row has beside its codes.
 FORMATS = {
     **dict.fromkeys(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"), 8),
@@ -44,7 +42,7 @@ class NativeBlocks:
 
         Args:
           payloads: received messages, uint8 [received, payload_bytes]; may be none.
-          rows: float32, bfloat16 or float16 [local chunks * rows, 256].
+          rows: [local chunks * rows, 256], of a floating dtype.
           place: index of the chunk among the local ones.
           chunk: index of the chunk in the bucket.
           turn: number of this compression of the chunk.
@@ -54,7 +52,7 @@ class NativeBlocks:
           The message, uint8 [payload_bytes].
         """
         shape = ((self.payload_bytes,), jnp.uint8)
-        operands = [payloads, rows, one(place), one(chunk), seed, one(turn)]
+        operands = [payloads, loaded(rows), one(place), one(chunk), seed, one(turn)]
         noisy = np.int64(self.is_noisy)
         [message] = call("block_hop", [shape], operands, **self._attributes, is_noisy=noisy)
         return message
@@ -62,7 +60,7 @@ class NativeBlocks:
     def accumulate(self, payloads: Array, rows: Array, place: Index) -> Array:
         """Return the sum that `hop` encodes, float32 [rows, 256]."""
         shape = ((self.rows, SUPER_GROUP_SIZE), jnp.float32)
-        operands = [payloads, rows, one(place)]
+        operands = [payloads, loaded(rows), one(place)]
         [sums] = call("block_accumulate", [shape], operands, **self._attributes)
         return sums
 
@@ -74,6 +72,8 @@ class NativeBlocks:
 
     @property
     def _attributes(self) -> dict[str, np.int64]:
-        number = list(FORMATS).index(self.name)
-        numbers = {"format": number, "width": self.width, "rows_of_chunk": self.rows}
-        return {name: np.int64(number) for name, number in numbers.items()}
+        return {
+            "format": np.int64(list(FORMATS).index(self.name)),
+            "width": np.int64(self.width),
+            "rows_of_chunk": np.int64(self.rows),
+        }

@@ -22,6 +22,7 @@ from pallas_kernels.codec.rounding import Rounding
 
 _ROUNDINGS: dict[Rounding, int] = {"nearest": 0, "correlated": 1, "independent": 2}
 _GROUP_SIZES = (8, 16, 32)
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)  # of rows that the library loads
 
 
 def why_not_for(layout: Layout) -> str | None:
@@ -36,7 +37,7 @@ def why_not_for(layout: Layout) -> str | None:
 
 def statistics(rows: Array) -> Array:
     """Compute norms; see `pallas_kernels.operations.statistics`."""
-    [norms] = call("statistics", [(rows.shape[:1], jnp.float32)], [rows])
+    [norms] = call("statistics", [(rows.shape[:1], jnp.float32)], [loaded(rows)])
     return norms
 
 
@@ -106,7 +107,12 @@ def _rows(count: int) -> tuple[tuple[int, int], Any]:
 
 def _inputs(payloads: Array, local: LocalRows, chunk: Index, layout: Layout) -> list[Array]:
     """Return the operands that all operations on one chunk take first."""
-    return [payloads, local.rows, *local.places, one(chunk), _levels(layout)]
+    return [payloads, loaded(local.rows), *local.places, one(chunk), _levels(layout)]
+
+
+def loaded(rows: Array) -> Array:
+    """Return rows of a dtype that the library loads: as they are, or in float32."""
+    return rows if rows.dtype in _DTYPES else rows.astype(jnp.float32)
 
 
 def one(value: Index) -> Array:

@@ -4,16 +4,14 @@ import jax
 
 from pallas_kernels._jax.compat import has_triton, override
 from pallas_kernels._triton import kernels
-from pallas_kernels.pallas_backend import PallasBackend, why_not_on_gpus
-
-_CAPABILITY = 8.0  # Ampere
+from pallas_kernels.pallas_backend import GpuBackend
 
 
-class Triton(PallasBackend):
+class Triton(GpuBackend):
     """Triton kernels for NVIDIA GPUs from Ampere on."""
 
     name = "triton"
-    platform = "cuda"
+    capability = 8.0  # Ampere
 
     statistics = staticmethod(kernels.statistics)
     hop = staticmethod(kernels.hop)
@@ -23,7 +21,3 @@ class Triton(PallasBackend):
     @override
     def why_not_lowered(self) -> str | None:
         return None if has_triton() else f"JAX {jax.__version__} has no Triton backend of Pallas"
-
-    @override
-    def why_not_on_devices(self) -> str | None:
-        return why_not_on_gpus(_CAPABILITY)

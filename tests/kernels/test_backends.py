@@ -228,6 +228,13 @@ def test_kernels_of_each_platform_are_in_one_program(register):
     }
 
 
+@pytest.mark.parametrize(("dtype", "is_taken"), [("float8_e4m3fn", False), ("float16", True)])
+def test_rows_of_8_bits_are_left_to_the_base_on_gpus(dtype, is_taken):
+    with modes.without_gpu("compile"):
+        chosen = choice.fastest(Backend.statistics, jnp.ones((2, 256), dtype))
+    assert ("cuda" in chosen) == is_taken
+
+
 def test_named_kernels_refuse_arrays_beyond_32_bit_indices():
     rows = jax.ShapeDtypeStruct((2**23, 256), jnp.bfloat16)
     with (

@@ -63,6 +63,25 @@ def test_an_all_reduce_runs_it_and_has_the_bits_of_the_base(check_vma, data_mesh
     np.testing.assert_array_equal(found[None], found["xla"])
 
 
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, pytest.param(jnp.float8_e5m2, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("method", [dq.DynamiQ(), dq.methods.MXFP8()], ids=["dynamiq", "mxfp8"])
+def test_a_mean_of_floats_of_8_bits_has_the_bits_of_the_base(dtype, method, monkeypatch):
+    """The library loads none, and gets them in float32."""
+    gradients = jnp.asarray(1000 * of_workers(0, 2, 2048)).astype(dtype)
+    found = {}
+    for switch in ("1", "0"):
+        monkeypatch.setenv(SWITCH, switch)
+        mean = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(1), method=method)
+        lowered = jax.jit(jax.vmap(mean, axis_name="data")).lower(gradients)
+        assert (CALL in lowered.as_text()) == (switch == "1")
+        found[switch] = lowered.compile()(gradients)
+    assert found["1"].dtype == dtype
+    assert np.unique(np.asarray(found["1"], np.float32)).size > 20
+    np.testing.assert_array_equal(*(np.asarray(each).view(np.uint8) for each in found.values()))
+
+
 def test_one_line_names_it_in_the_log(monkeypatch, caplog):
     choice._log_default.cache_clear()
     with caplog.at_level(logging.INFO, "pallas_kernels"):
