@@ -25,14 +25,7 @@ class Native(Backend):
 
     @override
     def why_not_here(self) -> str | None:
-        if reason := library.why_not_here():
-            return reason
-        if not products.are_fused():
-            return (
-                "XLA compiles without fused products here, and its codec then has other bytes "
-                "(jax_disable_most_optimizations or XLA_FLAGS)"
-            )
-        return None
+        return library.why_not_here() or products.why_not_fused()
 
     @override
     def why_not_for(

@@ -78,9 +78,17 @@ def include_directory() -> Path:
 
 
 def sources_digest() -> str:
-    """Return a digest of the sources, which the library holds too."""
+    """Return a digest of the sources, which the library holds too.
+
+    Raises:
+      OSError: a source cannot be read, or there is none.
+    """
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
+    # Other files may lie beside them, such as those of a desktop or an editor.
+    sources = sorted(path for path in SOURCES.glob("*") if path.suffix in (".cc", ".h"))
+    if not sources:
+        raise OSError(f"there are no sources in {SOURCES}")
+    for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -26,8 +26,12 @@ def target(operation: str) -> str:
 
 
 def why_not_here() -> str | None:
-    """Return the reason why programs do not use the native library now; None if they do."""
-    if os.environ.get(SWITCH) == "0":
+    """Return the reason why programs do not use the native library now; None if they do.
+
+    Raises:
+      ValueError: the environment variable `SWITCH` has a value that is not possible.
+    """
+    if _is_off():
         return f"{SWITCH}=0"
     if not modes.is_for_this_machine():
         return "kernels are interpreted, or compiled for another machine"
@@ -53,9 +57,10 @@ def why_not() -> str | None:
         handlers = {name: getattr(library, f"dynamiq_{name}") for name in CALLS}
         sources = _text(library.dynamiq_sources)
         set_of_cpu = _text(library.dynamiq_instruction_set)
+        is_of_other_sources = sources != sources_digest()
     except (OSError, AttributeError) as error:
         return f"{PATH.name} does not load: {error}"
-    if sources != sources_digest():
+    if is_of_other_sources:
         return f"{PATH.name} was compiled from other sources: install the package again"
     if set_of_cpu is None:
         return "the native codec needs a CPU with AVX2 and FMA, or AArch64"
@@ -80,6 +85,16 @@ def instruction_set() -> str:
     if reason := why_not():
         raise RuntimeError(reason)
     return str(_text(ctypes.CDLL(str(PATH)).dynamiq_instruction_set))
+
+
+def _is_off() -> bool:
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"{SWITCH}={value!r} is not possible. Give 0 to run without the native codec, or 1 to "
+            "use it where it is."
+        )
+    return value == "0"
 
 
 def _text(function: Any) -> str | None:

@@ -18,20 +18,18 @@ _PATIENCE = 120.0  # seconds for the compiler
 _LANES = 256  # XLA may compute single numbers without LLVM
 
 
-def are_fused() -> bool:
-    """Return whether programs that are compiled now round a product and a sum once.
+def why_not_fused() -> str | None:
+    """Return the reason why the library may not round as programs that are compiled now.
 
-    The first call compiles a program of one line. Each change of these settings takes another.
-
-    Raises:
-      TimeoutError: the program was not compiled in two minutes.
+    It is None if these round a product and a sum once. The first call compiles a program of one
+    line. Each change of these settings takes another.
     """
     settings = jax.config.read("jax_disable_most_optimizations"), os.environ.get("XLA_FLAGS")
-    return _compiled(settings)
+    return _why_not(settings)
 
 
 @functools.cache
-def _compiled(settings: tuple[object, ...]) -> bool:
+def _why_not(settings: tuple[object, ...]) -> str | None:
     factor = np.full(_LANES, 1 + 2.0**-12, np.float32)
     rounded = factor * factor
 
@@ -40,4 +38,14 @@ def _compiled(settings: tuple[object, ...]) -> bool:
         lost = jax.jit(lambda a, b, c: a * b - c)(factor, factor, rounded)
         return bool(np.all(np.asarray(lost) == np.float32(2.0**-24)))
 
-    return in_own_thread(probe, _PATIENCE)
+    try:
+        is_fused = in_own_thread(probe, _PATIENCE)
+    except Exception as error:  # of any kind: it is that of a compiler
+        first_line = str(error).strip().partition("\n")[0]
+        return f"no program shows how XLA rounds here: {type(error).__name__}: {first_line:.300}"
+    if is_fused:
+        return None
+    return (
+        "XLA compiles without fused products here, and its codec then has other bytes "
+        "(jax_disable_most_optimizations or XLA_FLAGS)"
+    )

@@ -31,7 +31,10 @@ def test_a_file_that_is_no_library_has_a_reason(fresh, tmp_path, monkeypatch):
     assert f"{build.LIBRARY} does not load" in fresh()
 
 
-@pytest.mark.skipif(not library.PATH.exists(), reason="the native codec is not compiled here")
+compiled = pytest.mark.skipif(not library.PATH.exists(), reason="no native codec is compiled here")
+
+
+@compiled
 def test_a_library_of_other_sources_has_a_reason(fresh, monkeypatch):
     monkeypatch.setattr(library, "sources_digest", lambda: "0" * 16)
     assert "was compiled from other sources: install the package again" in fresh()
@@ -47,6 +50,15 @@ def test_every_file_of_the_sources_changes_their_digest(tmp_path, monkeypatch):
         path.write_bytes(path.read_bytes() + b"\n")
         digests.append(build.sources_digest())
     assert len({*digests}) == len(digests) > 10
+    (sources / ".DS_Store").write_bytes(b"of a desktop")
+    (sources / ".idea").mkdir()
+    assert build.sources_digest() == digests[-1]
+
+
+@compiled
+def test_sources_that_are_not_there_are_a_reason(fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert f"does not load: there are no sources in {tmp_path}" in fresh()
 
 
 @pytest.mark.parametrize(

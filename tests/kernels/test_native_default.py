@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from pallas_kernels import _native, choice, first_use, known_outputs, operations
+from pallas_kernels._native import products
 from pallas_kernels._native.backend import Native
 from pallas_kernels._native.library import SWITCH
 from pallas_kernels.known_outputs import KNOWN
@@ -107,6 +108,26 @@ def test_it_can_be_switched_off(monkeypatch):
     )
     with pytest.raises(ValueError, match="'native' cannot run here: DYNAMIQ_NATIVE=0"):
         norms(ROWS, "native")
+
+
+def test_a_switch_of_another_value_is_refused(monkeypatch):
+    monkeypatch.setenv(SWITCH, "false")
+    with pytest.raises(ValueError, match=r"DYNAMIQ_NATIVE='false' is not possible\. Give 0 to run"):
+        norms(ROWS)
+    for value in ("", "1"):
+        monkeypatch.setenv(SWITCH, value)
+        assert is_default()
+
+
+def test_a_probe_of_the_rounding_that_fails_is_a_reason_to_run_the_base(monkeypatch):
+    def late(probe, seconds):
+        raise TimeoutError(f"no result after {seconds:g} s\nmore of it")
+
+    monkeypatch.setattr(products, "in_own_thread", late)
+    monkeypatch.setenv("XLA_FLAGS", "--other")  # of which nothing is known yet
+    assert not is_default()
+    line = "no program shows how XLA rounds here: TimeoutError: no result after 120 s"
+    assert operations.default_backend().endswith(f"'native' is not used: {line}")
 
 
 def test_it_is_not_used_where_the_base_rounds_otherwise(monkeypatch):
