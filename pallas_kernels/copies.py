@@ -48,7 +48,15 @@ def pad(values: Array, size: int) -> Array:
     Args:
       values: vector [at most size].
       size: coordinates of the result.
+
+    Raises:
+      ValueError: the size is less than that of the vector.
     """
+    if size < values.size:
+        raise ValueError(
+            f"size={size} is less than the {values.size} coordinates of "
+            f"{values.dtype}{list(values.shape)}. Give at least as many."
+        )
     if values.size == size:
         return values
     table = Table((Segment(0, 0, 0, 0, values.size),), (values.size,), (size,))
@@ -57,13 +65,23 @@ def pad(values: Array, size: int) -> Array:
 
 
 def _abstract(*sources: Any, table: Table, fusible: bool) -> list[Any]:
-    rows = {(source.shape[0], source.dtype) for source in sources}
-    if len(rows) > 1 or tuple(source.shape[1] for source in sources) != table.sources:
+    if len(sources) != len(table.sources) or not sources:
         raise ValueError(
-            f"Sources are {[source.str_short() for source in sources]}. They have to have the same "
-            f"rows and dtype, and {table.sources} columns."
+            f"There are {len(sources)} sources, and the table is of {len(table.sources)}. Give as "
+            "many, and at least one."
         )
     first = sources[0]
+    for number, (source, columns) in enumerate(zip(sources, table.sources, strict=True)):
+        if source.ndim != 2 or source.shape[1] != columns:
+            raise ValueError(
+                f"Source {number} is {source.str_short()}. The table is of one with 2 dimensions "
+                f"and {columns} columns."
+            )
+        if (source.shape[0], source.dtype) != (first.shape[0], first.dtype):
+            raise ValueError(
+                f"Source {number} is {source.str_short()}, and source 0 is {first.str_short()}. "
+                "All of them have to have the same rows and dtype."
+            )
     return [first.update(shape=(first.shape[0], n), weak_type=False) for n in table.results]
 
 

@@ -73,11 +73,14 @@ def _check(pieces: list[tuple[int, int, int]], columns: Sequence[int], side: str
     """Check pieces of arrays of one side of a table: (array, start, length)."""
     last, written = -1, 0
     for number, start, length in sorted(pieces):
-        is_there = 0 <= number < len(columns)
-        if not (is_there and length > 0 and 0 <= start <= columns[number] - length):
+        if not 0 <= number < len(columns):
             raise ValueError(
-                f"A segment has columns {start} to {start + length} of {side} {number}. There are "
-                f"{len(columns)}, with {tuple(columns)} columns."
+                f"A segment is of {side} {number}. There are {len(columns)}: number them from 0."
+            )
+        if not (length > 0 and 0 <= start <= columns[number] - length):
+            raise ValueError(
+                f"A segment has columns {start} to {start + length} of {side} {number}, which has "
+                f"{columns[number]} columns. Give a segment inside of them."
             )
         if number == last and start < written:
             raise ValueError(

@@ -200,10 +200,10 @@ def test_donated_sources_are_read_before_they_are_written(way):
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ([(0, 0, 0, 0, 5)], "columns 0 to 5 of source 0"),
+        ([(0, 0, 0, 0, 5)], "columns 0 to 5 of source 0, which has 4 columns"),
         ([(0, -1, 0, 0, 2)], "columns -1 to 1 of source 0"),
-        ([(2, 0, 0, 0, 1)], "source 2. There are 2"),
-        ([(0, 0, 0, 4, 3)], "columns 4 to 7 of result 0"),
+        ([(2, 0, 0, 0, 1)], "source 2. There are 2: number"),
+        ([(0, 0, 0, 4, 3)], "columns 4 to 7 of result 0, which has 6 columns"),
         ([(0, 0, 1, 0, 1)], "result 1. There are 1"),
         ([(0, 2, 0, 2, -1)], "columns 2 to 1 of source 0"),
         ([(0, 0, 0, 0, 2), (0, 1, 0, 4, 2)], "overlap in source 0, at column 1"),
@@ -217,10 +217,28 @@ def test_tables_that_are_not_possible_are_refused(segments, message):
 
 def test_sources_that_do_not_fit_are_refused():
     table = Table((Segment(0, 0, 0, 0, 4),), (4, 4), (6,))
-    for sources in (
-        [jnp.zeros((1, 4)), jnp.zeros((1, 5))],
-        [jnp.zeros((1, 4)), jnp.zeros((2, 4))],
-        [jnp.zeros((1, 4)), jnp.zeros((1, 4), jnp.int32)],
+    four = jnp.zeros((1, 4))
+    for sources, message in (
+        ([four], "There are 1 sources, and the table is of 2"),
+        ([four, jnp.zeros((1, 5))], r"Source 1 is float32\[1,5\]\. .* and 4 columns"),
+        ([four, jnp.zeros(4)], r"Source 1 is float32\[4\]\. .* 2 dimensions and 4 columns"),
+        ([four, jnp.zeros((2, 4))], r"Source 1 is float32\[2,4\], .* the same rows and dtype"),
+        ([four, jnp.zeros((1, 4), jnp.int32)], r"Source 1 is int32.* the same rows and dtype"),
     ):
-        with pytest.raises(ValueError, match="same rows and dtype"):
+        with pytest.raises(ValueError, match=message):
             copy(sources, table)
+
+
+def test_errors_name_one_of_thousands_of_arrays():
+    columns = (4,) * 3000
+    with pytest.raises(ValueError, match="of result 2999, which has 4 columns") as of_table:
+        Table((Segment(0, 0, 2999, 1, 4),), columns, columns)
+    with pytest.raises(ValueError, match="Source 2999 is") as of_sources:
+        copy([jnp.zeros((1, 4))] * 2999 + [jnp.zeros((1, 5))], Table((), columns, (1,)))
+    assert max(len(str(each.value)) for each in (of_table, of_sources)) < 200
+
+
+def test_a_vector_that_is_longer_than_its_padding_is_refused():
+    message = r"size=4 is less than the 9 coordinates of float32\[9\]\. Give at least as many"
+    with pytest.raises(ValueError, match=message):
+        pad(jnp.zeros(9), 4)
