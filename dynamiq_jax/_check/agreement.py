@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ _XLA_FLAGS = ("excess_precision", "fast_m", "ftz", "precision", "max_isa", "opti
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 _exchange: Exchange | None = None
+_lock = threading.Lock()
 
 
 def check(plan: Plan, key: Array) -> None:
@@ -79,9 +81,10 @@ def check(plan: Plan, key: Array) -> None:
 def exchange_of(job: compat.DistributedProcess) -> Exchange:
     """Return the exchange of a job: a new one if `jax.distributed` was initialized again."""
     global _exchange
-    if _exchange is None or _exchange.client is not job.client:
-        _exchange = Exchange(job.client, job.process)
-    return _exchange
+    with _lock:  # two exchanges would count the collectives of one process apart
+        if _exchange is None or _exchange.client is not job.client:
+            _exchange = Exchange(job.client, job.process)
+        return _exchange
 
 
 def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:

@@ -385,6 +385,24 @@ def test_a_new_job_has_a_new_exchange():
     assert agreement.exchange_of(second) is not one
 
 
+def test_threads_of_a_process_have_one_exchange(monkeypatch):
+    class Slow(exchange.Exchange):
+        def __init__(self, *args):
+            time.sleep(0.01)
+            super().__init__(*args)
+
+    monkeypatch.setattr(agreement, "Exchange", Slow)
+    job, found = compat.DistributedProcess(object(), 0, 2), []
+    threads = [
+        threading.Thread(target=lambda: found.append(agreement.exchange_of(job))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len({*map(id, found)}) == 1
+
+
 def test_a_process_waits_for_seconds():
     assert exchange.SHORT_PATIENCE < exchange.PATIENCE <= 10
 
