@@ -61,7 +61,7 @@ def copied(sources: Sequence[Array], table: Table) -> list[Array]:
     sizes = [len(segments) for segments in table.by_result]
     pieces = [number for number, size in enumerate(sizes) if size <= 1]
     are_short = sum(table.results[number] for number in pieces) <= _SHORT * len(pieces)
-    apart = [] if are_short else pieces
+    apart = [] if are_short else [*pieces]
     joined = [number for number, size in enumerate(sizes) if size > 1]
     results: dict[int, Array] = {}
 

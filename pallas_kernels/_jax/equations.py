@@ -66,7 +66,11 @@ def collective_axes(equation: Equation) -> frozenset[str]:
 
 
 def is_loop(equation: Equation) -> bool:
-    """Return whether an equation is a loop of several turns in the compiled program."""
+    """Return whether an equation is one loop in the compiled program, with all of its turns.
+
+    Not so a `scan` of one turn, or one that is unrolled, be it in part: its last turns may come
+    behind the loop.
+    """
     if equation.primitive.name == "while":
         return True
     is_rolled = equation.params.get("unroll") == 1 and equation.params.get("length") != 1
