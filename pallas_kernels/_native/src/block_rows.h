@@ -48,17 +48,6 @@ inline void unpack(const BlockRow<const uint8_t>& row, int32_t width, uint8_t* c
   });
 }
 
-// The largest magnitude of a block, as bits, with NaN on top.
-template <int block>
-inline int32_t maximum(const float* values) {
-  int32_t most = 0;
-  for (int i = 0; i < block; ++i) {
-    const int32_t bits = static_cast<int32_t>(magnitude_bits(values[i]));
-    most = bits > most ? bits : most;
-  }
-  return most;
-}
-
 // An element of the MX formats: `dynamiq_jax.methods._minifloat`, in integers as there.
 template <int exponent_bits, int mantissa_bits, int bias, int max_code, bool twos_complement = false>
 struct Element {
@@ -151,7 +140,7 @@ struct Integer {
                                : kNanBits;
     side[0] = static_cast<uint8_t>(scale);
     side[1] = static_cast<uint8_t>(scale >> 8);
-    const float step = from_bfloat16_bits(scale), inverse = step < kTiny ? 0.0f : 1.0f / step;
+    const float step = from_bfloat16_bits(scale), inverse = reciprocal(step);
     float wholes[block];
     if (offsets == nullptr) {
       for (int i = 0; i < block; ++i) wholes[i] = __builtin_rintf(values[i] * inverse);
@@ -169,7 +158,7 @@ struct Integer {
   template <class Use>
   static void decode_block(const uint8_t* codes, const uint8_t* side, int32_t width,
                            const Use& use) {
-    const float scale = from_bfloat16_bits(side[0] | uint32_t(side[1]) << 8);
+    const float scale = from_bfloat16_bits(load_bfloat16_bits(side));
     const int32_t levels = (1 << (width - 1)) - 1;
     for (int i = 0; i < block; ++i) use(i, static_cast<float>(codes[i] - levels), scale);
   }

@@ -33,7 +33,22 @@ inline uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffff
 constexpr float kTiny = 0x1p-126f;  // the smallest normal number
 constexpr uint32_t kNanBits = 0x7fc0u;  // bfloat16
 
+inline float reciprocal(float scale) { return scale < kTiny ? 0.0f : 1.0f / scale; }
+
+// The largest magnitude of `count` values, as bits: the order is the same, with NaN on top.
+template <int count>
+inline int32_t maximum(const float* values) {
+  int32_t most = 0;
+  for (int i = 0; i < count; ++i) {
+    const int32_t bits = static_cast<int32_t>(magnitude_bits(values[i]));  // below 2^31
+    most = bits > most ? bits : most;
+  }
+  return most;
+}
+
 inline float from_bfloat16_bits(uint32_t bits) { return float_of(bits << 16); }
+
+inline uint32_t load_bfloat16_bits(const uint8_t* at) { return at[0] | uint32_t(at[1]) << 8; }
 
 // By integers: hardware that flushes subnormal numbers may do so in a conversion, too.
 inline float from_float16_bits(uint32_t half) {

@@ -25,14 +25,15 @@ struct LocalRows {
   Dtype dtype;
   int64_t count;
 
+  int64_t row_bytes() const { return kRow * (dtype == Dtype::kFloat32 ? 4 : 2); }
+
   const uint8_t* at(int64_t row) const {
-    const int64_t bytes = kRow * (dtype == Dtype::kFloat32 ? 4 : 2);
-    return static_cast<const uint8_t*>(data) + bytes * row;
+    return static_cast<const uint8_t*>(data) + row_bytes() * row;
   }
 
   // The rows of a chunk are not neighbors in memory, so hardware does not fetch them in advance.
   void prefetch(int64_t row) const {
-    for (int64_t byte = 0; byte < at(1) - at(0); byte += 64) __builtin_prefetch(at(row) + byte);
+    for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(at(row) + byte);
   }
 
   void load(int64_t row, const PlainRows& kernels, float* values) const {

@@ -21,14 +21,10 @@ Levels load_levels(const float* numbers) {
   return levels;
 }
 
-inline uint32_t load_super_scale(const uint8_t* at) { return at[0] | uint32_t(at[1]) << 8; }
-
 // The scale of a group is `byte * step`. The step rounds before, and is flushed if subnormal.
 inline float scale_step(uint32_t super_bits) {
   return from_bfloat16_bits(super_bits) * static_cast<float>(1.0 / 255);
 }
-
-inline float reciprocal(float scale) { return scale < kTiny ? 0.0f : 1.0f / scale; }
 
 // Writes the scales of a row, and the factors that normalize its groups.
 template <int group_size>
@@ -38,13 +34,7 @@ inline void quantize_scales(const float* values, uint8_t* group_scales, uint8_t*
   uint32_t maxima[groups];
   uint32_t largest = 0;
   for (int g = 0; g < groups; ++g) {
-    // Magnitudes as integers, below 2^31: the order is the same, with NaN on top.
-    int32_t most = 0;
-    for (int i = 0; i < group_size; ++i) {
-      const int32_t bits = static_cast<int32_t>(magnitude_bits(values[g * group_size + i]));
-      most = bits > most ? bits : most;
-    }
-    maxima[g] = static_cast<uint32_t>(most);
+    maxima[g] = static_cast<uint32_t>(maximum<group_size>(values + g * group_size));
     largest = maxima[g] > largest ? maxima[g] : largest;
   }
   // Rounded up to bfloat16; NaN if its reciprocal would be subnormal.
@@ -95,7 +85,7 @@ void write_scales(const float* values, const SentRow& row) {
 template <class Levels, int group_size, class Use>
 inline void for_each_lane(const ReceivedRow& row, const float* numbers, const Use& use) {
   const Levels levels = load_levels<Levels>(numbers);
-  const float step = scale_step(load_super_scale(row.super_scale));
+  const float step = scale_step(load_bfloat16_bits(row.super_scale));
   alignas(64) uint16_t codes[kRow];
   unpack(row, codes);
   for (int g = 0; g < kRow / group_size; ++g) {
@@ -148,11 +138,7 @@ float norm(const float* values) {
   const float squares = sum_of_squares(values, 1.0f);
   // Outside of this range, squares may leave that of float32.
   if (squares > 0x1p-40f && squares < 0x1p120f) return __builtin_sqrtf(squares);
-  int32_t most = 0;
-  for (int i = 0; i < kRow; ++i) {
-    const int32_t bits = static_cast<int32_t>(magnitude_bits(values[i]));
-    most = bits > most ? bits : most;
-  }
+  const int32_t most = maximum<kRow>(values);
   // Larger units have reciprocals that are flushed. The norm of Inf is then Inf, and that of NaN is
   // NaN by its square.
   const float unit = float_of(most < 0x7e800000 ? static_cast<uint32_t>(most) : 0x7e800000u);
