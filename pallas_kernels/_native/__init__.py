@@ -11,8 +11,10 @@ From the bottom up:
     src/rows.cc       rows encoded and decoded: compiled once for each instruction set
     src/dispatch.h    the instruction set of this machine
     src/blocks.h      blocks of rows on threads
+    src/row_writer.h  rows of a large result, around the caches
+    src/sorting.h     words in order
     src/operations.h  the operations
-    src/buffers.h     buffers of XLA
+    src/buffers.h     buffers of XLA, their shapes, and errors of calls
     src/calls.cc      the operations as custom calls
     src/block_*       the same for formats with one width
     src/copies.h      pieces of arrays that are copied to others

@@ -120,17 +120,26 @@ def call(table, rows=2, columns=(4, 4), results=(6,), dtypes=(np.float32, np.flo
 )
 def test_segments_that_leave_their_arrays_are_an_error(table):
     """No other memory is read or written."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match="copies: a segment leaves its arrays"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"copies: segment \d leaves its arrays.*: -?\d+ columns"
+    ):
         call(table)
     assert_same_bits(call([0, 0, 0, 0, 4, 1, 2, 0, 4, 2]), [np.ones((2, 6), np.float32)])
 
 
 def test_arrays_that_do_not_fit_are_an_error():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no whole segments"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="table has 4 numbers, and 5 are a segment"
+    ):
         call([0, 0, 0, 0])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="different rows or dtypes"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"different rows or dtypes: S32\[2, 4\] and F32"
+    ):
         call([0, 0, 0, 0, 1], dtypes=(np.float32, np.int32))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="not all arrays are"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=r"an array has the shape \[2\], not \[rows, columns\]\. Use",
+    ):
         jax.block_until_ready(
             jax.ffi.ffi_call(CALL, jax.ShapeDtypeStruct((2,), np.float32))(
                 jnp.ones(2), table=np.array([0, 0, 0, 0, 1], np.int64)

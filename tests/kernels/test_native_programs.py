@@ -19,6 +19,7 @@ from pallas_kernels.codec import Places, Quantizer
 from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import make_trial
 from tests.support.gradients import of_workers
+from tests.support.native_calls import assert_shapes_are_checked, called
 
 pytestmark = [
     pytest.mark.optimized,
@@ -107,35 +108,101 @@ def test_numbers_of_64_bits_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"order": lambda order: order + LAYOUT.num_rows}, "places: they leave the message"),
-        ({"order": lambda order: order - 10**6}, "places: they leave the message"),
-        ({"widths": lambda widths: widths + 16}, "places: they leave the message"),
-        ({"widths": lambda widths: widths - 17}, "places: they leave the message"),
-        ({"widths": lambda widths: jnp.maximum(widths, 9)}, "places: they leave the message"),
-        ({"starts": lambda starts: starts + 4}, "places: they leave the message"),
-        ({"starts": lambda starts: -starts}, "places: they leave the message"),
-        ({"starts": lambda starts: starts[:, ::-1]}, "places: they leave the message"),
+        {"order": lambda order: order + LAYOUT.num_rows},
+        {"order": lambda order: order - 10**6},
+        {"widths": lambda widths: widths + 16},
+        {"widths": lambda widths: widths - 17},
+        {"widths": lambda widths: jnp.maximum(widths, 9)},
+        {"starts": lambda starts: starts + 4},
+        {"starts": lambda starts: -starts},
+        {"starts": lambda starts: starts[:, ::-1]},
     ],
 )
-def test_places_that_would_leave_an_array_are_an_error(change, message):
+def test_places_that_would_leave_an_array_are_an_error(change):
     """No other memory is read or written."""
     [(name, function)] = change.items()
     places = LOCAL.places._replace(**{name: function(getattr(LOCAL.places, name))})
+    message = f"hop: places of chunk 0 leave its message of {LAYOUT.units} units, or are not of"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(hop(NOTHING, LOCAL._replace(places=places), 0, 0))
 
 
 def test_a_chunk_or_a_table_that_is_not_there_is_an_error():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="chunk: there is none"):
+    there_is_none = rf"hop: chunk={LAYOUT.num_chunks} of {LAYOUT.num_chunks} chunks\. Use impl"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=there_is_none):
         jax.block_until_ready(hop(NOTHING, LOCAL, LAYOUT.num_chunks, 0))
     decompress = functools.partial(
         operations.decompress_sums, FIRST(), Places(*LOCAL.places), layout=LAYOUT
     )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="table: there is no such place"):
+    no_place = f"table has place {LAYOUT.rows_per_chunk} of {LAYOUT.rows_per_chunk} rows"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=no_place):
         table = jnp.full_like(LOCAL.places.order, LAYOUT.rows_per_chunk)
         jax.block_until_ready(decompress(table, implementation="native"))
+
+
+# Operands of the calls, in their order, and the shapes of results.
+CHUNKS, ROWS = LAYOUT.num_chunks, LAYOUT.rows_per_chunk
+OF_LAYOUT = {"units": LAYOUT.units, "group_size": LAYOUT.group_size}
+PAYLOADS = np.zeros((CHUNKS, LAYOUT.payload_bytes), np.uint8)
+LEVELS = LAYOUT.quantizer.level_table()[0]
+OF_PLACES = {name: np.asarray(value) for name, value in LOCAL.places._asdict().items()}
+OF_CHUNK = {
+    "payloads": PAYLOADS,
+    "rows": np.asarray(LOCAL.rows),
+    **OF_PLACES,
+    "chunk": np.zeros(1, np.int32),
+    "levels": LEVELS,
+}
+OF_HOP = {"seed": np.zeros(2, np.uint32), "turn": np.zeros(1, np.int32)}
+SUMS, MESSAGE = np.zeros((ROWS, 256), np.float32), PAYLOADS[0]
+TABLE = np.zeros((CHUNKS, ROWS), np.int32)
+CALLS = {
+    "statistics": ({"rows": OF_CHUNK["rows"]}, {"norms": np.zeros(CHUNKS * ROWS, np.float32)}, {}),
+    "hop": (OF_CHUNK | OF_HOP, {"message": MESSAGE}, OF_LAYOUT | {"rounding": 1}),
+    "decompress_accumulate": (OF_CHUNK, {"sums": SUMS}, OF_LAYOUT),
+    "scaled_sums": (OF_CHUNK, {"sums": SUMS, "message": MESSAGE}, OF_LAYOUT),
+    "decompress": (
+        {"payloads": PAYLOADS, **OF_PLACES, "levels": LEVELS, "table": TABLE},
+        {"values": np.zeros((CHUNKS * ROWS, 256), np.float32)},
+        OF_LAYOUT,
+    ),
+    "sort": ({"words": np.zeros((3, 40), np.uint32)}, {"sorted": np.zeros((3, 40), np.uint32)}, {}),
+}
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_arrays_of_other_shapes_are_an_error(operation):
+    """No memory is read or written that is not theirs, whatever the caller gives."""
+    operands, results, attributes = CALLS[operation]
+    is_free = {("rows", 0)} if operation != "statistics" else set()
+    is_free |= {("payloads", 0)} if operation != "decompress" else set()
+    assert_shapes_are_checked(operation, operands, results, attributes, is_free)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"units": -1}, "bytes, too few for -1 units"),
+        ({"units": LAYOUT.payload_bytes // 32}, "bytes, too few for"),
+        ({"units": 2**60}, f"bytes, too few for {2**60} units"),
+        ({"group_size": 4}, "group_size=4, not 8, 16 or 32"),
+        ({"rounding": 3}, "rounding=3, not 0 to 2"),
+    ],
+)
+def test_attributes_of_other_values_are_an_error(change, message):
+    operands, results, attributes = CALLS["hop"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        called("hop", operands, results, attributes | change)
+
+
+def test_rows_of_other_dtypes_are_an_error():
+    operands, results, attributes = CALLS["statistics"]
+    narrow = {"rows": operands["rows"].astype(jnp.float8_e5m2)}
+    message = "rows are F8E5M2, not float32, bfloat16 or float16"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        called("statistics", narrow, results, attributes)
 
 
 def test_layouts_without_native_code_are_left_to_the_base():

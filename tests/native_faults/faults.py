@@ -63,8 +63,12 @@ FAULTS = (
     Fault("copies.h", "    span(nullptr, result.columns - written);\n", ""),
     Fault("copies.h", "start <= columns - length;", "start < columns;"),
     Fault("copies.h", " || next->at < written)", ")"),
-    Fault("copies.h", "return next == end;", "return true;"),
-    # Calls: indices and errors.
+    Fault("copies.h", "return next == end ? nullptr : next;", "return nullptr;"),
+    # Calls: shapes, indices and errors.
+    Fault("buffers.h", "expected[i] == kAny || found[i] == expected[i]", "true"),
+    Fault("buffers.h", "right = found.size() == expected.size()", "right = true"),
+    Fault("calls.cc", "{chunks(), kStarts}", "{chunks(), kAny}"),
+    Fault("calls.cc", "{chunks, kAny}", "{kAny, kAny}"),
     Fault("calls.cc", "order.typed_data() + chunk * rows", "order.typed_data()"),
     Fault("calls.cc", "chunk < 0 || chunk >= chunks", "chunk < 0"),
     Fault("calls.cc", "at[i] >= rows", "at[i] > rows"),

@@ -268,8 +268,8 @@ void copy_there_and_back(Pool& pool, int64_t rows) {
   const auto many = [&](size_t i) { return kColumns[i]; };
   const auto one = [&](size_t) { return at; };
   Copies first, second;
-  if (!first.add(arrays(sources, many), arrays(moved, one), there.data(), 4, kItem)) std::abort();
-  if (!second.add(arrays(moved, one), arrays(returned, many), back.data(), 4, kItem)) std::abort();
+  if (first.add(arrays(sources, many), arrays(moved, one), there.data(), 4, kItem)) std::abort();
+  if (second.add(arrays(moved, one), arrays(returned, many), back.data(), 4, kItem)) std::abort();
   first.run(pool, rows);
   second.run(pool, rows);
   int64_t found = 0, expected = 0;

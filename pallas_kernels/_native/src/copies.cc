@@ -3,17 +3,12 @@
 #include "copies.h"
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "buffers.h"
 
 namespace dynamiq {
 namespace {
-
-namespace ffi = xla::ffi;
-
-ffi::Error invalid(const std::string& text) { return ffi::Error::InvalidArgument(text); }
 
 // Reads arrays that share their rows and their dtype.
 struct Reader {
@@ -22,13 +17,15 @@ struct Reader {
 
   ffi::Error read(const ffi::AnyBuffer& buffer, std::vector<Array>& arrays) {
     const auto shape = buffer.dimensions();
-    if (shape.size() != 2) return invalid("copies: not all arrays are [rows, columns]");
+    if (shape.size() != 2)
+      return invalid("an array has the shape ", text_of(shape), ", not [rows, columns]");
     if (dtype == ffi::DataType::INVALID) {
       dtype = buffer.element_type();
       rows = shape[0];
     }
     if (buffer.element_type() != dtype || shape[0] != rows)
-      return invalid("copies: arrays of different rows or dtypes");
+      return invalid("arrays have different rows or dtypes: ", buffer.element_type(),
+                     text_of(shape), " and ", dtype, " of ", rows, " rows");
     arrays.push_back({static_cast<char*>(buffer.untyped_data()), shape[1]});
     return ffi::Error::Success();
   }
@@ -49,12 +46,15 @@ ffi::Error call_copies(ffi::ThreadPool pool, ffi::RemainingArgs sources,
     if (ffi::Error error = reader.read(**buffer, to); error.failure()) return error;
   }
   constexpr size_t kNumbers = sizeof(Segment) / sizeof(int64_t);
-  if (table.size() % kNumbers) return invalid("copies: the table has no whole segments");
+  if (table.size() % kNumbers)
+    return invalid("the table has ", table.size(), " numbers, and ", kNumbers, " are a segment");
   Copies copies;
   const auto* const segments = reinterpret_cast<const Segment*>(table.begin());
   const auto item_bytes = static_cast<int64_t>(ffi::ByteWidth(reader.dtype));
-  if (!copies.add(from, to, segments, table.size() / kNumbers, item_bytes))
-    return invalid("copies: a segment leaves its arrays, overlaps another or is not in order");
+  if (const Segment* wrong = copies.add(from, to, segments, table.size() / kNumbers, item_bytes))
+    return invalid("segment ", wrong - segments, " leaves its arrays, overlaps another or is not ",
+                   "in order: ", wrong->length, " columns of source ", wrong->source, " from ",
+                   wrong->start, " on, to result ", wrong->result, " from ", wrong->at, " on");
   copies.run(pool, reader.rows);
   return ffi::Error::Success();
 }
@@ -66,7 +66,7 @@ using namespace dynamiq;  // NOLINT: the macro below defines a symbol without a 
 
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dynamiq_copies, call_copies,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dynamiq_copies, DYNAMIQ_NAMED("copies", call_copies),
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .RemainingArgs()

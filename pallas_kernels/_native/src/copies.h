@@ -33,9 +33,9 @@ struct Span {
 
 class Copies {
  public:
-  // Segments are in the order of their results. Returns false if they are not, if two of them
-  // overlap in a result, or if one leaves an array.
-  bool add(const std::vector<Array>& sources, const std::vector<Array>& results,
+  // Segments are in the order of their results. Returns the first one that is not, that overlaps
+  // the one before in a result, or that leaves an array; a null pointer if there is none.
+  const Segment* add(const std::vector<Array>& sources, const std::vector<Array>& results,
            const Segment* segments, size_t count, int64_t item_bytes) {
     const Segment* next = segments;
     const Segment* const end = segments + count;
@@ -55,13 +55,13 @@ class Copies {
       for (; next != end && next->result == static_cast<int64_t>(number); ++next) {
         if (!is_inside(next->source, next->start, next->length, sources) ||
             !is_inside(next->result, next->at, next->length, results) || next->at < written)
-          return false;
+          return next;
         span(nullptr, next->at - written);
         span(next, next->length);
       }
       span(nullptr, result.columns - written);
     }
-    return next == end;
+    return next == end ? nullptr : next;
   }
 
   // Copies all rows, in blocks of bytes of all results together.

@@ -15,8 +15,9 @@
 
 namespace dynamiq {
 
-// Returns the kernels of the widest instruction set of this machine, or a null pointer. All of them
-// have a fused multiply-add, as XLA:CPU uses it where the machine has one.
+// Returns the kernels of the widest instruction set of this machine, or a null pointer, without
+// which `library` registers no calls. All of them have a fused multiply-add, as XLA:CPU uses it
+// where the machine has one.
 inline const Kernels* kernels_of_this_machine() {
 #if defined(__x86_64__)
   static const Kernels* const found = []() -> const Kernels* {
