@@ -388,7 +388,7 @@ def test_a_new_job_has_a_new_exchange():
 def test_threads_of_a_process_have_one_exchange(monkeypatch):
     class Slow(exchange.Exchange):
         def __init__(self, *args):
-            time.sleep(0.01)
+            time.sleep(0.2)
             super().__init__(*args)
 
     monkeypatch.setattr(agreement, "Exchange", Slow)
