@@ -1,5 +1,12 @@
 """Compressed gradient all-reduce for JAX.
 
+A train step that averages gradients over the axis "data" sends them compressed:
+
+  import dynamiq_jax as dq
+  step = dq.compress(step, "data")
+
+For one mean of your own choice:
+
 - grads = jax.lax.pmean(grads, "data")
 + grads = dq.pmean(grads, "data", key=key)
 """

@@ -46,8 +46,8 @@ class Emulation:
     """Rate of every link, as tc spells it: 200mbit, 1gbit."""
 
     settings: tuple[str, ...] = DEFAULTS
-    """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]; psum is jax.lax.psum. A wrong one lists the
-    possible ones."""
+    """psum, which is jax.lax.psum, or [ef+|gc+|ef21m+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... The
+    error of a wrong one lists the possible ones."""
 
     size: str = "8Mi"
     """Float32 coordinates of the gradient: 4096, 1M (10**6), 8Mi (8 * 2**20)."""

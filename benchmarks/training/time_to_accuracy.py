@@ -74,9 +74,10 @@ class Config:
         "dynamiq:5:all_to_all",
         "dynamiq:6:all_to_all",
     )
-    """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]. psum, the exact run, sets the target: keep it. With
-    @STEPS behind it, local SGD: an outer step after so many local ones, such as dynamiq:4@20.
-    dynamiq:4@20x3 takes three times as many local steps: they count as one step of the others."""
+    """[ef+|gc+|ef21m+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... psum, the exact run, sets the
+    target: keep it. With @STEPS behind it, local SGD: an outer step after so many local ones, such
+    as dynamiq:4@20. dynamiq:4@20x3 takes three times as many local steps: they count as one step of
+    the others."""
 
     steps: int = 100
     """Training steps of a run."""

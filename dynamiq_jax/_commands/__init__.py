@@ -26,7 +26,8 @@ examples:
   dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
 
 `dynamiq-jax COMMAND --help` explains a command, `dynamiq-jax --version` prints the version. A
-setting is METHOD[:BITS][:TOPOLOGY]; `psum` is jax.lax.psum."""
+setting is `psum`, which is jax.lax.psum, or
+[ef+|gc+|ef21m+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]..."""
 
 
 def main() -> None:

@@ -41,8 +41,8 @@ class Advise:
     """Advise on compression for your network: bits, topology, or none.
 
     Predicts the time of a training step from the speed of the link, the size of the gradient and
-    the speed of the codec. Nothing is run: a minute with `dynamiq-jax bench` on your hardware gives
-    a better --codec-ns than the built-in one, in its last line.
+    the speed of the codec, and runs nothing. For a better prediction, run `dynamiq-jax bench` on
+    your hardware, and pass the --codec-ns that its last line prints.
     """
 
     link: str | None = None
@@ -73,8 +73,8 @@ class Advise:
     """Where the codec runs. A worker on a TPU is a slice, if the axes are ("slices", "chips")."""
 
     codec_ns: float | None = None
-    """Nanoseconds of codec of a worker for each coordinate of its gradient: what `bench` calls
-    codec ns."""
+    """Nanoseconds that the codec of a worker takes for each coordinate of its gradient: the column
+    `codec ns` of `dynamiq-jax bench`."""
 
     latency_us: float = 50.0
     """Microseconds from the start of a transfer to its first byte."""
@@ -83,11 +83,12 @@ class Advise:
     """How much slower the network is when everybody talks across it at once."""
 
     bits: tuple[float, ...] = (4.0, 5.0, 6.0)
-    """Budgets to consider. 5 keeps the accuracy of BF16; 4 is for those who check their loss."""
+    """Bits a coordinate to consider. With 4 or fewer, compare your own loss with that of the exact
+    mean."""
 
     every: int | None = None
-    """Local steps of a round of islands (contrib.Islands). The last lines are then the links that
-    islands need in place of --link."""
+    """Local steps between two rounds of islands (contrib.Islands). If given, the last lines are the
+    speeds of the link that islands need."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all predictions to this file."""
@@ -198,7 +199,7 @@ def _table(asked: Advise, options: list[Option]) -> Table:
         )
     table.caption = (
         "Predicted. error, compressions: vNMSE of the sum over that of one compression at the same "
-        "bits; one bit more divides both by about 4."
+        "bits; one bit more divides both by 4 to 7."
     )
     if asked.is_inside_host:
         table.caption += (

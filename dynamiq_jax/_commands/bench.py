@@ -46,11 +46,11 @@ _MEMORY = {
 class Bench:
     """Time an all-reduce on the devices of this process, or of several processes.
 
-    Times every setting at every size, in turns, beside the bytes that it sends and its error, and
-    says below which speed of a link it would beat jax.lax.psum and a ring of BF16. Its last line is
-    the `dynamiq-jax advise` that goes on from there.
+    Times each setting at each size, and prints the bytes sent, the error, and the link speed below
+    which the setting beats jax.lax.psum and a BF16 ring. The last line is a `dynamiq-jax advise`
+    command with the measured codec time.
 
-    On a machine without accelerators this uses virtual CPU devices. To run over several processes,
+    On a machine without accelerators, virtual CPU devices are used. To run over several processes,
     start the same command in each of them with --coordinator HOST:PORT --num-processes N
     --process-id I, or with --coordinator auto under Slurm, MPI or Kubernetes.
     """
@@ -59,8 +59,8 @@ class Bench:
     """Float32 coordinates of the gradient: 4096, 1M (10**6), 8Mi (8 * 2**20)."""
 
     settings: tuple[str, ...] = DEFAULTS
-    """METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]; psum is jax.lax.psum. A wrong one lists the
-    possible ones."""
+    """psum, which is jax.lax.psum, or [ef+|gc+|ef21m+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... The
+    error of a wrong one lists the possible ones."""
 
     repeats: int = 9
     """Timed calls of each setting. The median counts."""
@@ -70,8 +70,9 @@ class Bench:
     accelerator and one process."""
 
     link: str | None = None
-    """Speed of the links between these devices, such as 400gbit. Time on them then does not count
-    as codec time. By default all time does, as fits devices that share a memory."""
+    """Speed of the links between these devices, such as 400gbit. If given, the transfer time at
+    this speed is subtracted from the measured time to get the codec time. By default nothing is
+    subtracted, which is right for devices that share memory."""
 
     coordinator: str | None = None
     """Join other processes through this HOST:PORT of process 0, or `auto`."""

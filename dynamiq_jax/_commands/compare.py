@@ -68,7 +68,8 @@ class Compare:
     """.npz or .safetensors with arrays [workers, *shape], named PARAMETER or STEP/PARAMETER."""
 
     methods: tuple[str, ...] = DEFAULTS
-    """METHOD[:BITS][:FIELD=VALUE]. A wrong one lists the possible ones."""
+    """[ef+|gc+|ef21m+]METHOD[:BITS][:FIELD=VALUE]... The error of a wrong one lists the possible
+    ones."""
 
     topologies: tuple[str, ...] = ("ring",)
     """ring, butterfly, all_to_all."""

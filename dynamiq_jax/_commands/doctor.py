@@ -68,7 +68,8 @@ class Doctor:
     """Run the script on as many virtual CPU devices, as one that is meant for several GPUs."""
 
     least: str = "4Ki"
-    """The train step of a script is the first program in which each device sends so many bytes."""
+    """The first program in which each device sends at least this many bytes is taken as the train
+    step."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the table and the mistakes to this file."""

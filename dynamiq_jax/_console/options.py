@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.errors import CommandError, install_extra
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
@@ -49,4 +49,4 @@ def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
         if plot_path.suffix not in PLOT_SUFFIXES:
             raise CommandError(f"--plot is {plot_path}: end its name in one of {PLOT_SUFFIXES}.")
         if importlib.util.find_spec("matplotlib") is None:
-            raise CommandError("--plot needs matplotlib: pip install 'dynamiq-jax[cli]'")
+            raise CommandError(f"--plot needs matplotlib: {install_extra('cli')}")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.errors import CommandError, install_extra
 from dynamiq_jax._console.pipes import ending_with_reader
 from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 
@@ -36,7 +36,7 @@ def _run(name: str, commands: Callable[[], Any], description: str | None) -> Non
     if missing:
         sys.exit(
             f"{name}: {' and '.join(missing)} not installed. "
-            "Install what the command line needs: pip install 'dynamiq-jax[cli]'"
+            f"Install what the command line needs: {install_extra('cli')}"
         )
     import tyro
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._console.errors import CommandError
+from dynamiq_jax._console.errors import CommandError, install_extra
 from dynamiq_jax._inputs.options import Options
 
 Gradients = dict[str, NDArray[np.float32]]  # parameter to [workers, *shape]
@@ -135,7 +135,7 @@ def _read(path: Path) -> Mapping[str, NDArray]:
         raise CommandError(f"--gradients {path}: give an .npz or a .safetensors file.")
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise CommandError(
-            f"--gradients {path}: safetensors is not installed: pip install 'dynamiq-jax[cli]'"
+            f"--gradients {path}: safetensors is not installed: {install_extra('cli')}"
         )
     try:
         return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)

@@ -91,8 +91,8 @@ def is_same(text: str, other: str) -> bool:
 def grammar() -> str:
     """Describe settings, for help and errors."""
     return (
-        f"{PSUM}, or METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE] with a method of {sorted(METHODS)}, a "
-        f"preset of {sorted(PRESETS)}, or WRAPPER+METHOD with a wrapper of {sorted(WRAPPERS)}, and "
+        f"{PSUM}, or [WRAPPER+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... with a wrapper of "
+        f"{sorted(WRAPPERS)}, a method of {sorted(METHODS)} or a preset of {sorted(PRESETS)}, and "
         f"a topology of {sorted(TOPOLOGIES)}, such as dynamiq:5:{_DEFAULT_TOPOLOGY}"
     )
 

@@ -86,16 +86,11 @@ def advice(question: Question, options: list[Option]) -> str:
     best = _best(_considered(compressed))
     gain = plain.step / best.step
     if gain < _WORTH_IT:
-        waits = plain.step > _WORTH_IT * question.step_seconds
-        why = (
-            "the codec takes as long as the shorter transfer saves, or longer"
-            if waits
-            else "the all-reduce is not what you wait for"
-        )
         return (
             f"[bold]Do not compress.[/bold] At {format_rate(1e9 * question.network.gbit_per_s)}, "
             f"{best.name}, would make a step of {format_seconds(plain.step)} take "
-            f"{format_seconds(best.step)} ({gain:.2f}x): {why}."
+            f"{format_seconds(best.step)} ({gain:.2f}x): "
+            f"{_reason_against(question, plain, gain)}."
             f"{_rule_of_thumb(question)}"
         )
     needs = (
@@ -109,6 +104,15 @@ def advice(question: Question, options: list[Option]) -> str:
         f"{format_seconds(best.all_reduce.total)} instead of "
         f"{format_seconds(plain.all_reduce.total)}.{_rule_of_thumb(question)}"
     )
+
+
+def _reason_against(question: Question, plain: Option, gain: float) -> str:
+    """Write why to leave a step as it is, if compression makes it less than 5% faster."""
+    if plain.step <= _WORTH_IT * question.step_seconds:
+        return "the all-reduce adds at most 5% to a step"
+    if gain < 1:
+        return "the codec takes longer than the shorter transfer saves"
+    return "the gain is below 5%"
 
 
 def topologies_in_order(options: list[Option]) -> str:

@@ -75,7 +75,7 @@ class DynamiQ(ChunkedMethod):
     ValueError: bits=1.0 is out of range. Give 2.375 to 16.
     """
 
-    bits: float = 5.0  # per coordinate, all included; one more leaves 1/6 to 1/4 of the error
+    bits: float = 5.0  # per coordinate, all included; one more leaves 1/7 to 1/4 of the error
     widths: tuple[int, ...] = tuple(range(2, 17))  # bits of a code; 0 drops rows, with a bias
     group_size: int = 32  # coordinates under a one-byte scale; smaller costs bits, lowers the error
     rounding: Rounding | None = None  # None: "correlated" for sums, "nearest" for an all-gather

@@ -24,8 +24,9 @@ class Options:
     of the documents is held out to evaluate on."""
 
     method: str = "dynamiq:5"
-    """How gradients are averaged: exact for jax.lax.pmean, or METHOD[:BITS][:FIELD=VALUE], such as
-    dynamiq:4, mxfp8, bf16 or ef+topk_chunked:2 (ef+ adds error feedback)."""
+    """How gradients are averaged: exact for jax.lax.pmean, or
+    [ef+|gc+|ef21m+]METHOD[:BITS][:FIELD=VALUE]..., such as dynamiq:4, mxfp8, bf16 or
+    ef+topk_chunked:2 (ef+ adds error feedback)."""
 
     topology: str = "ring"
     """How gradients travel: ring, butterfly or all_to_all."""

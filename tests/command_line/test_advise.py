@@ -154,11 +154,12 @@ def test_the_line_of_topologies_has_the_fastest_first_and_is_empty_without_bits(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"link": "400gbit", "overlap": 0.5}, "the all-reduce is not what you wait for"),
+        ({"link": "400gbit", "overlap": 0.5}, "the all-reduce adds at most 5% to a step"),
         (
             {"device": "cpu", "link": "10gbit", "step_time": 0.01},
-            "the codec takes as long as the shorter transfer saves, or longer",
+            "the codec takes longer than the shorter transfer saves",
         ),
+        ({"link": "3600gbit", "size": "7G"}, "the gain is below 5%"),
     ],
 )
 def test_the_reason_not_to_compress_is_that_of_the_case(changes, why):

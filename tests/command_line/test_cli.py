@@ -454,7 +454,7 @@ def test_missing_packages_are_named(monkeypatch):
     )
     ended = run(monkeypatch, "bench")
     assert ended.startswith("dynamiq-jax: rich not installed.")
-    assert "pip install 'dynamiq-jax[cli]'" in ended
+    assert "pip install 'dynamiq-jax[cli]', or in a checkout: pip install '.[cli]'" in ended
 
 
 @pytest.mark.slow
