@@ -184,7 +184,7 @@ def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], l
             sooner = ", ".join(f"{t / mine:.2f}x" for t in times if mine and t)
             cells.append(f"{mine:.1f} s ({sooner})" if mine else "not reached")
         name = "`lax.psum`, float32" if setting == "psum" else f"`{setting}`"
-        rows.append([name, f"{bits[setting]:.1f}", *cells])
+        rows.append([name, f"{bits[setting]:.2f}", *cells])
     return ["", "bits", *(f"{rate / 1e6:g} Mbit/s" for rate in rates)], rows
 
 
