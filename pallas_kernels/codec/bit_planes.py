@@ -82,7 +82,7 @@ def _read_two_bytes(units: Array, starts: Array, flags: Array, widths: Array) ->
 def _read_low_byte(units: Array, starts: Array, flags: Array, widths: Array) -> Array:
     # All eight bits at once: XLA:CPU makes one pass of it, which is faster than a loop over those
     # that the rows have. What a row lacks is masked afterwards.
-    slabs = [lax.dynamic_slice_in_dim(units, starts[bit], len(widths)) for bit in range(8)]
+    slabs = [_rows_from(starts[bit], units, len(widths)) for bit in range(8)]
     fields = [_spread(slab, flags, bit) for bit, slab in enumerate(slabs)]
     return functools.reduce(operator.or_, fields).astype(jnp.uint16)
 
@@ -137,9 +137,13 @@ def _write(
     """Write a part of a plane, uint8 [rows, 32]."""
     at = starts[bit] + first
     # The last of the rows may lack this plane: the units belong to others.
-    there = lax.dynamic_slice_in_dim(units, at, len(plane))
-    mine = jnp.where((widths > bit)[:, None], plane, there)
-    return lax.dynamic_update_slice_in_dim(units, mine, at, axis=0)
+    mine = jnp.where((widths > bit)[:, None], plane, _rows_from(at, units, len(plane)))
+    return lax.dynamic_update_slice_in_dim(units, mine, at, axis=0, allow_negative_indices=False)
+
+
+def _rows_from(start: Array, units: Array, count: int) -> Array:
+    """Read consecutive units. Programs are shorter where JAX need not expect a negative index."""
+    return lax.dynamic_slice_in_dim(units, start, count, allow_negative_indices=False)
 
 
 def _plane(codes: Array, bit: Index) -> Array:
