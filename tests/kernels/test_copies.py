@@ -154,6 +154,8 @@ SPREAD = Table(
 @pytest.mark.parametrize(("size", "padded"), [(0, 3), (5, 5), (5, 8), (1000, 1024)])
 def test_vectors_are_padded_with_zeros(dtype, size, padded):
     [[vector]] = values([size], 1, dtype)
+    with np.errstate(invalid="ignore"):
+        vector[np.isnan(vector)] = 0  # XLA:CPU may change its bits
     expected = np.concatenate([vector, np.zeros(padded - size, dtype)])
     assert_same_bits([jax.jit(pad, static_argnums=1)(vector, padded)], [expected])
     batch = np.stack([vector, vector[::-1]])
