@@ -5,7 +5,6 @@ is printed. `DYNAMIQ_NATIVE=0` asks for such a wheel, and `DYNAMIQ_NATIVE=1` mak
 error. At run time, `DYNAMIQ_NATIVE=0` switches a codec off that is there.
 """
 
-import os
 import shutil
 import sys
 import sysconfig
@@ -15,7 +14,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_SWITCH = "DYNAMIQ_NATIVE"
+# What values of `DYNAMIQ_NATIVE` mean to a build.
+_VALUES = "Give 0 for a wheel without the native codec, or 1 for an error if it does not compile."
 # The oldest one that the package supports: XLA refuses calls that were compiled for a later one.
 _HEADERS = "jaxlib>=0.10,<0.11"
 _PYTHONS = (3, 11), (3, 14)  # that it has wheels for
@@ -28,8 +28,9 @@ class NativeCodec(BuildHookInterface):
         """Return what a build in an environment of its own has to install."""
         build = _build_module(self.root)
         has_headers = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
+        is_wanted = build.switch(_VALUES) != "0"
         try:
-            return [_HEADERS] if _switch() != "0" and has_headers and build.compiler() else []
+            return [_HEADERS] if is_wanted and has_headers and build.compiler() else []
         except build.CannotCompileError:
             return []
 
@@ -40,13 +41,13 @@ class NativeCodec(BuildHookInterface):
         # An editable installation has it beside the sources.
         made = Path(self.root if version == "editable" else self.directory, library)
         try:
-            if _switch() == "0":
-                raise build.CannotCompileError(f"{_SWITCH}=0")
+            if build.switch(_VALUES) == "0":
+                raise build.CannotCompileError(f"{build.SWITCH}=0")
             build.compiler()
             made.parent.mkdir(parents=True, exist_ok=True)
             build.compile_library(made, build.include_directory())
         except build.CannotCompileError as error:
-            if _switch() == "1":
+            if build.switch(_VALUES) == "1":
                 raise
             self.app.display_warning(f"Without the native codec: {error}")
             return
@@ -61,16 +62,6 @@ class NativeCodec(BuildHookInterface):
         """Remove the library beside the wheel that holds it."""
         if version != "editable":
             shutil.rmtree(Path(self.directory, "pallas_kernels"), ignore_errors=True)
-
-
-def _switch() -> str:
-    value = os.environ.get(_SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(
-            f"{_SWITCH}={value!r} is not possible. Give 0 for a wheel without the native codec, or "
-            "1 for an error if it does not compile."
-        )
-    return value
 
 
 def _build_module(root: str) -> Any:

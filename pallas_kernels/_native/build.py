@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 LIBRARY = "libdynamiq_native.so"
+SWITCH = "DYNAMIQ_NATIVE"  # environment variable of a build, and of a process
 SOURCES = Path(__file__).parent / "src"
 _PATIENCE = 600.0  # seconds for one file
 
@@ -39,6 +40,21 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 class CannotCompileError(Exception):
     """The reason why there is no native codec."""
+
+
+def switch(remedy: str) -> str:
+    """Return the value of the environment variable `SWITCH`: empty, 0 or 1.
+
+    Args:
+      remedy: what the values mean, for the error.
+
+    Raises:
+      ValueError: it has another value.
+    """
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH}={value!r} is not possible. {remedy}")
+    return value
 
 
 def machine() -> str:

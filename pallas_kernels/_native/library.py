@@ -2,16 +2,16 @@
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from pallas_kernels import modes
-from pallas_kernels._native.build import LIBRARY, sources_digest
+from pallas_kernels._native.build import LIBRARY, SWITCH, sources_digest, switch
 
-SWITCH = "DYNAMIQ_NATIVE"  # also of the build, see hatch_build.py
+# What values of the switch mean to a process.
+_VALUES = "Give 0 to run without the native codec, or 1 to use it where it is."
 CALLS = (
     *("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress", "sort"),
     *("block_hop", "block_accumulate", "block_decompress"),
@@ -31,7 +31,7 @@ def why_not_here() -> str | None:
     Raises:
       ValueError: the environment variable `SWITCH` has a value that is not possible.
     """
-    if _is_off():
+    if switch(_VALUES) == "0":
         return f"{SWITCH}=0"
     if not modes.is_for_this_machine():
         return "kernels are interpreted, or compiled for another machine"
@@ -85,16 +85,6 @@ def instruction_set() -> str:
     if reason := why_not():
         raise RuntimeError(reason)
     return str(_text(ctypes.CDLL(str(PATH)).dynamiq_instruction_set))
-
-
-def _is_off() -> bool:
-    value = os.environ.get(SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(
-            f"{SWITCH}={value!r} is not possible. Give 0 to run without the native codec, or 1 to "
-            "use it where it is."
-        )
-    return value == "0"
 
 
 def _text(function: Any) -> str | None:

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from pallas_kernels import _native
-from pallas_kernels._native.library import SWITCH, target
+from pallas_kernels._native.build import SWITCH
+from pallas_kernels._native.library import target
 from pallas_kernels.copies import copy, pad
 from pallas_kernels.segments import Segment, Table
 from tests.kernels.test_copies import SPREAD, assert_same_bits, in_numpy, values

@@ -14,7 +14,7 @@ import dynamiq_jax as dq
 from pallas_kernels import _native, choice, first_use, known_outputs, operations
 from pallas_kernels._native import products
 from pallas_kernels._native.backend import Native
-from pallas_kernels._native.library import SWITCH
+from pallas_kernels._native.build import SWITCH
 from pallas_kernels.known_outputs import KNOWN
 from pallas_kernels.registry import BACKENDS, BASE
 from tests.support import native_worker, processes

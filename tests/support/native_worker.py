@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from pallas_kernels import operations
-from pallas_kernels._native.library import SWITCH
+from pallas_kernels._native.build import SWITCH
 from tests.support.gradients import of_workers
 
 NUM_PROCESSES, SIZE, STEPS = 2, 256 * 150 + 7, 3
