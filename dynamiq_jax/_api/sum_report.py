@@ -184,6 +184,8 @@ def _exact_bytes(operation: Operation, axes: Axes, leaf: jax.ShapeDtypeStruct) -
     """Count the bytes that each worker sends for a leaf that stays exact in a group."""
     if operation == "psum":
         return exact.bytes_sent(axes, [leaf])
+    if operation == "psum_scatter":
+        leaf = leaf.update(dtype=exact.scattered_dtype(leaf.dtype))
     return _bytes_before(operation, axes, leaf)
 
 

@@ -73,10 +73,14 @@ def bytes_sent(axes: Axes, leaves: Sequence[Any]) -> int:
 
 def reduce_scatter(leaf: Array, axis: Axis, dimension: int, tiled: bool) -> Array:
     """Return the worker's part of the exact sum of one leaf, by the rules of `all_reduce`."""
-    wide = leaf
-    if leaf.dtype == jnp.bool_:
-        wide = leaf.astype(jnp.int32)
-    elif jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
-        wide = leaf.astype(jnp.float32)
-    total = axis.sum_scatter(wide, dimension, tiled=tiled)
-    return total.astype(leaf.dtype)
+    wide = leaf.astype(scattered_dtype(leaf.dtype))
+    return axis.sum_scatter(wide, dimension, tiled=tiled).astype(leaf.dtype)
+
+
+def scattered_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which `reduce_scatter` sends a leaf of this dtype."""
+    if dtype == jnp.bool_:
+        return np.dtype(np.int32)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        return np.dtype(np.float32)
+    return dtype

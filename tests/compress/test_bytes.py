@@ -85,6 +85,23 @@ def test_the_report_counts_scattered_sums_and_gathers(data_mesh):
         assert each.bytes_after < 0.2 * before
 
 
+def test_a_small_scattered_sum_is_reported_in_the_dtype_that_is_sent(data_mesh):
+    def local(stacked):
+        small = stacked["b"][0].astype(jnp.bfloat16)
+        return lax.psum_scatter((stacked["w"][0], small), "data", tiled=True)
+
+    unrolled = dq.topologies.Ring(unroll=True)
+    step = dq.compress(
+        on_mesh(data_mesh, local, out=P("data")), "data", key=key_of, topology=unrolled
+    )
+    large, small = step.report(TREE).sums
+    others, size = WORKERS - 1, 64 // WORKERS
+    assert (small.group, small.is_compressed) == (0, False)
+    assert (small.bytes_before, small.bytes_after) == (2 * others * size, 4 * others * size)
+    text = text_of(step, TREE)
+    assert sent(text) == pytest.approx(large.bytes_after + small.bytes_after)
+
+
 def test_collectives_of_a_step_wait_for_each_other(data_mesh):
     """Those of two groups, of sums that only= refuses, and of one over a part of the axes."""
 
