@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -99,7 +100,8 @@ def all_reduce_gradients(
     if not is_whole_array(start_step):
         check_integer("start_step", start_step, 0, 2**31 - 1)
     schedule = method if isinstance(method, Schedule) else Schedule({0: method})
-    if phase is not None and not 0 <= phase < len(schedule.phases):
+    is_phase = isinstance(phase, numbers.Integral) and 0 <= phase < len(schedule.phases)
+    if phase is not None and not is_phase:
         raise ValueError(
             f"phase={phase!r} is not one of the {len(schedule.phases)} of method={method!r:.200}. "
             "Give schedule.phase(step), or None."

@@ -66,7 +66,11 @@ class BitAllocation:
 
     @property
     def bits(self) -> dict[str, float]:
-        """Bits of each pattern."""
+        """Bits of each pattern.
+
+        If leaves inside and outside of `layers` have one pattern, these are the bits of the last
+        group of `groups`, which holds both.
+        """
         return {pattern: group.bits for group in self.groups for pattern in group.patterns}
 
     @override

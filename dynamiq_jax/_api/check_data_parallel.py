@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from dynamiq_jax._core import check_number
+from dynamiq_jax._inputs.shards import on_automatic_axes
 from dynamiq_jax._worker_loss import modules
 from dynamiq_jax._worker_loss.aux import ROLES, ROWS, roles_of
 from dynamiq_jax._worker_loss.causes import LossDifference, cause_of, cause_of_error
 from dynamiq_jax._worker_loss.gradients import exact_value_and_leaves
-from dynamiq_jax._worker_loss.loss_call import plan_call
+from dynamiq_jax._worker_loss.loss_call import LossCall, plan_call
 from dynamiq_jax._worker_loss.on_rows import OnRows, Result, Seen, on_host
 from dynamiq_jax._worker_loss.wrapped import loss_of
 
@@ -71,7 +73,14 @@ def check_data_parallel(
         check_number("tolerance", tolerance, 0, 1)
     copies = jax.tree.map(modules.without_dropout, (args, kwargs), is_leaf=modules.is_module)
     call = plan_call(work, *copies)
-    on_rows = OnRows(call)
+    leaves, structure = jax.tree.flatten(call.arrays)
+    # The loss alone, on rows of the batch, is a program without explicit axes, as in training.
+    with on_automatic_axes(work.mesh, leaves) as placed:
+        _check(call._replace(arrays=jax.tree.unflatten(structure, placed)), tolerance)
+
+
+def _check(call: LossCall, tolerance: float | None) -> None:
+    work, on_rows = call.plan.work, OnRows(call)
     whole = on_rows.whole
     if tolerance is None:
         tolerance = _OF_16_BITS if on_rows.has_16_bits else _OF_32_BITS
@@ -122,9 +131,14 @@ def _compare(on_rows: OnRows, loss: float, gradient: list[Any], tolerance: float
 def _distance(gradient: list[Any], whole: Result) -> float:
     """Return the relative distance of a gradient from the gradient of the whole batch."""
     pairs = list(zip(gradient, whole.gradient, strict=True))
-    squares = [float(jnp.sum((a - b).astype(jnp.float32) ** 2)) for a, b in pairs]
-    norms = [float(jnp.sum(b.astype(jnp.float32) ** 2)) for _, b in pairs]
+    squares = [_square(a - b) for a, b in pairs]
+    norms = [_square(b) for _, b in pairs]
     return float(np.sqrt(sum(squares) / (sum(norms) or 1.0)))
+
+
+def _square(leaf: Array) -> float:
+    """Return the sum of the squares of magnitudes."""
+    return float(jnp.sum(jnp.abs(leaf).astype(jnp.float32) ** 2))
 
 
 def _compare_aux(on_rows: OnRows, aux: Any, tolerance: float) -> None:
@@ -174,4 +188,5 @@ def _is_close(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _shown(leaf: Any) -> str:
-    return f"{float(leaf):.7g}" if np.ndim(leaf) == 0 else f"an array of shape {np.shape(leaf)}"
+    is_scalar = np.ndim(leaf) == 0
+    return f"{on_host(leaf).item():.7g}" if is_scalar else f"an array of shape {np.shape(leaf)}"

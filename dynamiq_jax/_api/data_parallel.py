@@ -58,11 +58,11 @@ def data_parallel(
 
     No key is needed. The noise of a call follows from all bits of its arguments, which are read
     once more for it, from the name of the loss function, and from the number of the call among
-    the calls of one trace. So every step has its own noise, and so has each part of a step that
-    accumulates gradients. Noise repeats where a program is run again with equal arguments, as at a
-    learning rate of 0. To exclude repeated noise, give the loss a further argument that differs,
-    such as the number of the step or a key: `loss_fn = lambda params, batch, step: ...`. The loss
-    may ignore it.
+    the calls of one trace, which each `jax.grad` counts anew. So every step has its own noise, and
+    so has each part of a step that accumulates gradients. Noise repeats where a program is run
+    again with equal arguments, as at a learning rate of 0. To exclude repeated noise, give the loss
+    a further argument that differs, such as the number of the step or a key:
+    `loss_fn = lambda params, batch, step: ...`. The loss may ignore it.
 
     Args:
       loss_fn: `loss_fn(params, *batch)` to a scalar, or to `(scalar, aux)` with `has_aux`.

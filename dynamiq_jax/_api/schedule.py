@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dynamiq_jax._core import check_integer
 from dynamiq_jax._inputs.policy import Policy, Rules
 from dynamiq_jax.methods import Method
+
+_LAST_STEP = 2**31 - 1  # steps are counted in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +29,13 @@ class Schedule:
 
     def __post_init__(self):
         starts = list(self.phases) if isinstance(self.phases, Mapping) else []
+        for start in starts:
+            check_integer(f"a step of phases={self.phases!r:.200}", start, 0, _LAST_STEP)
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise ValueError(
                 f"phases={self.phases!r:.200} are no phases. Give the first step of each, "
                 "ascending from 0, to its method: {0: 'exact', 1000: 'dynamiq:5'}."
             )
-        for start in starts:
-            if isinstance(start, bool) or not isinstance(start, int | np.integer):
-                raise ValueError(
-                    f"phases={self.phases!r:.200}: {start!r} is not a number of steps."
-                )
         for method in self.phases.values():
             Policy.of(method)
 

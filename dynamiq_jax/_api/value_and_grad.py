@@ -1,5 +1,6 @@
 """Data-parallel gradients without a `shard_map` of one's own."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,18 +122,20 @@ def value_and_grad(
         cannot differentiate `erf` under True, as in exact GELU. Gradients and bytes are the same.
 
     Returns:
-      A function of the arguments of `loss_fn` and `key`, a PRNG key, that returns `(loss, grads)`
-      or `((loss, aux), grads)`: the loss averaged exactly, the gradients averaged compressed, all
-      the same on all workers but for rows of aux, which are split over them. Arrays that are not
-      floating have gradients of dtype float0. Leaves that are no arrays, such as functions and
-      strings, have None.
+      A function of the arguments of `loss_fn` and `key`, a PRNG key for the noise of rounding, that
+      returns `(loss, grads)` or `((loss, aux), grads)`: the loss averaged exactly, the gradients
+      averaged compressed, all the same on all workers but for rows of aux, which are split over
+      them. Arrays that are not floating have gradients of dtype float0. Leaves that are no arrays,
+      such as functions and strings, have None. An argument `key` of `loss_fn`, as for dropout, is
+      given by position.
 
     Raises:
       ValueError: the mesh has no such axis; the method carries state; `aux` holds no role; another
-        `transform`, or `check_vma` beside "vmap"; or when called, arrays without a spec have
-        leading axes of different sizes, an axis does not divide by the number of workers or would
-        cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an argument is
-        missing, or the loss names axes that `transform` does not allow.
+        `transform`, or `check_vma` beside "vmap"; `loss_fn` has a keyword-only argument `key`; or
+        when called, an argument `key` of `loss_fn` is not given by position, arrays without a spec
+        have leading axes of different sizes, an axis does not divide by the number of workers or
+        would cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an
+        argument is missing, or the loss names axes that `transform` does not allow.
       TypeError: `argnums` holds no position; `in_specs` is neither a tuple nor a dict, or holds
         something that is no spec; or `split` something that is no rule.
     """
@@ -154,10 +157,38 @@ def value_and_grad(
         check_vma=check_vma,
     )
 
+    own_key = _place_of_key(loss_fn)
+
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
+        if own_key is not None and len(args) <= own_key:
+            raise ValueError(
+                "key= is for the noise of rounding, and loss_fn has an argument 'key' too, which "
+                f"was not given. Give that one by position, as argument {own_key}, None included."
+            )
         call = plan_call(work, args, kwargs)
         value, grads, metrics = value_and_gradients(call, key)
         return (value, grads, metrics) if with_metrics else (value, grads)
 
     wrapped.register(value_and_grad_fn, work)
     return value_and_grad_fn
+
+
+def _place_of_key(loss_fn: Callable[..., Any]) -> int | None:
+    """Return the position of an argument `key` of a loss function, or None.
+
+    Raises:
+      ValueError: it has no position.
+    """
+    try:
+        parameters = inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # some builtins and C functions
+        return None
+    own = parameters.get("key")
+    if own is None or own.kind is own.POSITIONAL_ONLY:
+        return None
+    if own.kind is not own.POSITIONAL_OR_KEYWORD:
+        raise ValueError(
+            f"loss_fn={loss_fn!r:.80} has a keyword-only argument 'key', but key= is for the noise "
+            "of rounding. Rename it, such as dropout_key."
+        )
+    return list(parameters).index("key")

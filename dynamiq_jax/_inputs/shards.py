@@ -4,13 +4,14 @@ A collective makes these axes manual around itself, so that every device compres
 own shard. Otherwise the compiler would gather whole leaves on every device, to flatten them.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.mistakes import MistakeError
 from pallas_kernels._jax import compat
@@ -114,7 +115,11 @@ def managed_axes(mesh: Any) -> dict[str, int]:
 
 def is_explicit() -> bool:
     """Return whether shardings are part of types here, as under `jax.set_mesh` by default."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return _has_explicit_axes(jax.sharding.get_abstract_mesh())
+
+
+def _has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    return AxisType.Explicit in mesh.axis_types
 
 
 def check_whole(name: str, tree: Any) -> None:
@@ -150,6 +155,30 @@ def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
     """
     if mesh is None or is_explicit() or jax.sharding.get_abstract_mesh().manual_axes:
         return None
+    return _automatic_mesh(mesh)
+
+
+@contextlib.contextmanager
+def on_automatic_axes(mesh: Mesh, arrays: Sequence[Any]) -> Iterator[list[Any]]:
+    """Leave explicit axes to the compiler in the block, and yield the arrays with such axes.
+
+    Args:
+      mesh: the mesh of the block.
+      arrays: arrays, and other values, which stay as they are.
+    """
+    placed = list(arrays)
+    for index, array in enumerate(placed):
+        match getattr(array, "sharding", None):
+            case NamedSharding(mesh=Mesh() as own, spec=spec) if _has_explicit_axes(own):
+                placed[index] = jax.device_put(array, NamedSharding(_automatic_mesh(own), spec))
+    if _has_explicit_axes(mesh) or is_explicit():
+        with jax.set_mesh(_automatic_mesh(mesh)):
+            yield placed
+    else:
+        yield placed
+
+
+def _automatic_mesh(mesh: Mesh) -> Mesh:
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 

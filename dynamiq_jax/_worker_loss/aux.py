@@ -111,6 +111,9 @@ def of_workers(value: Any, role: str, weight: Weight | None, names: Sequence[str
       names: axes of the workers.
     """
     value = jnp.asarray(value)
+    if role == SAME and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        bits = of_workers(jax.random.key_data(value), role, weight, names)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
     if role == SUM:
         is_small = value.dtype == bool or (
             jnp.issubdtype(value.dtype, jnp.integer) and value.dtype.itemsize < 4

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,9 +96,9 @@ class LossPlan:
         args, kwargs = self.signature.rebuild(own, worker)
         loss, aux = auxiliary.split_result(self.work.loss_fn(*args, **kwargs), self.work.has_aux)
         # JAX would differentiate one share of a loss that is equal on all workers, as a pmean is.
-        loss = compat.match_varying(loss, worker)
+        loss = compat.match_varying(jnp.asarray(loss), worker)
         if weight is not None:
-            loss = weight.of(jnp.asarray(loss))
+            loss = weight.of(loss)
         held = self.signature.modules_in(args, kwargs)
         rests = [
             modules.rest_of(module, before, self.work.names)
@@ -134,7 +135,7 @@ class LossPlan:
             axis, _ = split_axis(spec, self.work.axes)
             splits.setdefault(np.shape(array)[axis], set()).add(rule)
         loss, others = value
-        joined = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in rows]
+        joined = [leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:]) for leaf in rows]
         aux = auxiliary.put_rows(joined, self.work.aux, others)
         return loss, auxiliary.in_order_of_batch(
             self.work.aux, aux, splits, self.work.workers.count

@@ -71,7 +71,7 @@ class OnRows:
         result = jax.jit(self._result)(self.arrays)
         each = math.ceil(max(_COORDINATES, 8 * self.workers) / max(1, len(result.gradient)))
         self._largest = [
-            jax.lax.top_k(jnp.abs(leaf.astype(jnp.float32)).ravel(), min(each, leaf.size))[1]
+            jax.lax.top_k(jnp.abs(leaf).astype(jnp.float32).ravel(), min(each, leaf.size))[1]
             for leaf in result.gradient
         ]
         return result
@@ -126,9 +126,15 @@ class OnRows:
         return aux, on_host(targets)
 
     def coordinates(self, gradient: Sequence[Array]) -> Array:
-        """Return the coordinates of a gradient that are large in the whole batch, float32."""
-        pairs = zip(gradient, self._largest, strict=True)
-        chosen = [leaf.astype(jnp.float32).ravel()[places] for leaf, places in pairs]
+        """Return the coordinates of a gradient that are large in the whole batch, float32.
+
+        Those of complex leaves are their real and their imaginary parts.
+        """
+        chosen = []
+        for leaf, places in zip(gradient, self._largest, strict=True):
+            large = leaf.ravel()[places]
+            parts = (large.real, large.imag) if jnp.iscomplexobj(large) else (large,)
+            chosen += [part.astype(jnp.float32) for part in parts]
         return jnp.concatenate(chosen) if chosen else jnp.zeros(0)
 
     def _seen(
@@ -170,10 +176,12 @@ class OnRows:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Return all values of an array in float64, also of one that is split over processes."""
+    """Return all values of an array in float64 or complex128, also of one that is split over
+    processes.
+    """
     if isinstance(array, Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array, np.float64)
+    return np.asarray(array, np.complex128 if jnp.iscomplexobj(array) else np.float64)
 
 
 def _dtypes_in(jaxpr: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from dynamiq_jax._worker_loss.in_specs import Entries, axes_of, entries_of, of_leaves, rules_of
 from dynamiq_jax._worker_loss.rows import Split
@@ -69,11 +69,22 @@ class Roles:
         """Positions that are differentiated, in ascending order."""
         return tuple(sorted(_as_tuple(self.given)))
 
-    def in_argnums_order(self, values: Any) -> tuple[Any, ...]:
-        """Return values that a user gave for the differentiated arguments by position."""
+    def in_argnums_order(self, specs: Any) -> tuple[Any, ...]:
+        """Return the specs that a user gave for the differentiated arguments by position.
+
+        Raises:
+          ValueError: there are several positions, and neither one spec nor one entry for each.
+        """
         if isinstance(self.given, int):
-            return (values,)
-        by_position = dict(zip(self.given, values, strict=True))
+            return (specs,)
+        if isinstance(specs, PartitionSpec | Sharding):
+            return (specs,) * len(self.given)
+        if not isinstance(specs, tuple | list) or len(specs) != len(self.given):
+            raise ValueError(
+                f"specs={specs!r:.200} has no entry for each of argnums={self.given}. Give a tuple "
+                f"of {len(self.given)}, or one spec for all."
+            )
+        by_position = dict(zip(self.given, specs, strict=True))
         return tuple(by_position[position] for position in self.argnums)
 
     def in_user_order(self, values: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -124,7 +125,8 @@ def order_of(split: Split | None, rows: int, workers: int) -> np.ndarray:
     neighbors = np.arange(rows).reshape(workers, -1)
     if split is None:
         return neighbors
-    order = np.asarray(split(rows, workers))
+    with jax.ensure_compile_time_eval():  # also the rows of a function of jnp are known here
+        order = np.asarray(split(rows, workers))
     is_whole = np.issubdtype(order.dtype, np.integer) and order.shape == neighbors.shape
     if not is_whole or (np.sort(order, axis=None) != np.arange(rows)).any():
         raise ValueError(

@@ -153,7 +153,7 @@ class WorkerMap:
                 raise
             raise ValueError(message) from error
         count = len(self.axes)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[count:]), own), same
+        return jax.tree.map(lambda leaf: leaf.reshape(self.count, *leaf.shape[count:]), own), same
 
     def _names_axes(self, error: str) -> str:
         """Return the text of an error for a loss that names the workers' axes, or an empty one."""

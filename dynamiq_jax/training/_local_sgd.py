@@ -39,7 +39,7 @@ from dynamiq_jax.training._local_sgd_state import (
     check_outer,
     check_timing,
 )
-from dynamiq_jax.training._params import check_shared_params
+from dynamiq_jax.training._params import check_like, check_shared_params, wide
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
@@ -248,6 +248,13 @@ class LocalSGD:
         is_stateful = self._compression.is_stateful(params)
         check_fragments(state, fragments.names)
         check_timing(state, self._timing)
+        check_like(
+            params,
+            state.reference,
+            "params are not like those of the state",
+            "Give parameters of the structure, shapes and dtypes of init: a local step that "
+            "promotes them, as with a float32 rate, has to cast its result.",
+        )
         for name, part in zip(fragments.names, _parts(fragments, params), strict=True):
             check_outer(state, name, jax.eval_shape(self.outer.init, part))
             names: tuple[str, ...] = ()
@@ -362,7 +369,8 @@ class LocalSGD:
             if not self.mixing:  # not 0 times what a worker has, which may be NaN
                 return whole
             share = np.float32(self.mixing)
-            return (share * local + (1 - share) * whole).astype(local.dtype)
+            own, others = share.astype(wide(local).dtype), (1 - share).astype(wide(whole).dtype)
+            return (own * wide(local) + others * wide(whole)).astype(local.dtype)
 
         own = jax.tree.map(merged, after, fragments.take(params, fragment))
         state = state._replace(

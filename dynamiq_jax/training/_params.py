@@ -1,9 +1,11 @@
-"""Checks of parameters that all workers share."""
+"""Checks of parameters that all workers share, and products with them."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
 from dynamiq_jax._buckets.axes import Axes
 from pallas_kernels._jax import compat
@@ -34,3 +36,35 @@ def check_shared_params(params: Any, axes: Axes, what: str) -> None:
                 f"{name} varies over axis {min(varying)!r}, but all workers share the parameters. "
                 "Pass them into shard_map with in_specs=P()."
             )
+
+
+def check_like(given: Any, wanted: Any, what: str, remedy: str) -> None:
+    """Raise ValueError for a tree of another structure, or with other shapes or dtypes.
+
+    Args:
+      given: pytree of arrays.
+      wanted: pytree of arrays that it has to be like.
+      what: names of both, for the error.
+      remedy: what to do.
+    """
+
+    def described(tree: Any) -> list[str]:
+        return [
+            f"{jax.tree_util.keystr(path)}: {jnp.result_type(leaf)}{list(np.shape(leaf))}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+
+    found, expected = described(given), described(wanted)
+    if found != expected:
+        apart = sorted(set(found) ^ set(expected)) or found
+        raise ValueError(f"{what}: {'; '.join(apart)[:300]} is in one of both alone. {remedy}")
+
+
+def scaled(leaf: Array, by: Array | float) -> Array:
+    """Return a product with a scalar in the dtype of the leaf, computed in 32 bits or more."""
+    return (wide(leaf) * jnp.asarray(by, wide(leaf).dtype)).astype(leaf.dtype)
+
+
+def wide(leaf: Array) -> Array:
+    """Return a floating leaf of fewer than 32 bits in float32, and others as they are."""
+    return leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf

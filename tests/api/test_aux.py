@@ -118,6 +118,16 @@ def test_a_value_that_is_not_the_same_after_all_is_that_of_the_first_worker(data
         assert float(found) == float(x[0, 0])
 
 
+def test_a_key_may_be_the_same(data_mesh):
+    def loss(w, x, key):
+        return jnp.mean(x @ w), jax.random.split(key)
+
+    key = jax.random.key(1)
+    for run in both(data_mesh, loss, aux="same"):
+        (_, found), _ = run(weights(), batch()[0], key)
+        assert (found == jax.random.split(key)).all()
+
+
 def test_aux_without_arrays_needs_no_role(data_mesh):
     for run in both(data_mesh, lambda w, x: (jnp.mean(x @ w), {"none": None})):
         (_, aux), _ = run(weights(), batch()[0])

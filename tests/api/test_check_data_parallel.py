@@ -1,10 +1,13 @@
 """The first check: losses that workers may share, and those that they may not, by their cause."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -285,6 +288,44 @@ def test_a_loss_that_gathers_what_it_compares_passes(data_mesh):
         return jnp.mean(jnp.tanh(hidden - mean) ** 2)
 
     dq.check_data_parallel(wrap(data_mesh, loss_fn), weights(), inputs())
+
+
+@pytest.mark.parametrize("is_set", (False, True))
+def test_explicit_axes(is_set):
+    """A loss that the types of explicit axes refuse is checked as it is trained."""
+    mesh = jax.make_mesh((NUM_WORKERS,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def shuffled(w, x):
+        return jnp.mean(per_row(w, x[jnp.arange(len(x))[::-1]]))
+
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        args = (
+            jax.device_put(weights(), NamedSharding(mesh, P())),
+            jax.device_put(inputs(), NamedSharding(mesh, P("data"))),
+        )
+        dq.check_data_parallel(dq.data_parallel(shuffled, mesh=mesh, axis_name="data"), *args)
+        wrong = dq.data_parallel(lambda w, x: shuffled(w, x) * len(x), mesh=mesh, axis_name="data")
+        with pytest.raises(ValueError, match="Likely cause: a sum over rows"):
+            dq.check_data_parallel(wrong, *args)
+
+
+def test_imaginary_parts_count(data_mesh):
+    right = wrap(data_mesh, lambda w, x: jnp.mean(jnp.abs(x @ w)))
+    dq.check_data_parallel(right, weights() * (1 + 2j), inputs())
+
+    def wrong(w, x):
+        hidden = x @ w
+        return jnp.mean(hidden.real) + jnp.sum(hidden.imag)
+
+    with pytest.raises(ValueError, match="a sum over rows"):
+        dq.check_data_parallel(wrap(data_mesh, wrong), weights() + 0j, inputs())
+
+    def with_sum(w, x):
+        return jnp.mean(per_row(w, x)), 1j * jnp.sum(x)
+
+    wrapped = wrap(data_mesh, with_sum, has_aux=True, aux="mean")
+    with pytest.raises(ValueError, match="give the role 'sum'"):
+        dq.check_data_parallel(wrapped, weights(), inputs())
 
 
 class Dropping(nnx.Module):

@@ -40,6 +40,10 @@ def every_other(rows, workers):
     return np.arange(rows).reshape(-1, workers).T
 
 
+def every_other_of_jax(rows, workers):
+    return jnp.arange(rows).reshape(-1, workers).T
+
+
 def close(found, expected):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), found, expected
@@ -93,11 +97,12 @@ def test_pairs_that_are_cut_have_another_loss(data_mesh):
         assert abs(run(weights(), inputs())[0] / expected - 1) > 0.1
 
 
-def test_a_rule_of_ones_own_says_the_rows_of_each_worker(data_mesh):
+@pytest.mark.parametrize("split", (every_other, every_other_of_jax))
+def test_a_rule_of_ones_own_says_the_rows_of_each_worker(data_mesh, split):
     def loss_fn(w, rows):
         return jnp.mean(rows @ w), rows[0]
 
-    for run in both(data_mesh, loss_fn, split=every_other, has_aux=True, aux="rows"):
+    for run in both(data_mesh, loss_fn, split=split, has_aux=True, aux="rows"):
         (_, first), _ = run(weights(), inputs())
         np.testing.assert_array_equal(first.reshape(4, IN), inputs()[:4])
 

@@ -320,6 +320,57 @@ def test_any_positions_may_be_differentiated(data_mesh, argnums):
     close(grads, expected)
 
 
+def test_an_own_key_of_the_loss_is_given_by_position(data_mesh):
+    def loss_fn(params, x, y, key=None):
+        return plain_loss(params, x, y) * (1 if key is None else jax.random.uniform(key))
+
+    grad_fn = exact_grad_fn(data_mesh, loss_fn, in_specs={"key": P()})
+    args = plain_params(), *batch()
+    for own in (None, jax.random.key(3)):
+        loss, _ = grad_fn(*args, own, key=KEY)
+        assert float(loss) == pytest.approx(float(loss_fn(*args, own)), rel=1e-5)
+    with pytest.raises(ValueError, match=r"argument 'key' too.* by position, as argument 3"):
+        grad_fn(*args, key=KEY)
+    with pytest.raises(ValueError, match=r"keyword-only argument 'key'.* such as dropout_key"):
+        exact_grad_fn(data_mesh, lambda params, *, key: params)
+
+
+def test_one_spec_is_that_of_all_positions():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def loss_fn(first, last, x, y):
+        return plain_loss({**first, "out": last}, x, y)
+
+    first = plain_params()
+    args = first, first.pop("out"), *batch()
+
+    def grads_with(specs):
+        grad_fn = dq.value_and_grad(
+            loss_fn, (0, 1), mesh=mesh, axis_name="data", method="exact", specs=specs
+        )
+        return jax.jit(grad_fn)(*args, key=KEY)[1]
+
+    with pytest.raises(ValueError, match=r"specs=\{.*no entry for each of argnums=\(0, 1\)"):
+        grads_with({"in": P()})
+    with pytest.raises(ValueError, match=r"specs=\(.*no entry for each of argnums=\(0, 1\)"):
+        grads_with((P(),))
+    close(grads_with(P()), grads_with((P(), P())), error=0.0)
+
+
+@pytest.mark.parametrize("transform", ("shard_map", "vmap"))
+def test_arrays_without_elements_and_losses_without_parameters(data_mesh, transform):
+    def loss_fn(params, x, y):
+        return plain_loss(params, x, y) + jnp.sum(params["none"]), x[:, :0]
+
+    args = plain_params() | {"none": jnp.zeros((0, 3))}, *batch()
+    form = {"transform": transform, "has_aux": True, "aux": "rows"}
+    (_, rows), grads = exact_grad_fn(data_mesh, loss_fn, **form)(*args, key=KEY)
+    assert rows.shape == (BATCH, 0) and grads["none"].shape == (0, 3)
+    grad_fn = exact_grad_fn(data_mesh, lambda params, x: 2.0, transform=transform)
+    loss, grads = grad_fn(plain_params(), batch()[0], key=KEY)
+    assert float(loss) == 2 and not grads["in"].any()
+
+
 def test_a_batch_holds_numbers_text_and_keywords(data_mesh):
     """Scalars and keys are the same on all workers; what is not an array is static."""
     traced = []

@@ -209,6 +209,31 @@ def test_it_is_the_algorithm_of_the_papers(fields, data_mesh):
     assert min(moved) > 0.1
 
 
+def test_parameters_of_16_bits_are_mixed(data_mesh):
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.normal(size=(64, 16)), jnp.bfloat16)
+    move = jnp.asarray(rng.normal(size=(WORKERS, 64, 16)), jnp.bfloat16)
+    run = Run(data_mesh(WORKERS), every=1, mixing=0.25, outer=optax.sgd(1.0), method="exact")
+    stacked = jnp.stack([start] * WORKERS)
+    after, state = run.step({"w": stacked}, run.init({"w": start}), {"w": move})
+    local = (stacked + move).astype(jnp.float32)
+    whole = state.reference["w"].astype(jnp.float32)
+    assert after["w"].dtype == jnp.bfloat16
+    mixed = 0.25 * local + 0.75 * whole[None]
+    np.testing.assert_allclose(after["w"].astype(jnp.float32), mixed, rtol=0.01, atol=0.01)
+    assert np.abs(whole - local.mean(0)).max() < 0.1
+
+
+def test_local_steps_that_promote_parameters_are_an_error(data_mesh):
+    run = Run(data_mesh(WORKERS), every=1, method="exact")
+    state = run.init({"w": jnp.zeros((64, 16), jnp.bfloat16)})
+    wide = {"w": jnp.zeros((WORKERS, 64, 16))}
+    with pytest.raises(
+        ValueError, match=r"params are not like.*float32\[64, 16\].*cast its result"
+    ):
+        run.step(wide, state, wide)
+
+
 def test_due_says_what_a_step_does():
     local_sgd = LocalSGD(axis_name="data", every=6, fragments=2, delay=1)
     found = [local_sgd.due(step) for step in range(12)]

@@ -254,6 +254,18 @@ def test_shards_of_a_model_travel_alone(data_mesh):
     assert least <= report.scattered_bytes < least + 4096  # shards are padded
 
 
+def test_gradients_of_16_bits_are_clipped_in_32():
+    pipelined = Pipelined(optimizer=optax.sgd(1.0), axis_name="data", method="exact", clip_norm=1.0)
+
+    def step(grads):
+        updated = pipelined.gather(pipelined.init({"w": jnp.zeros(2048, jnp.bfloat16)}))
+        return pipelined.gather(pipelined.scatter({"w": grads}, updated)).params["w"]
+
+    grads = jnp.full((2, 2048), 3, jnp.bfloat16)
+    found = jax.jit(jax.vmap(step, axis_name="data"))(grads)
+    assert (found == jnp.bfloat16(-(2048**-0.5))).all()
+
+
 def test_small_gradients_are_not_scaled_up():
     pipelined = Pipelined(optimizer=optax.sgd(1.0), axis_name="data", method="exact", clip_norm=1e6)
 

@@ -26,7 +26,7 @@ from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Ring, Topology
-from dynamiq_jax.training._params import check_shared_params
+from dynamiq_jax.training._params import check_like, check_shared_params, scaled
 from dynamiq_jax.training._pipelined import halves
 from dynamiq_jax.training._pipelined.halves import GatherMean, ScatterMean
 from dynamiq_jax.training._pipelined.state import (
@@ -233,7 +233,7 @@ class Pipelined:
         if self.clip_norm is not None:
             limit = np.float32(self.clip_norm)
             scale = jnp.where(norm < limit, np.float32(1), limit / norm)
-            means = jax.tree.map(lambda g: (_wide(g) * scale).astype(g.dtype), means)
+            means = jax.tree.map(lambda g: scaled(g, scale), means)
         updates, opt_state = self.optimizer.update(means, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -260,7 +260,12 @@ class Pipelined:
             over the workers already.
         """
         _check_updated(updated)
-        _check_like(grads, updated.params)
+        check_like(
+            grads,
+            updated.params,
+            "grads are not like the parameters",
+            "Give gradients of the same structure, shapes and dtypes.",
+        )
         plan, leaves = self._plan(grads)
         recording.record(plan)
         key = check(plan, leaves, self._key(updated.step))
@@ -370,25 +375,3 @@ def _norm(shards: tuple[Array, ...], exact: Leaves, plan: Plan) -> Array:
         add(mean, plan.split_over[index])
     sums = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
     return jnp.sqrt(sum(sums, jnp.zeros((), jnp.float32)))
-
-
-def _wide(gradient: Array) -> Array:
-    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-
-
-def _check_like(grads: Any, params: Any) -> None:
-    """Raise ValueError for gradients that are not like the parameters."""
-
-    def described(tree: Any) -> list[str]:
-        return [
-            f"{jax.tree_util.keystr(path)}: {jnp.result_type(leaf)}{list(np.shape(leaf))}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-
-    given, wanted = described(grads), described(params)
-    if given != wanted:
-        apart = sorted(set(given) ^ set(wanted)) or given
-        raise ValueError(
-            f"grads are not like the parameters: {'; '.join(apart)[:300]} is in one of both alone. "
-            "Give gradients of the same structure, shapes and dtypes."
-        )
