@@ -30,7 +30,7 @@ class Schedule:
     def __post_init__(self):
         starts = list(self.phases) if isinstance(self.phases, Mapping) else []
         for start in starts:
-            check_integer(f"a step of phases={self.phases!r:.200}", start, 0, _LAST_STEP)
+            check_integer(f"phases={self.phases!r:.200}: step", start, 0, _LAST_STEP)
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise ValueError(
                 f"phases={self.phases!r:.200} are no phases. Give the first step of each, "

@@ -44,21 +44,22 @@ def vnmse(estimate: Any, truth: Any) -> Array:
 
 @jax.jit
 def _of_leaves(estimate: list[Any], truth: list[Any]) -> Array:
-    pairs = list(zip(estimate, truth, strict=True))
-    # Scaled by the largest magnitude: squares of 1e-30 would underflow.
-    scale = jnp.max(
-        jnp.stack([jnp.float32(0), *(jnp.max(jnp.abs(_number(t)), initial=0) for _, t in pairs)])
-    )
+    pairs = list(zip(map(_numbers, estimate), map(_numbers, truth), strict=True))
+    # Scaled by the largest magnitude: squares of 1e-30 would underflow, and differences overflow.
+    scale = jnp.max(jnp.stack([jnp.float32(0), *(jnp.max(abs(t), initial=0) for _, t in pairs)]))
     inverse = inverse_unit(jnp.minimum(scale, LARGEST_UNIT))
     zero = jnp.float32(0)
-    errors = [jnp.abs(_number(e) - _number(t)) * inverse for e, t in pairs]
+    errors = [e * inverse - t * inverse for e, t in pairs]
     error = sum((jnp.sum(e**2) for e in errors), zero)
-    norm = sum((jnp.sum((jnp.abs(_number(t)) * inverse) ** 2) for _, t in pairs), zero)
-    return jnp.where(error == 0, jnp.float32(0), error / norm)
+    norm = sum((jnp.sum((t * inverse) ** 2) for _, t in pairs), zero)
+    differs = sum((jnp.any(e != 0) for e in errors), jnp.bool_(False))
+    of_zeros = jnp.where(differs, jnp.float32(jnp.inf) + error, zero)  # or NaN
+    return jnp.where(norm == 0, of_zeros, error / norm)
 
 
-def _number(leaf: Any) -> Array:
-    """Convert a leaf to float32, or to complex64."""
+def _numbers(leaf: Any) -> Array:
+    """Convert a leaf to float32: that of a complex one has its real and its imaginary parts."""
     leaf = jnp.asarray(leaf)
-    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    return leaf.astype(jnp.complex64 if is_complex else jnp.float32)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    return leaf.astype(jnp.float32)

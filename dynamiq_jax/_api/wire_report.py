@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import exact
-from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.axes import Axes, axes_of_mesh
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
@@ -223,12 +223,8 @@ def _shards(
 def _axes(axis_size: Any, mesh: Any) -> Axes:
     given = axis_size if isinstance(axis_size, tuple) else (axis_size,)
     if mesh is not None:
-        if not given or not set(given) <= set(mesh.axis_names):
-            raise ValueError(
-                f"axis_size={axis_size!r} is not an axis of the mesh. Beside a mesh, give one of "
-                f"{mesh.axis_names}, or several with the slowest link first."
-            )
-        slow, *fast = (Axis(name, mesh.shape[name]) for name in given)
+        names = axes_of_mesh(axis_size, mesh, argument="axis_size")
+        slow, *fast = (Axis(name, mesh.shape[name]) for name in names)
         return Axes(slow, tuple(fast))
     if not given or any(not isinstance(n, numbers.Integral) or n < 1 for n in given):
         raise ValueError(

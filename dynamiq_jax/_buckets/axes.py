@@ -95,8 +95,13 @@ def axis_names(axis_name: Any) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def axes_of_mesh(axis_name: Any, mesh: Any) -> tuple[str, ...]:
+def axes_of_mesh(axis_name: Any, mesh: Any, argument: str = "axis_name") -> tuple[str, ...]:
     """Return the names of one axis of a mesh or of several.
+
+    Args:
+      axis_name: a name, or a tuple of them.
+      mesh: the mesh.
+      argument: name of the argument of the user, for errors.
 
     Raises:
       TypeError: there is no mesh.
@@ -108,9 +113,9 @@ def axes_of_mesh(axis_name: Any, mesh: Any) -> tuple[str, ...]:
             "jax.make_mesh((jax.device_count(),), ('data',))."
         )
     names = axis_names(axis_name)
-    if any(name not in mesh.axis_names for name in names):
+    if not names or any(name not in mesh.axis_names for name in names):
         raise ValueError(
-            f"axis_name={axis_name!r} is not an axis of the mesh, whose axes are "
+            f"{argument}={axis_name!r} is not an axis of the mesh, whose axes are "
             f"{mesh.axis_names}. Give one of them, or a tuple of several with the slowest link "
             "first, and the mesh as mesh=, or by jax.set_mesh where mesh= may be None."
         )

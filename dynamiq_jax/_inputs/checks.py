@@ -13,6 +13,8 @@ from dynamiq_jax._inputs.shards import managed_axes
 from dynamiq_jax.methods import ChunkedMethod, Method
 from pallas_kernels._jax import compat
 
+_NO_NUMBERS = frozenset("USOMm")  # kinds of dtypes: strings, objects, dates and times
+
 
 def check_axis(name: Any, axis_name: Any) -> int:
     """Return the size of an axis, which is one of `axis_name`.
@@ -138,12 +140,13 @@ def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None
 
 def check_leaf(path: str, leaf: Any) -> None:
     """Raise TypeError for a leaf that is not an array or number."""
-    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or jnp.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    ):
+    kind = leaf.dtype if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else None
+    is_number = kind is not None and not jnp.issubdtype(kind, jax.dtypes.prng_key)
+    if not is_number or getattr(kind, "kind", "") in _NO_NUMBERS:
+        of_dtype = f" of dtype {kind}" if is_number else ""
         raise TypeError(
-            f"tree{path} is a {type(leaf).__name__}, which cannot be sent. Give a pytree of "
-            "arrays of numbers; of an nnx module, nnx.state(model, nnx.Param)."
+            f"tree{path} is a {type(leaf).__name__}{of_dtype}, which cannot be sent. Give a pytree "
+            "of arrays of numbers; of an nnx module, nnx.state(model, nnx.Param)."
         )
 
 

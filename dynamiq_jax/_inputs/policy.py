@@ -44,6 +44,7 @@ class Policy:
                 _check_pattern(pattern, method)
             pairs = ((pattern, _method_of(each)) for pattern, each in method.items())
             return Policy(patterns=tuple(pairs))
+        _check_instance(method)
         if not isinstance(method, Method | str) and callable(method):
             return Policy(function=method)
         if method == UNCOMPRESSED:
@@ -122,6 +123,13 @@ def paths_of(tree: Any) -> list[str]:
 def _method_of(value: Method | str) -> Method | None:
     """Return the method of a leaf, None if it stays uncompressed."""
     return None if value == UNCOMPRESSED else resolve_method(value)
+
+
+def _check_instance(method: Any) -> None:
+    """Raise ValueError for a class of methods."""
+    if isinstance(method, type) and issubclass(method, Method):
+        name = method.__name__
+        raise ValueError(f"method={name} is a class. Give an instance, such as {name}().")
 
 
 def _check_pattern(pattern: Any, rules: Mapping[str, Any]) -> None:

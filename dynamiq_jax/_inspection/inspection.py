@@ -26,6 +26,11 @@ class Row(NamedTuple):
     where: str  # line of the source
     in_branch: bool  # whether they may not run at all
 
+    @property
+    def is_compressed(self) -> bool:
+        """True for messages of compressed leaves."""
+        return self.what.startswith("compressed")
+
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
@@ -41,13 +46,24 @@ class Inspection:
 
     @property
     def bytes_compressed(self) -> float:
-        """Bytes that each device sends for compressed leaves, in a step."""
-        return sum(row.bytes for row in self.rows if row.what.startswith("compressed"))
+        """Bytes that each device sends for compressed leaves, in every step."""
+        return sum(row.bytes for row in self._rows_of_every_step if row.is_compressed)
 
     @property
     def bytes_exact(self) -> float:
-        """All other bytes that each device sends in a step."""
-        return sum(row.bytes for row in self.rows) - self.bytes_compressed
+        """All other bytes that each device sends in every step."""
+        return sum(row.bytes for row in self._rows_of_every_step if not row.is_compressed)
+
+    @property
+    def bytes_in_branches(self) -> float:
+        """Bytes of all branches, of which a step runs some: of a limit of the error that was
+        exceeded, or of the phases of a schedule.
+        """
+        return sum(row.bytes for row in self.rows if row.in_branch)
+
+    @property
+    def _rows_of_every_step(self) -> list[Row]:
+        return [row for row in self.rows if not row.in_branch]
 
     @override
     def __str__(self) -> str:
@@ -67,11 +83,20 @@ class Inspection:
         else:
             sent = (
                 f"In a step, each device sends {format_bytes(self.bytes_compressed)} compressed "
-                f"and {format_bytes(self.bytes_exact)} exact."
+                f"and {format_bytes(self.bytes_exact)} exact{self._in_branches}."
             )
         count = len(self.findings)
         mistakes = ("No mistake found.", "One mistake found:")[count] if count < 2 else ""
         return f"{sent} {mistakes or f'{count} mistakes found:'}"
+
+    @property
+    def _in_branches(self) -> str:
+        at_most = format_bytes(self.bytes_in_branches)
+        return (
+            f", and at most {at_most} in branches that may not run"
+            if self.bytes_in_branches
+            else ""
+        )
 
 
 def texts(row: Row) -> tuple[str, ...]:
@@ -83,12 +108,12 @@ def texts(row: Row) -> tuple[str, ...]:
 
 def rows_of(collectives: Iterable[CompiledCollective]) -> tuple[Row, ...]:
     """Join collectives that differ in nothing but their sizes."""
-    groups: dict[tuple[str, str, str, str, str], list[CompiledCollective]] = {}
+    groups: dict[tuple[str, str, str, str, str, bool], list[CompiledCollective]] = {}
     for one in collectives:
         over = "" if one.axes is None else ", ".join(one.axes)
         over = over or f"groups of {len(one.groups[0])}"
         where = str(one.place) if one.place else ""
-        key = (_what(one), over, one.link, "+".join(one.dtypes), where)
+        key = (_what(one), over, one.link, "+".join(one.dtypes), where, one.in_branch)
         groups.setdefault(key, []).append(one)
     rows = [
         Row(
@@ -99,9 +124,9 @@ def rows_of(collectives: Iterable[CompiledCollective]) -> tuple[Row, ...]:
             messages=sum(one.times for one in members),
             bytes=sum(one.bytes for one in members),
             where=where,
-            in_branch=any(one.in_branch for one in members),
+            in_branch=in_branch,
         )
-        for (what, over, link, type, where), members in groups.items()
+        for (what, over, link, type, where, in_branch), members in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 

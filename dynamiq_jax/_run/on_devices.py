@@ -15,6 +15,7 @@ from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.loop import send_all
 from dynamiq_jax._states.states import NamedStates, by_name, specs_of, to_go_on_with
+from pallas_kernels._jax import compat
 
 P = PartitionSpec
 
@@ -55,8 +56,10 @@ def run_on_devices(
         if plan.metrics:
             zeros = {name: jnp.zeros((), jnp.float32) for name in plan.metrics}
             metrics = {**zeros, **metrics, **of_states}
-        if shards.axes:
-            metrics = {name: lax.pmean(value, shards.axes) for name, value in metrics.items()}
+        # Those of a method are of the parts of this device, also over axes that were manual before.
+        others = frozenset[str]().union(*map(compat.varying_axes, metrics.values()))
+        if axes := (*shards.axes, *sorted(others - {*shards.axes})):
+            metrics = {name: lax.pmean(value, axes) for name, value in metrics.items()}
             token = token_of([token, *metrics.values()])
         return result, named, metrics, shards.same(token)
 

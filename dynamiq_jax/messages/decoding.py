@@ -1,7 +1,5 @@
 """Leaves of messages, and weighted sums of them, with NumPy alone."""
 
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,7 +139,7 @@ def _check(messages: Sequence[Any], weights: Any) -> None:
             )
     if weights is None:
         return
-    if len(weights) != len(messages) or not all(map(_is_finite, weights)):
+    if not _are_finite(weights, len(messages)):
         raise ValueError(
             f"weights={weights!r:.80} are not {len(messages)} finite numbers, one for each message."
         )
@@ -153,5 +151,9 @@ def _check(messages: Sequence[Any], weights: Any) -> None:
             )
 
 
-def _is_finite(weight: Any) -> bool:
-    return isinstance(weight, numbers.Real) and math.isfinite(weight)
+def _are_finite(weights: Any, count: int) -> bool:
+    try:
+        values = np.asarray(weights)
+    except ValueError:  # of several lengths
+        return False
+    return values.dtype.kind in "fiu" and values.shape == (count,) and np.isfinite(values).all()

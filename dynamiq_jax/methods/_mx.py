@@ -139,7 +139,7 @@ class MXFP8(_MX):
     largest value of any worker, raised by 1 + ceil(log2 workers) exponents, so that no partial sum
     saturates. Formats of few exponent bits lack the range for these scales: over 8 workers the
     vNMSE is 0.6 times as large with e4m3, 9 times with MXFP4 and 40 times with MXINT8. A block that
-    holds NaN or Inf is NaN. With `shared_scale`, sums beyond float32 are NaN or Inf.
+    holds NaN or Inf is NaN. With `shared_scale`, sums above 2^126 may be NaN or Inf.
 
     >>> MXFP8(element="e5m2").element
     'e5m2'

@@ -44,6 +44,9 @@ def test_the_ends_of_the_scale():
     assert float(dq.vnmse(zero, one)) == 1
     assert float(dq.vnmse(zero, zero)) == 0
     assert float(dq.vnmse(one, zero)) == np.inf
+    assert float(dq.vnmse(jnp.full(3, 1e-25), zero)) == np.inf
+    assert float(dq.vnmse(jnp.full(3, 3e38), jnp.full(3, -3e38))) == pytest.approx(4)
+    assert np.isnan(float(dq.vnmse(jnp.array([jnp.nan, 1, 1]), zero)))
     assert np.isnan(float(dq.vnmse(jnp.array([1.0, jnp.nan]), jnp.ones(2))))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Axis, Call
@@ -22,6 +23,30 @@ NUM_WORKERS = 8
 def cost(method, topology=Ring()):
     """Bytes of the leaf that is compressed."""
     return method.wire_cost(Call(size=SIZE, axis=Axis("data", NUM_WORKERS), topology=topology))
+
+
+@pytest.mark.parametrize(
+    ("tree", "axes", "arguments", "error", "words"),
+    (
+        ({"name": "layer"}, 2, {}, TypeError, r"tree\['name'\] is a .* of dtype <U5"),
+        ({"o": np.array([None])}, 2, {}, TypeError, r"tree\['o'\] is a .* of dtype object"),
+        (TREE, "rows", {}, ValueError, r"axis_size='rows' is not an axis of the mesh"),
+        (
+            TREE,
+            ("data", "data"),
+            {},
+            ValueError,
+            r"\('data', 'data'\) does not name different axes",
+        ),
+        (TREE, 2, {"method": dq.DynamiQ}, ValueError, r"method=DynamiQ is a class.*DynamiQ\(\)"),
+        (TREE, "data", {"mesh": {"data": 2}, "specs": P()}, TypeError, r"mesh=.* is not a mesh"),
+    ),
+)
+def test_what_no_collective_takes_is_not_counted(data_mesh, tree, axes, arguments, error, words):
+    if axes != 2 and not arguments:
+        arguments = {"mesh": data_mesh(NUM_WORKERS), "specs": P()}
+    with pytest.raises(error, match=words):
+        dq.wire_report(tree, axes, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,29 @@ def test_the_program_sends_the_bytes_of_the_metrics(axes):
         assert metrics["bytes"] == sent
 
 
+def test_metrics_are_the_same_on_all_devices_of_a_manual_mesh():
+    """Under check_vma=True, which a scan and out_specs=P() need, and beside another axis."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    steep = 10 ** np.linspace(-4, 4, 2**13, dtype=np.float32)
+    values = np.stack([noise(2, 0)[:, : 2**13], noise(2, 1)[:, : 2**13] * steep], 1)
+    reduce = dq.all_reduce_gradients("data", with_metrics=True)
+    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+
+    def update(values, state):
+        def one(state, _):
+            return reduce.update(values[0], state)[::-1]
+
+        return jax.lax.scan(one, state, length=2)[0]
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=(P("data", "model"), specs), out_specs=specs)
+    metrics = jax.jit(mapped)(values, reduce.init(values[0])).metrics
+    for value in metrics.values():
+        assert len({np.asarray(shard.data).tobytes() for shard in value.addressable_shards}) == 1
+    alone = [measured("dynamiq:5", 2)(KEY, part)[1]["width_max"] for part in values.swapaxes(0, 1)]
+    assert alone[0] != alone[1]
+    assert metrics["width_max"] == sum(alone) / 2
+
+
 def hostile(step):
     """Gradients of two workers: from step 3 to 5, white noise with spikes of one worker."""
     if not 3 <= step < 6:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import collectives_of, connected
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.step import inspect_text
@@ -370,7 +371,9 @@ def test_metrics_and_the_way_back_have_rows_of_their_own():
     assert rows["exact leaves"].bytes == dq.wire_report(EXACT_PARAMS, 4).exact_bytes
     assert rows["exact, above max_error"].in_branch
     assert not rows["compressed, BF16()"].in_branch
-    assert "at most" in str(found)
+    of_fallback = rows["exact, above max_error"].bytes
+    assert found.bytes_in_branches == of_fallback > 100 * found.bytes_exact
+    assert f"exact, and at most {format_bytes(of_fallback)} in branches" in found.summary
 
 
 # ---------------------------------------------------------------------------- text of programs

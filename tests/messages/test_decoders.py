@@ -103,6 +103,14 @@ def test_the_decoders_agree_on_all_settings_of_dynamiq(bits, group_size, exponen
     agree(random_body(message, seed))
 
 
+def test_the_decoders_agree_on_small_parts_of_complex_numbers():
+    """JAX flushes subnormal results of both parts, also where the other one is large."""
+    half = np.array([1 + 1e-40j, 1e-39 - 2j, 0.5 - 1e-40j], np.complex64)
+    first, second = (dq.encode({"w": leaf}, key=KEY) for leaf in (half, half.conj()))
+    agree(first, second)
+    agree(first, first)
+
+
 def test_the_decoders_agree_on_messages_larger_than_a_block_of_rows():
     """Which NumPy decodes one after the other."""
     tree = [heavy_tailed(0, (4200, 256))]

@@ -214,6 +214,16 @@ def test_errors_of_encode():
         jax.jit(lambda x: dq.encode([x], key=KEY))(1.0)
 
 
+@pytest.mark.parametrize("weights", (0.5, "ab", [0.5], [[0.5, 0.5]], [0.5, np.nan], [0.5, [1.0]]))
+def test_weights_that_are_no_numbers_are_refused(weights):
+    message = dq.encode({"w": jnp.ones(4)}, key=KEY)
+    for decode in (dq.decode, messages.decode):
+        with pytest.raises(ValueError, match=r"weights=.* are not 2 finite numbers"):
+            decode(message, message, weights=weights)
+        (halved,) = decode(message, message, weights=jnp.array([0.5, 0.25])).values()
+        np.testing.assert_array_equal(halved, np.full(4, 0.75, np.float32))
+
+
 def test_errors_of_decode():
     message = dq.encode({"w": np.ones(3, np.float32)}, key=KEY)
     other = dq.encode({"w": np.ones(4, np.float32)}, key=KEY)
