@@ -411,13 +411,14 @@ def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
 
 
 def test_the_table_has_a_line_for_each_group():
-    found = dq.allocate_bits(leaves_of(SCALES), axis_size=4, options=APART)
+    leaves = leaves_of({**SCALES, "of_a_long_name": 0.01})
+    found = dq.allocate_bits(leaves, axis_size=4, options=APART)
     lines = str(found).splitlines()
     assert re.match(r"leaves +size +energy +bits +error$", lines[0])
-    assert len({len(line) for line in lines[:-1]}) == 1 and len(lines) == 1 + 4 + 2
+    assert len({len(line) for line in lines[:-1]}) == 1 and len(lines) == 1 + 5 + 2
     assert re.match(r"\^a\$ +8,192 +9\d\.\d% +[\d.]+ +\d\.\de-\d\d$", lines[1])
     assert re.search(rf"{found.gain:.2f} times lower", lines[-1])
-    assert found == dq.allocate_bits(leaves_of(SCALES), axis_size=4, options=APART)
+    assert found == dq.allocate_bits(leaves, axis_size=4, options=APART)
 
 
 LEAF = heavy_tailed(0, (8192,))

@@ -179,9 +179,18 @@ def test_a_gather_by_the_default_method_is_close_and_the_same_everywhere():
     assert 1e-4 < vnmse(found, parts) < 0.6 * vnmse(gathered(rounding="correlated"), parts)
 
 
-@pytest.mark.parametrize(("axis", "tiled"), ((2, True), (-3, True), (3, False), (0.0, True)))
-def test_a_gather_along_a_dimension_that_does_not_exist(axis, tiled):
-    with pytest.raises(ValueError, match=rf"axis={axis} is not a dimension.*tree\['w'\].*Give one"):
+@pytest.mark.parametrize(
+    ("axis", "tiled", "remedy"),
+    (
+        (2, True, "from -2 to 1"),
+        (-3, True, "from -2 to 1"),
+        (3, False, "from -3 to 2"),
+        (0.0, True, "from -2 to 1"),
+    ),
+)
+def test_a_gather_along_a_dimension_that_does_not_exist(axis, tiled, remedy):
+    words = rf"axis={axis} is not a dimension.*tree\['w'\].*Give one {remedy}"
+    with pytest.raises(ValueError, match=words):
         simulated(lambda key, g: dq.all_gather({"w": g}, "data", key=key, axis=axis, tiled=tiled))(
             KEY, gradient((8, 8))
         )
