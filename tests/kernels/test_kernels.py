@@ -72,7 +72,9 @@ CASES = {
     "all widths": Case(dq.DynamiQ(bits=9.0, widths=(0, *range(2, 17))), 4),
     "paper": Case(dq.DynamiQ.paper(), 4, "float16"),
     "groups of 8": Case(
-        dq.DynamiQ(bits=4.0, widths=(10, 6, 2, 0), group_size=8, rounding="independent", gap_ratio=1),
+        dq.DynamiQ(
+            bits=4.0, widths=(10, 6, 2, 0), group_size=8, rounding="independent", gap_ratio=1
+        ),
         2,
         "bfloat16",
     ),

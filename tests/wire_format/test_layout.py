@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
+from pallas_kernels import message_types
 from pallas_kernels.codec import Allocation, Layout, Quantizer, levels
 from tests.support import oracle
 
@@ -83,14 +84,16 @@ def test_sections_are_those_of_the_oracle(group_size, seed):
     np.testing.assert_array_equal(layout.message(planes, *map(jnp.asarray, of_rows)), first)
     assert layout.padding_start < layout.payload_bytes
 
-    # Of several messages at once; replaced scales leave the codes and the padding alone.
+    # Of several messages at once, in bytes or words; replaced scales leave the codes and the
+    # padding alone.
     two = np.stack([first, second])
-    for part, found in enumerate(layout.scales(two)):
-        np.testing.assert_array_equal(found, np.stack([of_rows[part], others[part]]))
-    swapped = [np.stack([b, a]) for a, b in zip(of_rows, others, strict=True)]
-    np.testing.assert_array_equal(
-        layout.with_scales(jnp.asarray(two), *map(jnp.asarray, swapped)), two[::-1]
-    )
+    swapped = [jnp.stack([b, a]) for a, b in zip(of_rows, others, strict=True)]
+    for dtype in (jnp.uint8, jnp.uint32):
+        payloads = message_types.convert(jnp.asarray(two), dtype)
+        for part, found in enumerate(layout.scales(payloads)):
+            np.testing.assert_array_equal(found, np.stack([of_rows[part], others[part]]))
+        replaced = layout.with_scales(payloads, *swapped)
+        np.testing.assert_array_equal(message_types.convert(replaced, jnp.uint8), two[::-1])
 
 
 def test_every_row_has_the_levels_of_its_width():
