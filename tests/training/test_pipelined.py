@@ -17,7 +17,6 @@ import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
 from dynamiq_jax import contrib
 from dynamiq_jax._buckets.dealing import Dealing
-from dynamiq_jax.topologies import Ring
 from dynamiq_jax.training import Pipelined, PipelinedUpdate
 from tests.support.hlo import collectives
 from tests.support.pipelined import (
