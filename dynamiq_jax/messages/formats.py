@@ -321,9 +321,7 @@ def product(values: F32, scales: Any) -> F32:
 def flushed(values: NDArray[Any]) -> NDArray[Any]:
     """Return values with zeros, of the same sign, in the place of subnormal numbers."""
     if values.dtype.kind == "c":
-        result = np.empty_like(values)
-        result.real, result.imag = flushed(values.real), flushed(values.imag)
-        return result
+        return flushed(np.stack([values.real, values.imag], -1)).view(values.dtype)[..., 0]
     if values.dtype.kind != "f":
         return values
     tiny = np.finfo(values.dtype).tiny

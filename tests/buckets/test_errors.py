@@ -462,7 +462,7 @@ def test_a_report_needs_both_a_mesh_and_specs(data_mesh):
         dq.wire_report(GRADIENT, "data", mesh=data_mesh(2))
     with raises(ValueError, "mesh=None", "specs is given", "Give both"):
         dq.wire_report(GRADIENT, 2, specs=P())
-    with raises(ValueError, "axis_size=2", "give one of ('data',)"):
+    with raises(ValueError, "axis_size=2", "whose axes are ('data',)", "Give one of them"):
         dq.wire_report(GRADIENT, 2, mesh=data_mesh(2), specs=P())
 
 
