@@ -14,7 +14,11 @@ import dynamiq_jax as dq
 NUM_PROCESSES = 2
 ROWS, IN, OUT = 16, 12, 24
 # Over the processes go the workers, or the shards of the parameters.
-AXES = {"workers": ("data", "fsdp"), "shards": ("fsdp", "data")}
+AXES = {
+    "workers": (("data", "fsdp"), AxisType.Auto),
+    "shards": (("fsdp", "data"), AxisType.Auto),
+    "workers on explicit axes": (("data", "fsdp"), AxisType.Explicit),
+}
 
 
 def squares(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -43,7 +47,8 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def error_of(loss: str, over: str, transform: str) -> str:
-    mesh = jax.make_mesh((2, 2), AXES[over], axis_types=(AxisType.Auto,) * 2)
+    names, kind = AXES[over]
+    mesh = jax.make_mesh((2, 2), names, axis_types=(kind, kind))
     rng = np.random.default_rng(0)
 
     def placed(shape: tuple[int, int], spec: P) -> jax.Array:
