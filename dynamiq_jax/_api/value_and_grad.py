@@ -1,6 +1,5 @@
 """Data-parallel gradients without a `shard_map` of one's own."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._worker_loss import wrapped
 from dynamiq_jax._worker_loss.gradients import value_and_gradients
 from dynamiq_jax._worker_loss.loss_call import plan_call
-from dynamiq_jax._worker_loss.roles import Roles
+from dynamiq_jax._worker_loss.roles import Roles, parameters_of
 from dynamiq_jax._worker_loss.transforms import Transform
 from dynamiq_jax._worker_loss.worker_loss import WorkerLoss
 from dynamiq_jax.methods import DynamiQ, Method
@@ -156,7 +155,6 @@ def value_and_grad(
         transform=transform,
         check_vma=check_vma,
     )
-
     own_key = _place_of_key(loss_fn)
 
     def value_and_grad_fn(*args: Any, key: Array, **kwargs: Any) -> Any:
@@ -179,10 +177,7 @@ def _place_of_key(loss_fn: Callable[..., Any]) -> int | None:
     Raises:
       ValueError: it has no position.
     """
-    try:
-        parameters = inspect.signature(loss_fn).parameters
-    except (TypeError, ValueError):  # some builtins and C functions
-        return None
+    parameters = parameters_of(loss_fn)
     own = parameters.get("key")
     if own is None or own.kind is own.POSITIONAL_ONLY:
         return None

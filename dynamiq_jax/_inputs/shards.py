@@ -115,10 +115,11 @@ def managed_axes(mesh: Any) -> dict[str, int]:
 
 def is_explicit() -> bool:
     """Return whether shardings are part of types here, as under `jax.set_mesh` by default."""
-    return _has_explicit_axes(jax.sharding.get_abstract_mesh())
+    return has_explicit_axes(jax.sharding.get_abstract_mesh())
 
 
-def _has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether shardings over axes of a mesh are part of types."""
     return AxisType.Explicit in mesh.axis_types
 
 
@@ -169,9 +170,9 @@ def on_automatic_axes(mesh: Mesh, arrays: Sequence[Any]) -> Iterator[list[Any]]:
     placed = list(arrays)
     for index, array in enumerate(placed):
         match getattr(array, "sharding", None):
-            case NamedSharding(mesh=Mesh() as own, spec=spec) if _has_explicit_axes(own):
+            case NamedSharding(mesh=Mesh() as own, spec=spec) if has_explicit_axes(own):
                 placed[index] = jax.device_put(array, NamedSharding(_automatic_mesh(own), spec))
-    if _has_explicit_axes(mesh) or is_explicit():
+    if has_explicit_axes(mesh) or is_explicit():
         with jax.set_mesh(_automatic_mesh(mesh)):
             yield placed
     else:

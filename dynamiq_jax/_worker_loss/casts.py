@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from dynamiq_jax._buckets import order
+from dynamiq_jax._inputs.shards import has_explicit_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,5 +113,5 @@ def _placed(leaf: Any, sharding: NamedSharding) -> Any:
     if leaf.dtype == jax.dtypes.float0:
         return None
     # Arrays of an explicit mesh have its shardings in their types, also outside of jax.set_mesh.
-    explicit = AxisType.Explicit in sharding.mesh.axis_types
-    return jax.sharding.reshard(leaf, sharding) if explicit else leaf
+    is_explicit = has_explicit_axes(sharding.mesh)
+    return jax.sharding.reshard(leaf, sharding) if is_explicit else leaf

@@ -224,14 +224,18 @@ def role_of_leaf(leaf: Any, role: str, *, is_whole: bool) -> str:
     return WHOLE if is_whole or np.ndim(leaf) == 0 else role
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name, in their order, as far as known."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins and C functions
+        return {}
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the positional arguments of a function, as far as known."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins and C functions
-        return ()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(p.name for p in parameters if p.kind in kinds)
+    return tuple(p.name for p in parameters_of(function).values() if p.kind in kinds)
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

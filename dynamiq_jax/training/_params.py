@@ -62,7 +62,8 @@ def check_like(given: Any, wanted: Any, what: str, remedy: str) -> None:
 
 def scaled(leaf: Array, by: Array | float) -> Array:
     """Return a product with a scalar in the dtype of the leaf, computed in 32 bits or more."""
-    return (wide(leaf) * jnp.asarray(by, wide(leaf).dtype)).astype(leaf.dtype)
+    values = wide(leaf)
+    return (values * jnp.asarray(by, values.dtype)).astype(leaf.dtype)
 
 
 def wide(leaf: Array) -> Array:
