@@ -30,11 +30,11 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.pcast import pcast
     from dynamiq_jax._api.psum import pmean, psum
     from dynamiq_jax._api.psum_scatter import psum_scatter
-    from dynamiq_jax._api.schedule import Schedule
     from dynamiq_jax._api.value_and_grad import value_and_grad
     from dynamiq_jax._api.vnmse import vnmse
     from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
     from dynamiq_jax._inputs.options import Options
+    from dynamiq_jax._inputs.schedule import Schedule
     from dynamiq_jax._inspection.inspection import Inspection
     from dynamiq_jax._inspection.step import inspect
     from dynamiq_jax._rewriting.sums import Sum

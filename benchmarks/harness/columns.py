@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from dynamiq_jax._console.tables import FittedTable
+
 
 @dataclasses.dataclass(frozen=True)
 class Column:
@@ -30,7 +32,7 @@ def table(title: str, columns: Iterable[Column], rows: Sequence[Any], caption: s
 
     Columns whose values are all texts are left-aligned, the others are right-aligned.
     """
-    made = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    made = FittedTable(title=title, title_justify="left", caption=caption, caption_justify="left")
     cells = []
     for column in columns:
         values = [column.of(row) for row in rows]

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from dynamiq_jax._api.schedule import Schedule
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._check.check import check_plan
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._core.validation import check_integer, check_seed, is_whole_array
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.schedule import Schedule
 from dynamiq_jax._plan.plan import plan_tree
 from dynamiq_jax._run.driver import run_plan
 from dynamiq_jax._states.states import all_names, check_state_names, first_states

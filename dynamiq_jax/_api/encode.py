@@ -72,8 +72,8 @@ def encode(
       The message. Its method `to_bytes` returns bytes.
 
     Raises:
-      ValueError: a method that no message can hold, leaves of the same path, or a leaf that is
-        too large for one bucket.
+      ValueError: a method that no message can hold, leaves of the same path, a leaf that is too
+        large for one bucket, or integers of 64 bits that need `jax_enable_x64`.
       TypeError: a leaf of a dtype that no message can hold, or one that is traced.
 
     >>> import jax.numpy as jnp
@@ -86,7 +86,8 @@ def encode(
     for each in compression.policy.used(tree):
         _format_of(each)  # raises if it is not possible
     key, names = checks.check_key(key, ()), paths_of(tree)
-    leaves = [jnp.asarray(leaf) for _, leaf in named_leaves(tree)[0]]
+    named_leaves(tree)  # raises for what is no array
+    leaves = [_as_array(*leaf) for leaf in zip(names, jax.tree.leaves(tree), strict=True)]
     _check_leaves(names, leaves)
     plan = make_plan(
         _COLLECTIVE,
@@ -152,6 +153,21 @@ def _check_options(options: Options) -> None:
             f"max_error={options.max_error!r} limits the error of an all-reduce, and a message is "
             "none. Leave it out."
         )
+
+
+def _as_array(name: str, leaf: Any) -> Array:
+    """Return a leaf as an array of JAX, of the same values."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(f"tree[{name!r}] is a shape without values. Give an array.")
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return jnp.asarray(leaf)
+    array = jnp.asarray(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
+    if leaf.dtype.kind in "iu" and not np.array_equal(array, leaf):
+        raise ValueError(
+            f"tree[{name!r}] has dtype {leaf.dtype} and numbers that {array.dtype} does not hold. "
+            "Call jax.config.update('jax_enable_x64', True), or give smaller ones."
+        )
+    return array
 
 
 def _check_leaves(names: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -98,6 +98,9 @@ class Advise:
         options.check_outputs(self.json, None)
         question = self.question()
         predicted = predictions(question)
+        if self.json is not None:
+            rows = [dataclasses.asdict(option) for option in predicted]
+            records.write(self.json, environment(self.device), dataclasses.asdict(self), rows)
         console = tables.console()
         console.print(_table(self, predicted))
         console.print(advice(question, predicted))
@@ -105,9 +108,6 @@ class Advise:
             console.print(line, highlight=False)
         for line in self.island_links():
             console.print(line)
-        if self.json is not None:
-            rows = [dataclasses.asdict(option) for option in predicted]
-            records.write(self.json, environment(self.device), dataclasses.asdict(self), rows)
         return 0
 
     @property
@@ -125,7 +125,6 @@ class Advise:
         """Write the link that islands need, for each budget; nothing without --every."""
         if self.every is None:
             return []
-        options.check_least("--every", self.every, 1)
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
         rates = {bits: island_rate(size, self.workers, bits, seconds) for bits in self.bits}
         return [
@@ -150,6 +149,12 @@ class Advise:
         if not 0 <= self.overlap <= 1:
             raise CommandError(f"--overlap is {self.overlap}: give a share from 0 to 1.")
         options.check_codec_ns(self.codec_ns)
+        options.check_finite("--latency-us", self.latency_us, 0)
+        options.check_finite("--oversubscription", self.oversubscription, 1)
+        if self.every is not None:
+            options.check_least("--every", self.every, 1)
+            if not self.bits:
+                raise CommandError("--every is for compressed rounds, but --bits is empty: give 5.")
         if self.is_inside_host and self.device != "gpu":
             raise CommandError(
                 f"--link is {self.link}, which is between GPUs of one host, but --device is "
@@ -157,15 +162,15 @@ class Advise:
             )
         codec_ns = CODEC_NS if self.is_inside_host and self.codec_ns is None else self.codec_ns
         size = parse_size(self.size, "--size")
+        network = Network(
+            gbit_per_s=self.rate / 1e9,
+            latency_us=self.latency_us,
+            oversubscription=self.oversubscription,
+        )
         try:
-            network = Network(
-                gbit_per_s=self.rate / 1e9,
-                latency_us=self.latency_us,
-                oversubscription=self.oversubscription,
-            )
             methods = tuple(dq.DynamiQ(bits=bits) for bits in self.bits)
         except ValueError as error:
-            raise CommandError(str(error)) from None
+            raise CommandError(f"--bits: {error}") from None
         return Question(
             network=network,
             size=size,
@@ -185,7 +190,7 @@ def _table(asked: Advise, options: list[Option]) -> Table:
         f"{asked.workers} workers on {format_rate(asked.rate)}, gradient of "
         f"{asked.size} coordinates, {format_seconds(asked.step_time)} of computing a step",
         ("all-reduce",),
-        ("sent by each", "codec", "wire", "step", "speed-up", "error, compressions"),
+        ("sent by each", "codec", "wire", "step", "speed-up", "error"),
     )
     for option in options:
         table.add_row(
@@ -198,7 +203,7 @@ def _table(asked: Advise, options: list[Option]) -> Table:
             "" if option.error_growth is None else f"{option.error_growth:.1f}",
         )
     table.caption = (
-        "Predicted. error, compressions: vNMSE of the sum over that of one compression at the same "
+        "Predicted. error: vNMSE of the sum over that of one compression at the same "
         "bits; one bit more divides both by 4 to 7."
     )
     if asked.is_inside_host:

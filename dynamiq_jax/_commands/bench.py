@@ -134,6 +134,10 @@ class Bench:
         sharing = workers_per_machine(mesh)
         rows = [record(result, results, link, sharing) for result in results]
         if first:
+            if self.json is not None:
+                where = environment(kind) | (of_cpu_programs() if platform == "cpu" else {})
+                records.write(self.json, where, dataclasses.asdict(self), rows)
+            plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
             for size in sizes:
                 console.print(bench_table([row for row in rows if row["size"] == size]))
             device = "cpu" if platform == "cpu" else "gpu"
@@ -142,10 +146,6 @@ class Bench:
             ):
                 # Not wrapped: a line to paste.
                 console.print(recommendation, highlight=False, soft_wrap=True)
-            if self.json is not None:
-                where = environment(kind) | (of_cpu_programs() if platform == "cpu" else {})
-                records.write(self.json, where, dataclasses.asdict(self), rows)
-            plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
         return tables.warn_unequal(console, rows)
 
 

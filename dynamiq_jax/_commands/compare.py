@@ -124,15 +124,15 @@ class Compare:
         with tables.progress(console, "compare", steps) as advance:
             for setting, count in cases:
                 rows.append(comparison.row(setting, count, advance))
+        if self.json is not None:
+            records.write(self.json, environment("cpu"), dataclasses.asdict(self), rows)
+        plots.save_errors(self.plot, rows, f"a link of {format_rate(rate)}")
         for count in self.workers:
             at_count = [row for row in rows if row["workers"] == count]
             if at_count:
                 console.print(compare_table(at_count, rate))
         if skipped:
             console.print(f"{skipped} left out: topologies that do not support so many workers.")
-        if self.json is not None:
-            records.write(self.json, environment("cpu"), dataclasses.asdict(self), rows)
-        plots.save_errors(self.plot, rows, f"a link of {format_rate(rate)}")
         return tables.warn_unequal(console, rows)
 
     def _check(self) -> None:

@@ -42,6 +42,8 @@ def save_errors(path: Path | None, rows: Sequence[dict[str, Any]], link: str) ->
     if path is None:
         return
     most = max(row["workers"] for row in rows)
+    scale = "log" if any(row["vnmse"] > 0 for row in rows) else "linear"
+    rows = [row for row in rows if scale == "linear" or row["vnmse"] > 0]
     at_most = [row for row in rows if row["workers"] == most]
     panels = [
         (at_most, "bits", "bits per coordinate on the wire", f"{most} workers"),
@@ -54,7 +56,7 @@ def save_errors(path: Path | None, rows: Sequence[dict[str, Any]], link: str) ->
         styles = _styles(rows)
         for axis, (drawn, key, label, title) in zip(axes[0], panels, strict=True):
             _draw_errors(axis, drawn, key, styles)
-            axis.set(xlabel=label, ylabel="vNMSE", yscale="log", title=title)
+            axis.set(xlabel=label, ylabel="vNMSE", yscale=scale, title=title)
             if key != "bits":
                 axis.set_xscale("log")
             if key == "workers":
@@ -85,7 +87,7 @@ def _draw_errors(
     axis: Any, rows: Sequence[dict[str, Any]], key: str, styles: dict[Any, dict[str, Any]]
 ) -> None:
     for family, style in styles.items():
-        points = [row for row in rows if _family(row) == family and row["vnmse"] > 0]
+        points = [row for row in rows if _family(row) == family]
         # Budgets of a family make a line; against workers, each method its own.
         lines = [points]
         if key == "workers":

@@ -4,15 +4,49 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+from pallas_kernels._jax.compat import override
+
+
+class _Console(Console):
+    @override
+    def on_broken_pipe(self) -> None:
+        """Leave a reader that is gone to `pipes.ending_with_reader`."""
+        # Rich calls this where it has caught the error.
+        raise
+
+
+class FittedTable(Table):
+    """A table whose cells are never cut: lines of `heading: cell` where it does not fit."""
+
+    @override
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the table, or its rows one below the other."""
+        for column in self.columns:
+            words = str(column.header).split()
+            column.min_width = max(map(cell_len, (*words, *map(str, column.cells))), default=0)
+        needed = sum((column.min_width or 0) + 3 for column in self.columns) + 1
+        if needed <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        yield Text(str(self.title or ""), style="italic")
+        for row in zip(*(map(str, column.cells) for column in self.columns), strict=True):
+            yield Text(row[0], style="bold")
+            for column, cell in zip(self.columns[1:], row[1:], strict=True):
+                if cell:
+                    yield Text(f"  {column.header}: {cell}")
+        yield Text(str(self.caption or ""), style="dim italic")
 
 
 def console(*, quiet: bool = False) -> Console:
     """Return the console of a command: wide enough for its tables where there is no terminal."""
-    terminal = Console(quiet=quiet)
-    return terminal if terminal.is_terminal else Console(quiet=quiet, width=160)
+    terminal = _Console(quiet=quiet)
+    return terminal if terminal.is_terminal else _Console(quiet=quiet, width=160)
 
 
 @contextlib.contextmanager
@@ -37,7 +71,7 @@ def progress(to: Console, phase: str, steps: int) -> Iterator[Callable[[str], No
 
 def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     """Make an empty table with left-aligned and right-aligned columns."""
-    made = Table(title=title, title_justify="left", caption_justify="left")
+    made = FittedTable(title=title, title_justify="left", caption_justify="left")
     for heading in left:
         made.add_column(heading, no_wrap=True)
     for heading in right:

@@ -56,11 +56,13 @@ def format_rate(bits_per_second: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Format a duration with three digits.
 
-    >>> format_seconds(0.0314), format_seconds(2.1)
-    ('31.4 ms', '2.1 s')
+    >>> format_seconds(0.0314), format_seconds(0.9996), format_seconds(9150)
+    ('31.4 ms', '1 s', '9150 s')
     """
+    if seconds >= 999.5:
+        return f"{seconds:.0f} s"
     for factor, unit in ((1, "s"), (1e-3, "ms")):
-        if seconds >= factor:
+        if seconds >= 0.9995 * factor:  # which three digits round to 1
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 

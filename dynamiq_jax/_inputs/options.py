@@ -14,6 +14,7 @@ from dynamiq_jax._core import (
     check_number,
 )
 from dynamiq_jax._inputs.policy import Policy, Rules
+from dynamiq_jax._inputs.schedule import Schedule
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology, resolve_topology
 
@@ -144,14 +145,19 @@ def resolve(
       settings: values of the caller, by name, that have to be the same in all processes.
 
     Raises:
-      ValueError: an unknown method or topology, a pattern that is not valid, or a method whose
-        state cannot be kept.
+      ValueError: an unknown method or topology, a schedule, a pattern that is not valid, or a
+        method whose state cannot be kept.
       TypeError: options that are not `dq.Options`.
     """
     if not isinstance(options, Options):
         fields = options if isinstance(options, dict) else {"exact_below": 0}
         given = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         raise TypeError(f"options={options!r:.80} are not options. Give dq.Options({given:.200}).")
+    if isinstance(method, Schedule):
+        raise ValueError(
+            f"method={method!r:.200} is a schedule, which needs the step: dq.all_reduce_gradients "
+            "alone takes one. Give the method of one phase, such as schedule.methods[0]."
+        )
     given = tuple((settings or {}).items())
     compression = Compression(
         Policy.of(method), resolve_topology(topology), options, stateless, measures, given

@@ -15,6 +15,10 @@ from dynamiq_jax.methods import State
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
+_ANEW = (
+    "With another number of workers than before, begin with new states: "
+    "init(params)._replace(step=state.step), or init(state.reference) of LocalSGD."
+)
 States = tuple[State, ...]  # of the method, for every bucket; () for one without state
 # States by their names, see `state_names`, and the record of `owner`. Every array has a
 # leading axis: the devices over which leaves of the bucket are split by axes that are not manual
@@ -94,8 +98,9 @@ def check_states(plan: Plan, states: NamedStates) -> None:
             names = plan.collective.axes.names
             raise ValueError(
                 f"state.method{path} has shape {shape}, not {needed}: its first axis is not one "
-                "worker. Give shard_map the specs of dq.AllReduceState: "
-                f"method=P({names if len(names) > 1 else names[0]!r})."
+                "worker. Give shard_map the specs of the state: dq.AllReduceState with "
+                f"method=P({names if len(names) > 1 else names[0]!r}), or LocalSGD's state_specs. "
+                f"{_ANEW}"
             )
 
 
@@ -111,7 +116,8 @@ def check_state_names(states: Any, wanted: Iterable[str]) -> None:
         wanted,
         user="these gradients",
         remedy="Call init with gradients like these, or go on with the leaves, method, "
-        "exact_below, bucket_bytes and specs that the state was made with.",
+        "exact_below, bucket_bytes and specs that the state was made with."
+        + ("" if wanted else f" {_ANEW}"),  # a worker that is alone needs none
     )
 
 

@@ -156,4 +156,6 @@ def _are_finite(weights: Any, count: int) -> bool:
         values = np.asarray(weights)
     except ValueError:  # of several lengths
         return False
-    return values.dtype.kind in "fiu" and values.shape == (count,) and np.isfinite(values).all()
+    if values.dtype.kind not in "fiu" or values.shape != (count,):
+        return False
+    return bool((np.abs(values) <= np.finfo(np.float32).max).all())  # products are in float32

@@ -179,3 +179,27 @@ def test_three_states_that_do_not_belong_are_named(number, said):
     states = dict.fromkeys("abcde"[:number])
     with pytest.raises(ValueError, match=f"state has {said} the leaves need 'w'"):
         check_names("state", states, ["w"], user="the leaves", remedy="Call init.")
+
+
+@pytest.mark.parametrize("after", (2, 1))
+def test_states_of_more_workers_are_refused_with_the_way_to_go_on(data_mesh, after):
+    """With the specs that a user has to give: the number of workers alone is another."""
+    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+    reduce = dq.all_reduce_gradients("data", method="ef+topk_chunked:2")
+    params = jnp.ones((64, 64))
+
+    def on(workers, function, in_specs, out_specs):
+        mesh = data_mesh(workers)
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    state = jax.tree.map(np.asarray, on(4, reduce.init, P(), specs)(params))
+
+    def own(params, state):
+        return reduce.update(jax.lax.pcast(params, "data", to="varying"), state)
+
+    update = on(after, own, (P(), specs), (P(), specs))
+    words = r"another number of workers.*init\(params\)\._replace\(step=state\.step\)"
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(update, params, state)
+    anew = on(after, reduce.init, P(), specs)(params)._replace(step=state.step)
+    jax.eval_shape(update, params, anew)

@@ -186,7 +186,9 @@ def test_impossible_phase(phase):
 
 
 def test_a_schedule_is_for_the_optimizer_alone():
-    with pytest.raises(ValueError, match=r"method=Schedule.*is not known"):
-        dq.wire_report(
-            jax.ShapeDtypeStruct((4096,), jnp.float32), 2, method=dq.Schedule({0: "bf16"})
-        )
+    schedule = dq.Schedule({0: "bf16"})
+    words = r"method=Schedule.* is a schedule.*all_reduce_gradients alone.*schedule\.methods\[0\]"
+    with pytest.raises(ValueError, match=words):
+        dq.wire_report(jax.ShapeDtypeStruct((4096,), jnp.float32), 2, method=schedule)
+    with pytest.raises(ValueError, match=words):
+        dq.compress(lambda x: x, "data", method=schedule)

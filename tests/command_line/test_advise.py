@@ -191,8 +191,13 @@ def test_topologies_differ_in_error_not_in_bytes():
         ({"overlap": 1.5}, "--overlap is 1.5"),
         ({"link": "fast"}, "--link: 'fast'"),
         ({"size": "many"}, "--size: 'many'"),
-        ({"bits": (1.0,)}, "bits=1.0"),
-        ({"latency_us": -1.0}, "latency_us=-1.0"),
+        ({"bits": (1.0,)}, "--bits: bits=1.0"),
+        ({"bits": (), "every": 3}, "--every is for compressed rounds, but --bits is empty"),
+        ({"every": 0}, "--every is 0: give at least 1"),
+        ({"latency_us": -1.0}, "--latency-us is -1.0: give at least 0"),
+        ({"latency_us": float("inf")}, "--latency-us is inf: give a finite number"),
+        ({"oversubscription": float("inf")}, "--oversubscription is inf"),
+        ({"oversubscription": 0.5}, "--oversubscription is 0.5: give at least 1"),
         ({"codec_ns": -1.0}, "--codec-ns is -1.0: give 0 or more"),
     ),
 )
@@ -241,5 +246,3 @@ def test_it_names_the_link_that_islands_need():
     # Three messages of 4 G bits in 50 of 500 seconds.
     assert "4 islands with a round every 100 steps need 240 Mbit/s" in four
     assert "300 Mbit/s each to exchange 5 bits in 10% of the time" in five
-    with pytest.raises(CommandError, match="--every"):
-        dataclasses.replace(asked, every=0).island_links()

@@ -1,5 +1,6 @@
 """A command whose output nobody reads any more, as that of `dynamiq-jax --help | head`."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,19 @@ from tests.support.commands import ROOT
 @pytest.mark.parametrize("arguments", (("--help",), ("--version",), ("advise", "--help")))
 def test_a_reader_that_is_gone_is_no_error(arguments):
     """The status is that of a process that SIGPIPE ends."""
+    assert without_a_reader(*arguments) == (141, "")
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_gone_costs_no_results(tmp_path):
+    """Tables are printed by rich, which would end the process with 1."""
+    results = tmp_path / "results.json"
+    assert without_a_reader("advise", "--json", str(results)) == (141, "")
+    assert json.loads(results.read_text())["results"]
+
+
+def without_a_reader(*arguments):
+    """Return the status of a command whose output nobody reads, and its errors."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -29,7 +43,7 @@ def test_a_reader_that_is_gone_is_no_error(arguments):
         )
     finally:
         os.close(writer)
-    assert (ended.returncode, ended.stderr) == (141, "")
+    return ended.returncode, ended.stderr
 
 
 def test_other_broken_pipes_are_errors(capfd):

@@ -313,7 +313,7 @@ def test_a_key_of_a_peer_is_refused_in_any_round():
         ({"rounds": -1}, "rounds=-1"),
         ({"grid": ()}, r"grid=\(\) is no grid"),
         ({"grid": 8}, "grid=8 is no grid"),
-        ({"grid": (8, 1)}, "grid=1"),
+        ({"grid": (8, 1)}, r"grid=\(8, 1\): size=1"),
         ({"dead": 1.1}, "dead=1.1"),
     ),
 )

@@ -209,12 +209,18 @@ def test_errors_of_encode():
     refused(TypeError, "key=3 is not a PRNG key", key=3)
     refused(TypeError, "dtype float8_e4m3fn, which no message", [jnp.ones(3, jnp.float8_e4m3fn)])
     refused(TypeError, "str", ["text"])
+    refused(TypeError, r"tree\['0'\] is a shape", [jax.ShapeDtypeStruct((3,), jnp.float32)])
+    for large in (np.array([2**40]), np.uint64(2**33 + 5)):
+        if not jax.config.jax_enable_x64:
+            refused(ValueError, r"tree\['a'\] has dtype u?int64 and numbers that", {"a": large})
     refused(ValueError, "2 leaves of the path 'a/b'", {"a/b": 1.0, "a": {"b": 1.0}})
     with pytest.raises(TypeError, match="tree\\['0'\\] is traced"):
         jax.jit(lambda x: dq.encode([x], key=KEY))(1.0)
 
 
-@pytest.mark.parametrize("weights", (0.5, "ab", [0.5], [[0.5, 0.5]], [0.5, np.nan], [0.5, [1.0]]))
+@pytest.mark.parametrize(
+    "weights", (0.5, "ab", [0.5], [[0.5, 0.5]], [0.5, np.nan], [0.5, [1.0]], [0.5, 1e300])
+)
 def test_weights_that_are_no_numbers_are_refused(weights):
     message = dq.encode({"w": jnp.ones(4)}, key=KEY)
     for decode in (dq.decode, messages.decode):
@@ -270,3 +276,11 @@ def test_numbers_of_numpy_are_those_of_python_in_a_header():
     assert message == dq.encode(TREE, key=KEY, method="blockint:4:block=64")
     assert messages.Message.from_bytes(message.to_bytes()) == message
     dq.encode([np.float32(1)], key=KEY, method=dq.DynamiQ(bits=np.float32(4.5)))
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("kind", ("f4", "f2", "i4", "u2"))
+def test_arrays_of_any_byte_order_are_encoded(order, kind):
+    values = np.arange(5, dtype=order + kind)
+    (decoded,) = dq.decode(dq.encode([values], key=KEY)).values()
+    np.testing.assert_array_equal(decoded, values)

@@ -26,6 +26,7 @@ from dynamiq_jax.parts import (
     check_optimizer,
 )
 
+_LONGEST_NAME = 200  # bytes; of files it may have 255
 _WEIGHT = struct.Struct("<d")  # before the message of a change
 
 
@@ -81,8 +82,11 @@ class Islands:
     seed: int = 0  # of the rounding noise
 
     def __post_init__(self):
-        if not self.name or "/" in self.name:
-            raise ValueError(f"name={self.name!r} is not possible. Give one without '/'.")
+        if not _is_file_name(self.name):
+            raise ValueError(
+                f"name={self.name!r:.80} is not possible: files have it. Give a printable "
+                f"name of at most {_LONGEST_NAME} bytes, without '/', other than '.' and '..'."
+            )
         check_integer("count", self.count, 1)
         check_number("deadline", self.deadline, 0, float("inf"))
         check_choice("late", self.late, ("keep", "drop"))
@@ -103,7 +107,14 @@ class Islands:
 
         Raises:
           ValueError: a stored state of other parameters, or of another outer optimizer.
+          TypeError: a leaf that is not floating.
         """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise TypeError(
+                    f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, of "
+                    "which islands average no changes. Give floating leaves alone."
+                )
         first = IslandState(0, params, self.outer.init(params), ())
         if not self.transport.names("state"):
             self._store(first)
@@ -255,6 +266,12 @@ def hash_of(tree: Any) -> str:
     for leaf in jax.tree.leaves(tree):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether an island can have a name: transports store files under it."""
+    is_plain = name.isprintable() and "/" not in name and name not in ("", ".", "..")
+    return is_plain and len(name.encode()) <= _LONGEST_NAME
 
 
 def _folder_of(number: int, reference: str) -> str:

@@ -75,5 +75,5 @@ def _check_grid(grid: Any) -> tuple[int, ...]:
     if not sizes:
         raise ValueError(f"grid={grid!r} is no grid. Give the peers along each axis: (8, 8).")
     for size in sizes:
-        check_integer("grid", size, 2)
+        check_integer(f"grid={grid!r}: size", size, 2)
     return sizes
