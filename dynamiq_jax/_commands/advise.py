@@ -66,8 +66,9 @@ class Advise:
     overlap: float = 0.0
     """Share of that time under which transfers can hide; 0.5 is usual with buckets on a GPU."""
 
-    gradient: Literal["f32", "bf16"] = "bf16"
-    """What jax.lax.psum sends today. (XLA:CPU sends float32 in any case.)"""
+    gradient: Literal["f32", "bf16"] | None = None
+    """What jax.lax.psum sends today. By default bf16, and f32 with --device cpu, since XLA:CPU
+    sends float32 in any case."""
 
     device: DeviceKind = "gpu"
     """Where the codec runs. A worker on a TPU is a slice, if the axes are ("slices", "chips")."""
@@ -177,7 +178,7 @@ class Advise:
             workers=self.workers,
             step_seconds=self.step_time,
             overlap=self.overlap,
-            gradient=self.gradient,
+            gradient=self.gradient or ("f32" if self.device == "cpu" else "bf16"),
             device=self.device,
             codec_ns=codec_ns,
             methods=methods,

@@ -156,7 +156,7 @@ def test_the_line_of_topologies_has_the_fastest_first_and_is_empty_without_bits(
     [
         ({"link": "400gbit", "overlap": 0.5}, "the all-reduce adds at most 5% to a step"),
         (
-            {"device": "cpu", "link": "10gbit", "step_time": 0.01},
+            {"device": "cpu", "link": "40gbit", "step_time": 0.01},
             "the codec takes longer than the shorter transfer saves",
         ),
         ({"link": "3600gbit", "size": "7G"}, "the gain is below 5%"),
@@ -165,6 +165,11 @@ def test_the_line_of_topologies_has_the_fastest_first_and_is_empty_without_bits(
 def test_the_reason_not_to_compress_is_that_of_the_case(changes, why):
     text = answer(**changes)[0]
     assert "Do not compress" in text and why in text
+
+
+def test_psum_is_what_a_device_sends():
+    names = [answer(device=device)[1][0].name for device in ("gpu", "tpu_v5e", "cpu")]
+    assert names == ["psum, bf16", "psum, bf16", "psum, f32"]
 
 
 def test_topologies_differ_in_error_not_in_bytes():
