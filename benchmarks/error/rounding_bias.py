@@ -52,7 +52,7 @@ def tensors(config: Config) -> dict[str, NDArray[np.float32]]:
         for step, leaves in gradient_files.load(config.gradients).items():
             each = _SIZE // len(leaves)
             parts = [leaf.reshape(len(leaf), -1)[:most, :each] for leaf in leaves.values()]
-            made[f"small model, step {step}"] = np.concatenate(parts, axis=1)
+            made[f"small model, {step}"] = np.concatenate(parts, axis=1)
     return made
 
 

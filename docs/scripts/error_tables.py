@@ -205,6 +205,23 @@ def error_estimates() -> str:
     return markdown(["values", *(f"{workers} workers" for workers in counts)], rows)
 
 
+def rounding_bias() -> str:
+    """Write the share of the squared error that is bias, by topology: rounding_bias.json."""
+    found = results_of("rounding_bias")
+    counts = list(dict.fromkeys(row["workers"] for row in found))
+    rows = []
+    for name in dict.fromkeys(row["gradients"] for row in found):
+        own = [row for row in found if row["gradients"] == name]
+        cells = []
+        for count in counts:
+            shares = [f"{100 * row['bias']:.1f}" for row in own if row["workers"] == count]
+            cells.append(f"{', '.join(shares if len({*shares}) > 1 else shares[:1])}%")
+        gains = [row["gain"] for row in own]
+        rows.append([name, *cells, f"{min(gains):.2f} to {max(gains):.2f}"])
+    header = ["gradients", *(f"{count} workers" for count in counts)]
+    return markdown([*header, "error of independent rounding"], rows)
+
+
 ALL = (
     real_lm_methods,
     on_a_ring,
@@ -213,5 +230,6 @@ ALL = (
     by_workers,
     allocation,
     limits,
+    rounding_bias,
     error_estimates,
 )

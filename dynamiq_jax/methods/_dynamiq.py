@@ -56,9 +56,10 @@ class DynamiQ(ChunkedMethod):
     does.
 
     Sums are rounded with `correlated` noise by default. Each single rounding is unbiased. The chain
-    of hops has a bias: about 2 % of the squared error on a ring of eight workers, less elsewhere.
-    `independent` noise has none, and up to 60 % more error. An all-gather rounds to `nearest` by
-    default, which is biased and has less error: no errors of other workers average out there.
+    of hops has a bias: 0.7 to 5.3 % of the squared error at 5 bits, most with few workers that
+    agree. `independent` noise has none, and 6 to 74 % more error. An all-gather rounds to
+    `nearest` by default, which is biased and has less error: no errors of other workers average
+    out there.
 
     A magnitude above 8.47e37, nearly 2^126, counts as not finite. A super-group whose norm is above
     2^126 gets the fewest bits.

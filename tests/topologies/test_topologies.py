@@ -12,7 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from benchmarks.error import rounding_bias
 from dynamiq_jax import topologies
+from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import Axis, Call, ChunkCodec, SumCodec
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, resolve_topology
@@ -436,6 +438,19 @@ def test_shorter_paths_have_smaller_errors():
     ring, all_to_all = (error_of(name, "correlated", 0.5) for name in ("ring", "all_to_all"))
     assert 0.4 < all_to_all / ring < 0.65
     assert 0.55 < ring / error_of("ring", "independent", 0.5) < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("ring", "butterfly"))
+def test_correlated_rounding_has_a_small_bias_and_independent_rounding_has_none(name):
+    """Of workers that agree, where it is largest: see docs/results/bounds.md."""
+    gradients = worker_gradients(4, 2**14, 0, agreement=0.99)
+    bias = {
+        rounding: rounding_bias.measure(gradients, name, rounding, rounding_bias.Config(keys=60))[1]
+        for rounding in ("correlated", "independent")
+    }
+    assert 0.01 < bias["correlated"] < 0.08
+    assert abs(bias["independent"]) < 0.003
 
 
 def test_bf16_on_an_all_to_all_is_one_float32_sum():
