@@ -244,7 +244,15 @@ class CompressedStep:
             args, kwargs = arguments.rebuilt(arrays)
             return self._fun(*args, **kwargs)
 
-        traced, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+        try:
+            traced, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
+        except jax.errors.JAXTypeError as error:
+            name = getattr(self._fun, "__name__", "the step")
+            error.add_note(
+                f"dq.compress traces all of {name}, as jax.jit does: no array has values there. "
+                "Move what needs them, such as float(loss), behind the step."
+            )
+            raise
         check_unchanged(objects)
         scheduler = Scheduler(self._evaluation.selection)
         shardings = [_sharding_of(array) for array in arguments.arrays]

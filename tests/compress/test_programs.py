@@ -224,6 +224,17 @@ def test_mistakes_are_errors(mesh):
         dq.compress(automatic, "data")(*args)
 
 
+def test_a_step_that_reads_values_is_told_that_it_is_traced(mesh):
+    step = mapped(lambda *a: lax.pmean(jax.grad(mean_loss)(*a), "data"), mesh)
+
+    def of_host(*args):
+        return float(step(*args)["w"].sum())
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        dq.compress(of_host, "data", method=METHOD)(PARAMS, X, Y)
+    assert any("dq.compress traces all of of_host" in note for note in error.value.__notes__)
+
+
 def test_the_gradient_of_a_compressed_step_is_refused(mesh):
     fun = mapped(lambda *a: lax.pmean(own_gradient(*a), "data")["w"], mesh)
     step = dq.compress(fun, "data", method=METHOD)

@@ -279,7 +279,7 @@ def test_shards_of_leaves_travel_alone():
         ({"rounds": 2.0}, ValueError, "rounds=2.0"),
         ({"alive": np.ones(3, bool)}, ValueError, r"alive has shape \(3,\)"),
         ({"alive": 0.5}, TypeError, "float64"),
-        ({"method": "powersgd"}, ValueError, "carries state"),
+        ({"method": "powersgd"}, ValueError, "carries state.* moshpit_mean cannot"),
         ({"options": dq.Options(max_error=0.1)}, ValueError, "max_error=0.1"),
         ({"tree": {"n": np.zeros(4, np.int32)}}, TypeError, r"tree\['n'\] has dtype int32"),
     ),

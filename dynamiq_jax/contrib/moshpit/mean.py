@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Exact, Method
+from dynamiq_jax.methods import Exact, Method, resolve_method
 from dynamiq_jax.parts import (
     check_axis,
     check_integer,
@@ -95,6 +95,11 @@ def moshpit_mean(
         raise ValueError(
             f"max_error={options.max_error!r} limits the error of one sum, but groups of peers "
             "would exceed it at different times here. Give dq.Options() without it."
+        )
+    if isinstance(method, Method | str) and resolve_method(method).is_stateful:
+        raise ValueError(
+            f"method={method!r} carries state from call to call, which moshpit_mean cannot keep. "
+            "Give one without, such as dq.DynamiQ()."
         )
     names = _check_axes(axis_name)
     rounds = len(names) if rounds is None else rounds
