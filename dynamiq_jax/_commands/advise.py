@@ -149,7 +149,7 @@ class Advise:
             )
         if not 0 <= self.overlap <= 1:
             raise CommandError(f"--overlap is {self.overlap}: give a share from 0 to 1.")
-        options.check_codec_ns(self.codec_ns)
+        options.check_finite("--codec-ns", self.codec_ns, 0)
         options.check_finite("--latency-us", self.latency_us, 0)
         options.check_finite("--oversubscription", self.oversubscription, 1)
         if self.every is not None:

@@ -158,7 +158,7 @@ class Compare:
         if not self.workers or not self.topologies:
             raise CommandError("--workers and --topologies: give at least one of each.")
         options.check_least("--seeds", self.seeds, 1)
-        options.check_codec_ns(self.codec_ns)
+        options.check_finite("--codec-ns", self.codec_ns, 0)
 
     def _load(self) -> dict[str, Gradients]:
         if self.gradients is None:

@@ -23,17 +23,13 @@ def check_seed(seed: int) -> None:
         raise CommandError(f"--seed is {seed}: give 0 to {_MAX_SEED}.")
 
 
-def check_finite(option: str, value: float, least: float) -> None:
-    """Raise CommandError for a number below the least one, or one that is not finite."""
+def check_finite(option: str, value: float | None, least: float) -> None:
+    """Raise CommandError for a number that is too small or not finite. None is not given."""
+    if value is None:
+        return
     check_least(option, value, least)
     if value == math.inf:
         raise CommandError(f"{option} is {value}: give a finite number.")
-
-
-def check_codec_ns(value: float | None) -> None:
-    """Raise CommandError for a --codec-ns that is no time."""
-    if value is not None and not 0 <= value < math.inf:
-        raise CommandError(f"--codec-ns is {value}: give 0 or more nanoseconds.")
 
 
 def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:

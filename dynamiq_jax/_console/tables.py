@@ -27,20 +27,25 @@ class FittedTable(Table):
     @override
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the table, or its rows one below the other."""
-        for column in self.columns:
-            words = str(column.header).split()
-            column.min_width = max(map(cell_len, (*words, *map(str, column.cells))), default=0)
+        cells = [[_text(cell) for cell in column.cells] for column in self.columns]
+        for column, texts in zip(self.columns, cells, strict=True):
+            words = map(cell_len, str(column.header).split())
+            column.min_width = max((*words, *(text.cell_len for text in texts)), default=0)
         needed = sum((column.min_width or 0) + 3 for column in self.columns) + 1
         if needed <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
         yield Text(str(self.title or ""), style="italic")
-        for row in zip(*(map(str, column.cells) for column in self.columns), strict=True):
-            yield Text(row[0], style="bold")
-            for column, cell in zip(self.columns[1:], row[1:], strict=True):
-                if cell:
-                    yield Text(f"  {column.header}: {cell}")
+        for first, *others in zip(*cells, strict=True):
+            yield Text.assemble(first, style="bold")
+            for column, text in zip(self.columns[1:], others, strict=True):
+                if text:
+                    yield Text.assemble(f"  {column.header}: ", text)
         yield Text(str(self.caption or ""), style="dim italic")
+
+
+def _text(cell: Any) -> Text:
+    return cell if isinstance(cell, Text) else Text.from_markup(str(cell))
 
 
 def console(*, quiet: bool = False) -> Console:

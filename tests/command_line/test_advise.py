@@ -203,7 +203,7 @@ def test_topologies_differ_in_error_not_in_bytes():
         ({"latency_us": float("inf")}, "--latency-us is inf: give a finite number"),
         ({"oversubscription": float("inf")}, "--oversubscription is inf"),
         ({"oversubscription": 0.5}, "--oversubscription is 0.5: give at least 1"),
-        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give 0 or more"),
+        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give at least 0"),
     ),
 )
 def test_questions_that_make_no_sense(changes, says):

@@ -313,7 +313,7 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
         ({"methods": ("psum",)}, "--methods: 'psum' is not simulated. Give 'exact'"),
         ({"topologies": ("butterfly",), "workers": (6,)}, "do not support"),
         ({"seeds": 0}, "at least 1"),
-        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give 0 or more"),
+        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give at least 0"),
         ({"codec_ns": float("nan")}, "--codec-ns is nan"),
     ],
 )
