@@ -14,7 +14,7 @@ from dynamiq_jax._core import (
     check_optimizer,
     take_chunk,
 )
-from dynamiq_jax._inputs.checks import check_axis, check_key
+from dynamiq_jax._inputs.checks import check_axis, check_floating, check_key
 from dynamiq_jax._inputs.shards import context_or_automatic
 from dynamiq_jax.methods._blockwise import BLOCKS, covering_step, in_blocks, rows_per_chunk
 from dynamiq_jax.methods._budget import check_bits, most_within
@@ -32,8 +32,8 @@ from pallas_kernels._jax.compat import (
 
 # What every method needs.
 __all__ = ["Payload", "as_chunks", "take_chunk"]
-__all__ += ["check_axis", "check_choice", "check_flag", "check_integer", "check_key"]
-__all__ += ["check_number", "check_optimizer"]
+__all__ += ["check_axis", "check_choice", "check_flag", "check_floating", "check_integer"]
+__all__ += ["check_key", "check_number", "check_optimizer"]
 # The axes over which JAX takes values for different, and the mark of a method that overrides one.
 __all__ += ["match_varying", "override", "same_over", "vary_over", "varying_axes"]
 # What a kind of method needs: blocks with scales, norms of all workers, some blocks or coordinates

@@ -150,6 +150,20 @@ def check_leaf(path: str, leaf: Any) -> None:
         )
 
 
+def check_floating(name: str, tree: Any, why: str) -> None:
+    """Raise TypeError for a leaf that is not floating.
+
+    Args:
+      name: name of the argument, for the error.
+      tree: pytree of arrays and numbers.
+      why: what is wrong with such a leaf and what to give, for the error: it follows the dtype.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}, {why}")
+
+
 def check_chunked(method: Method, function: str) -> None:
     """Raise ValueError for a method that a half of the all-reduce cannot use."""
     if not isinstance(method, ChunkedMethod):

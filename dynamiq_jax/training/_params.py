@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._inputs.checks import check_floating
 from pallas_kernels._jax import compat
 
 
@@ -23,18 +24,14 @@ def check_shared_params(params: Any, axes: Axes, what: str) -> None:
       TypeError: a leaf that is not floating.
       ValueError: a leaf that varies over an axis.
     """
+    remedy = "Give the floating leaves alone, such as those of nnx.split(model, nnx.Param, ...)."
+    check_floating("params", params, f"and no {what}. {remedy}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = f"params{jax.tree_util.keystr(path)}"
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"{name} has dtype {jnp.result_type(leaf)}, and no {what}. Give the floating "
-                "leaves alone, such as those of nnx.split(model, nnx.Param, ...)."
-            )
         varying = compat.varying_axes(leaf) & set(axes.names)
         if varying:
             raise ValueError(
-                f"{name} varies over axis {min(varying)!r}, but all workers share the parameters. "
-                "Pass them into shard_map with in_specs=P()."
+                f"params{jax.tree_util.keystr(path)} varies over axis {min(varying)!r}, but all "
+                "workers share the parameters. Pass them into shard_map with in_specs=P()."
             )
 
 

@@ -21,6 +21,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.parts import (
     check_choice,
     check_flag,
+    check_floating,
     check_integer,
     check_number,
     check_optimizer,
@@ -109,12 +110,8 @@ class Islands:
           ValueError: a stored state of other parameters, or of another outer optimizer.
           TypeError: a leaf that is not floating.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise TypeError(
-                    f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, of "
-                    "which islands average no changes. Give floating leaves alone."
-                )
+        no_changes = "of which islands average no changes. Give floating leaves alone."
+        check_floating("params", params, no_changes)
         first = IslandState(0, params, self.outer.init(params), ())
         if not self.transport.names("state"):
             self._store(first)

@@ -15,6 +15,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import Exact, Method, resolve_method
 from dynamiq_jax.parts import (
     check_axis,
+    check_floating,
     check_integer,
     check_key,
     same_over,
@@ -187,15 +188,8 @@ def _check_axes(axis_name: Any) -> tuple[str, ...]:
 
 def _floating(tree: Tree) -> Tree:
     """Return a tree with leaves that are floating arrays."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    arrays = [(jax.tree_util.keystr(path), jnp.asarray(leaf)) for path, leaf in leaves]
-    for name, leaf in arrays:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"tree{name} has dtype {leaf.dtype}, which has no mean. Give the floating leaves "
-                "alone."
-            )
-    return jax.tree.unflatten(structure, [leaf for _, leaf in arrays])
+    check_floating("tree", tree, "which has no mean. Give the floating leaves alone.")
+    return jax.tree.map(jnp.asarray, tree)
 
 
 def _widened(leaf: Array) -> Array:
