@@ -16,6 +16,8 @@ from dynamiq_jax._inputs.checks import check_key
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
+from dynamiq_jax._rewriting.contractions import Marker, Workers
+from dynamiq_jax._rewriting.rows import rows_of_spec
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.inner import specs_of_shardings
 from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
@@ -136,24 +138,24 @@ class CompressedStep:
         self._evaluation = evaluation
         self._compiled: dict[Hashable, Programs] = {}  # by kind of arguments
         self._jitted: Any = None
-        self._fun = fun
+        self._fun = self._given = fun
         if equations.is_jitted(fun):
             self._fun = equations.unjitted(fun)
 
             @functools.wraps(self._fun)
             def step(*args: Any, **kwargs: Any) -> Any:
-                return self._traced(*args, **kwargs)
+                return self._traced(args, kwargs)
 
-            self._jitted = equations.jit_like(step, fun)
+            self._jitted = {None: equations.jit_like(step, fun)}
         functools.update_wrapper(self, fun, updated=())  # attributes of an object stay its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step with its sums compressed."""
         if self._jitted is not None:
-            return self._jitted(*args, **kwargs)
+            return self._jitted_for(args, kwargs)(*args, **kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         if is_traced() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return self._traced(*args, **kwargs)
+            return self._traced(args, kwargs)
         function, arrays = self._function(args, kwargs)
         return function(*arrays)
 
@@ -173,7 +175,7 @@ class CompressedStep:
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the step for arguments, as the method of `jax.jit` does."""
         if self._jitted is not None:
-            return self._jitted.trace(*args, **kwargs)
+            return self._jitted_for(args, kwargs).trace(*args, **kwargs)
         function, arrays = self._function(args, kwargs)
         return function.trace(*arrays)
 
@@ -189,12 +191,25 @@ class CompressedStep:
         """
         return self._report(self._program(_Arguments.of(args, kwargs)))
 
+    def _jitted_for(self, args: Any, kwargs: Any) -> Any:
+        """Return the jitted step for the shardings of arguments."""
+        shardings = tuple(map(_sharding_of, jax.tree.leaves((args, kwargs))))
+        jitted = self._jitted.get(shardings)
+        if jitted is None:
+
+            @functools.wraps(self._fun)
+            def step(*args: Any, **kwargs: Any) -> Any:
+                return self._traced(args, kwargs, shardings)
+
+            jitted = self._jitted[shardings] = equations.jit_like(step, self._given)
+        return jitted
+
     def _report(self, program: _Program) -> CompressReport:
         return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
 
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+    def _traced(self, args: Any, kwargs: Any, shardings: Any = None) -> Any:
         """Run the step inside of a trace."""
-        arguments = _Arguments.of(args, kwargs)
+        arguments = _Arguments.of(args, kwargs, shardings)
         program = self._program(arguments)
         recording.record_step(lambda: self._report(program))
         return self._run(program, arguments)
@@ -255,9 +270,17 @@ class CompressedStep:
             raise
         check_unchanged(objects)
         scheduler = Scheduler(self._evaluation.selection)
-        shardings = [_sharding_of(array) for array in arguments.arrays]
+        shardings = arguments.shardings
         around = Surroundings(input_specs=specs_of_shardings(shardings))
-        schedule = scheduler.schedule(equations.without_unused(traced), around)
+        traced = equations.without_unused(traced)
+        workers = _workers(self._evaluation.selection.axes[0], shardings)
+        if workers is not None:
+            rows = [
+                rows_of_spec(each.spec, workers.axis) if isinstance(each, NamedSharding) else None
+                for each in shardings
+            ]
+            traced, _ = Marker(workers).program(traced, rows)
+        schedule = scheduler.schedule(traced, around)
         if not (self._missing_ok or any(schedule.groups())):
             raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
@@ -271,9 +294,10 @@ class _Arguments(NamedTuple):
     others: tuple[Any, ...]  # values that a trace takes as they are, such as flags
     are_arrays: tuple[bool, ...]  # by leaf
     structure: Any
+    shardings: tuple[Any, ...]  # of the arrays; None where not known
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> "_Arguments":
+    def of(cls, args: Any, kwargs: Any, shardings: Any = None) -> "_Arguments":
         """Take arguments apart.
 
         Raises:
@@ -297,7 +321,10 @@ class _Arguments(NamedTuple):
         others = tuple(
             leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if not is_array
         )
-        return cls(arrays, others, are_arrays, structure)
+        if shardings is None:
+            shardings = tuple(map(_sharding_of, leaves))
+        of_arrays = tuple(s for s, is_array in zip(shardings, are_arrays, strict=True) if is_array)
+        return cls(arrays, others, are_arrays, structure, of_arrays)
 
     @property
     def kind(self) -> Hashable:
@@ -326,7 +353,7 @@ class _Arguments(NamedTuple):
     @property
     def specs(self) -> tuple[Any, ...]:
         """Specs of the arrays, from which those of sums can follow on a mesh of several axes."""
-        shardings = map(_sharding_of, self.arrays)
+        shardings = self.shardings
         return tuple(
             each.spec
             if isinstance(each, NamedSharding) and sum(n > 1 for n in each.mesh.shape.values()) > 1
@@ -346,6 +373,13 @@ def _name_of(part: Any, argument: Any, *inside: Any) -> str:
     """Return the name of a leaf of positional arguments, the first part, or of others."""
     name = repr(argument.key) if part.idx else argument.idx
     return f"argument {name}{jax.tree_util.keystr(inside)}"
+
+
+def _workers(axis: str, shardings: Sequence[Any]) -> Workers | None:
+    for each in shardings:
+        if isinstance(each, NamedSharding) and axis in each.mesh.axis_names:
+            return Workers(axis, each.mesh)
+    return None
 
 
 def _sharding_of(array: Any) -> Any:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Key
 from dynamiq_jax._rewriting.steps import (
     Enter,
@@ -75,7 +77,10 @@ class Evaluation:
         def make(*values: Any) -> Sequence[Any]:
             return inner.make_anew(step.equation, step.scopes, bodies, key, values)
 
-        return _in_order(make, values, step.messages)
+        results = list(_in_order(make, values, step.messages))
+        for i, workers in step.stacked.items():
+            results[i] = unreduced.of_all_turns(results[i], workers)
+        return results
 
     def _reduce(self, group: Reduce, operands: Sequence[Any], key: Array | None) -> list[Any]:
         """Reduce the operands of a group in one compressed collective."""
@@ -94,7 +99,9 @@ class Evaluation:
             total: dict[str, Any] = outcome.tree
             return total
 
-        if is_unreduced(tree):  # outside of a map, on explicit axes
+        if (workers := group.members[0].workers) is not None:
+            totals = unreduced.reduced(compressed, tree, workers)
+        elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
             shardings = {
                 leaf_name(i): member.params["dst_sharding"]
@@ -119,8 +126,12 @@ class Evaluation:
         if callable(self.specs):
             return {name: self.specs(each.description) for name, each in members.items()}
         is_known = [each.spec is not None for each in members.values() if each.why_exact is None]
-        if self.specs is not None or not all(is_known):
+        if self.specs is not None:
             return self.specs
+        if group.members[0].workers is not None:
+            return {name: each.spec or PartitionSpec() for name, each in members.items()}
+        if not all(is_known):
+            return None
         return {name: each.spec for name, each in members.items()}
 
     @staticmethod
@@ -147,6 +158,8 @@ def leaf_name(number: int) -> str:
 
 
 def _sum_exactly(step: SumExactly, terms: Sequence[Any]) -> Sequence[Any]:
+    if step.members[0].workers is not None:
+        return [jnp.sum(each, 0) for each in terms]
     axes = step.members[0].description.axes
     return _in_order(lambda *terms: lax.psum(terms, axes), terms)
 

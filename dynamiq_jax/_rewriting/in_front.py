@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dynamiq_jax._rewriting import unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Key, Node, SumTerms, Value
 from dynamiq_jax._rewriting.steps import Evaluate, Member
 from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, Selection
@@ -70,7 +71,10 @@ class Waiting:
         }
         result = node.outputs[0]
         made = SumTerms(result)
-        step = Evaluate(_function_of(node), tuple(operands.values()), (made,))
+        function = _function_of(node)
+        if first.workers is not None:
+            function = unreduced.linear(function, first.workers)
+        step = Evaluate(function, tuple(operands.values()), (made,))
         accumulates = frozenset(carried).union(*(each.accumulates for each in members))
         moved = dataclasses.replace(member, operand=made, result=result, accumulates=accumulates)
         return step, moved

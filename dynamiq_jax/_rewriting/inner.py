@@ -35,6 +35,7 @@ class InnerProgram:
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)  # see `Surroundings`
     leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation
     totals: Collection[int] = ()  # carried outputs that may be sums, too, if they begin at zero
+    stacks: bool = False  # whether outputs that are not carried are those of all turns
 
 
 # Calls whose program can stand in place of the call. Rules of differentiation are lost with it:
@@ -159,6 +160,7 @@ def _scan_parts(equation: Equation) -> list[InnerProgram]:
             carried={i: constants + i for i in range(carried)},
             leaving=range(carried, len(equation.outvars)),
             totals=range(carried),
+            stacks=True,
         )
     ]
 

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting import inner, unreduced
+from dynamiq_jax._rewriting.contractions import Workers
 from dynamiq_jax._rewriting.in_front import (
     Waiting,
     behind,
@@ -46,9 +47,11 @@ from dynamiq_jax._rewriting.steps import (
     Step,
     SumExactly,
     evaluate,
+    is_of,
     members_of,
+    terms_of,
 )
-from dynamiq_jax._rewriting.sums import Selection, joined
+from dynamiq_jax._rewriting.sums import Selection, is_over_rows, joined
 from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Equation
 
@@ -80,14 +83,22 @@ class Surroundings:
             mesh=part.mesh or self.mesh,
         )
 
-    @property
-    def automatic(self) -> list[str]:
-        """Axes of several devices that the compiler manages."""
+    def automatic(self, workers: Workers | None = None) -> list[str]:
+        """Return the axes of several devices that the compiler manages.
+
+        Args:
+          workers: workers of a sum that the compiler places.
+        """
         mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        kinds: tuple[Any, ...] = (AxisType.Auto,)
+        manual = set(self.sizes)
+        if workers is not None:
+            mesh, kinds = workers.mesh, (AxisType.Auto, AxisType.Explicit)
+            manual.add(workers.axis)
         return [
             name
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == AxisType.Auto and mesh.shape[name] > 1 and name not in self.sizes
+            if kind in kinds and mesh.shape[name] > 1 and name not in manual
         ]
 
 
@@ -214,6 +225,8 @@ class Scheduler:
                     continue
                 if node.is_target or node.may_join:
                     members = members_of(node)
+                    if is_over_rows(node.equation):
+                        steps.append(terms_of(node))
                 else:
                     in_place, members = self._steps(node, flat)
                     steps += in_place
@@ -227,11 +240,12 @@ class Scheduler:
                 return steps, left, failed
             carries = {}
             here = [each for each in sums if not flat.can_leave(each, totals)]
-            if automatic := flat.around.automatic:
-                here = [
-                    dataclasses.replace(each, spec=flat.placement.spec(each.result, automatic))
-                    for each in here
-                ]
+            here = [
+                dataclasses.replace(each, spec=flat.placement.spec(each.result, automatic))
+                if (automatic := flat.around.automatic(each.workers))
+                else each
+                for each in here
+            ]
             steps += self._reduce([(nodes[each.result], each) for each in here], flat.around)
             remaining = later
         return steps, left, set()
@@ -244,6 +258,7 @@ class Scheduler:
             return [evaluate(node)], ()
         programs = []
         steps: list[Step] = []
+        stacked: dict[int, Workers] = {}
         inputs: list[Key] = list(node.inputs)
         outputs: list[Key] = list(node.outputs)
         members: list[Member] = []
@@ -271,6 +286,8 @@ class Scheduler:
                     place = part.carried[i]
                     steps.append(_first_terms(inputs[place], result, member))
                     inputs[place] = FirstTerms(result)
+                elif part.stacks and member.workers is not None:
+                    stacked[i] = member.workers
                 outputs[i] = SumTerms(result)
                 shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop
                 if whole := behind(self._selection, member, shape):
@@ -282,6 +299,7 @@ class Scheduler:
             tuple(outputs),
             tuple(programs),
             Messages.of(node.equation),
+            stacked,
         )
         return [*steps, step], tuple(members)
 
@@ -305,29 +323,34 @@ class Scheduler:
             members = tuple(member for _, member in of_kind)
             if any(member.why_exact is None for member in members):
                 sizes = {**equations.explicit_sizes(of_kind[0][0].equation), **around.sizes}
+                if (workers := members[0].workers) is not None:
+                    sizes |= {workers.axis: workers.count}
                 yield Reduce(members, self._num_groups, around.times, sizes, around.mesh)
                 self._num_groups += 1
                 continue
             for node, member in of_kind:
                 choice = member.description, member.why_exact
                 self.exact += _kept([choice], node.equation, around)
-            if moved := tuple(member for member in members if member.is_moved):
+            here = {id(node): node for node, each in of_kind if is_of(node, each)}
+            if moved := tuple(each for node, each in of_kind if not is_of(node, each)):
                 yield SumExactly(moved)
-            nodes = {id(node): node for node, member in of_kind if not member.is_moved}
+            nodes = here
             yield from map(evaluate, nodes.values())
 
 
 def _kept(choices: Sequence[Choice], equation: Equation, around: Surroundings) -> Iterator[KeptSum]:
     """Yield the sums of an equation that stay as they are."""
     for description, why in choices:
-        has_parts = equation.params.get("axis_index_groups") is not None or around.automatic
+        has_parts = equation.params.get("axis_index_groups") is not None or around.automatic()
         sizes = {**equations.explicit_sizes(equation), **around.sizes}
         yield KeptSum(description, why, around.times, None if has_parts else sizes)
 
 
 def _first_terms(first: Key, result: Value, member: Member) -> Evaluate:
     """Return the step that makes the terms with which a total of turns begins, from its zeros."""
-    axes = member.description.axes
+    axes, workers = member.description.axes, member.workers
+    if workers is not None:
+        return Evaluate(lambda zero: [unreduced.zeros(zero, workers)], (first,), (FirstTerms(result),))
 
     def varying(*zeros: Any) -> Sequence[Any]:
         return [compat.vary_over(zero, axes) for zero in zeros]

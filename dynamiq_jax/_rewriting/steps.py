@@ -12,9 +12,10 @@ from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
-from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting import inner, unreduced
+from dynamiq_jax._rewriting.contractions import Workers
 from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
-from dynamiq_jax._rewriting.sums import Sum
+from dynamiq_jax._rewriting.sums import Sum, is_over_rows
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -60,7 +61,14 @@ class Member:
     @property
     def kind(self) -> Any:
         """Everything that the sums of a group share."""
-        return self.description.operation, self.description.axes, inner.layout(self.params)
+        layout = inner.layout(self.params)
+        return self.description.operation, self.description.axes, layout, self.workers
+
+    @property
+    def workers(self) -> Workers | None:
+        """The workers of a sum that the compiler places; None of one over a manual axis."""
+        mesh = self.params.get("mesh")
+        return None if mesh is None else Workers(self.description.axes[0], mesh)
 
     @property
     def is_moved(self) -> bool:
@@ -117,6 +125,7 @@ class Enter:
     outputs: tuple[Key, ...]  # `SumTerms` of sums that are left to this program
     programs: tuple["EvaluationSchedule", ...]
     messages: Messages
+    stacked: Mapping[int, Workers] = dataclasses.field(default_factory=dict)  # unreduced outputs
 
 
 Step = Evaluate | Reduce | SumExactly | Enter
@@ -144,12 +153,40 @@ class EvaluationSchedule:
 
 def members_of(node: Node) -> tuple[Member, ...]:
     """Return the sums of an equation."""
+    if is_over_rows(node.equation):
+        ((description, why),), (result,) = node.sums, node.outputs
+        return (Member(description, why, SumTerms(result), result, node.equation.params),)
     return tuple(
         Member(description, why, operand, result, node.equation.params)
         for (description, why), operand, result in zip(
             node.sums, node.inputs, node.outputs, strict=True
         )
     )
+
+
+def is_of(node: Node, member: Member) -> bool:
+    """Return whether a sum is that of an equation, with the terms that the equation has."""
+    return not member.is_moved or (is_over_rows(node.equation) and member in members_of(node))
+
+
+def terms_of(node: Node) -> Evaluate:
+    """Return the step that makes the terms of a contraction of rows, one for each worker."""
+    params = node.equation.params
+    function = unreduced.parts(
+        params["equation"], params["split"], Workers(params["axes"][0], params["mesh"])
+    )
+    literals = [None if equations.is_variable(a) else a.val for a in node.equation.invars]
+    variables = [
+        key
+        for atom, key in zip(node.equation.invars, node.inputs, strict=True)
+        if equations.is_variable(atom)
+    ]
+
+    def terms(*values: Any) -> Sequence[Any]:
+        given = iter(values)
+        return function(*(next(given) if each is None else each for each in literals))
+
+    return Evaluate(terms, tuple(variables), (SumTerms(node.outputs[0]),))
 
 
 def evaluate(node: Node) -> Evaluate:

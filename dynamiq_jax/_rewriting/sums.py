@@ -12,6 +12,7 @@ import numpy as np
 from dynamiq_jax._buckets.axes import axis_names
 from dynamiq_jax._buckets.scopes import labels
 from dynamiq_jax._core.validation import check_choice
+from dynamiq_jax._rewriting.contractions import sum_over_rows
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -152,6 +153,19 @@ def sums_of(equation: Equation, scopes: str) -> list[Sum]:
       equation: equation of a traced program.
       scopes: names of the scopes around it, its own ones included.
     """
+    if is_over_rows(equation):
+        out = equation.outvars[0]
+        return [
+            Sum(
+                "psum",
+                equation.params["axes"],
+                equations.shape_of(out),
+                equations.dtype_of(out),
+                equations.place(equation),
+                scopes,
+                differentiation_of(scopes),
+            )
+        ]
     resharded = equations.sums_of_reshard(equation)
     operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
     if operation is None:
@@ -172,6 +186,11 @@ def sums_of(equation: Equation, scopes: str) -> list[Sum]:
         )
         for operand in equation.invars
     ]
+
+
+def is_over_rows(equation: Equation) -> bool:
+    """Return whether an equation is a contraction of rows that the compiler splits."""
+    return equation.primitive is sum_over_rows
 
 
 def joined(*scopes: str) -> str:

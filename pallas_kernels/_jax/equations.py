@@ -97,6 +97,14 @@ def evaluated(equation: Equation) -> Callable[..., Sequence[Any]]:
     return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))
 
 
+def bound(equation: Equation, values: Sequence[Any]) -> list[Any]:
+    """Apply the primitive of an equation to other values, and return its results."""
+    given = equation.primitive.get_bind_params(equation.params)
+    functions, params = given if isinstance(given, tuple) else ((), given)
+    results = equation.primitive.bind(*functions, *values, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
 def is_variable(atom: Any) -> bool:
     """Return whether an input of an equation is a variable; others are literals."""
     return not isinstance(atom, core.Literal)

@@ -1,0 +1,313 @@
+"""Rows of a batch, followed through the equations of a program.
+
+Where rows are split over workers, an equation that contracts them is a sum over the workers. Each
+value has at most one dimension that is known to hold rows. It is a hint: a contraction may be done
+in parts along any dimension. So a lost hint costs bytes, and a wrong one time, but neither changes
+a result.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallas_kernels._jax import equations
+from pallas_kernels._jax.equations import Equation
+
+Rows = int | None  # the dimension of a value that holds rows
+
+# Results have the dimensions of the operands, but for some that are left out.
+_REDUCTIONS = {
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+    *("reduce_xor", "argmax", "argmin"),
+}
+
+
+def follow(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
+    """Return the rows of the results of an equation.
+
+    Args:
+      equation: equation that holds no program.
+      rows: rows of its operands.
+    """
+    if all(each is None for each in rows):
+        return [None] * len(equation.outvars)
+    name = equation.primitive.name
+    rule = _RULES.get(name, _scattered if name.startswith("scatter") else _same_place)
+    if name in _REDUCTIONS:
+        rule = _reduced
+    found = rule(equation, rows)
+    return found if isinstance(found, list) else [found] * len(equation.outvars)
+
+
+def contraction(equation: Equation, rows: Sequence[Rows], workers: int) -> list[Rows] | None:
+    """Return the dimension of each operand along which the workers do parts of a contraction.
+
+    The result of the equation is the sum of its results for the parts of each worker. Both factors
+    of a product have to hold rows: one alone may be a parameter that is split over the same axis.
+
+    Args:
+      equation: the equation.
+      rows: rows of its operands.
+      workers: number of workers, among which the rows have to be split evenly.
+
+    Returns:
+      One dimension for each operand, None for those of which each worker takes all. None if the
+      equation contracts no rows.
+    """
+    name = equation.primitive.name
+    rule = _CONTRACTIONS.get(name)
+    found = rule(equation, rows) if rule is not None else None
+    if found is None:
+        return None
+    shapes = map(equations.shape_of, equation.invars)
+    split = [shape[dim] for shape, dim in zip(shapes, found, strict=True) if dim is not None]
+    even = all(isinstance(size, int) and size % workers == 0 for size in split)
+    return found if even else None
+
+
+def _first(rows: Sequence[Rows]) -> tuple[int, int]:
+    """Return the first operand with rows, and their dimension."""
+    return next((i, each) for i, each in enumerate(rows) if each is not None)
+
+
+def _same_place(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
+    """Results of the rank of an operand, with a dimension of the same size at the same place."""
+    found: list[Rows] = []
+    for out in equation.outvars:
+        shape = equations.shape_of(out)
+        candidates = (
+            each
+            for atom, each in zip(equation.invars, rows, strict=True)
+            if each is not None
+            and len(shape) == len(equations.shape_of(atom))
+            and shape[each] == equations.shape_of(atom)[each]
+        )
+        found.append(next(candidates, None))
+    return found
+
+
+def _transposed(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    return equation.params["permutation"].index(rows[0])
+
+
+def _broadcast(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    if rows[0] is None:  # of the operands that are sizes
+        return None
+    dim = equation.params["broadcast_dimensions"][rows[0]]
+    before = equations.shape_of(equation.invars[0])[rows[0]]
+    return dim if equations.shape_of(equation.outvars[0])[dim] == before else None
+
+
+def _reshaped(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    """Rows stay together where the outer dimensions do: they are split, or joined with others."""
+    if rows[0] is None:
+        return None
+    before = equations.shape_of(equation.invars[0])
+    after = equations.shape_of(equation.outvars[0])
+    outer, size = math.prod(before[: rows[0]]), before[rows[0]]
+    for dim, others in enumerate(itertools.accumulate(after, initial=1)):
+        if dim == len(after) or others != outer or after[dim] <= 1:
+            continue
+        if size and (after[dim] % size == 0 or size % after[dim] == 0):
+            return dim
+    return None
+
+
+def _squeezed(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    return _without(rows[0], equation.params["dimensions"])
+
+
+def _expanded(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    dim = rows[0]
+    for new in sorted(equation.params["dimensions"]):
+        dim += new <= dim
+    return dim
+
+
+def _reduced(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    return _without(_first(rows)[1], equation.params["axes"])
+
+
+def _without(dim: Rows, dimensions: Sequence[int]) -> Rows:
+    """Return where a dimension is after some are left out."""
+    if dim is None or dim in dimensions:
+        return None
+    return dim - sum(each < dim for each in dimensions)
+
+
+def _stacked(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    axis, dim = equation.params["axis"], _first(rows)[1]
+    return dim + (axis <= dim)
+
+
+def _unstacked(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    return _without(rows[0], [equation.params["axis"]])
+
+
+def _product(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    """Dimensions of a batch come first, then the free ones of the left and the right operand."""
+    (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    free = len(left_batch)
+    for operand, dim, contracted, batch in (
+        (equation.invars[0], rows[0], left, left_batch),
+        (equation.invars[1], rows[1], right, right_batch),
+    ):
+        kept = [
+            d
+            for d in range(len(equations.shape_of(operand)))
+            if d not in contracted and d not in batch
+        ]
+        if dim in batch:
+            return list(batch).index(dim)
+        if dim in kept:
+            return free + kept.index(dim)
+        free += len(kept)
+    return None
+
+
+def _ragged_product(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (left, _), (batch, _) = numbers.dot_dimension_numbers
+    if rows[0] is None or rows[0] in left:
+        return None
+    result_rank = len(equations.shape_of(equation.outvars[0]))
+    kept = [
+        d
+        for d in range(len(equations.shape_of(equation.invars[0])))
+        if d not in left and d not in batch
+    ]
+    if rows[0] in batch:
+        return list(batch).index(rows[0])
+    inner = len(kept) + sum(
+        d not in numbers.dot_dimension_numbers[0][1]
+        and d not in numbers.dot_dimension_numbers[1][1]
+        and d not in numbers.rhs_group_dimensions
+        for d in range(len(equations.shape_of(equation.invars[1])))
+    )
+    return result_rank - inner + kept.index(rows[0])
+
+
+def _convolution(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    numbers = equation.params["dimension_numbers"]
+    if rows[0] is not None and rows[0] == numbers.lhs_spec[0]:
+        return numbers.out_spec[0]
+    if rows[1] is not None and rows[1] == numbers.rhs_spec[0]:
+        return numbers.out_spec[1]
+    return None
+
+
+def _gathered(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    """Slices of the first operand at the places of the second, whose last dimension is a place."""
+    numbers = equation.params["dimension_numbers"]
+    result = equations.shape_of(equation.outvars[0])
+    batch = [d for d in range(len(result)) if d not in numbers.offset_dims]
+    if rows[1] is not None and rows[1] < len(equations.shape_of(equation.invars[1])) - 1:
+        return batch[rows[1]]
+    if rows[0] is None:
+        return None
+    if rows[0] in numbers.operand_batching_dims:
+        place = numbers.operand_batching_dims.index(rows[0])
+        return batch[numbers.start_indices_batching_dims[place]]
+    whole = equations.shape_of(equation.invars[0])
+    kept = [
+        d
+        for d in range(len(whole))
+        if d not in numbers.collapsed_slice_dims and d not in numbers.operand_batching_dims
+    ]
+    if rows[0] not in kept:
+        return None
+    dim = numbers.offset_dims[kept.index(rows[0])]
+    return dim if result[dim] == whole[rows[0]] else None
+
+
+def _scattered(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    """Results have the shape of the first operand."""
+    numbers = equation.params["dimension_numbers"]
+    if rows[0] is not None:
+        return rows[0]
+    if rows[1] in numbers.scatter_indices_batching_dims:
+        place = numbers.scatter_indices_batching_dims.index(rows[1])
+        return numbers.operand_batching_dims[place]
+    return None
+
+
+def _dynamic_slice(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
+    return _same_place(equation, [rows[0], *[None] * (len(rows) - 1)])
+
+
+def _updated_slice(equation: Equation, rows: Sequence[Rows]) -> Rows:
+    """The result has the shape of the first operand, of which the second is a part."""
+    if rows[0] is not None:
+        return rows[0]
+    if rows[1] is None:
+        return None
+    sizes = [equations.shape_of(atom)[rows[1]] for atom in equation.invars[:2]]
+    return rows[1] if sizes[0] == sizes[1] else None
+
+
+_RULES: dict[str, Callable[[Equation, Sequence[Rows]], Rows | list[Rows]]] = {
+    "broadcast_in_dim": _broadcast,
+    "conv_general_dilated": _convolution,
+    "dot_general": _product,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _updated_slice,
+    "expand_dims": _expanded,
+    "gather": _gathered,
+    "ragged_dot_general": _ragged_product,
+    "reshape": _reshaped,
+    "squeeze": _squeezed,
+    "stack": _stacked,
+    "transpose": _transposed,
+    "unstack": _unstacked,
+}
+
+
+def _contracted_product(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+    (left, right), _ = equation.params["dimension_numbers"]
+    pairs = zip(left, right, strict=True)
+    return next(([*pair] for pair in pairs if pair == (rows[0], rows[1])), None)
+
+
+def _contracted_convolution(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+    """The gradient of a kernel: rows are the features of both operands, in one group."""
+    numbers = equation.params["dimension_numbers"]
+    features = [numbers.lhs_spec[1], numbers.rhs_spec[1]]
+    in_groups = equation.params["feature_group_count"] > 1
+    return features if not in_groups and features == [*rows] else None
+
+
+def _contracted_sum(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+    return [rows[0]] if rows[0] in equation.params["axes"] else None
+
+
+def _contracted_scatter(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+    """The gradient of an embedding: rows of updates at places in an operand without rows."""
+    numbers = equation.params["dimension_numbers"]
+    _, places, updates = equation.invars
+    dim = rows[1]
+    last = len(equations.shape_of(places)) - 1
+    if rows[0] is not None or dim is None or dim >= last:
+        return None
+    if dim in numbers.scatter_indices_batching_dims:
+        return None
+    batch = [
+        d for d in range(len(equations.shape_of(updates))) if d not in numbers.update_window_dims
+    ]
+    return [None, dim, batch[dim]]
+
+
+_CONTRACTIONS: dict[str, Callable[[Equation, Sequence[Rows]], list[Rows] | None]] = {
+    "conv_general_dilated": _contracted_convolution,
+    "dot_general": _contracted_product,
+    "reduce_sum": _contracted_sum,
+    "scatter-add": _contracted_scatter,
+}
+
+
+def rows_of_spec(spec: Any, axis: str) -> Rows:
+    """Return the dimension that a spec splits over an axis."""
+    for dim, names in enumerate(spec):
+        if names == axis or (isinstance(names, tuple) and axis in names):
+            return dim
+    return None
