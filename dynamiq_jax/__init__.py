@@ -21,7 +21,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
     from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
     from dynamiq_jax._api.check_data_parallel import check_data_parallel
-    from dynamiq_jax._api.compress import CompressedStep, compress
+    from dynamiq_jax._api.compress import compress
     from dynamiq_jax._api.data_parallel import data_parallel
     from dynamiq_jax._api.decode import decode
     from dynamiq_jax._api.encode import encode
@@ -37,6 +37,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._inputs.schedule import Schedule
     from dynamiq_jax._inspection.inspection import Inspection
     from dynamiq_jax._inspection.step import inspect
+    from dynamiq_jax._rewriting.compressed_step import CompressedStep
     from dynamiq_jax._rewriting.sums import Sum
     from dynamiq_jax.messages import Message
     from dynamiq_jax.methods import BF16, DynamiQ, Exact

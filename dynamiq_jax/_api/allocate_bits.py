@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._api.wire_report import plan_without_arrays
+from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._bit_allocation.bit_groups import (
     Expected,
     Group,

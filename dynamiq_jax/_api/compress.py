@@ -1,33 +1,18 @@
 """Train steps that others wrote, with their sums over an axis compressed."""
 
-import functools
-import sys
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import jax
 from jax import Array
-from jax.sharding import NamedSharding
 
-from dynamiq_jax._api._held import ARRAYS, Held, Programs, check_unchanged
-from dynamiq_jax._api.sum_report import CompressReport, report_of
 from dynamiq_jax._buckets.axes import AxisName
-from dynamiq_jax._inputs.checks import check_key
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
-from dynamiq_jax._plan import recording
-from dynamiq_jax._rewriting.contractions import Marker, Workers
-from dynamiq_jax._rewriting.rows import rows_of_spec
+from dynamiq_jax._rewriting.compressed_step import CompressedStep
 from dynamiq_jax._rewriting.evaluate import Evaluation
-from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
-from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels._jax import equations
-from pallas_kernels._jax.compat import override
-from pallas_kernels._jax.own_thread import is_traced
 
 
 def compress(
@@ -40,9 +25,10 @@ def compress(
     only: Callable[[Sum], bool] | None = None,
     operations: tuple[Operation, ...] = DEFAULT_OPERATIONS,
     specs: Any = None,
+    in_specs: Any = None,
     missing_ok: bool = False,
     options: Options = Options(),
-) -> "CompressedStep":
+) -> CompressedStep:
     """Compress the sums over a mesh axis in a train step, which stays as it is.
 
         step = dq.compress(step, "data")
@@ -115,288 +101,4 @@ def compress(
     compression = resolve(method, topology, options, stateless="compress")
     selection = Selection(axis_name, options.exact_below, only, operations)
     evaluation = Evaluation(selection, compression, specs)
-    return CompressedStep(fun, key, evaluation, missing_ok=missing_ok)
-
-
-class _Program(NamedTuple):
-    """Step that is traced and scheduled for some arguments."""
-
-    schedule: EvaluationSchedule
-    exact: list[KeptSum]
-    structure: Any  # of the results
-    donated: tuple[int, ...]  # numbers of flat arguments
-
-
-class CompressedStep:
-    """Train step with compressed sums: the result of `compress`."""
-
-    def __init__(
-        self, fun: Callable[..., Any], key: Any, evaluation: Evaluation, *, missing_ok: bool
-    ):
-        self._key = key
-        self._missing_ok = missing_ok
-        self._evaluation = evaluation
-        self._compiled: dict[Hashable, Programs] = {}  # by kind of arguments
-        self._jitted: Any = None
-        self._fun = self._given = fun
-        if equations.is_jitted(fun):
-            self._fun = equations.unjitted(fun)
-
-            @functools.wraps(self._fun)
-            def step(*args: Any, **kwargs: Any) -> Any:
-                return self._traced(args, kwargs)
-
-            self._jitted = {None: equations.jit_like(step, fun)}
-        functools.update_wrapper(self, fun, updated=())  # attributes of an object stay its own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step with its sums compressed."""
-        if self._jitted is not None:
-            return self._jitted_for(args, kwargs)(*args, **kwargs)
-        leaves = jax.tree.leaves((args, kwargs))
-        if is_traced() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return self._traced(args, kwargs)
-        function, arrays = self._function(args, kwargs)
-        return function(*arrays)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Return the method of an object, for a step that is an attribute of its class."""
-        return self if instance is None else functools.partial(self, instance)
-
-    @override
-    def __repr__(self) -> str:
-        axis_name = self._evaluation.selection.axis_name
-        return f"dq.compress({self._fun!r}, {axis_name!r})"
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower the step for arguments, as the method of `jax.jit` does."""
-        return self.trace(*args, **kwargs).lower()
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace the step for arguments, as the method of `jax.jit` does."""
-        if self._jitted is not None:
-            return self._jitted_for(args, kwargs).trace(*args, **kwargs)
-        function, arrays = self._function(args, kwargs)
-        return function.trace(*arrays)
-
-    def report(self, *args: Any, **kwargs: Any) -> CompressReport:
-        """List the sums of the step, with their bytes and the reason of those that stay exact.
-
-        Nothing is run. Call it where the step is called: inside of the map, if the step is a
-        function of one worker.
-
-        Args:
-          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`.
-          **kwargs: keyword arguments of the step.
-        """
-        return self._report(self._program(_Arguments.of(args, kwargs)))
-
-    def _jitted_for(self, args: Any, kwargs: Any) -> Any:
-        """Return the jitted step for the shardings of arguments."""
-        shardings = tuple(map(_sharding_of, jax.tree.leaves((args, kwargs))))
-        jitted = self._jitted.get(shardings)
-        if jitted is None:
-
-            @functools.wraps(self._fun)
-            def step(*args: Any, **kwargs: Any) -> Any:
-                return self._traced(args, kwargs, shardings)
-
-            jitted = self._jitted[shardings] = equations.jit_like(step, self._given)
-        return jitted
-
-    def _report(self, program: _Program) -> CompressReport:
-        return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
-
-    def _traced(self, args: Any, kwargs: Any, shardings: Any = None) -> Any:
-        """Run the step inside of a trace."""
-        arguments = _Arguments.of(args, kwargs, shardings)
-        program = self._program(arguments)
-        recording.record_step(lambda: self._report(program))
-        return self._run(program, arguments)
-
-    def _function(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return the compiled step for arguments, as a function of those that are arrays."""
-        arguments = _Arguments.of(args, kwargs)
-        objects = (getattr(self._fun, "__self__", self._fun), *arguments.others)
-        held = arguments.held.beside(Held.by(objects))
-        programs = self._compiled.get(arguments.kind, Programs())
-        function = programs.get(held)
-        if function is None:
-            program = self._program(arguments, objects)
-
-            def step(*arrays: Any) -> Any:
-                recording.record_step(lambda: self._report(program))
-                return self._run(program, arguments._replace(arrays=arrays))
-
-            step.__name__ = getattr(self._fun, "__name__", "step")
-            function = jax.jit(step, donate_argnums=program.donated)
-            if arguments.kind is not None:
-                programs.add(held, function)
-                self._compiled[arguments.kind] = programs
-        return function, arguments.arrays
-
-    def _run(self, program: "_Program", arguments: "_Arguments") -> Any:
-        args, kwargs = arguments.rebuilt(arguments.arrays)
-        key = None
-        if self._key is not None and any(program.schedule.groups()):
-            key = check_key(self._key(*args, **kwargs), ())
-        results = self._evaluation.run(program.schedule, key, *arguments.arrays)
-        return jax.tree.unflatten(program.structure, results)
-
-    def _program(self, arguments: "_Arguments", objects: Sequence[Any] = ()) -> _Program:
-        """Trace the step and schedule it.
-
-        Args:
-          arguments: arguments of the step.
-          objects: objects to which the step must not assign arrays.
-
-        Raises:
-          TypeError: the step assigns an array to an attribute.
-          ValueError: there is no sum to compress.
-        """
-
-        def flat(*arrays: Any) -> Any:
-            args, kwargs = arguments.rebuilt(arrays)
-            return self._fun(*args, **kwargs)
-
-        try:
-            traced, results = jax.make_jaxpr(flat, return_shape=True)(*arguments.arrays)
-        except jax.errors.JAXTypeError as error:
-            name = getattr(self._fun, "__name__", "the step")
-            error.add_note(
-                f"dq.compress traces all of {name}, as jax.jit does: no array has values there. "
-                "Move what needs them, such as float(loss), behind the step."
-            )
-            raise
-        check_unchanged(objects)
-        scheduler = Scheduler(self._evaluation.selection)
-        shardings = arguments.shardings
-        around = Surroundings(input_specs=specs_of_shardings(shardings))
-        traced = equations.without_unused(traced)
-        workers = _workers(self._evaluation.selection.axes[0], shardings)
-        if workers is not None:
-            rows = [
-                rows_of_spec(each.spec, workers.axis) if isinstance(each, NamedSharding) else None
-                for each in shardings
-            ]
-            traced, _ = Marker(workers).program(traced, rows)
-        schedule = scheduler.schedule(traced, around)
-        if not (self._missing_ok or any(schedule.groups())):
-            raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
-        donated = tuple(equations.donated_inputs(traced))
-        return _Program(schedule, scheduler.exact, jax.tree.structure(results), donated)
-
-
-class _Arguments(NamedTuple):
-    """Arguments of a step, apart by arrays and others."""
-
-    arrays: tuple[Any, ...]
-    others: tuple[Any, ...]  # values that a trace takes as they are, such as flags
-    are_arrays: tuple[bool, ...]  # by leaf
-    structure: Any
-    shardings: tuple[Any, ...]  # of the arrays; None where not known
-
-    @classmethod
-    def of(cls, args: Any, kwargs: Any, shardings: Any = None) -> "_Arguments":
-        """Take arguments apart.
-
-        Raises:
-          TypeError: a flax.nnx object, whose change inside of the step would be lost.
-        """
-        nnx = sys.modules.get("flax.nnx")
-        objects = () if nnx is None else (getattr(nnx, "Pytree", nnx.Object),)
-        leaves, structure = jax.tree.flatten(
-            (args, kwargs), is_leaf=lambda node: isinstance(node, objects)
-        )
-        for leaf in leaves:
-            if isinstance(leaf, objects):
-                raise TypeError(
-                    f"An argument of the step is the flax.nnx object {type(leaf).__name__}, whose "
-                    "changes inside of the step would be lost. Give and return its state: "
-                    "graphdef, state = nnx.split(object) outside, nnx.merge(graphdef, state) and "
-                    "nnx.state(object) inside of the step."
-                )
-        are_arrays = tuple(isinstance(leaf, ARRAYS) for leaf in leaves)
-        arrays = tuple(leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if is_array)
-        others = tuple(
-            leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if not is_array
-        )
-        if shardings is None:
-            shardings = tuple(map(_sharding_of, leaves))
-        of_arrays = tuple(s for s, is_array in zip(shardings, are_arrays, strict=True) if is_array)
-        return cls(arrays, others, are_arrays, structure, of_arrays)
-
-    @property
-    def kind(self) -> Hashable:
-        """All that a trace depends on, but for `held`; None if a value cannot be compared."""
-        types = tuple(
-            array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
-            for array in self.arrays
-        )
-        try:
-            hash(self.others)
-        except TypeError:
-            return None
-        return self.structure, self.are_arrays, types, tuple(map(type, self.others)), self.specs
-
-    @property
-    def held(self) -> Held:
-        """Arguments that are no arrays."""
-        if not self.others:
-            return Held((), ())
-        leaves = jax.tree_util.tree_leaves_with_path(
-            jax.tree.unflatten(self.structure, self.are_arrays)
-        )
-        names = [_name_of(*path) for path, is_array in leaves if not is_array]
-        return Held(tuple(names), self.others)
-
-    @property
-    def specs(self) -> tuple[Any, ...]:
-        """Specs of the arrays, from which those of sums can follow on a mesh of several axes."""
-        shardings = self.shardings
-        return tuple(
-            each.spec
-            if isinstance(each, NamedSharding) and sum(n > 1 for n in each.mesh.shape.values()) > 1
-            else None
-            for each in shardings
-        )
-
-    def rebuilt(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments and keyword arguments with other arrays."""
-        of_kind = {True: iter(arrays), False: iter(self.others)}
-        leaves = [next(of_kind[is_array]) for is_array in self.are_arrays]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        return args, kwargs
-
-
-def _name_of(part: Any, argument: Any, *inside: Any) -> str:
-    """Return the name of a leaf of positional arguments, the first part, or of others."""
-    name = repr(argument.key) if part.idx else argument.idx
-    return f"argument {name}{jax.tree_util.keystr(inside)}"
-
-
-def _workers(axis: str, shardings: Sequence[Any]) -> Workers | None:
-    for each in shardings:
-        if isinstance(each, NamedSharding) and axis in each.mesh.axis_names:
-            return Workers(axis, each.mesh)
-    return None
-
-
-def _sharding_of(array: Any) -> Any:
-    return None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-
-
-def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
-    lines = [
-        f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
-        f"{each.source or 'of an unknown line'}: {why}"
-        for each, why, _, _ in found
-    ]
-    what = "These stay exact:" + "".join(lines) if found else "It has no sum over a named axis."
-    return (
-        f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\nGive the "
-        "name of a manual axis of jax.shard_map or jax.pmap in the step, over which it sums "
-        "gradients. Where the compiler places the sums, as in jax.jit with shardings alone, use "
-        "dq.data_parallel. Take gradients inside of the step: those of a compressed function would "
-        "not be compressed. Give missing_ok=True if this step may stay as it is."
-    )
+    return CompressedStep(fun, key, evaluation, in_specs=in_specs, missing_ok=missing_ok)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from dynamiq_jax._api.sum_report import CompressReport
+from dynamiq_jax._rewriting.report import CompressReport
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import CompiledCollective

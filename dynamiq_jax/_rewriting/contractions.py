@@ -6,9 +6,11 @@ each equation that contracts them is such a sum. It becomes an equation of the p
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -30,6 +32,34 @@ class Workers:
         """Number of workers."""
         size: int = self.mesh.shape[self.axis]
         return size
+
+
+def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> Workers | None:
+    """Return the workers of a program, along an axis of a mesh that is not manual; None if there
+    is no such mesh.
+
+    Args:
+      axis: name of the axis.
+      shardings: known shardings of inputs.
+      program: traced program.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    placed = (each.mesh for each in shardings if isinstance(each, NamedSharding))
+    for mesh in itertools.chain(placed, [around], _meshes(program)):
+        if axis in mesh.axis_names and axis not in around.manual_axes:
+            return Workers(axis, mesh)
+    return None
+
+
+def _meshes(program: Any) -> Iterator[Mesh | AbstractMesh]:
+    """Yield the meshes that a program names."""
+    for equation in equations.opened(program)[0].eqns:
+        params = equation.params
+        if equation.primitive.name != "shard_map":
+            given = (params.get("sharding"), *params.get("in_shardings", ()))
+            yield from (each.mesh for each in given if isinstance(each, NamedSharding))
+        for inside in equations.programs_in(equation):
+            yield from _meshes(inside)
 
 
 sum_over_rows = Primitive("sum_over_rows")

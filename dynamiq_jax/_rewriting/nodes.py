@@ -80,8 +80,9 @@ class Node:
 class Reader:
     """Reads traced programs, with one rule for the sums to compress."""
 
-    def __init__(self, selection: Selection):
+    def __init__(self, selection: Selection, *, opens_outermost: bool = False):
         self.selection = selection
+        self._opens_outermost = opens_outermost  # call, whose settings the caller takes over
         self._calls = itertools.count()
         # The rule may be a function of a user, which is called once for each sum.
         self._choices: dict[tuple[int, str], list[Choice]] = {}
@@ -130,7 +131,8 @@ class Reader:
             inputs = tuple(key_of(each, call, names) for each in equation.invars)
             whys = {why for _, why in self.inside(equation, here)}
             holds_target = None in whys
-            if not (holds_target and inner.is_call(equation, is_mapped)):
+            is_call = inner.is_call(equation, is_mapped) or (call == 0 and self._opens_outermost)
+            if not (holds_target and is_call):
                 outputs = tuple(Value(variable, call) for variable in equation.outvars)
                 sums = list(self.choices(equation, here))
                 holds_sum = bool(whys & OF_GRADIENTS)

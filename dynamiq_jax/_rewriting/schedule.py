@@ -137,10 +137,10 @@ class _Flat:
 class Scheduler:
     """Makes the schedule of a program, and of those inside."""
 
-    def __init__(self, selection: Selection):
+    def __init__(self, selection: Selection, *, opens_outermost: bool = False):
         self.exact: list[KeptSum] = []
         self._selection = selection
-        self._reader = Reader(selection)
+        self._reader = Reader(selection, opens_outermost=opens_outermost)
         self._num_groups = 0
 
     def schedule(self, program: Any, around: Surroundings) -> EvaluationSchedule:

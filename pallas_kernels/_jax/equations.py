@@ -161,6 +161,20 @@ def explicit_sizes(equation: Equation) -> dict[str, int]:
     return dict(sharding.mesh.shape) if sharding is not None else {}
 
 
+def in_shardings(program: Any) -> list[Any]:
+    """Return the shardings that jitted functions in a program give to its inputs; or None."""
+    inner, _ = opened(program)
+    given = {
+        id(variable): sharding
+        for equation in inner.eqns
+        for variable, sharding in zip(
+            equation.invars, equation.params.get("in_shardings", ()), strict=False
+        )
+        if isinstance(sharding, jax.sharding.NamedSharding)
+    }
+    return [given.get(id(variable)) for variable in inner.invars]
+
+
 def donated_inputs(program: Any) -> Iterator[int]:
     """Yield the numbers of the inputs of a program that a jitted function in it may overwrite."""
     inner, _ = opened(program)

@@ -11,7 +11,7 @@ import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._api.wire_report import plan_without_arrays
+from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._buckets import exact, order, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.order import token_of

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from dynamiq_jax._api.wire_report import plan_without_arrays
+from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket

@@ -1,0 +1,90 @@
+"""Plans of collectives outside of a program, from shapes alone."""
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._buckets.axes import Axes, axes_of_mesh
+from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.collective import Collective
+from dynamiq_jax._core import Axis
+from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.shards import Shards, leaf_specs, split_over
+from dynamiq_jax._plan.plan import Plan, make_plan
+
+
+def plan_without_arrays(
+    tree: Any,
+    axis_size: Any,
+    compression: Compression,
+    *,
+    mesh: Any = None,
+    specs: Any = None,
+    collective: Callable[[Axes], Collective] = AllReduce,
+) -> Plan:
+    """Plan a collective outside of a program.
+
+    Args:
+      tree: pytree of arrays or `jax.ShapeDtypeStruct`.
+      axis_size: number of workers, or the sizes of several axes, slowest link first; with a mesh,
+        the name of its axis, or the names of several.
+      compression: policy, topology and options.
+      mesh: mesh of leaves with specs.
+      specs: split of the leaves over further axes of the mesh.
+      collective: kind of collective.
+    """
+    axes = _axes(axis_size, mesh)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
+    leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
+    shards = _shards(names, leaves, tree, mesh, specs, axes)
+    methods = compression.policy.methods(tree)
+    named = list(zip(names, leaves, strict=True))
+    return make_plan(collective(axes), named, structure, shards, compression, methods)
+
+
+def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf inside a program.
+
+    Numbers have 32 bits there unless `jax_enable_x64` is set.
+    """
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    checks.check_leaf(name, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _shards(
+    names: list[str], leaves: list[Any], tree: Any, mesh: Any, specs: Any, axes: Axes
+) -> Shards:
+    if (mesh is None) != (specs is None):
+        given, missing = ("mesh", "specs") if specs is None else ("specs", "mesh")
+        raise ValueError(
+            f"{missing}=None, but {given} is given. Give both, or whole leaves and neither."
+        )
+    if mesh is None:
+        return Shards((), (), (PartitionSpec(),) * len(leaves))
+    further = {
+        name: size for name, size in mesh.shape.items() if size > 1 and name not in axes.names
+    }
+    shapes = [leaf.shape for leaf in leaves]
+    return split_over(names, shapes, leaf_specs(tree, specs), mesh, further)
+
+
+def _axes(axis_size: Any, mesh: Any) -> Axes:
+    given = axis_size if isinstance(axis_size, tuple) else (axis_size,)
+    if mesh is not None:
+        names = axes_of_mesh(axis_size, mesh, argument="axis_size")
+        slow, *fast = (Axis(name, mesh.shape[name]) for name in names)
+        return Axes(slow, tuple(fast))
+    if not given or any(not isinstance(n, numbers.Integral) or n < 1 for n in given):
+        raise ValueError(
+            f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
+            "or a tuple of them, one for each axis."
+        )
+    slow, *fast = (Axis(str(number), int(size)) for number, size in enumerate(given))
+    return Axes(slow, tuple(fast))

@@ -1,0 +1,303 @@
+"""Train step with compressed sums: traced, scheduled, and compiled for each kind of arguments."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._inputs.checks import check_key
+from dynamiq_jax._inputs.shards import leaf_specs
+from dynamiq_jax._plan import recording
+from dynamiq_jax._rewriting.arguments import Leaves
+from dynamiq_jax._rewriting.contractions import Marker, workers_of
+from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._rewriting.report import CompressReport, report_of
+from dynamiq_jax._rewriting.rows import rows_of_spec
+from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
+from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
+from dynamiq_jax._rewriting.sums import Selection
+from pallas_kernels._jax import equations
+from pallas_kernels._jax.compat import override
+from pallas_kernels._jax.own_thread import is_traced
+
+_MANY = 8  # programs of a step; one more is a warning
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+    """Step that is traced and scheduled for some arguments."""
+
+    schedule: EvaluationSchedule
+    exact: list[KeptSum]
+    results: Leaves  # without arrays
+    changed: int  # arrays of objects among the results
+    donated: tuple[int, ...]  # numbers of the arrays of the arguments
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["program"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """Results of a program."""
+
+    arrays: tuple[Any, ...]
+    program: _Program
+
+
+class CompressedStep:
+    """Train step with compressed sums: the result of `compress`."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        key: Any,
+        evaluation: Evaluation,
+        *,
+        in_specs: Any = None,
+        missing_ok: bool = False,
+    ):
+        self._fun = fun
+        self._key = key
+        self._evaluation = evaluation
+        self._in_specs = in_specs
+        self._missing_ok = missing_ok
+        # By all that a program depends on but types of arrays, for which `jax.jit` has programs.
+        self._compiled: dict[Hashable, Any] = {}
+        functools.update_wrapper(self, fun, updated=())  # attributes of an object stay its own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step with its sums compressed."""
+        leaves = self._leaves(args, kwargs)
+        if is_traced() or any(isinstance(array, jax.core.Tracer) for array in leaves.arrays):
+            return self._finished(leaves, self._run(leaves, leaves.shardings))
+        if self._is_jitted:
+            return self._jitted(leaves)(*args, **kwargs)
+        return self._finished(leaves, self._function(leaves)(*leaves.arrays))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "CompressedStep":
+        """Return the method of an object, for a step that is an attribute of its class."""
+        return self if instance is None else _Method(self, instance)
+
+    def __reduce__(self) -> Any:
+        """Return what makes this step again, without its programs."""
+        make = functools.partial(
+            CompressedStep, in_specs=self._in_specs, missing_ok=self._missing_ok
+        )
+        return make, (self._fun, self._key, self._evaluation)
+
+    @override
+    def __repr__(self) -> str:
+        axis_name = self._evaluation.selection.axis_name
+        return f"dq.compress({self._fun!r}, {axis_name!r})"
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower the step for arguments, as the method of `jax.jit` does."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace the step for arguments, as the method of `jax.jit` does."""
+        leaves = self._leaves(args, kwargs)
+        if self._is_jitted:
+            return self._jitted(leaves).trace(*args, **kwargs)
+        return self._function(leaves).trace(*leaves.arrays)
+
+    def report(self, *args: Any, **kwargs: Any) -> CompressReport:
+        """List the sums of the step, with their bytes and the reason of those that stay exact.
+
+        Nothing is run. Call it where the step is called: inside of the map, if the step is a
+        function of one worker.
+
+        Args:
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`.
+          **kwargs: keyword arguments of the step.
+        """
+        leaves = self._leaves(args, kwargs)
+        return self._report(self._program(leaves, leaves.shardings))
+
+    @property
+    def _is_jitted(self) -> bool:
+        return equations.is_jitted(self._fun)
+
+    def _leaves(self, args: Any, kwargs: Any) -> Leaves:
+        return Leaves.of((args, kwargs), opens=not self._is_jitted)
+
+    def _report(self, program: _Program) -> CompressReport:
+        return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
+
+    def _jitted(self, leaves: Leaves) -> Any:
+        """Return the jitted step with compressed sums for arguments as they are placed."""
+        # The function is traced with tracers, whose shardings are not known.
+        shardings = leaves.of_leaves(leaves.shardings)
+
+        def make() -> Any:
+            @functools.wraps(equations.unjitted(self._fun))
+            def step(*args: Any, **kwargs: Any) -> Any:
+                within = self._leaves(args, kwargs)
+                return self._finished(within, self._run(within, within.of_arrays(shardings)))
+
+            return equations.jit_like(step, self._fun)
+
+        return self._remembered(shardings, make)
+
+    def _function(self, leaves: Leaves) -> Any:
+        """Return the compiled step, as a function of the arrays of its arguments."""
+        shardings = leaves.shardings
+
+        def make() -> Any:
+            programs = [self._program(leaves, shardings)]
+            empty = leaves._replace(arrays=(), objects=())
+
+            def step(*arrays: Any) -> _Results:
+                program = programs.pop() if programs else None
+                return self._run(empty._replace(arrays=arrays), shardings, program)
+
+            step.__name__ = getattr(self._fun, "__name__", "step")
+            return jax.jit(step, donate_argnums=programs[0].donated)
+
+        return self._remembered((leaves.kind, shardings), make)
+
+    def _remembered(self, kind: Hashable, make: Callable[[], Any]) -> Any:
+        if kind not in self._compiled:
+            if len(self._compiled) == _MANY:
+                warnings.warn(
+                    f"{self!r:.200} is compiled again, after {_MANY} times: arguments that are no "
+                    "arrays, or shardings, differ from those before. Give numbers that change as "
+                    "arrays or Python floats, and arrays with the shardings of the step before.",
+                    stacklevel=4,
+                )
+            self._compiled[kind] = make()
+        return self._compiled[kind]
+
+    def _run(
+        self, leaves: Leaves, shardings: Sequence[Any], program: _Program | None = None
+    ) -> _Results:
+        """Run the step inside of a trace.
+
+        Args:
+          leaves: arguments.
+          shardings: those of their arrays; None of one that is not known.
+          program: the step for these arguments; None: it is traced here.
+        """
+        program = program or self._program(leaves, shardings)
+        recording.record_step(lambda: self._report(program))
+        key = None
+        if self._key is not None and any(program.schedule.groups()):
+            (args, kwargs), _ = leaves.with_arrays(leaves.arrays)
+            key = check_key(self._key(*args, **kwargs), ())
+        results = self._evaluation.run(program.schedule, key, *leaves.arrays)
+        return _Results(tuple(results), program)
+
+    @staticmethod
+    def _finished(leaves: Leaves, results: _Results) -> Any:
+        """Return what the step returns, and give its objects their new arrays."""
+        arrays, program = results.arrays, results.program
+        count = len(arrays) - program.changed
+        if leaves.objects:
+            leaves.update(leaves.objects, arrays[count:])
+        returned, _ = program.results.with_arrays(arrays[:count])
+        return returned
+
+    def _program(self, leaves: Leaves, shardings: Sequence[Any]) -> _Program:
+        """Trace the step and schedule it.
+
+        Raises:
+          TypeError: the step assigns an array to an attribute of its object.
+          ValueError: there is no sum to compress.
+        """
+        apart: list[Any] = []
+
+        def flat(*arrays: Any) -> Any:
+            (args, kwargs), objects = leaves.with_arrays(arrays)
+            results = Leaves.of(self._fun(*args, **kwargs), opens=not self._is_jitted)
+            changed = leaves.check_graph(objects)
+            apart[:] = [results._replace(arrays=(), objects=()), len(changed)]
+            return [*results.arrays, *changed]
+
+        try:
+            traced = equations.without_unused(jax.make_jaxpr(flat)(*leaves.arrays))
+        except jax.errors.JAXTypeError as error:
+            name = getattr(self._fun, "__name__", "the step")
+            error.add_note(
+                f"dq.compress traces all of {name}, as jax.jit does: no array has values there. "
+                "Move what needs them, such as float(loss), behind the step."
+            )
+            raise
+        self._check_unchanged()
+        selection = self._evaluation.selection
+        known = [
+            before if given is None else given
+            for before, given in zip(shardings, equations.in_shardings(traced), strict=True)
+        ]
+        specs = self._specs(leaves, known)
+        if workers := workers_of(selection.axes[0], known, traced):
+            rows = [rows_of_spec(spec or (), workers.axis) for spec in specs]
+            traced, _ = Marker(workers).program(traced, rows)
+        scheduler = Scheduler(selection, opens_outermost=self._is_jitted)
+        around = Surroundings(input_specs={i: s for i, s in enumerate(specs) if s is not None})
+        schedule = scheduler.schedule(traced, around)
+        if not (self._missing_ok or any(schedule.groups())):
+            raise ValueError(_nothing_to_compress(selection, scheduler.exact))
+        donated = tuple(equations.donated_inputs(traced))
+        return _Program(schedule, scheduler.exact, *apart, donated)
+
+    def _specs(self, leaves: Leaves, shardings: Sequence[Any]) -> list[PartitionSpec | None]:
+        """Return the specs of the arrays of arguments: those of the user, or of shardings."""
+        known = [None if each is None else _known_spec(each) for each in shardings]
+        if self._in_specs is None:
+            return known
+        numbers, _ = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
+        given = leaf_specs(numbers, self._in_specs)
+        given += [None] * (len(leaves.kinds) - len(given))  # keyword arguments
+        of_arrays = leaves.of_arrays(given)
+        return [*of_arrays, *known[len(of_arrays) :]]
+
+    def _check_unchanged(self) -> None:
+        """Check that a trace has left no array in the object of the step."""
+        held = vars(getattr(self._fun, "__self__", self._fun)) if hasattr(self._fun, "__self__") else {}
+        leaves = jax.tree.leaves(dict(held))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise TypeError(
+                "The step assigns arrays to attributes of an object, such as self.state, which "
+                "would happen only while it is traced. Return them, or compress the function "
+                "inside that takes and returns them."
+            )
+
+
+class _Method(CompressedStep):
+    """Compressed step of a class, for one of its objects."""
+
+    def __init__(self, step: CompressedStep, instance: Any):
+        self.__dict__.update(step.__dict__)
+        self._step = step
+        self._instance = instance
+
+    @override
+    def _leaves(self, args: Any, kwargs: Any) -> Leaves:
+        return super()._leaves((self._instance, *args), kwargs)
+
+
+def _known_spec(sharding: Any) -> PartitionSpec | None:
+    is_whole = PartitionSpec.UNCONSTRAINED not in sharding.spec
+    return sharding.spec if is_whole else None
+
+
+def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
+    lines = [
+        f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
+        f"{each.source or 'of an unknown line'}: {why}"
+        for each, why, _, _ in found
+    ]
+    what = "These stay exact:" + "".join(lines) if found else "It has no sum over a named axis."
+    return (
+        f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\nGive the "
+        "name of an axis over which it sums gradients: a manual axis of jax.shard_map or jax.pmap "
+        "in the step, or one over which the rows of its batch are split. Where no argument has a "
+        "sharding, as inside of another jax.jit, give in_specs=. Take gradients inside of the "
+        "step: those of a compressed function would not be compressed. Give missing_ok=True if "
+        "this step may stay as it is."
+    )
