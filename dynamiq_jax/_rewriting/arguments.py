@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from dynamiq_jax._inputs.shards import has_explicit_axes
 
 # Values that a program takes as inputs. Other leaves, such as flags and functions, are constants.
-_TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, float, complex)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_NUMBERS = (float, complex)
 
 
 class _Kind(enum.Enum):
@@ -69,15 +70,17 @@ class Leaves(NamedTuple):
     objects: tuple[Any, ...]
 
     @classmethod
-    def of(cls, tree: Any, *, opens: bool = True) -> "Leaves":
+    def of(cls, tree: Any, *, is_jitted: bool = False) -> "Leaves":
         """Take a tree apart.
 
         Args:
           tree: arrays, objects and other values.
-          opens: whether objects of flax.nnx are opened. Otherwise they are trees, as in `jax.jit`.
+          is_jitted: whether it is of a function of `jax.jit`, for which objects of flax.nnx are
+            trees, and numbers may be static.
         """
-        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_object if opens else None)
-        kinds = tuple(_kind_of(leaf, opens=opens) for leaf in leaves)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=None if is_jitted else _is_object)
+        traced = _ARRAYS if is_jitted else (*_ARRAYS, *_NUMBERS)
+        kinds = tuple(_kind_of(leaf, traced) for leaf in leaves)
         of_kind = list(zip(leaves, kinds, strict=True))
         objects = tuple(leaf for leaf, kind in of_kind if kind is _Kind.OBJECT)
         arrays = tuple(leaf for leaf, kind in of_kind if kind is _Kind.ARRAY)
@@ -144,10 +147,10 @@ class Leaves(NamedTuple):
         return arrays
 
 
-def _kind_of(leaf: Any, *, opens: bool) -> _Kind | _Constant:
-    if opens and _is_object(leaf):
-        return _Kind.OBJECT
-    return _Kind.ARRAY if isinstance(leaf, _TRACED) else _Constant(leaf)
+def _kind_of(leaf: Any, traced: tuple[type, ...]) -> _Kind | _Constant:
+    if isinstance(leaf, traced):
+        return _Kind.ARRAY
+    return _Kind.OBJECT if _is_object(leaf) else _Constant(leaf)
 
 
 def _is_object(node: Any) -> bool:

@@ -124,7 +124,7 @@ class CompressedStep:
         return equations.is_jitted(self._fun)
 
     def _leaves(self, args: Any, kwargs: Any) -> Leaves:
-        return Leaves.of((args, kwargs), opens=not self._is_jitted)
+        return Leaves.of((args, kwargs), is_jitted=self._is_jitted)
 
     def _report(self, program: _Program) -> CompressReport:
         return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
@@ -213,7 +213,7 @@ class CompressedStep:
 
         def flat(*arrays: Any) -> Any:
             (args, kwargs), objects = leaves.with_arrays(arrays)
-            results = Leaves.of(self._fun(*args, **kwargs), opens=not self._is_jitted)
+            results = Leaves.of(self._fun(*args, **kwargs), is_jitted=self._is_jitted)
             changed = leaves.check_graph(objects)
             apart[:] = [results._replace(arrays=(), objects=()), len(changed)]
             return [*results.arrays, *changed]

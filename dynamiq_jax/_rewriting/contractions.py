@@ -123,8 +123,6 @@ class Marker:
             return equation, [self._constrained(equation, rows[0])]
         if name == "shard_map":
             return self._map(equation, rows)
-        if all(each is None for each in rows):
-            return equation, [None] * len(equation.outvars)
         if name in _CALLS:
             return self._call(equation, rows)
         if name == "scan":

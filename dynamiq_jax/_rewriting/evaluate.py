@@ -86,31 +86,28 @@ class Evaluation:
         """Reduce the operands of a group in one compressed collective."""
         names = group.members[0].description.axes
         over = self.over(group)
-        tree = {leaf_name(i): operand for i, operand in enumerate(operands)}
+        tree = group.by_path(operands)
         if further := tuple(name for name in names if name not in over):
             exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
-            tree = dict(zip(tree, exactly, strict=True))
+            tree = group.by_path(exactly)
 
-        def compressed(tree: dict[str, Any]) -> dict[str, Any]:
+        def compressed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
             collective = group.collective(find_axes(over))
             of_group = self._key(group, tree, over, key)
             specs = self.specs_of(group)
             outcome = run(collective, tree, of_group, self.compression, specs=specs)
-            total: dict[str, Any] = outcome.tree
+            total: Mapping[str, Any] = outcome.tree
             return total
 
         if (workers := group.members[0].workers) is not None:
             totals = unreduced.reduced(compressed, tree, workers)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
-            shardings = {
-                leaf_name(i): member.params["dst_sharding"]
-                for i, member in enumerate(group.members)
-            }
+            shardings = group.by_path([each.params["dst_sharding"] for each in group.members])
             totals = jax.sharding.reshard(totals, shardings)
         else:
             totals = compressed(tree)
-        return [totals[leaf_name(i)] for i in range(len(operands))]
+        return list(totals.values())
 
     def over(self, group: Reduce) -> tuple[str, ...]:
         """Return the axes of a group over which its collective is, slowest first."""
@@ -122,17 +119,18 @@ class Evaluation:
 
         None: they are neither given nor known of all terms to compress.
         """
-        members = {leaf_name(i): each for i, each in enumerate(group.members)}
+        members = group.members
         if callable(self.specs):
-            return {name: self.specs(each.description) for name, each in members.items()}
-        is_known = [each.spec is not None for each in members.values() if each.why_exact is None]
+            return group.by_path([self.specs(each.description) for each in members])
         if self.specs is not None:
             return self.specs
-        if group.members[0].workers is not None:
-            return {name: each.spec or PartitionSpec() for name, each in members.items()}
-        if not all(is_known):
+        known = [each.spec for each in members]
+        if members[0].workers is not None:  # the compiler gathers terms that are split otherwise
+            known = [PartitionSpec() if spec is None else spec for spec in known]
+        of_compressed = zip(known, members, strict=True)
+        if any(spec is None and each.why_exact is None for spec, each in of_compressed):
             return None
-        return {name: each.spec for name, each in members.items()}
+        return group.by_path(known)
 
     @staticmethod
     def _key(
@@ -150,11 +148,6 @@ class Evaluation:
         token = order.last_token()
         leaves = [order.after(token, leaf) for leaf in tree.values()]
         return jax.random.fold_in(base, joint_word_of(leaves, over))
-
-
-def leaf_name(number: int) -> str:
-    """Return the path of a sum in its group, as a policy has it."""
-    return f"sum_{number}"
 
 
 def _sum_exactly(step: SumExactly, terms: Sequence[Any]) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._core import Axis
 from dynamiq_jax._core.source_files import short_name
 from dynamiq_jax._plan.plan import Plan
-from dynamiq_jax._rewriting.evaluate import Evaluation, leaf_name
+from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.steps import KeptSum, Reduce
 from dynamiq_jax._rewriting.sums import Operation, Sum
 from pallas_kernels._jax.compat import override
@@ -121,21 +121,20 @@ def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
         jax.ShapeDtypeStruct(each.description.shape, each.description.dtype)
         for each in group.members
     ]
-    tree = {leaf_name(i): leaf for i, leaf in enumerate(described)}
+    tree = group.by_path(described)
     plan = _plan_of(group, tree, evaluation)
-    places = sorted(range(len(described)), key=leaf_name)  # leaves are in the order of their names
-    whys = {places[leaf]: why for leaf, why in plan.exact}
+    whys = dict(plan.exact)
     axes = plan.collective.axes
-    parts = {i: plan.shards.local(leaf, described[i]) for leaf, i in enumerate(places)}
+    parts = [plan.shards.local(i, leaf) for i, leaf in enumerate(described)]
     operation = group.members[0].description.operation
-    before = {i: _bytes_before(operation, axes, part) for i, part in parts.items()}
-    exactly = {i: _exact_bytes(operation, axes, part) for i, part in parts.items()}
+    before = [_bytes_before(operation, axes, part) for part in parts]
+    exactly = {i: _exact_bytes(operation, axes, part) for i, part in enumerate(parts)}
     compressed = collections.Counter[int]()
     for bucket in plan.buckets:
         whole = sum(math.prod(plan.parts[leaf].shape) for leaf in bucket.leaves)
         for leaf in bucket.leaves:
             share = math.prod(plan.parts[leaf].shape) / whole
-            compressed[places[leaf]] += share * _bucket_bytes(group, bucket, axes.slow.size)
+            compressed[leaf] += share * _bucket_bytes(group, bucket, axes.slow.size)
     after = {**exactly, **compressed}
     return [
         SumReport(
@@ -152,7 +151,8 @@ def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
 
 def _plan_of(group: Reduce, tree: dict[str, Any], evaluation: Evaluation) -> Plan:
     over = evaluation.over(group)
-    mesh = group.mesh or jax.sharding.get_abstract_mesh()
+    workers = group.members[0].workers
+    mesh = (workers.mesh if workers else group.mesh) or jax.sharding.get_abstract_mesh()
     specs = evaluation.specs_of(group)
     if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
         sizes: Any = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)

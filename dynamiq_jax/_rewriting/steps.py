@@ -1,8 +1,9 @@
 """Steps of a schedule: equations as they are, sums in groups, and programs inside."""
 
+import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -95,6 +96,13 @@ class Reduce:
     times: int | None  # that it runs in one call of the step; None if that is not known
     sizes: Mapping[str, int]  # of the axes around it, by name
     mesh: Any  # of the map around it; None outside of one
+
+    def by_path(self, values: Iterable[Any]) -> collections.OrderedDict[str, Any]:
+        """Return a tree of values, one for each sum, by the paths of the sums in a policy.
+
+        The leaves are in the order of the program. JAX would sort those of a dictionary.
+        """
+        return collections.OrderedDict((f"sum_{i}", value) for i, value in enumerate(values))
 
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""

@@ -80,7 +80,7 @@ def reduced(
     """
 
     def of_worker(tree: Mapping[str, Terms]) -> Mapping[str, Array]:
-        return reduce({name: terms[0] for name, terms in tree.items()})
+        return reduce(jax.tree.map(lambda terms: terms[0], tree))
 
     return _mapped(of_worker, workers, (P(workers.axis),), out_specs)(tree)
 
