@@ -62,26 +62,6 @@ def test_a_step_is_traced_once_for_arguments_of_one_kind(mesh):
         assert len(traces) == 2
 
 
-def test_arrays_of_an_object_may_change_between_steps(mesh):
-    class Trainer:
-        def __init__(self):
-            self.params = PARAMS
-
-        def gradient(self, x, y):
-            return mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)(self.params, x, y)
-
-        def update(self, x, y):
-            self.params = mapped(sgd, mesh)(self.params, x, y)
-
-    trainer = Trainer()
-    step = dq.compress(trainer.gradient, "data", method=METHOD)
-    before = step(X, Y)
-    trainer.params = jax.tree.map(lambda leaf: 2 * leaf, PARAMS)
-    assert dq.vnmse(step(X, Y), before) > 1e-3
-    with pytest.raises(TypeError, match="attributes of an object"):
-        dq.compress(trainer.update, "data")(X, Y)
-
-
 def test_effects_keep_their_order(mesh):
     """The second one needs the sum, the third one does not."""
     seen = []
@@ -220,7 +200,7 @@ def test_mistakes_are_errors(mesh):
     with pytest.raises(ValueError, match="over 'data'"):
         dq.compress(step, "model")(*args)
     automatic = jax.jit(lambda params, x, y: jax.grad(loss_fn)(params, x, y))
-    with pytest.raises(ValueError, match=r"no sum over a named axis\.\n.*dq\.data_parallel"):
+    with pytest.raises(ValueError, match=r"no sum over a named axis\.\n.*in_specs="):
         dq.compress(automatic, "data")(*args)
 
 
@@ -240,14 +220,6 @@ def test_the_gradient_of_a_compressed_step_is_refused(mesh):
     step = dq.compress(fun, "data", method=METHOD)
     with pytest.raises(Exception, match=r"differentiated|gradient"):
         jax.jit(jax.grad(lambda params: jnp.sum(step(params, X, Y))))(PARAMS)
-
-
-def test_objects_of_nnx_are_refused(mesh):
-    from flax import nnx
-
-    model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"nnx\.split"):
-        dq.compress(lambda model: model.kernel, "data")(model)
 
 
 def test_a_step_may_be_a_method_a_partial_or_checkpointed(mesh):
