@@ -43,12 +43,19 @@ def parts(
 
 
 def linear(
-    function: Callable[..., Sequence[Any]], workers: Workers
+    function: Callable[..., Sequence[Any]], are_terms: Sequence[bool], workers: Workers
 ) -> Callable[..., Sequence[Terms]]:
-    """Return a linear function of unreduced values, which it maps over the workers."""
+    """Return a function that is linear in unreduced values, which it maps over the workers.
 
-    def mapped(*terms: Terms) -> list[Terms]:
-        results = jax.vmap(function, spmd_axis_name=workers.axis)(*terms)
+    Args:
+      function: the function of one worker.
+      are_terms: the inputs that are unreduced; others are the same for all workers.
+      workers: the workers.
+    """
+    axes = [0 if each else None for each in are_terms]
+
+    def mapped(*values: Array) -> list[Terms]:
+        results = jax.vmap(function, axes, spmd_axis_name=workers.axis)(*values)
         return [_split(each, workers) for each in results]
 
     return mapped
