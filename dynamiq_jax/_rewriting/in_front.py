@@ -25,6 +25,7 @@ _OF_ONE = {
     *("squeeze", "transpose"),
 }
 _OF_SEVERAL = {"add", "add_any", "sub"}
+_CONSTRAINTS = {"reshard", "sharding_constraint"}
 _RESHAPING = {"broadcast_in_dim", "concatenate", "pad"}
 _BY_A_NUMBER = {"mul", "div"}  # such as the division of a mean
 # Equations whose results are zeros if all inputs are.
@@ -48,7 +49,7 @@ class Waiting:
           node: equation that needs a sum that waits.
           waiting: values that are not available.
         """
-        keys = _linear_inputs(node)
+        name, keys = node.equation.primitive.name, _linear_inputs(node)
         if not keys or any(self.uses[key] > 1 for key in keys):
             return None
         members = [self.sums[key] for key in keys if key in self.sums]
@@ -56,6 +57,8 @@ class Waiting:
         if not members or len(members) + len(carried) < len(keys):
             return None
         first = members[0]
+        if name in _CONSTRAINTS and first.workers is None:
+            return None
         is_psum = first.description.operation == "psum"
         is_unreduced = "dst_sharding" in first.params  # linear equations have rules of their own
         if not is_psum or is_unreduced or any(each.kind != first.kind for each in members):
@@ -80,10 +83,11 @@ class Waiting:
         operands = [self.sums[key].operand if key in self.sums else key for key in inputs.values()]
         result = node.outputs[0]
         made = SumTerms(result)
-        function = _function_of(node)
-        if first.workers is not None:
+        if first.workers is None:
+            function = _function_of(node)
+        else:
             are_terms = [key in keys for key in inputs.values()]
-            function = unreduced.linear(function, are_terms, first.workers)
+            function = unreduced.linear(node.equation, are_terms, first.workers)
         step = Evaluate(function, tuple(operands), (made,))
         accumulates = frozenset(carried).union(*(each.accumulates for each in members))
         moved = dataclasses.replace(member, operand=made, result=result, accumulates=accumulates)
@@ -100,7 +104,7 @@ class Waiting:
             for atom in (node.equation.invars[0], node.equation.outvars[0])
         )
         is_compressed = any(each.why_exact is None for each in members)
-        if name in _BY_A_NUMBER or name in _RESHAPING:
+        if name in _BY_A_NUMBER | _RESHAPING | _CONSTRAINTS:
             return self.may_leave
         if name in ("convert_element_type", "reduce_sum"):
             return is_compressed or self.may_leave or (name == "reduce_sum" and before == after)
@@ -116,6 +120,8 @@ def _linear_inputs(node: Node) -> Sequence[Key]:
         return keys
     if name == "convert_element_type" and not _is_widened(node):
         return ()
+    if name in _CONSTRAINTS and not node.sums:
+        return keys
     if name == "pad":
         return keys[:1] if is_zero(keys[1], ()) else ()
     if name in _OF_ONE and len(keys) == 1:
