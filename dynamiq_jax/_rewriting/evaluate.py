@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
@@ -100,7 +99,10 @@ class Evaluation:
             return total
 
         if (workers := group.members[0].workers) is not None:
-            totals = unreduced.reduced(compressed, tree, workers)
+            results = {
+                leaf_name(i): each.result.variable for i, each in enumerate(group.members)
+            }
+            totals = unreduced.reduced(compressed, tree, results, workers)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
             shardings = group.by_path([each.params["dst_sharding"] for each in group.members])
@@ -151,8 +153,11 @@ class Evaluation:
 
 
 def _sum_exactly(step: SumExactly, terms: Sequence[Any]) -> Sequence[Any]:
-    if step.members[0].workers is not None:
-        return [jnp.sum(each, 0) for each in terms]
+    if (workers := step.members[0].workers) is not None:
+        return [
+            unreduced.total(each, member.result.variable, workers)
+            for each, member in zip(terms, step.members, strict=True)
+        ]
     axes = step.members[0].description.axes
     return _in_order(lambda *terms: lax.psum(terms, axes), terms)
 

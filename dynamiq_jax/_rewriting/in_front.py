@@ -20,8 +20,13 @@ from dynamiq_jax._rewriting.steps import Evaluate, Member
 from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, Selection
 from pallas_kernels._jax import equations
 
-_OF_ONE = {"reshape", "squeeze", "transpose", "reduce_sum"}
-_OF_SEVERAL = {"add", "add_any"}
+_OF_ONE = {
+    *("broadcast_in_dim", "convert_element_type", "copy", "neg", "pad", "reduce_sum", "reshape"),
+    *("squeeze", "transpose"),
+}
+_OF_SEVERAL = {"add", "add_any", "sub"}
+_CONSTRAINTS = {"reshard", "sharding_constraint"}
+_RESHAPING = {"broadcast_in_dim", "concatenate", "pad"}
 _BY_A_NUMBER = {"mul", "div"}  # such as the division of a mean
 # Equations whose results are zeros if all inputs are.
 _KEEP_ZEROS = {"broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape"}
@@ -37,11 +42,12 @@ class Waiting:
     may_leave: bool  # whether sums may leave the program
     sums: dict[Key, Member] = dataclasses.field(default_factory=dict)  # by their results
 
-    def in_front(self, node: Node) -> tuple[Evaluate, Member] | None:
+    def in_front(self, node: Node, waiting: Collection[Key]) -> tuple[Evaluate, Member] | None:
         """Return the step of an equation of terms in place of sums, and the sum of its results.
 
         Args:
           node: equation that needs a sum that waits.
+          waiting: values that are not available.
         """
         name, keys = node.equation.primitive.name, _linear_inputs(node)
         if not keys or any(self.uses[key] > 1 for key in keys):
@@ -51,71 +57,110 @@ class Waiting:
         if not members or len(members) + len(carried) < len(keys):
             return None
         first = members[0]
+        if name in _CONSTRAINTS and first.workers is None:
+            return None
         is_psum = first.description.operation == "psum"
         is_unreduced = "dst_sharding" in first.params  # linear equations have rules of their own
         if not is_psum or is_unreduced or any(each.kind != first.kind for each in members):
             return None
-        if name == "reduce_sum" and not self._may_shrink(node, first):
+        others = [key for key in node.inputs if key not in keys and not isinstance(key, Constant)]
+        # A number of a program of one worker may differ on the others.
+        if others and (first.workers is None or not set(others).isdisjoint(waiting)):
             return None
-        if name in _BY_A_NUMBER and not self.may_leave:  # terms would be rounded for nothing
+        if not self._gains(node, members):
             return None
-        shape = equations.shape_of(node.equation.outvars[0])
-        member = resized(self.selection, members, shape)
+        out = node.equation.outvars[0]
+        member = resized(
+            self.selection, members, equations.shape_of(out), equations.dtype_of(out)
+        )
         if member is None:
             return None
-        terms = {key: member.operand for key, member in self.sums.items()}
-        operands = {
-            variable: terms.get(key, key)
+        inputs = {
+            variable: key
             for variable, key in zip(node.equation.invars, node.inputs, strict=True)
-            if key in keys
+            if equations.is_variable(variable)
         }
+        operands = [self.sums[key].operand if key in self.sums else key for key in inputs.values()]
         result = node.outputs[0]
         made = SumTerms(result)
-        function = _function_of(node)
-        if first.workers is not None:
-            function = unreduced.linear(function, first.workers)
-        step = Evaluate(function, tuple(operands.values()), (made,))
+        if first.workers is None:
+            function = _function_of(node)
+        else:
+            are_terms = [key in keys for key in inputs.values()]
+            function = unreduced.linear(node.equation, are_terms, first.workers)
+        step = Evaluate(function, tuple(operands), (made,))
         accumulates = frozenset(carried).union(*(each.accumulates for each in members))
         moved = dataclasses.replace(member, operand=made, result=result, accumulates=accumulates)
         return step, moved
 
-    def _may_shrink(self, node: Node, member: Member) -> bool:
-        """Return whether a sum over dimensions is done first.
+    def _gains(self, node: Node, members: Sequence[Member]) -> bool:
+        """Return whether fewer or smaller sums are left.
 
-        Outside of loops, an exact sum would gain nothing, and change its rounding.
+        Terms are rounded, and exact sums change their rounding, for no other reason.
         """
+        name = node.equation.primitive.name
         before, after = (
             math.prod(equations.shape_of(atom))
             for atom in (node.equation.invars[0], node.equation.outvars[0])
         )
-        return member.why_exact is None or self.may_leave or before == after
+        is_compressed = any(each.why_exact is None for each in members)
+        if name in _BY_A_NUMBER | _RESHAPING | _CONSTRAINTS:
+            return self.may_leave
+        if name in ("convert_element_type", "reduce_sum"):
+            return is_compressed or self.may_leave or (name == "reduce_sum" and before == after)
+        return True
 
 
 def _linear_inputs(node: Node) -> Sequence[Key]:
     """Return the inputs in which an equation is linear, of which the others are numbers; none if it
     is not linear.
     """
-    name, keys = node.equation.primitive.name, node.inputs
-    if name in _OF_SEVERAL or (name in _OF_ONE and len(keys) == 1):
+    name, keys, out = node.equation.primitive.name, node.inputs, node.equation.outvars[0]
+    if name in _OF_SEVERAL or name == "concatenate":
+        return keys
+    if name == "convert_element_type" and not _is_widened(node):
+        return ()
+    if name in _CONSTRAINTS and not node.sums:
+        return keys
+    if name == "pad":
+        return keys[:1] if is_zero(keys[1], ()) else ()
+    if name in _OF_ONE and len(keys) == 1:
         return keys
     # Terms of 16 bits may be too small to be divided.
-    if name not in _BY_A_NUMBER or equations.dtype_of(node.equation.outvars[0]).itemsize < 4:
+    if name not in _BY_A_NUMBER or equations.dtype_of(out).itemsize < 4:
         return ()
     first, second = keys
-    if _is_number(second):
-        return () if _is_number(first) else (first,)
-    return (second,) if name == "mul" and _is_number(first) else ()
+    are_numbers = [not equations.shape_of(atom) for atom in node.equation.invars]
+    if are_numbers[1]:
+        return () if are_numbers[0] else (first,)
+    return (second,) if name == "mul" and are_numbers[0] else ()
+
+
+def _is_widened(node: Node) -> bool:
+    """Return whether floating numbers are converted to others that hold them all."""
+    before, after = (
+        equations.dtype_of(atom) for atom in (node.equation.invars[0], node.equation.outvars[0])
+    )
+    are_floating = all(jnp.issubdtype(each, jnp.floating) for each in (before, after))
+    return are_floating and jnp.promote_types(before, after) == after
 
 
 def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
-    """Return the function of a linear equation."""
+    """Return the function of a linear equation, of its inputs that are variables."""
     name = node.equation.primitive.name
-    if name not in _BY_A_NUMBER:
+    # Terms vary over the axes of the sum. Numbers have to, too: functions of `jax.lax` see to it.
+    function = {"mul": lax.mul, "div": lax.div, "pad": lax.pad}.get(name)
+    if function is None:
         return equations.evaluated(node.equation)
-    # Terms vary over the axes of the sum. The number has to, too: functions of `jax.lax` see to it.
-    function = lax.mul if name == "mul" else lax.div
-    values = [key.value if isinstance(key, Constant) else None for key in node.inputs]
-    return lambda terms: [function(*(terms if each is None else each for each in values))]
+    atoms = node.equation.invars
+    literals = [None if equations.is_variable(atom) else atom.val for atom in atoms]
+    config = [node.equation.params["padding_config"]] if name == "pad" else []
+
+    def applied(*values: Any) -> Sequence[Any]:
+        given = iter(values)
+        return [function(*(next(given) if v is None else v for v in literals), *config)]
+
+    return applied
 
 
 def _is_number(key: Key) -> bool:
@@ -127,7 +172,10 @@ def _is_number(key: Key) -> bool:
 
 
 def resized(
-    selection: Selection, members: Sequence[Member], shape: tuple[int, ...]
+    selection: Selection,
+    members: Sequence[Member],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any] | None = None,
 ) -> Member | None:
     """Return a sum in place of others whose terms are combined, before it has its operand.
 
@@ -135,6 +183,7 @@ def resized(
       selection: rule for the sums to compress.
       members: sums of one kind.
       shape: shape of the combined terms.
+      dtype: their dtype; None: as it was.
 
     Returns:
       The sum; None if they cannot be combined.
@@ -143,7 +192,8 @@ def resized(
     whys = {each.why_exact for each in members}
     if not whys <= {None, SMALL}:
         return None
-    described = dataclasses.replace(first.description, shape=shape)
+    dtype = dtype or first.description.dtype
+    described = dataclasses.replace(first.description, shape=shape, dtype=dtype)
     why: str | None = SMALL
     if not selection.is_small(described, first.params):
         # A rule of the user has seen the large ones already.

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of, over
 from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.nodes import Constant, Key, Node
+from dynamiq_jax._rewriting.nodes import Constant, Key, Node, Value
 from pallas_kernels._jax import equations
 
 # Equations whose result lies as their inputs of the same shape do.
@@ -46,6 +46,8 @@ class Placement:
         """
         root = self._root(value)
         kept = set(axes)
+        if (typed := _spec_of_type(value)) is not None:
+            return _trimmed(over(typed, kept))
         found = {
             _trimmed(over(spec, kept))
             for key, specs in self._specs.items()
@@ -81,6 +83,15 @@ class Placement:
             self._parents[value] = self._parents.get(parent, parent)  # halves the way next time
             value = parent
         return value
+
+
+def _spec_of_type(value: Key) -> PartitionSpec | None:
+    """Return the spec in the type of a value; None on axes that the compiler manages."""
+    if not isinstance(value, Value):
+        return None
+    sharding = getattr(value.variable.aval, "sharding", None)
+    is_typed = sharding is not None and sharding.mesh.explicit_axes
+    return PartitionSpec(*sharding.spec) if is_typed else None
 
 
 def _axes_of(spec: PartitionSpec) -> Iterable[str]:

@@ -212,7 +212,7 @@ class Scheduler:
             for node in remaining:
                 effects = equations.has_effects(node.equation)
                 if waiting.intersection(node.inputs) or (effects and order_matters):
-                    if moved := found.in_front(node):
+                    if moved := found.in_front(node, waiting):
                         added, member = moved
                         steps.append(added)
                         for key in node.inputs:

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting.contractions import Workers
 from dynamiq_jax._rewriting.rows import Rows
 from pallas_kernels._jax import equations
-from pallas_kernels._jax.equations import Equation
+from pallas_kernels._jax.equations import Atom, Equation
 
 P = PartitionSpec
 Terms = Array  # [workers, ...]
@@ -31,42 +32,119 @@ def parts(
       split: the dimension of each operand that holds rows.
       workers: the workers.
     """
+    in_parts = _scattered if equation.primitive.name == "scatter-add" else _contracted
+    function = in_parts(equations.without_shardings(equation), split, workers)
+    return _on_automatic_axes(function, workers, [_spec_of_terms(equation.outvars[0], workers)])
+
+
+def _contracted(
+    equation: Equation, split: Sequence[Rows], workers: Workers
+) -> Callable[..., list[Terms]]:
+    """Return the function as one equation of each worker, for which no operand moves."""
 
     def of_worker(*operands: Array) -> list[Array]:
-        if equation.primitive.name == "scatter-add":  # the operand is a term of the first worker
-            is_first = lax.axis_index(workers.axis) == 0
-            operands = jnp.where(is_first, operands[0], 0), *operands[1:]
         return [out[None] for out in equations.bound(equation, operands)]
 
     specs = tuple(P() if dim is None else P(*[None] * dim, workers.axis) for dim in split)
-    return lambda *operands: _mapped(of_worker, workers, specs, P(workers.axis))(*operands)
+    return _mapped(of_worker, workers, specs, P(workers.axis))
+
+
+def _scattered(
+    equation: Equation, split: Sequence[Rows], workers: Workers
+) -> Callable[..., list[Terms]]:
+    """Return the function as one equation of all workers.
+
+    XLA's partitioner fails for a scatter of each worker where it splits two more axes.
+    """
+
+    def of_all(first: Array, *operands: Array) -> list[Terms]:
+        is_first = jnp.arange(workers.count) == 0  # its terms hold the operand
+        shape = (workers.count, *[1] * first.ndim)
+        zero = jnp.zeros((), first.dtype)
+        terms = _split(jnp.where(is_first.reshape(shape), first[None], zero), workers)
+        rows = [_rows_of_each(v, dim, workers) for v, dim in zip(operands, split[1:], strict=True)]
+
+        def of_one(*values: Array) -> list[Array]:
+            return equations.bound(equation, values)
+
+        made = jax.vmap(of_one, spmd_axis_name=workers.axis)(terms, *rows)
+        return [_split(each, workers) for each in made]
+
+    return of_all
+
+
+def _rows_of_each(value: Array, dim: Rows, workers: Workers) -> Array:
+    """Return the rows of each worker: [workers, ..., rows, ...]."""
+    assert dim is not None
+    shape = value.shape
+    rows = (workers.count, shape[dim] // workers.count)
+    return _split(
+        jnp.moveaxis(value.reshape(*shape[:dim], *rows, *shape[dim + 1 :]), dim, 0), workers
+    )
 
 
 def linear(
-    function: Callable[..., Sequence[Any]], workers: Workers
+    equation: Equation, are_terms: Sequence[bool], workers: Workers
 ) -> Callable[..., Sequence[Terms]]:
-    """Return a linear function of unreduced values, which it maps over the workers."""
+    """Return the function of an equation that is linear in unreduced values.
 
-    def mapped(*terms: Terms) -> list[Terms]:
-        results = jax.vmap(function, spmd_axis_name=workers.axis)(*terms)
+    Args:
+      equation: the equation.
+      are_terms: its inputs that are unreduced, of those that are variables; others are the same for
+        all workers.
+      workers: the workers.
+    """
+    out = _spec_of_terms(equation.outvars[0], workers)
+    sharding = equation.params.get("sharding")
+    is_constraint = equation.primitive.name == "sharding_constraint"
+    literals = [None if equations.is_variable(atom) else atom.val for atom in equation.invars]
+    bare = equations.without_shardings(equation)
+
+    def function(*values: Array) -> list[Array]:
+        given = iter(values)
+        return equations.bound(bare, [next(given) if v is None else v for v in literals])
+
+    def mapped(*values: Array) -> list[Terms]:
+        if is_constraint:
+            spec = _without(sharding.spec, workers.axis)
+            return [_split(values[0], workers, [*spec])]
+        axes = [0 if each else None for each in are_terms]
+        results = jax.vmap(function, axes, spmd_axis_name=workers.axis)(*values)
         return [_split(each, workers) for each in results]
 
-    return mapped
+    return _on_automatic_axes(mapped, workers, [out])
 
 
 def zeros(value: Array, workers: Workers) -> Terms:
     """Return the unreduced form of a value of zeros."""
-    return _split(jnp.zeros((workers.count, *value.shape), value.dtype), workers)
+
+    def make(value: Array) -> Terms:
+        return _split(jnp.zeros((workers.count, *value.shape), value.dtype), workers)
+
+    return _on_automatic_axes(make, workers, _spec_of_terms(value, workers))(value)
 
 
 def of_all_turns(terms: Array, workers: Workers) -> Terms:
     """Return the unreduced form of what a loop has stacked: [turns, workers, ...]."""
-    return _split(jnp.moveaxis(terms, 1, 0), workers)
+    moved = jnp.moveaxis(terms, 1, 0)
+    return moved if _explicit(workers) else _split(moved, workers)
+
+
+def total(terms: Terms, result: Atom, workers: Workers) -> Array:
+    """Return the value of the program, by a sum of the compiler.
+
+    Args:
+      terms: its unreduced form.
+      result: the value, by its type.
+      workers: the workers.
+    """
+    return _on_automatic_axes(lambda terms: jnp.sum(terms, 0), workers, _spec(result))(terms)
 
 
 def reduced(
     reduce: Callable[[Mapping[str, Array]], Mapping[str, Array]],
     tree: Mapping[str, Terms],
+    results: Mapping[str, Atom],
     workers: Workers,
     out_specs: Mapping[str, PartitionSpec] | PartitionSpec = P(),
 ) -> Mapping[str, Array]:
@@ -75,6 +153,7 @@ def reduced(
     Args:
       reduce: function of the values of one worker, where the axis is manual.
       tree: unreduced values by name.
+      results: values of the program, by their types.
       workers: the workers.
       out_specs: split of the results over the workers, of a sum whose parts are scattered.
     """
@@ -82,24 +161,87 @@ def reduced(
     def of_worker(tree: Mapping[str, Terms]) -> Mapping[str, Array]:
         return reduce(jax.tree.map(lambda terms: terms[0], tree))
 
-    return _mapped(of_worker, workers, (P(workers.axis),), out_specs)(tree)
+    function = _mapped(of_worker, workers, (P(workers.axis),), out_specs)
+    specs = {name: _spec(each) for name, each in results.items()}
+    return _on_automatic_axes(function, workers, specs)(tree)
 
 
 def _mapped(function: Any, workers: Workers, in_specs: Any, out_specs: Any) -> Any:
     """Map a function over the workers, which the compiler goes on to split over other axes."""
+
+    def mapped(*values: Any) -> Any:
+        around = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(
+            function,
+            mesh=None if around.axis_names else workers.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={workers.axis},
+            check_vma=False,
+        )(*values)
+
+    return mapped
+
+
+def _split(terms: Array, workers: Workers, others: Sequence[Any] | None = None) -> Terms:
+    """Split terms over the workers, and over other axes as the compiler likes or as given."""
+    if others is None:
+        others = [P.UNCONSTRAINED] * (terms.ndim - 1)
+    mesh = _mesh(workers)
+    return lax.with_sharding_constraint(terms, NamedSharding(mesh, P(workers.axis, *others)))
+
+
+def _mesh(workers: Workers) -> Any:
     around = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(
-        function,
-        mesh=None if around.axis_names else workers.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names={workers.axis},
-        check_vma=False,
+    return around if around.axis_names else workers.mesh
+
+
+def _explicit(workers: Workers) -> tuple[str, ...]:
+    """Return the explicit axes around, whose types say how values are split over them."""
+    mesh = _mesh(workers)
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def _on_automatic_axes(function: Any, workers: Workers, specs: Any) -> Any:
+    """Return a function in which the compiler manages axes that are explicit around it.
+
+    Args:
+      function: function of arrays.
+      workers: the workers.
+      specs: those of its results.
+    """
+
+    def placed(*values: Any) -> Any:
+        if not (explicit := _explicit(workers)):
+            return function(*values)
+        mesh = _mesh(workers)
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, P)
+        )
+        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(*values)
+
+    return placed
+
+
+def _spec(value: Any) -> PartitionSpec:
+    """Return the spec in the type of a value; an empty one on automatic axes."""
+    sharding = getattr(getattr(value, "aval", value), "sharding", None)
+    spec = getattr(sharding, "spec", None)
+    return P() if spec is None else P(*spec)
+
+
+def _spec_of_terms(value: Any, workers: Workers) -> PartitionSpec:
+    """Return the spec of the unreduced form of a value, from the type of the value."""
+    return P(workers.axis, *_without(_spec(value), workers.axis))
+
+
+def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    return P(
+        *(
+            each
+            if each is None or each is P.UNCONSTRAINED
+            else tuple(name for name in names_of(each) if name != axis) or None
+            for each in spec
+        )
     )
-
-
-def _split(terms: Array, workers: Workers) -> Terms:
-    spec = P(workers.axis, *[P.UNCONSTRAINED] * (terms.ndim - 1))
-    around = jax.sharding.get_abstract_mesh()
-    mesh = around if around.axis_names else workers.mesh
-    return lax.with_sharding_constraint(terms, NamedSharding(mesh, spec))

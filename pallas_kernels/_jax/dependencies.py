@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def never(value: Array) -> Array:
@@ -12,11 +14,21 @@ def never(value: Array) -> Array:
     XLA removes `lax.optimization_barrier` before it schedules a program. It does not find that this
     comparison is always false.
     """
-    first = value[(0,) * value.ndim].real
+    first = _first(value).real
     if jnp.issubdtype(first.dtype, jnp.floating):
         wide = first if jnp.finfo(first.dtype).bits >= 8 else first.astype(jnp.float32)
         first = lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}"))
     return (first.astype(jnp.uint32) & 255) >> 8 != 0
+
+
+def _first(value: Array) -> Array:
+    """Return the first element of an array, which may be split over explicit axes."""
+    place = (0,) * value.ndim
+    sharding = jax.typeof(value).sharding
+    if not any(each is not None for each in sharding.spec):
+        return value[place]
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.sharding.auto_axes(lambda v: v[place], out_sharding=whole)(value)
 
 
 def zeros_after(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:

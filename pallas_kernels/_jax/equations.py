@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
 
 # An equation of a traced program, the program, and a value or constant in it. JAX 0.12 has one
 # class for programs with and without constants.
@@ -103,6 +104,15 @@ def bound(equation: Equation, values: Sequence[Any]) -> list[Any]:
     functions, params = given if isinstance(given, tuple) else ((), given)
     results = equation.primitive.bind(*functions, *values, **params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def without_shardings(equation: Equation) -> Equation:
+    """Return an equation that leaves it to the compiler where its result lies."""
+    params = {
+        name: None if isinstance(value, NamedSharding) else value
+        for name, value in equation.params.items()
+    }
+    return equation.replace(params=params)
 
 
 def is_variable(atom: Any) -> bool:

@@ -1,0 +1,307 @@
+"""Train steps of one global program, which the compiler partitions. None knows of compression."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+DATA = {"data": 4}
+SEED = np.random.default_rng(7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Mesh on which a step runs."""
+
+    mesh: Mesh
+
+    @property
+    def is_explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def put(self, tree, *spec, specs=None):
+        """Arrays with one spec, or with those of a function of the path of a leaf."""
+        if specs is None:
+            return jax.device_put(tree, NamedSharding(self.mesh, P(*spec)))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self.put(leaf, *specs(jax.tree_util.keystr(path), leaf)), tree
+        )
+
+    def sharding(self, *spec):
+        return NamedSharding(self.mesh, P(*spec))
+
+    def out(self, *spec):
+        """What explicit axes ask for where a result could lie in several ways."""
+        return self.sharding(*spec) if self.is_explicit else None
+
+    def constrain(self, value, *spec):
+        place = jax.sharding.reshard if self.is_explicit else lax.with_sharding_constraint
+        return place(value, self.sharding(*spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Step from a state and a batch to the next state and a loss."""
+
+    step: Callable[..., Any]
+    state: Any
+    batch: tuple[Any, ...]
+
+
+Shapes = list[tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Step on a mesh, and what has to be seen of it."""
+
+    make: Callable[[Place], Step]
+    compressed: Shapes  # of all sums that are compressed, in any order
+    axes: Mapping[str, int]
+    groups: int = 1
+    explicit: bool = True  # whether JAX takes it with explicit axes
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def mesh(self, axis_type: AxisType) -> Mesh:
+        sizes = tuple(self.axes.values())
+        devices = jax.devices()[: int(np.prod(sizes))]
+        return jax.make_mesh(
+            sizes, tuple(self.axes), axis_types=(axis_type,) * len(sizes), devices=devices
+        )
+
+
+FORMS: dict[str, Form] = {}
+
+
+def form(*compressed: tuple[int, ...], axes: Mapping[str, int] = DATA, **fields: Any):
+    def registered(make: Callable[[Place], Step]) -> Callable[[Place], Step]:
+        FORMS[make.__name__] = Form(make, list(compressed), axes, **fields)
+        return make
+
+    return registered
+
+
+def normal(*shape: int, scale: float = 1.0) -> Array:
+    """NumPy draws them without compiling a program."""
+    return jnp.asarray(np.random.default_rng(shape).normal(0, scale, shape), jnp.float32)
+
+
+def labels(*shape: int, below: int) -> Array:
+    return jnp.asarray(np.random.default_rng(shape).integers(0, below, shape), jnp.int32)
+
+
+def variables(model: nn.Module, *args: Any) -> Any:
+    """Variables of a model, drawn by NumPy: scales are one, other vectors zero."""
+
+    def draw(path: Any, leaf: Any) -> Array:
+        if "scale" in jax.tree_util.keystr(path) or "var" in jax.tree_util.keystr(path):
+            return jnp.ones(leaf.shape, leaf.dtype)
+        if len(leaf.shape) < 2:
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return normal(*leaf.shape, scale=float(np.prod(leaf.shape[:-1])) ** -0.5).astype(leaf.dtype)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *args)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def replicated(place: Place, params: Any, tx: optax.GradientTransformation, *more: Any) -> Any:
+    return place.put((params, tx.init(params), *more))
+
+
+def updated(tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any) -> Any:
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+X, Y = normal(16, 32), normal(16, 16)
+MATRICES = {"w": normal(32, 32, scale=1 / 6), "v": normal(32, 16, scale=1 / 6)}
+OF_MATRICES = [(32, 32), (32, 16)]
+
+
+def output(params: Any, x: Array) -> Array:
+    return jnp.tanh(x @ params["w"]) @ params["v"]
+
+
+def squares(params: Any, x: Array, y: Array) -> Array:
+    return jnp.mean((output(params, x) - y) ** 2)
+
+
+def on_matrices(
+    place: Place, loss: Callable[..., Array] = squares, batch: Any = (X, Y), params: Any = MATRICES
+) -> Step:
+    def step(params, *batch):
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return Step(step, place.put(params), place.put(tuple(batch), "data"))
+
+
+@form((32, 64), (64, 16))
+def linen_mlp(place):
+    """Flax with layer norm, clipping and adamw."""
+    model = nn.Sequential([nn.Dense(64), nn.gelu, nn.LayerNorm(), nn.Dense(16)])
+    params, tx = variables(model, X), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(state, x, y):
+        params, optimizer = state
+        loss, gradients = jax.value_and_grad(
+            lambda params: jnp.mean((model.apply(params, x) - y) ** 2)
+        )(params)
+        return updated(tx, gradients, optimizer, params), loss
+
+    return Step(step, replicated(place, params, tx), place.put((X, Y), "data"))
+
+
+class ConvNet(nn.Module):
+    """Convolutions with a norm."""
+
+    @nn.compact
+    def __call__(self, x):
+        for features in (8, 16):
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+
+def with_statistics(place: Place, model: nn.Module, x: Array, y: Array) -> Step:
+    values, tx = variables(model, x), optax.sgd(0.1, momentum=0.9)
+    params, statistics = values["params"], values["batch_stats"]
+
+    def step(state, x, y):
+        params, optimizer, statistics = state
+
+        def loss_fn(params):
+            logits, new = model.apply(
+                {"params": params, "batch_stats": statistics}, x, mutable=["batch_stats"]
+            )
+            losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(y, logits.shape[-1]))
+            return losses.mean(), new["batch_stats"]
+
+        (loss, new), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return (*updated(tx, gradients, optimizer, params), new), loss
+
+    return Step(step, replicated(place, params, tx, statistics), place.put((x, y), "data"))
+
+
+@form((3, 3, 8, 16), (256, 10), explicit=False)
+def cnn_with_batch_norm(place):
+    return with_statistics(place, ConvNet(), normal(8, 16, 16, 3), labels(8, below=10))
+
+
+class WideNorm(nn.Module):
+    """Statistics as large as a matrix."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(2048)(x)
+        return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(x))
+
+
+@form((32, 2048), (2048, 4), (2048,), (2048,), explicit=True)
+def batch_norm_of_2048_channels(place):
+    """The statistics stay exact, and the gradients of scale and bias are sent."""
+    return with_statistics(place, WideNorm(), X, labels(16, below=4))
+
+
+VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 64, 32, 2, 2, 8
+
+
+def norm(x: Array, scale: Array) -> Array:
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """Causal attention of [batch, length, heads, width of a head]."""
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
+    length = q.shape[1]
+    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+
+
+def decoder_params() -> Any:
+    layers, width, of_head = LAYERS, WIDTH, WIDTH // HEADS
+    return {
+        "embedding": normal(VOCABULARY, width, scale=0.1),
+        "norm": jnp.ones(width),
+        "layers": {
+            "norms": jnp.ones((layers, 2, width)),
+            "qkv": normal(layers, width, 3, HEADS, of_head, scale=0.1),
+            "out": normal(layers, HEADS, of_head, width, scale=0.1),
+            "up": normal(layers, width, 4 * width, scale=0.1),
+            "down": normal(layers, 4 * width, width, scale=0.1),
+        },
+    }
+
+
+def block(
+    x: Array, layer: Any, attend: Callable[..., Array] = attention, between: Any = lambda x: x
+) -> Array:
+    h = norm(x, layer["norms"][0])
+    q, k, v = (jnp.einsum("btd,dhk->bthk", h, layer["qkv"][:, i]) for i in range(3))
+    x = between(x + jnp.einsum("bthk,hkd->btd", attend(q, k, v), layer["out"]))
+    h = norm(x, layer["norms"][1])
+    return between(x + jax.nn.gelu(h @ layer["up"]) @ layer["down"])
+
+
+def decoder_loss(
+    params: Any,
+    tokens: Array,
+    place: Place,
+    *,
+    scan: bool = True,
+    remat: bool = True,
+    spec: Any = ("data",),
+    **how: Any,
+) -> Array:
+    x = params["embedding"].at[tokens[:, :-1]].get(out_sharding=place.out(*spec))
+    one = functools.partial(block, **how)
+    one = jax.checkpoint(one) if remat else one
+    if scan:
+        x, _ = lax.scan(lambda x, layer: (one(x, layer), None), x, params["layers"])
+    else:
+        for i in range(LAYERS):
+            x = one(x, jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]))
+    logits = norm(x, params["norm"]) @ params["embedding"].T
+    return cross_entropy(logits, tokens[:, 1:])
+
+
+def cross_entropy(logits: Array, targets: Array) -> Array:
+    logs = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.sum(logs * jax.nn.one_hot(targets, logs.shape[-1]), -1))
+
+
+TOKENS = labels(8, LENGTH + 1, below=VOCABULARY)
+OF_LAYERS = [(2, 32, 3, 2, 16), (2, 2, 16, 32), (2, 32, 128), (2, 128, 32)]
+OF_DECODER = [*OF_LAYERS, (64, 32)]
+
+
+def decoder(place: Place, tokens: Array = TOKENS, params: Any = None, **how: Any) -> Step:
+    params, tx = decoder_params(), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(state, tokens):
+        params, optimizer = state
+        loss, gradients = jax.value_and_grad(decoder_loss)(params, tokens, place, **how)
+        return updated(tx, gradients, optimizer, params), loss
+
+    return Step(step, replicated(place, params, tx), (place.put(tokens, "data"),))
+
+
+@form(*OF_DECODER)
+def decoder_in_a_scan(place):
+    """Recomputed layers in a scan, and one matrix for embedding and head."""
+    return decoder(place)
+
+
+@form(*2 * [shape[1:] for shape in OF_LAYERS[1:]], *6 * [(32, 2, 16)], (64, 32))
+def decoder_unrolled(place):
+    return decoder(place, scan=False, remat=False)
