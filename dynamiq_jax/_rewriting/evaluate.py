@@ -99,9 +99,7 @@ class Evaluation:
             return total
 
         if (workers := group.members[0].workers) is not None:
-            results = {
-                leaf_name(i): each.result.variable for i, each in enumerate(group.members)
-            }
+            results = group.by_path(each.result.variable for each in group.members)
             totals = unreduced.reduced(compressed, tree, results, workers)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)

@@ -162,7 +162,7 @@ def reduced(
         return reduce(jax.tree.map(lambda terms: terms[0], tree))
 
     function = _mapped(of_worker, workers, (P(workers.axis),), out_specs)
-    specs = {name: _spec(each) for name, each in results.items()}
+    specs = jax.tree.map(_spec, results)
     return _on_automatic_axes(function, workers, specs)(tree)
 
 
