@@ -15,7 +15,15 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._rewriting.rows import Rows, contraction, follow, rows_of_spec
+from dynamiq_jax._rewriting.rows import (
+    Rows,
+    contraction,
+    ends,
+    follow,
+    is_half,
+    rows_of_spec,
+    splits_evenly,
+)
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -62,6 +70,16 @@ def _meshes(program: Any) -> Iterator[Mesh | AbstractMesh]:
             yield from _meshes(inside)
 
 
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Rows of a value that are no longer known."""
+
+    why: str
+
+
+Known = Rows | Lost
+
+
 sum_over_rows = Primitive("sum_over_rows")
 sum_over_rows.def_abstract_eval(lambda *operands, equation, **params: equation.outvars[0].aval)
 
@@ -85,9 +103,9 @@ class Marker:
 
     def __init__(self, workers: Workers):
         self._workers = workers
-        self._marked: dict[Any, tuple[Any, list[Rows]]] = {}
+        self._marked: dict[Any, tuple[Any, list[Known]]] = {}
 
-    def program(self, program: Any, rows: Sequence[Rows]) -> tuple[Any, list[Rows]]:
+    def program(self, program: Any, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
         """Return a program with marked contractions, and the rows of its outputs.
 
         Args:
@@ -99,11 +117,11 @@ class Marker:
             self._marked[place] = self._mark(program, rows)
         return self._marked[place]
 
-    def _mark(self, program: Any, rows: Sequence[Rows]) -> tuple[Any, list[Rows]]:
+    def _mark(self, program: Any, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
         opened, constants = equations.opened(program)
-        known: dict[Any, Rows] = dict(zip(opened.invars, rows, strict=True))
+        known: dict[Any, Known] = dict(zip(opened.invars, rows, strict=True))
 
-        def rows_of(atoms: Sequence[Any]) -> list[Rows]:
+        def rows_of(atoms: Sequence[Any]) -> list[Known]:
             return [known.get(a) if equations.is_variable(a) else None for a in atoms]
 
         marked = []
@@ -116,7 +134,7 @@ class Marker:
             result = ClosedJaxpr(result, constants)
         return result, rows_of(opened.outvars)
 
-    def _equation(self, equation: Equation, rows: list[Rows]) -> tuple[Equation, list[Rows]]:
+    def _equation(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
         """Return an equation with marked contractions, and the rows of its outputs."""
         name = equation.primitive.name
         if name in ("sharding_constraint", "reshard"):
@@ -131,29 +149,60 @@ class Marker:
             return self._while(equation, rows)
         if name == "cond":
             return self._cond(equation, rows)
-        split = contraction(equation, rows, self._workers.count)
-        if split is not None:
-            params = {
-                "equation": equation,
-                "split": tuple(split),
-                "axes": (self._workers.axis,),
-                "mesh": self._workers.mesh,
-            }
-            return equation.replace(primitive=sum_over_rows, params=params), [None]
-        return equation, follow(equation, rows)
+        return self._plain(equation, rows)
 
-    def _constrained(self, equation: Equation, rows: Rows) -> Rows:
+    def _plain(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
+        """Mark an equation that holds no program, if it contracts rows."""
+        dims = [each if isinstance(each, int) else None for each in rows]
+        lost = next((each for each in rows if isinstance(each, Lost)), None)
+        split = contraction(equation, dims)
+        if split is not None:
+            if splits_evenly(equation, split, self._workers.count):
+                return self._sum(equation, tuple(split), None), [None]
+            why = f"its rows do not split evenly among {self._workers.count} workers"
+            return self._sum(equation, None, why), [None]
+        if lost and is_half(equation, dims, [isinstance(each, Lost) for each in rows]):
+            return self._sum(equation, None, lost.why), [None]
+        after: list[Known] = list(follow(equation, dims))
+        if lost is None and any(each is not None for each in dims) and not ends(equation):
+            line = equations.place(equation) or "an unknown line"
+            lost = Lost(
+                f"its rows are not followed through {equation.primitive.name!r} of {line}: give "
+                "the result jax.lax.with_sharding_constraint"
+            )
+        return equation, [lost if each is None else each for each in after]
+
+    def _sum(
+        self, equation: Equation, split: tuple[Rows, ...] | None, why: str | None
+    ) -> Equation:
+        """Return a contraction as a sum.
+
+        Args:
+          equation: the contraction.
+          split: dimensions of the operands along which each worker takes a part.
+          why: reason to leave it to the compiler, without a split.
+        """
+        params = {
+            "equation": equation,
+            "split": split,
+            "why_exact": why,
+            "axes": (self._workers.axis,),
+            "mesh": self._workers.mesh,
+        }
+        return equation.replace(primitive=sum_over_rows, params=params)
+
+    def _constrained(self, equation: Equation, rows: Known) -> Known:
         """Rows lie where a sharding puts them."""
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
             return rows
         spec = [*sharding.spec, *[None] * len(equations.shape_of(equation.outvars[0]))]
         moved = rows_of_spec(spec, self._workers.axis)
-        if moved is None and rows is not None and spec[rows] is PartitionSpec.UNCONSTRAINED:
+        if moved is None and isinstance(rows, int) and spec[rows] is PartitionSpec.UNCONSTRAINED:
             return rows
         return moved
 
-    def _placed(self, shardings: Sequence[Any], rows: Sequence[Rows]) -> list[Rows]:
+    def _placed(self, shardings: Sequence[Any], rows: Sequence[Known]) -> list[Known]:
         """Return the rows of values with the shardings of a function, where these are given."""
         return [
             rows_of_spec(sharding.spec, self._workers.axis)
@@ -162,7 +211,7 @@ class Marker:
             for sharding, each in zip(shardings, rows, strict=True)
         ]
 
-    def _call(self, equation: Equation, rows: Sequence[Rows]) -> tuple[Equation, list[Rows]]:
+    def _call(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
         params = equation.params
         name = next(name for name, value in params.items() if equations.is_program(value))
         if "in_shardings" in params:
@@ -172,7 +221,7 @@ class Marker:
             after = self._placed(params["out_shardings"], after)
         return equation.replace(params={**params, name: program}), after
 
-    def _map(self, equation: Equation, rows: Sequence[Rows]) -> tuple[Equation, list[Rows]]:
+    def _map(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
         params = equation.params
         if self._workers.axis in equations.mapped_axes(equation):
             return equation, [
@@ -181,17 +230,17 @@ class Marker:
         program, after = self.program(params["jaxpr"], rows)
         return equation.replace(params={**params, "jaxpr": program}), after
 
-    def _scan(self, equation: Equation, rows: Sequence[Rows]) -> tuple[Equation, list[Rows]]:
+    def _scan(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
         first, carried = equations.scan_counts(equation)
         last = first + carried
-        turns = [None if each in (None, 0) else each - 1 for each in rows[last:]]
+        turns = [_shifted(None if each == 0 else each, -1) for each in rows[last:]]
         program, carry, after = self._loop(
             equation.params["jaxpr"], rows[:first], rows[first:last], turns
         )
-        stacked = [None if each is None else each + 1 for each in after[carried:]]
+        stacked = [_shifted(each, 1) for each in after[carried:]]
         return equation.replace(params={**equation.params, "jaxpr": program}), carry + stacked
 
-    def _while(self, equation: Equation, rows: Sequence[Rows]) -> tuple[Equation, list[Rows]]:
+    def _while(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
         params = equation.params
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
@@ -199,8 +248,8 @@ class Marker:
         return equation.replace(params={**params, "body_jaxpr": program}), carry
 
     def _loop(
-        self, body: Any, constants: Sequence[Rows], carry: Sequence[Rows], turns: Sequence[Rows]
-    ) -> tuple[Any, list[Rows], list[Rows]]:
+        self, body: Any, constants: Sequence[Known], carry: Sequence[Known], turns: Sequence[Known]
+    ) -> tuple[Any, list[Known], list[Known]]:
         """Return the body of a loop, and the rows of all that it carries and of its outputs.
 
         Values that begin without rows, such as zeros, have those of the turn before.
@@ -209,7 +258,7 @@ class Marker:
         for _ in range(_MOST_ROUNDS):
             program, after = self.program(body, [*constants, *carry, *turns])
             joined = [
-                now if before is None else before
+                before if isinstance(before, int) else now
                 for before, now in zip(carry, after, strict=False)
             ]
             if joined == carry:
@@ -217,13 +266,17 @@ class Marker:
             carry = joined
         return program, carry, after
 
-    def _cond(self, equation: Equation, rows: Sequence[Rows]) -> tuple[Equation, list[Rows]]:
+    def _cond(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
         branches, of_each = zip(
             *(self.program(branch, rows[1:]) for branch in equation.params["branches"]),
             strict=True,
         )
         after = [
-            next((each for each in of_output if each is not None), None)
+            next((each for each in of_output if isinstance(each, int)), of_output[0])
             for of_output in zip(*of_each, strict=True)
         ]
         return equation.replace(params={**equation.params, "branches": branches}), after
+
+
+def _shifted(rows: Known, by: int) -> Known:
+    return rows + by if isinstance(rows, int) else rows

@@ -40,7 +40,7 @@ def follow(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
     return found if isinstance(found, list) else [found] * len(equation.outvars)
 
 
-def contraction(equation: Equation, rows: Sequence[Rows], workers: int) -> list[Rows] | None:
+def contraction(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
     """Return the dimension of each operand along which the workers do parts of a contraction.
 
     The result of the equation is the sum of its results for the parts of each worker. Both factors
@@ -49,21 +49,48 @@ def contraction(equation: Equation, rows: Sequence[Rows], workers: int) -> list[
     Args:
       equation: the equation.
       rows: rows of its operands.
-      workers: number of workers, among which the rows have to be split evenly.
 
     Returns:
       One dimension for each operand, None for those of which each worker takes all. None if the
       equation contracts no rows.
     """
-    name = equation.primitive.name
-    rule = _CONTRACTIONS.get(name)
-    found = rule(equation, rows) if rule is not None else None
-    if found is None:
-        return None
+    rule = _CONTRACTIONS.get(equation.primitive.name)
+    return rule(equation, rows) if rule is not None else None
+
+
+def splits_evenly(equation: Equation, split: Sequence[Rows], workers: int) -> bool:
+    """Return whether each worker has as many rows of a contraction as the others."""
     shapes = map(equations.shape_of, equation.invars)
-    split = [shape[dim] for shape, dim in zip(shapes, found, strict=True) if dim is not None]
-    even = all(isinstance(size, int) and size % workers == 0 for size in split)
-    return found if even else None
+    sizes = [shape[dim] for shape, dim in zip(shapes, split, strict=True) if dim is not None]
+    return all(isinstance(size, int) and size % workers == 0 for size in sizes)
+
+
+def is_half(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bool]) -> bool:
+    """Return whether an equation would contract rows if those of its other operand were known.
+
+    Args:
+      equation: the equation.
+      rows: rows of its operands.
+      are_lost: operands of which they are lost.
+    """
+    match equation.primitive.name:
+        case "dot_general":
+            pairs = list(zip(*equation.params["dimension_numbers"][0], strict=True))
+        case "conv_general_dilated":
+            numbers = equation.params["dimension_numbers"]
+            pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
+        case _:
+            return False
+    left, right = (None if lost else dim for dim, lost in zip(rows, are_lost, strict=True))
+    return any(
+        (are_lost[1] and left == first) or (are_lost[0] and right == second)
+        for first, second in pairs
+    )
+
+
+def ends(equation: Equation) -> bool:
+    """Return whether results of an equation may have no rows although nothing is lost."""
+    return equation.primitive.name in _REDUCTIONS | _CONTRACTIONS.keys()
 
 
 def _first(rows: Sequence[Rows]) -> tuple[int, int]:

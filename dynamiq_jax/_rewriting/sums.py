@@ -129,6 +129,8 @@ class Selection:
             return NOT_FLOATING
         if not all(isinstance(size, int) for size in each.shape):
             return SYMBOLIC
+        if why := params.get("why_exact"):  # of a contraction that cannot be split
+            return str(why)
         if self.is_small(each, params):
             return SMALL
         if self.only is not None:
