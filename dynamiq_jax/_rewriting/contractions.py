@@ -196,6 +196,8 @@ class Marker:
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
             return rows
+        if equation.primitive.name == "reshard" and self._workers.axis in sharding.mesh.auto_axes:
+            return rows  # into a part of the program where the compiler manages the axis
         spec = [*sharding.spec, *[None] * len(equations.shape_of(equation.outvars[0]))]
         moved = rows_of_spec(spec, self._workers.axis)
         if moved is None and isinstance(rows, int) and spec[rows] is PartitionSpec.UNCONSTRAINED:

@@ -104,7 +104,7 @@ class Waiting:
             for atom in (node.equation.invars[0], node.equation.outvars[0])
         )
         is_compressed = any(each.why_exact is None for each in members)
-        if name in _BY_A_NUMBER | _RESHAPING | _CONSTRAINTS:
+        if name in _BY_A_NUMBER | _RESHAPING or name == "sharding_constraint":
             return self.may_leave
         if name in ("convert_element_type", "reduce_sum"):
             return is_compressed or self.may_leave or (name == "reduce_sum" and before == after)

@@ -34,7 +34,8 @@ def parts(
     """
     in_parts = _scattered if equation.primitive.name == "scatter-add" else _contracted
     function = in_parts(equations.without_shardings(equation), split, workers)
-    return _on_automatic_axes(function, workers, [_spec_of_terms(equation.outvars[0], workers)])
+    out = _spec_of_terms(equation.outvars[0], workers)
+    return equations.in_context(equation, _on_automatic_axes(function, workers, [out]))
 
 
 def _contracted(
@@ -95,6 +96,8 @@ def linear(
       workers: the workers.
     """
     out = _spec_of_terms(equation.outvars[0], workers)
+    if equation.primitive.name == "reshard":
+        return lambda terms: [jax.sharding.reshard(terms, NamedSharding(_mesh(workers), out))]
     sharding = equation.params.get("sharding")
     is_constraint = equation.primitive.name == "sharding_constraint"
     literals = [None if equations.is_variable(atom) else atom.val for atom in equation.invars]
@@ -112,7 +115,7 @@ def linear(
         results = jax.vmap(function, axes, spmd_axis_name=workers.axis)(*values)
         return [_split(each, workers) for each in results]
 
-    return _on_automatic_axes(mapped, workers, [out])
+    return equations.in_context(equation, _on_automatic_axes(mapped, workers, [out]))
 
 
 def zeros(value: Array, workers: Workers) -> Terms:

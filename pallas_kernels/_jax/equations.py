@@ -106,6 +106,16 @@ def bound(equation: Equation, values: Sequence[Any]) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
+def in_context(equation: Equation, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is called with the mesh that is set around an equation."""
+
+    def called(*values: Any) -> Any:
+        with equation.ctx.manager:
+            return function(*values)
+
+    return called
+
+
 def without_shardings(equation: Equation) -> Equation:
     """Return an equation that leaves it to the compiler where its result lies."""
     params = {
