@@ -18,6 +18,7 @@ from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.inner import specs_of_shardings
+from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
 from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
@@ -257,7 +258,7 @@ class CompressedStep:
         scheduler = Scheduler(self._evaluation.selection)
         shardings = [_sharding_of(array) for array in arguments.arrays]
         around = Surroundings(input_specs=specs_of_shardings(shardings))
-        schedule = scheduler.schedule(equations.without_unused(traced), around)
+        schedule = scheduler.schedule(origins_of(equations.without_unused(traced)), around)
         if not (self._missing_ok or any(schedule.groups())):
             raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
