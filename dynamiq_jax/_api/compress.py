@@ -365,5 +365,7 @@ def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
         "name of a manual axis of jax.shard_map or jax.pmap in the step, over which it sums "
         "gradients. Where the compiler places the sums, as in jax.jit with shardings alone, use "
         "dq.data_parallel. Take gradients inside of the step: those of a compressed function would "
-        "not be compressed. Give missing_ok=True if this step may stay as it is."
+        "not be compressed. If they are arguments of the step, give only=lambda s: s.origin == "
+        "'other', which compresses what no backward pass has made. Give missing_ok=True if this step "
+        "may stay as it is."
     )

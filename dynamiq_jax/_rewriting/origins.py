@@ -59,18 +59,21 @@ class Origin(NamedTuple):
 
 # Equations whose result has the numbers of their operand.
 _LIKE = {
-    *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "pcast", "pvary", "reshape"),
-    *("squeeze", "stop_gradient"),
+    *("broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape", "squeeze"),
+    "stop_gradient",
 }
-# Equations whose results are what their operands are, in another form, added or clipped.
+# Equations whose results are what their operands are: in another form or place, added, or clipped.
 _KEEPING = _LIKE | {
     *("add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "and"),
     *("bitcast_convert_type", "clamp", "complex", "concatenate", "conj", "cumsum", "device_put"),
-    *("dynamic_slice", "dynamic_update_slice", "gather", "imag", "layout_constraint", "max", "min"),
-    *("name", "neg", "optimization_barrier", "or", "pad", "ppermute", "psum", "psum_invariant"),
-    *("real", "reduce_precision", "reduce_scatter", "reduce_sum", "reshard", "rev", "scatter"),
-    *("scatter-add", "scatter_add", "select_n", "sharding_constraint", "slice", "split", "sub"),
-    *("transpose", "xor"),
+    *("dynamic_slice", "dynamic_update_slice", "fft", "gather", "imag", "layout_constraint", "max"),
+    *("min", "name", "neg", "not", "optimization_barrier", "or", "pad", "pbroadcast", "ppermute"),
+    *("preduced", "psum", "psum_invariant", "real", "reduce_precision", "reduce_scatter"),
+    *("reduce_sum", "reduce_window_sum", "reduced_vary_cast", "reduced_vary_cast_p", "relayout"),
+    *("reshard", "rev", "scatter", "scatter-add", "scatter-sub", "select_n"),
+    *("sharding_constraint", "shift_left", "shift_right_logical", "slice", "split", "stack", "sub"),
+    *("tile", "transpose", "unreduced_psum", "unreduced_reduce_scatter", "unstack"),
+    *("vary_unreduced_cast", "vary_unreduced_cast_p", "with_memory_space_constraint", "xor"),
 }
 _PRODUCTS = {"mul", "div", "dot_general", "conv_general_dilated"}
 _TO_WORKERS = {"all_to_all", "pcast", "ppermute", "pvary"}

@@ -32,6 +32,7 @@ DEFAULT_OPERATIONS: tuple[Operation, ...] = ("psum", "psum_scatter")
 
 SMALL = "fewer elements than options.exact_below"
 NOT_FLOATING = "not floating"
+SYMBOLIC = "its shape is symbolic"
 NOT_CHOSEN = "only= returned False"
 ZEROS = "its terms are zeros, which are not sent"
 FORWARD = "in the forward pass of what is differentiated"
