@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._bit_allocation.bit_groups import (
     Expected,
     Group,
@@ -23,6 +22,7 @@ from dynamiq_jax._bit_allocation.shared_budget import SharedBudget
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import UNCOMPRESSED, Rules, paths_of
+from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels._jax.compat import override

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from dynamiq_jax._rewriting.report import CompressReport
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.findings import Finding
+from dynamiq_jax._rewriting.report import CompressReport
 from pallas_kernels._jax.compat import override
 
 HEADINGS = ("what", "over", "link", "type", "messages", "sent", "where")

@@ -37,7 +37,9 @@ class _Constant:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Constant) or type(self.value) is not type(other.value):
             return False
-        return self.value is other.value or bool(_has_hash(self.value) and self.value == other.value)
+        return self.value is other.value or bool(
+            _has_hash(self.value) and self.value == other.value
+        )
 
     def __hash__(self) -> int:
         return hash(self.value) if _has_hash(self.value) else id(self.value)

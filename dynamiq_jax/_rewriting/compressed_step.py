@@ -15,6 +15,7 @@ from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.arguments import Leaves
 from dynamiq_jax._rewriting.contractions import Marker, workers_of
 from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.report import CompressReport, report_of
 from dynamiq_jax._rewriting.rows import rows_of_spec
 from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
@@ -239,7 +240,7 @@ class CompressedStep:
             traced, _ = Marker(workers).program(traced, rows)
         scheduler = Scheduler(selection, opens_outermost=self._is_jitted)
         around = Surroundings(input_specs={i: s for i, s in enumerate(specs) if s is not None})
-        schedule = scheduler.schedule(traced, around)
+        schedule = scheduler.schedule(origins_of(traced), around)
         if not (self._missing_ok or any(schedule.groups())):
             raise ValueError(_nothing_to_compress(selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
@@ -258,7 +259,11 @@ class CompressedStep:
 
     def _check_unchanged(self) -> None:
         """Check that a trace has left no array in the object of the step."""
-        held = vars(getattr(self._fun, "__self__", self._fun)) if hasattr(self._fun, "__self__") else {}
+        held = (
+            vars(getattr(self._fun, "__self__", self._fun))
+            if hasattr(self._fun, "__self__")
+            else {}
+        )
         leaves = jax.tree.leaves(dict(held))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise TypeError(
@@ -298,6 +303,7 @@ def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
         "name of an axis over which it sums gradients: a manual axis of jax.shard_map or jax.pmap "
         "in the step, or one over which the rows of its batch are split. Where no argument has a "
         "sharding, as inside of another jax.jit, give in_specs=. Take gradients inside of the "
-        "step: those of a compressed function would not be compressed. Give missing_ok=True if "
-        "this step may stay as it is."
+        "step: those of a compressed function would not be compressed. If they are arguments of the "
+        "step, give only=lambda s: s.origin == 'other', which compresses what no backward pass has "
+        "made. Give missing_ok=True if this step may stay as it is."
     )

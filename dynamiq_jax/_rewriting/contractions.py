@@ -20,7 +20,7 @@ from dynamiq_jax._rewriting.rows import (
     contraction,
     ends,
     follow,
-    is_half,
+    may_contract,
     rows_of_spec,
     splits_evenly,
 )
@@ -161,7 +161,7 @@ class Marker:
                 return self._sum(equation, tuple(split), None), [None]
             why = f"its rows do not split evenly among {self._workers.count} workers"
             return self._sum(equation, None, why), [None]
-        if lost and is_half(equation, dims, [isinstance(each, Lost) for each in rows]):
+        if lost and may_contract(equation, dims, [isinstance(each, Lost) for each in rows]):
             return self._sum(equation, None, lost.why), [None]
         after: list[Known] = list(follow(equation, dims))
         if lost is None and any(each is not None for each in dims) and not ends(equation):
@@ -172,9 +172,7 @@ class Marker:
             )
         return equation, [lost if each is None else each for each in after]
 
-    def _sum(
-        self, equation: Equation, split: tuple[Rows, ...] | None, why: str | None
-    ) -> Equation:
+    def _sum(self, equation: Equation, split: tuple[Rows, ...] | None, why: str | None) -> Equation:
         """Return a contraction as a sum.
 
         Args:

@@ -28,8 +28,6 @@ _OF_SEVERAL = {"add", "add_any", "sub"}
 _CONSTRAINTS = {"reshard", "sharding_constraint"}
 _RESHAPING = {"broadcast_in_dim", "concatenate", "pad"}
 _BY_A_NUMBER = {"mul", "div"}  # such as the division of a mean
-# Equations whose results are zeros if all inputs are.
-_KEEP_ZEROS = {"broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +68,7 @@ class Waiting:
         if not self._gains(node, members):
             return None
         out = node.equation.outvars[0]
-        member = resized(
-            self.selection, members, equations.shape_of(out), equations.dtype_of(out)
-        )
+        member = resized(self.selection, members, equations.shape_of(out), equations.dtype_of(out))
         if member is None:
             return None
         inputs = {
@@ -123,7 +119,7 @@ def _linear_inputs(node: Node) -> Sequence[Key]:
     if name in _CONSTRAINTS and not node.sums:
         return keys
     if name == "pad":
-        return keys[:1] if is_zero(keys[1], ()) else ()
+        return keys[:1] if _is_number(keys[1]) and not keys[1].value else ()
     if name in _OF_ONE and len(keys) == 1:
         return keys
     # Terms of 16 bits may be too small to be divided.
@@ -230,23 +226,6 @@ def totals_among(left: Mapping[int, Member]) -> set[int]:
         for output, _ in inside
         if output in left and all(m.kind == left[output].kind for o, m in inside if o == output)
     }
-
-
-def zeros_among(nodes: Sequence[Node]) -> set[Key]:
-    """Return the values of a program that are known to be zeros, without its constants."""
-    zeros: set[Key] = set()
-    for node in nodes:
-        keeps = node.equation.primitive.name in _KEEP_ZEROS
-        if keeps and all(is_zero(key, zeros) for key in node.inputs):
-            zeros.update(node.outputs)
-    return zeros
-
-
-def is_zero(key: Key, zeros: Collection[Key]) -> bool:
-    """Return whether a value is known to be zeros."""
-    if isinstance(key, Constant):
-        return _is_number(key) and not key.value
-    return key in zeros
 
 
 def totals_of_turns(

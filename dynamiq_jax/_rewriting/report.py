@@ -10,16 +10,16 @@ from typing import Any
 import jax
 from jax import lax
 
-from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._core import Axis
 from dynamiq_jax._core.source_files import short_name
 from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.steps import KeptSum, Reduce
-from dynamiq_jax._rewriting.sums import Operation, Sum
+from dynamiq_jax._rewriting.sums import ZEROS, Operation, Sum
 from pallas_kernels._jax.compat import override
 
 
@@ -112,7 +112,8 @@ def _of_kept(kept: KeptSum, evaluation: Evaluation) -> SumReport:
         slow, *fast = (Axis(name, sizes.get(name) or lax.axis_size(name)) for name in over)
         leaf = jax.ShapeDtypeStruct(each.shape, each.dtype)
         sent = _bytes_before(each.operation, Axes(slow, tuple(fast)), leaf)
-    return SumReport(each, kept.why, None, kept.times, sent, sent)
+    after = 0 if kept.why == ZEROS else sent
+    return SumReport(each, kept.why, None, kept.times, sent, after)
 
 
 def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:

@@ -65,8 +65,8 @@ def splits_evenly(equation: Equation, split: Sequence[Rows], workers: int) -> bo
     return all(isinstance(size, int) and size % workers == 0 for size in sizes)
 
 
-def is_half(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bool]) -> bool:
-    """Return whether an equation would contract rows if those of its other operand were known.
+def may_contract(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bool]) -> bool:
+    """Return whether an equation may contract rows, which are lost of an operand or of both.
 
     Args:
       equation: the equation.
@@ -82,7 +82,7 @@ def is_half(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bool]) 
         case _:
             return False
     left, right = (None if lost else dim for dim, lost in zip(rows, are_lost, strict=True))
-    return any(
+    return all(are_lost) or any(
         (are_lost[1] and left == first) or (are_lost[0] and right == second)
         for first, second in pairs
     )

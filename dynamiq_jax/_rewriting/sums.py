@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -18,12 +18,14 @@ from pallas_kernels._jax.equations import Equation
 
 Operation = Literal["psum", "psum_scatter", "all_gather"]
 Differentiation = Literal["forward", "backward"]
+SumOrigin = Literal["gradient", "forward", "backward", "other"]
 
 # Primitives by the name of the function of `jax.lax` that makes them. `jax.grad` adds the
 # invariant ones under check_vma=True.
 OPERATIONS: dict[str, Operation] = {
     "psum": "psum",
     "psum_invariant": "psum",
+    "sum_over_rows": "psum",
     "reduce_scatter": "psum_scatter",
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -32,12 +34,17 @@ DEFAULT_OPERATIONS: tuple[Operation, ...] = ("psum", "psum_scatter")
 
 SMALL = "fewer elements than options.exact_below"
 NOT_FLOATING = "not floating"
-FORWARD = "in the forward pass of what is differentiated"
-STATISTICS = "the same backward pass goes on with its result"
-NOT_CHOSEN = "only= returned False"
 SYMBOLIC = "its shape is symbolic"
-# Reasons of sums that may be gradients all the same; None for those that are compressed.
-OF_GRADIENTS = frozenset({None, SMALL, NOT_CHOSEN, SYMBOLIC})
+NOT_CHOSEN = "only= returned False"
+ZEROS = "its terms are zeros, which are not sent"
+FORWARD = "in the forward pass of what is differentiated"
+CONTINUED = "a backward pass goes on with its result"
+NO_GRADIENT: dict[SumOrigin, str] = {
+    "backward": CONTINUED,
+    "forward": "its terms are from a forward pass",
+    "other": "its terms are from no backward pass",
+}
+MIXED = "its terms are made of gradients, and are none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +60,11 @@ class Sum:
     dtype: np.dtype[Any]
     source: str  # file, line and function; "" if not known
     scopes: str  # names that JAX gave the equation: `jax.named_scope` and transformations
-    # Pass of `jax.grad` that it is in; None outside of both, as where gradients are averaged.
+    # Pass of `jax.grad` that it is in; None outside of both, as that of a `pmean` of gradients.
     differentiation: Differentiation | None
+    # Where its terms come from: "gradient", from a backward pass, wherever the sum is; "backward",
+    # too, but a backward pass goes on with the sum; "forward", from a forward pass; "other".
+    origin: SumOrigin
 
 
 _TRANSFORMED = re.compile(r"\b(jvp|transpose)\(")
@@ -94,7 +104,7 @@ class Selection:
         if self.only is not None and not callable(self.only):
             raise TypeError(
                 f"only={self.only!r:.80} cannot be called. Give a function of a dq.Sum to True or "
-                "False, such as lambda s: s.differentiation == 'backward'."
+                "False, such as lambda s: s.origin == 'gradient'."
             )
         if isinstance(self.operations, str):
             raise TypeError(f"operations={self.operations!r} is one name. Give a tuple of names.")
@@ -129,13 +139,16 @@ class Selection:
             return NOT_FLOATING
         if not all(isinstance(size, int) for size in each.shape):
             return SYMBOLIC
-        if why := params.get("why_exact"):  # of a contraction that cannot be split
-            return str(why)
-        if self.is_small(each, params):
-            return SMALL
+        if self.is_small(each, params):  # one that a backward pass waits for joins no group
+            return CONTINUED if each.origin == "backward" else SMALL
+        unsplit: str | None = params.get("why_exact")  # of a contraction
         if self.only is not None:
-            return None if self.only(each) else NOT_CHOSEN
-        return FORWARD if each.differentiation == "forward" else None
+            return unsplit if self.only(each) else NOT_CHOSEN
+        if each.differentiation == "forward":
+            return FORWARD
+        # Gathers, which `operations` has to name, are of anything, such as updated parameters.
+        is_any = each.operation == "all_gather" and each.origin != "backward"
+        return unsplit if is_any else NO_GRADIENT.get(each.origin, unsplit)
 
     def is_small(self, each: Sum, params: Mapping[str, Any]) -> bool:
         """Return whether a sum has fewer elements than are compressed.
@@ -148,45 +161,49 @@ class Selection:
         return math.prod(each.shape) * parts < self.exact_below
 
 
-def sums_of(equation: Equation, scopes: str) -> list[Sum]:
+def over_axes(equation: Equation) -> tuple[Operation, tuple[str, ...]] | None:
+    """Return the operation of an equation and its axes; None if it is no sum over named axes."""
+    resharded = equations.sums_of_reshard(equation)
+    operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
+    axes = resharded or axes_of(equation)
+    if operation is None or not axes or not all(isinstance(name, str) for name in axes):
+        return None  # numbers are axes of a vmap without a name
+    return operation, axes
+
+
+def terms_in(equation: Equation) -> Sequence[Any]:
+    """Return variables with the types of the terms of a sum, one for each sum of an equation."""
+    return equation.outvars if is_over_rows(equation) else equation.invars
+
+
+def axes_of(equation: Equation) -> tuple[Any, ...]:
+    """Return the axes among the parameters of an equation."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def sums_of(equation: Equation, scopes: str, origin_of: Callable[[int], SumOrigin]) -> list[Sum]:
     """Describe the sums of an equation, one for each operand; none if it is no sum over named axes.
 
     Args:
       equation: equation of a traced program.
       scopes: names of the scopes around it, its own ones included.
+      origin_of: function of the number of an operand to its origin.
     """
-    if is_over_rows(equation):
-        out = equation.outvars[0]
-        return [
-            Sum(
-                "psum",
-                equation.params["axes"],
-                equations.shape_of(out),
-                equations.dtype_of(out),
-                equations.place(equation),
-                scopes,
-                differentiation_of(scopes),
-            )
-        ]
-    resharded = equations.sums_of_reshard(equation)
-    operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
-    if operation is None:
-        return []
-    axes = resharded or equation.params.get("axes", equation.params.get("axis_name", ()))
-    names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    if not names or not all(isinstance(name, str) for name in names):  # of a vmap without a name
+    found = over_axes(equation)
+    if found is None:
         return []
     return [
         Sum(
-            operation,
-            names,
+            *found,
             equations.shape_of(operand),
             equations.dtype_of(operand),
             equations.place(equation),
             scopes,
             differentiation_of(scopes),
+            origin_of(number),
         )
-        for operand in equation.invars
+        for number, operand in enumerate(terms_in(equation))
     ]
 
 

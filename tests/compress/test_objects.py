@@ -104,9 +104,7 @@ def test_floats_are_traced_and_other_values_are_constants(data_mesh):
 
 
 def test_many_constants_are_a_warning(data_mesh):
-    step = mapped(
-        lambda *args: scaled(*args), data_mesh(2), specs=(P(), P("data"), P("data"), P())
-    )
+    step = mapped(lambda *args: scaled(*args), data_mesh(2), specs=(P(), P("data"), P("data"), P()))
     compressed = dq.compress(
         lambda *args, count: step(*args, jnp.float32(count)), "data", method=STOCHASTIC
     )

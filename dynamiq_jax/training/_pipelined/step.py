@@ -11,7 +11,6 @@ import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._buckets import exact, order, scopes
 from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.order import token_of
@@ -24,6 +23,7 @@ from dynamiq_jax._inputs.options import Compression, Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan, plan_tree
+from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Ring, Topology
 from dynamiq_jax.training._params import check_like, check_shared_params, scaled
