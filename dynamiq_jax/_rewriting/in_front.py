@@ -28,6 +28,9 @@ _OF_SEVERAL = {"add", "add_any", "sub"}
 _CONSTRAINTS = {"reshard", "sharding_constraint"}
 _RESHAPING = {"broadcast_in_dim", "concatenate", "pad"}
 _BY_A_NUMBER = {"mul", "div"}  # such as the division of a mean
+# Others are done in front of sums that the compiler places alone: the sums of a map stand where
+# their author has put them.
+_OF_ANY_SUM = {"add", "add_any", "reduce_sum", "reshape", "squeeze", "transpose"} | _BY_A_NUMBER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Waiting:
         if not members or len(members) + len(carried) < len(keys):
             return None
         first = members[0]
-        if name in _CONSTRAINTS and first.workers is None:
+        if first.workers is None and name not in _OF_ANY_SUM:
             return None
         is_psum = first.description.operation == "psum"
         is_unreduced = "dst_sharding" in first.params  # linear equations have rules of their own
@@ -111,7 +114,7 @@ def _linear_inputs(node: Node) -> Sequence[Key]:
     """Return the inputs in which an equation is linear, of which the others are numbers; none if it
     is not linear.
     """
-    name, keys, out = node.equation.primitive.name, node.inputs, node.equation.outvars[0]
+    name, keys = node.equation.primitive.name, node.inputs
     if name in _OF_SEVERAL or name == "concatenate":
         return keys
     if name == "convert_element_type" and not _is_widened(node):
@@ -123,7 +126,7 @@ def _linear_inputs(node: Node) -> Sequence[Key]:
     if name in _OF_ONE and len(keys) == 1:
         return keys
     # Terms of 16 bits may be too small to be divided.
-    if name not in _BY_A_NUMBER or equations.dtype_of(out).itemsize < 4:
+    if name not in _BY_A_NUMBER or equations.dtype_of(node.equation.outvars[0]).itemsize < 4:
         return ()
     first, second = keys
     are_numbers = [not equations.shape_of(atom) for atom in node.equation.invars]
@@ -138,23 +141,22 @@ def _is_widened(node: Node) -> bool:
         equations.dtype_of(atom) for atom in (node.equation.invars[0], node.equation.outvars[0])
     )
     are_floating = all(jnp.issubdtype(each, jnp.floating) for each in (before, after))
-    return are_floating and jnp.promote_types(before, after) == after
+    return are_floating and (before == after or before.itemsize < after.itemsize)
 
 
 def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
     """Return the function of a linear equation, of its inputs that are variables."""
     name = node.equation.primitive.name
     # Terms vary over the axes of the sum. Numbers have to, too: functions of `jax.lax` see to it.
-    function = {"mul": lax.mul, "div": lax.div, "pad": lax.pad}.get(name)
+    function = {"mul": lax.mul, "div": lax.div}.get(name)
     if function is None:
         return equations.evaluated(node.equation)
     atoms = node.equation.invars
     literals = [None if equations.is_variable(atom) else atom.val for atom in atoms]
-    config = [node.equation.params["padding_config"]] if name == "pad" else []
 
     def applied(*values: Any) -> Sequence[Any]:
         given = iter(values)
-        return [function(*(next(given) if v is None else v for v in literals), *config)]
+        return [function(*(next(given) if v is None else v for v in literals))]
 
     return applied
 

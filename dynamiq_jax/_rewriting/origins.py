@@ -45,6 +45,7 @@ class SumResult(NamedTuple):
     operand: int  # number
     axes: frozenset[str]
     is_same: bool  # on all workers, by its type
+    size: Any  # elements
 
 
 class Origin(NamedTuple):
@@ -248,7 +249,7 @@ class _Flow:
                 made = made._replace(sums=frozenset())
             if summed := over_axes(equation):
                 is_same = contraction is not equation or name in ("psum_invariant", "reshard")
-                result = SumResult(path, number, frozenset(summed[1]), is_same)
+                result = SumResult(path, number, frozenset(summed[1]), is_same, _size(variable))
                 made = made._replace(sums=frozenset({result}))
             outputs.append(made)
         return tuple(outputs)
@@ -360,14 +361,14 @@ def _continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
     """
     name = equation.primitive.name
     if name in _PRODUCTS:
-        is_number = _are_numbers(equation, inputs)
+        is_number, size = _are_numbers(equation, inputs), _size(equation.outvars[0])
         pairs = [(inputs[i], inputs[1 - i], is_number[1 - i]) for i in (0, 1)]
         return {
             each
             for one, other, is_scaled in pairs
             for each in one.sums
             if not (is_scaled or other.kind <= Kind.STATE)
-            and not (each.is_same and not one.is_spread and name in ("mul", "div"))
+            and not (each.is_same and size <= each.size and name in ("mul", "div"))
         }
     found = set().union(*(each.sums for each in inputs))
     if name not in _KEEPING:
