@@ -67,12 +67,12 @@ _LIKE = {
 # Equations whose results are what their operands are: in another form or place, added, or clipped.
 _KEEPING = _LIKE | {
     *("add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "and"),
-    *("bitcast_convert_type", "clamp", "complex", "concatenate", "conj", "cumsum", "device_put"),
-    *("dynamic_slice", "dynamic_update_slice", "fft", "gather", "imag", "layout_constraint", "max"),
+    *("bitcast_convert_type", "ceil", "clamp", "complex", "concatenate", "conj", "cumsum", "device_put"),
+    *("dynamic_slice", "dynamic_update_slice", "fft", "floor", "gather", "imag", "layout_constraint", "max"),
     *("min", "name", "neg", "not", "optimization_barrier", "or", "pad", "pbroadcast", "ppermute"),
     *("preduced", "psum", "psum_invariant", "real", "reduce_precision", "reduce_scatter"),
     *("reduce_sum", "reduce_window_sum", "reduced_vary_cast", "reduced_vary_cast_p", "relayout"),
-    *("reshard", "rev", "scatter", "scatter-add", "scatter-sub", "select_n"),
+    *("reshard", "rev", "round", "scatter", "scatter-add", "scatter-sub", "select_n"),
     *("sharding_constraint", "shift_left", "shift_right_logical", "slice", "split", "stack", "sub"),
     *("tile", "transpose", "unreduced_psum", "unreduced_reduce_scatter", "unstack"),
     *("vary_unreduced_cast", "vary_unreduced_cast_p", "with_memory_space_constraint", "xor"),
@@ -245,7 +245,7 @@ class _Flow:
                 made = made._replace(kind=Kind.FORWARD)
             if made.number == 0:
                 made = made._replace(kind=Kind.CONSTANT)
-            if made.kind != Kind.GRADIENT:
+            if made.kind != Kind.GRADIENT or _is_one(variable):
                 made = made._replace(sums=frozenset())
             if summed := over_axes(equation):
                 is_same = contraction is not equation or name in ("psum_invariant", "reshard")

@@ -94,6 +94,7 @@ def test_only_the_gradients_of_such_steps_have_errors(name, data_mesh):
 
 KEEPING = {
     "cast": lambda g, p, s: g.astype(jnp.bfloat16).astype(jnp.float32),
+    "quantized": lambda g, p, s: jnp.round(g * 1e4).astype(jnp.int8).astype(jnp.float32) * 1e-4,
     "rounded": lambda g, p, s: lax.reduce_precision(g, 8, 7),
     "bits": lambda g, p, s: lax.bitcast_convert_type(
         lax.bitcast_convert_type(g, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32
