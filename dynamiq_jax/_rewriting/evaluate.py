@@ -99,10 +99,10 @@ class Evaluation:
             return total
 
         if (workers := group.members[0].workers) is not None:
-            results = {
-                leaf_name(i): each.result.variable for i, each in enumerate(group.members)
-            }
-            totals = unreduced.reduced(compressed, tree, results, workers)
+            members = {leaf_name(i): each for i, each in enumerate(group.members)}
+            results = {name: each.result.variable for name, each in members.items()}
+            out_specs = {name: each.out_spec for name, each in members.items()}
+            totals = unreduced.reduced(compressed, tree, results, workers, out_specs)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
             shardings = {

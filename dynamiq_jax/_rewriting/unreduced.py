@@ -149,7 +149,7 @@ def reduced(
     tree: Mapping[str, Terms],
     results: Mapping[str, Atom],
     workers: Workers,
-    out_specs: Mapping[str, PartitionSpec] | PartitionSpec = P(),
+    out_specs: Mapping[str, PartitionSpec],
 ) -> Mapping[str, Array]:
     """Reduce unreduced values.
 
@@ -158,7 +158,7 @@ def reduced(
       tree: unreduced values by name.
       results: values of the program, by their types.
       workers: the workers.
-      out_specs: split of the results over the workers, of a sum whose parts are scattered.
+      out_specs: split of the results over the workers, of sums whose parts are scattered.
     """
 
     def of_worker(tree: Mapping[str, Terms]) -> Mapping[str, Array]:
