@@ -297,9 +297,22 @@ def _contracted_scatter(equation: Equation, rows: Sequence[Rows]) -> list[Rows] 
     return [None, dim, batch[dim]]
 
 
+def _contracted_groups(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+    """The gradient of one matrix for each group of rows. A parameter has no groups of rows."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (left, right), _ = numbers.dot_dimension_numbers
+    ragged = numbers.lhs_ragged_dimensions[0]
+    if ragged not in left:
+        return None
+    pair = [ragged, right[list(left).index(ragged)]]
+    holds = any(dim == each for dim, each in zip(pair, rows[:2], strict=True))
+    return [*pair, None] if holds else None
+
+
 _CONTRACTIONS: dict[str, Callable[[Equation, Sequence[Rows]], list[Rows] | None]] = {
     "conv_general_dilated": _contracted_convolution,
     "dot_general": _contracted_product,
+    "ragged_dot_general": _contracted_groups,
     "reduce_sum": _contracted_sum,
     "scatter-add": _contracted_scatter,
 }

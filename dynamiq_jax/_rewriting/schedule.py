@@ -348,6 +348,8 @@ def _kept(choices: Sequence[Choice], equation: Equation, around: Surroundings) -
     for description, why in choices:
         has_parts = equation.params.get("axis_index_groups") is not None or around.automatic()
         sizes = {**equations.explicit_sizes(equation), **around.sizes}
+        if is_over_rows(equation):
+            sizes |= equation.params["mesh"].shape
         yield KeptSum(description, why, around.times, None if has_parts else sizes)
 
 

@@ -44,10 +44,21 @@ def _contracted(
     """Return the function as one equation of each worker, for which no operand moves."""
 
     def of_worker(*operands: Array) -> list[Array]:
+        if equation.primitive.name == "ragged_dot_general":
+            rows = operands[0].shape[split[0]]
+            first = rows * lax.axis_index(workers.axis)
+            operands = (*operands[:2], _sizes_among(operands[2], first, first + rows))
         return [out[None] for out in equations.bound(equation, operands)]
 
     specs = tuple(P() if dim is None else P(*[None] * dim, workers.axis) for dim in split)
     return _mapped(of_worker, workers, specs, P(workers.axis))
+
+
+def _sizes_among(sizes: Array, first: Array, end: Array) -> Array:
+    """Return the sizes of groups of successive rows, of the rows from `first` to `end` alone."""
+    ends = jnp.cumsum(sizes, axis=-1, dtype=sizes.dtype)
+    first, end = first.astype(sizes.dtype), end.astype(sizes.dtype)
+    return jnp.clip(ends, first, end) - jnp.clip(ends - sizes, first, end)
 
 
 def _scattered(
