@@ -276,7 +276,7 @@ class CompressedStep:
         workers = _workers(self._evaluation.selection.axes[0], shardings)
         if workers is not None:
             rows = [
-                rows_of_spec(each.spec, workers.axis) if isinstance(each, NamedSharding) else None
+                rows_of_spec(each.spec, workers.axis) if isinstance(each, NamedSharding) else ()
                 for each in shardings
             ]
             traced, _ = Marker(workers).program(traced, rows)

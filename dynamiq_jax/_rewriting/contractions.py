@@ -74,7 +74,7 @@ class Marker:
         known: dict[Any, Rows] = dict(zip(opened.invars, rows, strict=True))
 
         def rows_of(atoms: Sequence[Any]) -> list[Rows]:
-            return [known.get(a) if equations.is_variable(a) else None for a in atoms]
+            return [known.get(a, ()) if equations.is_variable(a) else () for a in atoms]
 
         marked = []
         for equation in opened.eqns:
@@ -93,8 +93,8 @@ class Marker:
             return equation, [self._constrained(equation, rows[0])]
         if name == "shard_map":
             return self._map(equation, rows)
-        if all(each is None for each in rows):
-            return equation, [None] * len(equation.outvars)
+        if not any(rows):
+            return equation, [()] * len(equation.outvars)
         if name in _CALLS:
             return self._call(equation, rows)
         if name == "scan":
@@ -111,7 +111,7 @@ class Marker:
                 "axes": (self._workers.axis,),
                 "mesh": self._workers.mesh,
             }
-            return equation.replace(primitive=sum_over_rows, params=params), [None]
+            return equation.replace(primitive=sum_over_rows, params=params), [()]
         return equation, follow(equation, rows)
 
     def _constrained(self, equation: Equation, rows: Rows) -> Rows:
@@ -123,9 +123,7 @@ class Marker:
             return rows  # into a part of the program where the compiler manages the axis
         spec = [*sharding.spec, *[None] * len(equations.shape_of(equation.outvars[0]))]
         moved = rows_of_spec(spec, self._workers.axis)
-        if moved is None and rows is not None and spec[rows] is PartitionSpec.UNCONSTRAINED:
-            return rows
-        return moved
+        return moved or tuple(dim for dim in rows if spec[dim] is PartitionSpec.UNCONSTRAINED)
 
     def _placed(self, shardings: Sequence[Any], rows: Sequence[Rows]) -> list[Rows]:
         """Return the rows of values with the shardings of a function, where these are given."""
@@ -158,11 +156,11 @@ class Marker:
     def _scan(self, equation: Equation, rows: Sequence[Rows]) -> tuple[Equation, list[Rows]]:
         first, carried = equations.scan_counts(equation)
         last = first + carried
-        turns = [None if each in (None, 0) else each - 1 for each in rows[last:]]
+        turns = [tuple(dim - 1 for dim in each if dim) for each in rows[last:]]
         program, carry, after = self._loop(
             equation.params["jaxpr"], rows[:first], rows[first:last], turns
         )
-        stacked = [None if each is None else each + 1 for each in after[carried:]]
+        stacked = [tuple(dim + 1 for dim in each) for each in after[carried:]]
         return equation.replace(params={**equation.params, "jaxpr": program}), carry + stacked
 
     def _while(self, equation: Equation, rows: Sequence[Rows]) -> tuple[Equation, list[Rows]]:
@@ -182,10 +180,7 @@ class Marker:
         carry = list(carry)
         for _ in range(_MOST_ROUNDS):
             program, after = self.program(body, [*constants, *carry, *turns])
-            joined = [
-                now if before is None else before
-                for before, now in zip(carry, after, strict=False)
-            ]
+            joined = [before or now for before, now in zip(carry, after, strict=False)]
             if joined == carry:
                 break
             carry = joined
@@ -196,8 +191,5 @@ class Marker:
             *(self.program(branch, rows[1:]) for branch in equation.params["branches"]),
             strict=True,
         )
-        after = [
-            next((each for each in of_output if each is not None), None)
-            for of_output in zip(*of_each, strict=True)
-        ]
+        after = [next(filter(None, of_output), ()) for of_output in zip(*of_each, strict=True)]
         return equation.replace(params={**equation.params, "branches": branches}), after

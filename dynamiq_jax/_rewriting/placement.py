@@ -60,7 +60,7 @@ class Placement:
     def scattered(self, value: Key, axis: str) -> int | None:
         """Return the dimension of a value that an axis alone splits; None if there is none."""
         spec = self.spec(value, [axis])
-        return None if spec is None else rows_of_spec(spec, axis)
+        return next(iter(rows_of_spec(spec or (), axis)), None)
 
     def specs(self, values: Sequence[Key]) -> dict[int, PartitionSpec]:
         """Return the specs of values over all axes, by their numbers, of those that are known."""

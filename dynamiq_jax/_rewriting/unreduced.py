@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting.contractions import Workers
-from dynamiq_jax._rewriting.rows import Rows
+from dynamiq_jax._rewriting.rows import Row
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Atom, Equation
 
@@ -23,7 +23,7 @@ Terms = Array  # [workers, ...]
 
 
 def parts(
-    equation: Equation, split: Sequence[Rows], workers: Workers
+    equation: Equation, split: Sequence[Row], workers: Workers
 ) -> Callable[..., list[Terms]]:
     """Return the function of a contraction to the result of each worker for its rows.
 
@@ -39,7 +39,7 @@ def parts(
 
 
 def _contracted(
-    equation: Equation, split: Sequence[Rows], workers: Workers
+    equation: Equation, split: Sequence[Row], workers: Workers
 ) -> Callable[..., list[Terms]]:
     """Return the function as one equation of each worker, for which no operand moves."""
 
@@ -62,7 +62,7 @@ def _sizes_among(sizes: Array, first: Array, end: Array) -> Array:
 
 
 def _scattered(
-    equation: Equation, split: Sequence[Rows], workers: Workers
+    equation: Equation, split: Sequence[Row], workers: Workers
 ) -> Callable[..., list[Terms]]:
     """Return the function as one equation of all workers.
 
@@ -85,7 +85,7 @@ def _scattered(
     return of_all
 
 
-def _rows_of_each(value: Array, dim: Rows, workers: Workers) -> Array:
+def _rows_of_each(value: Array, dim: Row, workers: Workers) -> Array:
     """Return the rows of each worker: [workers, ..., rows, ...]."""
     assert dim is not None
     shape = value.shape
