@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._rewriting.rows import (
+    Row,
     Rows,
     contraction,
     ends,
@@ -80,6 +81,15 @@ class Lost:
 Known = Rows | Lost
 
 
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Rows of a value that are no longer known."""
+
+    why: str
+
+
+Known = Rows | Lost
+
 sum_over_rows = Primitive("sum_over_rows")
 sum_over_rows.def_abstract_eval(lambda *operands, equation, **params: equation.outvars[0].aval)
 
@@ -122,7 +132,7 @@ class Marker:
         known: dict[Any, Known] = dict(zip(opened.invars, rows, strict=True))
 
         def rows_of(atoms: Sequence[Any]) -> list[Known]:
-            return [known.get(a) if equations.is_variable(a) else None for a in atoms]
+            return [known.get(a, ()) if equations.is_variable(a) else () for a in atoms]
 
         marked = []
         for equation in opened.eqns:
@@ -153,26 +163,25 @@ class Marker:
 
     def _plain(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
         """Mark an equation that holds no program, if it contracts rows."""
-        dims = [each if isinstance(each, int) else None for each in rows]
+        are_lost = [isinstance(each, Lost) for each in rows]
+        dims = list(map(_dimensions, rows))
+        if (split := contraction(equation, dims)) is not None:
+            why = None
+            if not splits_evenly(equation, split, self._workers.count):
+                why = f"its rows do not split evenly among {self._workers.count} workers"
+            return self._sum(equation, None if why else split, why), [()]
         lost = next((each for each in rows if isinstance(each, Lost)), None)
-        split = contraction(equation, dims)
-        if split is not None:
-            if splits_evenly(equation, split, self._workers.count):
-                return self._sum(equation, tuple(split), None), [None]
-            why = f"its rows do not split evenly among {self._workers.count} workers"
-            return self._sum(equation, None, why), [None]
-        if lost and may_contract(equation, dims, [isinstance(each, Lost) for each in rows]):
-            return self._sum(equation, None, lost.why), [None]
-        after: list[Known] = list(follow(equation, dims))
-        if lost is None and any(each is not None for each in dims) and not ends(equation):
+        if lost and may_contract(equation, dims, are_lost):
+            return self._sum(equation, None, lost.why), [()]
+        if lost is None and any(dims) and not ends(equation):
             line = equations.place(equation) or "an unknown line"
             lost = Lost(
                 f"its rows are not followed through {equation.primitive.name!r} of {line}: give "
                 "the result jax.lax.with_sharding_constraint"
             )
-        return equation, [lost if each is None else each for each in after]
+        return equation, [each or lost or () for each in follow(equation, dims)]
 
-    def _sum(self, equation: Equation, split: tuple[Rows, ...] | None, why: str | None) -> Equation:
+    def _sum(self, equation: Equation, split: list[Row] | None, why: str | None) -> Equation:
         """Return a contraction as a sum.
 
         Args:
@@ -182,7 +191,7 @@ class Marker:
         """
         params = {
             "equation": equation,
-            "split": split,
+            "split": split and tuple(split),
             "why_exact": why,
             "axes": (self._workers.axis,),
             "mesh": self._workers.mesh,
@@ -198,9 +207,8 @@ class Marker:
             return rows  # into a part of the program where the compiler manages the axis
         spec = [*sharding.spec, *[None] * len(equations.shape_of(equation.outvars[0]))]
         moved = rows_of_spec(spec, self._workers.axis)
-        if moved is None and isinstance(rows, int) and spec[rows] is PartitionSpec.UNCONSTRAINED:
-            return rows
-        return moved
+        kept = (dim for dim in _dimensions(rows) if spec[dim] is PartitionSpec.UNCONSTRAINED)
+        return moved or tuple(kept)
 
     def _placed(self, shardings: Sequence[Any], rows: Sequence[Known]) -> list[Known]:
         """Return the rows of values with the shardings of a function, where these are given."""
@@ -233,7 +241,7 @@ class Marker:
     def _scan(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
         first, carried = equations.scan_counts(equation)
         last = first + carried
-        turns = [_shifted(None if each == 0 else each, -1) for each in rows[last:]]
+        turns = [_shifted(each, -1) for each in rows[last:]]
         program, carry, after = self._loop(
             equation.params["jaxpr"], rows[:first], rows[first:last], turns
         )
@@ -257,10 +265,7 @@ class Marker:
         carry = list(carry)
         for _ in range(_MOST_ROUNDS):
             program, after = self.program(body, [*constants, *carry, *turns])
-            joined = [
-                before if isinstance(before, int) else now
-                for before, now in zip(carry, after, strict=False)
-            ]
+            joined = [_dimensions(one) or two for one, two in zip(carry, after, strict=False)]
             if joined == carry:
                 break
             carry = joined
@@ -272,11 +277,17 @@ class Marker:
             strict=True,
         )
         after = [
-            next((each for each in of_output if isinstance(each, int)), of_output[0])
+            next(filter(_dimensions, of_output), of_output[0])
             for of_output in zip(*of_each, strict=True)
         ]
         return equation.replace(params={**equation.params, "branches": branches}), after
 
 
+def _dimensions(rows: Known) -> Rows:
+    """Return the dimensions that hold rows, as far as they are known."""
+    return () if isinstance(rows, Lost) else rows
+
+
 def _shifted(rows: Known, by: int) -> Known:
-    return rows + by if isinstance(rows, int) else rows
+    """Return rows behind other dimensions, or without the first dimension."""
+    return rows if isinstance(rows, Lost) else tuple(dim + by for dim in rows if dim + by >= 0)

@@ -100,7 +100,8 @@ class Evaluation:
 
         if (workers := group.members[0].workers) is not None:
             results = group.by_path(each.result.variable for each in group.members)
-            totals = unreduced.reduced(compressed, tree, results, workers)
+            out_specs = group.by_path(each.out_spec for each in group.members)
+            totals = unreduced.reduced(compressed, tree, results, workers, out_specs)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
             shardings = group.by_path([each.params["dst_sharding"] for each in group.members])

@@ -140,8 +140,10 @@ def _is_widened(node: Node) -> bool:
     before, after = (
         equations.dtype_of(atom) for atom in (node.equation.invars[0], node.equation.outvars[0])
     )
-    are_floating = all(jnp.issubdtype(each, jnp.floating) for each in (before, after))
-    return are_floating and (before == after or before.itemsize < after.itemsize)
+    if not all(jnp.issubdtype(each, jnp.floating) for each in (before, after)):
+        return False
+    narrow, wide = jnp.finfo(before), jnp.finfo(after)
+    return bool(narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp)
 
 
 def _function_of(node: Node) -> Callable[..., Sequence[Any]]:

@@ -67,8 +67,26 @@ _LIKE = {
 # Equations whose results are what their operands are: in another form or place, added, or clipped.
 _KEEPING = _LIKE | {
     *("add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "and"),
-    *("bitcast_convert_type", "ceil", "clamp", "complex", "concatenate", "conj", "cumsum", "device_put"),
-    *("dynamic_slice", "dynamic_update_slice", "fft", "floor", "gather", "imag", "layout_constraint", "max"),
+    *(
+        "bitcast_convert_type",
+        "ceil",
+        "clamp",
+        "complex",
+        "concatenate",
+        "conj",
+        "cumsum",
+        "device_put",
+    ),
+    *(
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "fft",
+        "floor",
+        "gather",
+        "imag",
+        "layout_constraint",
+        "max",
+    ),
     *("min", "name", "neg", "not", "optimization_barrier", "or", "pad", "pbroadcast", "ppermute"),
     *("preduced", "psum", "psum_invariant", "real", "reduce_precision", "reduce_scatter"),
     *("reduce_sum", "reduce_window_sum", "reduced_vary_cast", "reduced_vary_cast_p", "relayout"),

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._inputs.shards import names_of, over
 from dynamiq_jax._rewriting.inner import specs_of_shardings
 from dynamiq_jax._rewriting.nodes import Constant, Key, Node, Value
+from dynamiq_jax._rewriting.rows import rows_of_spec
 from pallas_kernels._jax import equations
 
 # Equations whose result lies as their inputs of the same shape do.
@@ -55,6 +56,11 @@ class Placement:
             for spec in specs
         }
         return found.pop() if len(found) == 1 else None
+
+    def scattered(self, value: Key, axis: str) -> int | None:
+        """Return the dimension of a value that an axis alone splits; None if there is none."""
+        spec = self.spec(value, [axis])
+        return next(iter(rows_of_spec(spec or (), axis)), None)
 
     def specs(self, values: Sequence[Key]) -> dict[int, PartitionSpec]:
         """Return the specs of values over all axes, by their numbers, of those that are known."""

@@ -1,20 +1,23 @@
 """Rows of a batch, followed through the equations of a program.
 
-Where rows are split over workers, an equation that contracts them is a sum over the workers. Each
-value has at most one dimension that is known to hold rows. It is a hint: a contraction may be done
-in parts along any dimension. So a lost hint costs bytes, and a wrong one time, but neither changes
-a result.
+Where rows are split over workers, an equation that contracts them is a sum over the workers. Which
+dimensions of a value hold rows is a hint: a contraction may be done in parts along any dimension.
+So a lost hint costs bytes, and a wrong one time, but neither changes a result.
+
+A value has several such dimensions where all rows meet all rows, as in a contrastive loss. The
+compiler can split the first one alone.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
-Rows = int | None  # the dimension of a value that holds rows
+Rows = tuple[int, ...]  # the dimensions of a value that hold rows
+Row = int | None  # one of them
 
 # Results have the dimensions of the operands, but for some that are left out.
 _REDUCTIONS = {
@@ -30,21 +33,42 @@ def follow(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
       equation: equation that holds no program.
       rows: rows of its operands.
     """
-    if all(each is None for each in rows):
-        return [None] * len(equation.outvars)
+    if not any(rows):
+        return [()] * len(equation.outvars)
+    firsts = _followed(equation, [each[0] if each else None for each in rows])
+    found = [() if first is None else (first,) for first in firsts]
+    for operand, dims in enumerate(rows):
+        for dim in dims:
+            alone = [dim if each == operand else None for each in range(len(rows))]
+            for i, other in enumerate(_followed(equation, alone)):
+                found[i] = _joined(found[i], other, equations.shape_of(equation.outvars[i]))
+    return found
+
+
+def _joined(rows: Rows, other: Row, shape: tuple[int, ...]) -> Rows:
+    """Add a dimension with as many rows. Others may be of a parameter that is split over workers."""
+    if other is None or other in rows or (rows and shape[other] != shape[rows[0]]):
+        return rows
+    return (*rows, other)
+
+
+def _followed(equation: Equation, rows: Sequence[Row]) -> list[Row]:
     name = equation.primitive.name
     rule = _RULES.get(name, _scattered if name.startswith("scatter") else _same_place)
     if name in _REDUCTIONS:
         rule = _reduced
+    if all(each is None for each in rows):
+        return [None] * len(equation.outvars)
     found = rule(equation, rows)
     return found if isinstance(found, list) else [found] * len(equation.outvars)
 
 
-def contraction(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+def contraction(equation: Equation, rows: Sequence[Rows]) -> list[Row] | None:
     """Return the dimension of each operand along which the workers do parts of a contraction.
 
     The result of the equation is the sum of its results for the parts of each worker. Both factors
     of a product have to hold rows: one alone may be a parameter that is split over the same axis.
+    A result that holds rows is no sum.
 
     Args:
       equation: the equation.
@@ -55,10 +79,13 @@ def contraction(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
       equation contracts no rows.
     """
     rule = _CONTRACTIONS.get(equation.primitive.name)
-    return rule(equation, rows) if rule is not None else None
+    if rule is None:
+        return None
+    found = next(filter(None, (rule(equation, each) for each in _choices(rows))), None)
+    return None if found is None or any(follow(equation, _others(rows, found))) else found
 
 
-def splits_evenly(equation: Equation, split: Sequence[Rows], workers: int) -> bool:
+def splits_evenly(equation: Equation, split: Sequence[Row], workers: int) -> bool:
     """Return whether each worker has as many rows of a contraction as the others."""
     shapes = map(equations.shape_of, equation.invars)
     sizes = [shape[dim] for shape, dim in zip(shapes, split, strict=True) if dim is not None]
@@ -81,9 +108,8 @@ def may_contract(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bo
             pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
         case _:
             return False
-    left, right = (None if lost else dim for dim, lost in zip(rows, are_lost, strict=True))
     return all(are_lost) or any(
-        (are_lost[1] and left == first) or (are_lost[0] and right == second)
+        (are_lost[1] and first in rows[0]) or (are_lost[0] and second in rows[1])
         for first, second in pairs
     )
 
@@ -93,14 +119,27 @@ def ends(equation: Equation) -> bool:
     return equation.primitive.name in _REDUCTIONS | _CONTRACTIONS.keys()
 
 
-def _first(rows: Sequence[Rows]) -> tuple[int, int]:
+def _choices(rows: Sequence[Rows]) -> Iterator[tuple[Row, ...]]:
+    """Yield one dimension of each operand."""
+    return itertools.product(*(each or (None,) for each in rows))
+
+
+def _others(rows: Sequence[Rows], split: Sequence[Row]) -> list[Rows]:
+    """Return the dimensions with rows that a contraction leaves, where all rows meet all rows."""
+    return [
+        tuple(dim for dim in dims if dim != each) if len(dims) > 1 else ()
+        for dims, each in zip(rows, split, strict=True)
+    ]
+
+
+def _first(rows: Sequence[Row]) -> tuple[int, int]:
     """Return the first operand with rows, and their dimension."""
     return next((i, each) for i, each in enumerate(rows) if each is not None)
 
 
-def _same_place(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
+def _same_place(equation: Equation, rows: Sequence[Row]) -> list[Row]:
     """Results of the rank of an operand, with a dimension of the same size at the same place."""
-    found: list[Rows] = []
+    found: list[Row] = []
     for out in equation.outvars:
         shape = equations.shape_of(out)
         candidates = (
@@ -114,11 +153,11 @@ def _same_place(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
     return found
 
 
-def _transposed(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _transposed(equation: Equation, rows: Sequence[Row]) -> Row:
     return equation.params["permutation"].index(rows[0])
 
 
-def _broadcast(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _broadcast(equation: Equation, rows: Sequence[Row]) -> Row:
     if rows[0] is None:  # of the operands that are sizes
         return None
     dim = equation.params["broadcast_dimensions"][rows[0]]
@@ -126,7 +165,7 @@ def _broadcast(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return dim if equations.shape_of(equation.outvars[0])[dim] == before else None
 
 
-def _reshaped(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _reshaped(equation: Equation, rows: Sequence[Row]) -> Row:
     """Rows stay together where the outer dimensions do: they are split, or joined with others."""
     if rows[0] is None:
         return None
@@ -141,38 +180,38 @@ def _reshaped(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return None
 
 
-def _squeezed(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _squeezed(equation: Equation, rows: Sequence[Row]) -> Row:
     return _without(rows[0], equation.params["dimensions"])
 
 
-def _expanded(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _expanded(equation: Equation, rows: Sequence[Row]) -> Row:
     dim = rows[0]
     for new in sorted(equation.params["dimensions"]):
         dim += new <= dim
     return dim
 
 
-def _reduced(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _reduced(equation: Equation, rows: Sequence[Row]) -> Row:
     return _without(_first(rows)[1], equation.params["axes"])
 
 
-def _without(dim: Rows, dimensions: Sequence[int]) -> Rows:
+def _without(dim: Row, dimensions: Sequence[int]) -> Row:
     """Return where a dimension is after some are left out."""
     if dim is None or dim in dimensions:
         return None
     return dim - sum(each < dim for each in dimensions)
 
 
-def _stacked(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _stacked(equation: Equation, rows: Sequence[Row]) -> Row:
     axis, dim = equation.params["axis"], _first(rows)[1]
     return dim + (axis <= dim)
 
 
-def _unstacked(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _unstacked(equation: Equation, rows: Sequence[Row]) -> Row:
     return _without(rows[0], [equation.params["axis"]])
 
 
-def _product(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _product(equation: Equation, rows: Sequence[Row]) -> Row:
     """Dimensions of a batch come first, then the free ones of the left and the right operand."""
     (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
     free = len(left_batch)
@@ -193,7 +232,7 @@ def _product(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return None
 
 
-def _ragged_product(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _ragged_product(equation: Equation, rows: Sequence[Row]) -> Row:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (left, _), (batch, _) = numbers.dot_dimension_numbers
     if rows[0] is None or rows[0] in left:
@@ -215,7 +254,7 @@ def _ragged_product(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return result_rank - inner + kept.index(rows[0])
 
 
-def _convolution(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _convolution(equation: Equation, rows: Sequence[Row]) -> Row:
     numbers = equation.params["dimension_numbers"]
     if rows[0] is not None and rows[0] == numbers.lhs_spec[0]:
         return numbers.out_spec[0]
@@ -224,7 +263,7 @@ def _convolution(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return None
 
 
-def _gathered(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _gathered(equation: Equation, rows: Sequence[Row]) -> Row:
     """Slices of the first operand at the places of the second, whose last dimension is a place."""
     numbers = equation.params["dimension_numbers"]
     result = equations.shape_of(equation.outvars[0])
@@ -248,7 +287,7 @@ def _gathered(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return dim if result[dim] == whole[rows[0]] else None
 
 
-def _scattered(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _scattered(equation: Equation, rows: Sequence[Row]) -> Row:
     """Results have the shape of the first operand."""
     numbers = equation.params["dimension_numbers"]
     if rows[0] is not None:
@@ -259,11 +298,11 @@ def _scattered(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return None
 
 
-def _dynamic_slice(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
+def _dynamic_slice(equation: Equation, rows: Sequence[Row]) -> list[Row]:
     return _same_place(equation, [rows[0], *[None] * (len(rows) - 1)])
 
 
-def _updated_slice(equation: Equation, rows: Sequence[Rows]) -> Rows:
+def _updated_slice(equation: Equation, rows: Sequence[Row]) -> Row:
     """The result has the shape of the first operand, of which the second is a part."""
     if rows[0] is not None:
         return rows[0]
@@ -273,7 +312,7 @@ def _updated_slice(equation: Equation, rows: Sequence[Rows]) -> Rows:
     return rows[1] if sizes[0] == sizes[1] else None
 
 
-_RULES: dict[str, Callable[[Equation, Sequence[Rows]], Rows | list[Rows]]] = {
+_RULES: dict[str, Callable[[Equation, Sequence[Row]], Row | list[Row]]] = {
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _convolution,
     "dot_general": _product,
@@ -290,13 +329,13 @@ _RULES: dict[str, Callable[[Equation, Sequence[Rows]], Rows | list[Rows]]] = {
 }
 
 
-def _contracted_product(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+def _contracted_product(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:
     (left, right), _ = equation.params["dimension_numbers"]
     pairs = zip(left, right, strict=True)
     return next(([*pair] for pair in pairs if pair == (rows[0], rows[1])), None)
 
 
-def _contracted_convolution(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+def _contracted_convolution(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:
     """The gradient of a kernel: rows are the features of both operands, in one group."""
     numbers = equation.params["dimension_numbers"]
     features = [numbers.lhs_spec[1], numbers.rhs_spec[1]]
@@ -304,11 +343,11 @@ def _contracted_convolution(equation: Equation, rows: Sequence[Rows]) -> list[Ro
     return features if not in_groups and features == [*rows] else None
 
 
-def _contracted_sum(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+def _contracted_sum(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:
     return [rows[0]] if rows[0] in equation.params["axes"] else None
 
 
-def _contracted_scatter(equation: Equation, rows: Sequence[Rows]) -> list[Rows] | None:
+def _contracted_scatter(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:
     """The gradient of an embedding: rows of updates at places in an operand without rows."""
     numbers = equation.params["dimension_numbers"]
     _, places, updates = equation.invars
@@ -324,17 +363,30 @@ def _contracted_scatter(equation: Equation, rows: Sequence[Rows]) -> list[Rows] 
     return [None, dim, batch[dim]]
 
 
-_CONTRACTIONS: dict[str, Callable[[Equation, Sequence[Rows]], list[Rows] | None]] = {
+def _contracted_groups(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:
+    """The gradient of one matrix for each group of rows. A parameter has no groups of rows."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (left, right), _ = numbers.dot_dimension_numbers
+    ragged = numbers.lhs_ragged_dimensions[0]
+    if ragged not in left:
+        return None
+    pair = [ragged, right[list(left).index(ragged)]]
+    holds = any(dim == each for dim, each in zip(pair, rows[:2], strict=True))
+    return [*pair, None] if holds else None
+
+
+_CONTRACTIONS: dict[str, Callable[[Equation, Sequence[Row]], list[Row] | None]] = {
     "conv_general_dilated": _contracted_convolution,
     "dot_general": _contracted_product,
+    "ragged_dot_general": _contracted_groups,
     "reduce_sum": _contracted_sum,
     "scatter-add": _contracted_scatter,
 }
 
 
 def rows_of_spec(spec: Any, axis: str) -> Rows:
-    """Return the dimension that a spec splits over an axis."""
+    """Return the dimension that a spec splits over an axis, if there is one."""
     for dim, names in enumerate(spec):
         if names == axis or (isinstance(names, tuple) and axis in names):
-            return dim
-    return None
+            return (dim,)
+    return ()

@@ -115,6 +115,17 @@ class _Flat:
         is_output = self.uses[member.result] == 1 and member.result in self.outputs
         return self.outputs.index(member.result) if is_output else None
 
+    def placed(self, member: Member) -> Member:
+        """Return a sum with what is known of where its result lies."""
+        if automatic := self.around.automatic(member.workers):
+            spec = self.placement.spec(member.result, automatic)
+            member = dataclasses.replace(member, spec=spec)
+        if member.workers is not None and "psum_scatter" in self.selection.operations:
+            dim = self.placement.scattered(member.result, member.workers.axis)
+            if dim is not None and member.description.shape[dim] % member.workers.count == 0:
+                return member.scattered(dim)
+        return member
+
     def can_leave(self, member: Member, totals: Collection[int]) -> bool:
         """Return whether the caller can do a sum: a result, and nothing else.
 
@@ -228,13 +239,7 @@ class Scheduler:
             if failed := totals - totals_among(left):
                 return steps, left, failed
             carries = {}
-            here = [each for each in sums if not flat.can_leave(each, totals)]
-            here = [
-                dataclasses.replace(each, spec=flat.placement.spec(each.result, automatic))
-                if (automatic := flat.around.automatic(each.workers))
-                else each
-                for each in here
-            ]
+            here = [flat.placed(each) for each in sums if not flat.can_leave(each, totals)]
             steps += self._reduce([(nodes[each.result], each) for each in here], flat.around)
             remaining = later
         return steps, left, set()

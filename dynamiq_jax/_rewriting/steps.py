@@ -72,6 +72,20 @@ class Member:
         mesh = self.params.get("mesh")
         return None if mesh is None else Workers(self.description.axes[0], mesh)
 
+    def scattered(self, dimension: int) -> "Member":
+        """Return the sum of which each worker gets its part of a dimension."""
+        described = dataclasses.replace(self.description, operation="psum_scatter")
+        params = {**self.params, "scatter_dimension": dimension, "tiled": True}
+        return dataclasses.replace(self, description=described, params=params)
+
+    @property
+    def out_spec(self) -> PartitionSpec:
+        """Split of the result over the workers."""
+        if self.description.operation != "psum_scatter":
+            return PartitionSpec()
+        before = [None] * self.params["scatter_dimension"]
+        return PartitionSpec(*before, self.description.axes[0])
+
     @property
     def is_moved(self) -> bool:
         """True if other equations make its terms than those of the program around it."""

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting.contractions import Workers
-from dynamiq_jax._rewriting.rows import Rows
+from dynamiq_jax._rewriting.rows import Row
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Atom, Equation
 
@@ -22,9 +22,7 @@ P = PartitionSpec
 Terms = Array  # [workers, ...]
 
 
-def parts(
-    equation: Equation, split: Sequence[Rows], workers: Workers
-) -> Callable[..., list[Terms]]:
+def parts(equation: Equation, split: Sequence[Row], workers: Workers) -> Callable[..., list[Terms]]:
     """Return the function of a contraction to the result of each worker for its rows.
 
     Args:
@@ -39,19 +37,30 @@ def parts(
 
 
 def _contracted(
-    equation: Equation, split: Sequence[Rows], workers: Workers
+    equation: Equation, split: Sequence[Row], workers: Workers
 ) -> Callable[..., list[Terms]]:
     """Return the function as one equation of each worker, for which no operand moves."""
 
     def of_worker(*operands: Array) -> list[Array]:
+        if equation.primitive.name == "ragged_dot_general":
+            rows = operands[0].shape[split[0]]
+            first = rows * lax.axis_index(workers.axis)
+            operands = (*operands[:2], _sizes_among(operands[2], first, first + rows))
         return [out[None] for out in equations.bound(equation, operands)]
 
     specs = tuple(P() if dim is None else P(*[None] * dim, workers.axis) for dim in split)
     return _mapped(of_worker, workers, specs, P(workers.axis))
 
 
+def _sizes_among(sizes: Array, first: Array, end: Array) -> Array:
+    """Return the sizes of groups of successive rows, of the rows from `first` to `end` alone."""
+    ends = jnp.cumsum(sizes, axis=-1, dtype=sizes.dtype)
+    first, end = first.astype(sizes.dtype), end.astype(sizes.dtype)
+    return jnp.clip(ends, first, end) - jnp.clip(ends - sizes, first, end)
+
+
 def _scattered(
-    equation: Equation, split: Sequence[Rows], workers: Workers
+    equation: Equation, split: Sequence[Row], workers: Workers
 ) -> Callable[..., list[Terms]]:
     """Return the function as one equation of all workers.
 
@@ -74,7 +83,7 @@ def _scattered(
     return of_all
 
 
-def _rows_of_each(value: Array, dim: Rows, workers: Workers) -> Array:
+def _rows_of_each(value: Array, dim: Row, workers: Workers) -> Array:
     """Return the rows of each worker: [workers, ..., rows, ...]."""
     assert dim is not None
     shape = value.shape
@@ -149,7 +158,7 @@ def reduced(
     tree: Mapping[str, Terms],
     results: Mapping[str, Atom],
     workers: Workers,
-    out_specs: Mapping[str, PartitionSpec] | PartitionSpec = P(),
+    out_specs: Mapping[str, PartitionSpec],
 ) -> Mapping[str, Array]:
     """Reduce unreduced values.
 
@@ -158,7 +167,7 @@ def reduced(
       tree: unreduced values by name.
       results: values of the program, by their types.
       workers: the workers.
-      out_specs: split of the results over the workers, of a sum whose parts are scattered.
+      out_specs: split of the results over the workers, of sums whose parts are scattered.
     """
 
     def of_worker(tree: Mapping[str, Terms]) -> Mapping[str, Array]:

@@ -69,7 +69,7 @@ class Form:
     axes: Mapping[str, int]
     groups: int = 1
     explicit: bool = True  # whether JAX takes it with explicit axes
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tolerance: float = 1e-5  # relative, of losses with exact sums
 
     def mesh(self, axis_type: AxisType) -> Mesh:
         sizes = tuple(self.axes.values())
@@ -193,7 +193,7 @@ def with_statistics(place: Place, model: nn.Module, x: Array, y: Array) -> Step:
     return Step(step, replicated(place, params, tx, statistics), place.put((x, y), "data"))
 
 
-@form((3, 3, 8, 16), (256, 10), explicit=False)
+@form((3, 3, 8, 16), (256, 10))
 def cnn_with_batch_norm(place):
     return with_statistics(place, ConvNet(), normal(8, 16, 16, 3), labels(8, below=10))
 
@@ -207,7 +207,7 @@ class WideNorm(nn.Module):
         return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(x))
 
 
-@form((32, 2048), (2048, 4), (2048,), (2048,), explicit=True)
+@form((32, 2048), (2048, 4), (2048,), (2048,))
 def batch_norm_of_2048_channels(place):
     """The statistics stay exact, and the gradients of scale and bias are sent."""
     return with_statistics(place, WideNorm(), X, labels(16, below=4))

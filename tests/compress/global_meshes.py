@@ -60,7 +60,7 @@ def gathered(place, loss):
     )
 
 
-@form(*OF_MATRICES)
+@form(*OF_MATRICES, groups=2)
 def fsdp(place):
     """Parameters that are split over the axis of the workers."""
     return on_split_matrices(place, (None, "data"), ("data",), loss=gathered(place, squares))
@@ -125,7 +125,7 @@ def over_data(path, leaf):
     return (*[None] * (leaf.ndim - 1), "data") if leaf.ndim > 1 else ()
 
 
-@form(*OF_DECODER, explicit=False)
+@form(*OF_DECODER, groups=4, explicit=False)
 def fsdp_decoder(place):
     return decoder_on(place, over_data)
 
@@ -139,7 +139,7 @@ def decoder_on_three_axes(place):
     return decoder_on(place, specs, rows=(("data", "fsdp"),))
 
 
-@form((32, 32), explicit=False)
+@form((32, 32))
 def experts_over_the_workers(place):
     """Rows move to the workers of their experts, whose gradients are summed by nobody."""
 
@@ -166,7 +166,7 @@ def attention_in_a_map(place, names):
     )
 
 
-@form(*OF_DECODER, explicit=False)
+@form(*OF_DECODER)
 def attention_of_each_worker(place):
     return decoder(place, attend=attention_in_a_map(place, None))
 
@@ -176,7 +176,7 @@ def attention_of_each_device(place):
     return decoder_on(place, by_name, attend=attention_in_a_map(place, "model"))
 
 
-@form(*OF_MATRICES)
+@form(*OF_MATRICES, groups=2)
 def a_sum_by_hand_and_one_of_the_compiler(place):
     """The first matrix in a map with its own sum, the second in the global program."""
 
