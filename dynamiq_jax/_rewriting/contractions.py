@@ -80,16 +80,6 @@ class Lost:
 
 Known = Rows | Lost
 
-
-@dataclasses.dataclass(frozen=True)
-class Lost:
-    """Rows of a value that are no longer known."""
-
-    why: str
-
-
-Known = Rows | Lost
-
 sum_over_rows = Primitive("sum_over_rows")
 sum_over_rows.def_abstract_eval(lambda *operands, equation, **params: equation.outvars[0].aval)
 
