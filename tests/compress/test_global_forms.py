@@ -20,6 +20,9 @@ OPTIONS = dq.Options(exact_below=256)
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
+
+
 @pytest.fixture(autouse=True)
 def promotions_of_users():
     """flax and optax promote dtypes and ranks."""
