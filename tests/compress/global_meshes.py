@@ -1,21 +1,18 @@
 """Steps of one global program on meshes of several axes, and of parameters that are split."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.compress.further_global_forms import EXPERTS, OF_EXPERTS
+from tests.compress.further_global_forms import EXPERTS
 from tests.compress.global_forms import (
-    DATA,
     MATRICES,
     OF_DECODER,
     OF_MATRICES,
-    Step,
     TOKENS,
+    Step,
     X,
     Y,
     attention,
@@ -53,7 +50,9 @@ def on_split_matrices(place, w, v, rows=("data",), loss=squares):
 def gathered(place, loss):
     """A loss of parameters that explicit axes gather by hand."""
     return lambda params, *batch: loss(
-        jax.tree.map(lambda leaf: place.constrain(leaf, None), params) if place.is_explicit else params,
+        jax.tree.map(lambda leaf: place.constrain(leaf, None), params)
+        if place.is_explicit
+        else params,
         *batch,
     )
 
@@ -77,6 +76,7 @@ def hsdp(place):
 @form(*OF_MATRICES, axes={"data": 2, "model": 2})
 def tensor_parallel(place):
     """Columns of the first matrix and rows of the second on other devices."""
+
     def loss(params, x, y):
         hidden = jnp.tanh(x @ params["w"])
         out = jnp.matmul(hidden, params["v"], out_sharding=place.out("data"))
@@ -106,9 +106,7 @@ def tensor_parallel_decoder(place):
 @form(*OF_DECODER, axes={"data": 2, "model": 2}, explicit=False)
 def sequence_parallel_decoder(place):
     """Between the blocks, the length is split over the axis of the features."""
-    return decoder_on(
-        place, by_name, between=lambda x: place.constrain(x, "data", "model", None)
-    )
+    return decoder_on(place, by_name, between=lambda x: place.constrain(x, "data", "model", None))
 
 
 def over_fsdp(path, leaf):
@@ -141,6 +139,7 @@ def decoder_on_three_axes(place):
 @form((32, 32))
 def experts_over_the_workers(place):
     """Rows move to the workers of their experts, whose gradients are summed by nobody."""
+
     def loss(params, x, y):
         x = jnp.tanh(x @ params["w"])
         gates = jax.nn.softmax(x @ params["router"])
@@ -177,6 +176,7 @@ def attention_of_each_device(place):
 @form(*OF_MATRICES, groups=2)
 def a_sum_by_hand_and_one_of_the_compiler(place):
     """The first matrix in a map with its own sum, the second in the global program."""
+
     def hidden(w, x):
         return jnp.tanh(x @ w)
 

@@ -10,9 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._inputs.shards import over
 from tests.compress import further_global_forms, global_meshes  # noqa: F401
 from tests.compress.global_forms import FORMS, Place
 
