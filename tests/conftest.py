@@ -37,7 +37,16 @@ for trainer in ("tunix", "maxtext"):
 
 # Files that run examples, pages and trainers, whose own code may promote ranks.
 OF_USERS = (
-    *("allocation_benchmark", "arc_top_k", "compare", "docs", "llm", "notebook", "readme"),
+    *(
+        "allocation_benchmark",
+        "arc_top_k",
+        "compare",
+        "docs",
+        "global_forms",
+        "llm",
+        "notebook",
+        "readme",
+    ),
     *("maxtext", "other_trainers", "reports", "time_to_accuracy", "tunix"),
 )
 

@@ -71,6 +71,9 @@ class Form:
     explicit: bool = True  # whether JAX takes it with explicit axes
     tolerance: float = 1e-5  # relative, of losses with exact sums
 
+    def runs_on(self, kind: str) -> bool:
+        return kind == "automatic" or self.explicit
+
     def mesh(self, axis_type: AxisType) -> Mesh:
         sizes = tuple(self.axes.values())
         devices = jax.devices()[: int(np.prod(sizes))]

@@ -6,10 +6,11 @@ import contextlib
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from tests.compress import further_global_forms, global_meshes  # noqa: F401
@@ -17,7 +18,9 @@ from tests.compress.global_forms import FORMS, Place
 
 OPTIONS = dq.Options(exact_below=256)
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-SUMS = ("all-reduce", "reduce-scatter")
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +38,7 @@ def placed(form, kind):
         return around, mesh, form.make(Place(mesh))
 
 
-def cases():
-    for name, form in FORMS.items():
-        yield name, "automatic"
-        if form.explicit:
-            yield name, "explicit"
+CASES = [(name, kind) for name, form in FORMS.items() for kind in KINDS if form.runs_on(kind)]
 
 
 def run(step, made, count=3):
@@ -53,27 +52,44 @@ def run(step, made, count=3):
     return np.array(losses), jax.tree.map(np.asarray, state)
 
 
-def over_data(step, made, mesh, opcodes=None):
-    """Bytes over the workers' axis that a device sends in a step, of all collectives or some."""
+def over_data(step, made, mesh):
+    """Bytes that a device sends over the workers' axis in a step."""
     text = step.lower(made.state, *made.batch).compile().as_text()
-    return sum(
-        each.bytes
-        for each in collectives_of(text, Devices.of(mesh))
-        if "data" in each.axes and (opcodes is None or each.opcode in opcodes)
-    )
+    sent = collectives_of(text, Devices.of(mesh))
+    return sum(each.bytes for each in sent if "data" in each.axes)
 
 
-def bytes_of_pmean(report, mesh, method):
-    """Bytes that `dq.pmean` of the same tree sends."""
-    tree = {f"{i:03}": each for i, each in enumerate(report.sums) if each.group is not None}
-    return sum(each.bytes_after * (each.times or 1) for each in tree.values())
+def of_pmean(report, made, mesh):
+    """Bytes that a device sends over the workers' axis for `dq.pmean` of the sums of all groups.
+
+    Gradients lie as parameters of their shape do, over other axes.
+    """
+    places = {leaf.shape: leaf.sharding.spec for leaf in jax.tree.leaves(made.state)}
+    others = set(mesh.axis_names) - {"data"}
+    grouped = [each.sum for each in report.sums if each.group is not None]
+    tree = {f"{i:03}": jax.ShapeDtypeStruct(s.shape, s.dtype) for i, s in enumerate(grouped)}
+    specs = {name: over(places.get(leaf.shape, P()), others) for name, leaf in tree.items()}
+
+    def mean(tree):
+        return dq.pmean(tree, "data", key=jax.random.key(0), specs=specs, options=OPTIONS)
+
+    manual = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "axis_names": {"data"}}
+    mapped = jax.jit(jax.shard_map(mean, check_vma=False, **manual))
+    placed = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, specs[name])
+        )
+        for name, leaf in tree.items()
+    }
+    sent = collectives_of(mapped.lower(placed).compile().as_text(), Devices.of(mesh))
+    return sum(each.bytes for each in sent if "data" in each.axes)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name, kind", cases())
+@pytest.mark.parametrize("name, kind", CASES)
 def test_exact_sums_are_those_of_the_compiler(name, kind):
     form = FORMS[name]
-    around, mesh, made = placed(form, kind)
+    around, _, made = placed(form, kind)
     with around:
         step = dq.compress(jax.jit(made.step), "data", method="exact", options=OPTIONS)
         losses, state = run(step, made)
@@ -85,3 +101,31 @@ def test_exact_sums_are_those_of_the_compiler(name, kind):
     found = collections.Counter(each.sum.shape for each in report.compressed)
     assert found == collections.Counter(form.compressed)
     assert report.num_groups == form.groups
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", FORMS)
+def test_compressed_sums_send_what_a_mean_of_the_same_tree_sends(name):
+    """In place of what the compiler sends for the same sums."""
+    form = FORMS[name]
+    _, mesh, made = placed(form, "automatic")
+    step, plain = dq.compress(jax.jit(made.step), "data", options=OPTIONS), jax.jit(made.step)
+    report = step.report(made.state, *made.batch)
+    losses, _ = run(step, made)
+    expected, _ = run(plain, made)
+    np.testing.assert_allclose(losses, expected, rtol=0.05)
+    assert np.abs(losses - expected).max() > 0
+    replaced = sum(each.bytes_before for each in report.sums if each.group is not None)
+    left = over_data(plain, made, mesh) - replaced
+    sent = over_data(step, made, mesh) - left
+    assert sent <= of_pmean(report, made, mesh) + 8 * report.num_groups
+
+
+def test_what_travels_as_a_gradient_beside_compressed_ones_stays_as_it_is_bit_for_bit():
+    """Histories and scales of products of eight bits."""
+    _, _, made = placed(FORMS["eight_bit_products"], "automatic")
+    _, state = run(dq.compress(jax.jit(made.step), "data", method="exact", options=OPTIONS), made)
+    _, wanted = run(jax.jit(made.step), made)
+    histories = "_overwrite_with_gradient"
+    jax.tree.map(np.testing.assert_array_equal, state[histories], wanted[histories])
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(state[histories]))
