@@ -117,8 +117,9 @@ def value_and_grad(
         sharding constraints and a `jax.shard_map` over other axes of the mesh, as kernels of
         attention do. The loss must then not name the workers' axis, and a `jax.lax.cond` that
         depends on the batch computes both branches.
-      check_vma: argument of `jax.shard_map`. By default, it is True, but False in JAX 0.12, which
-        cannot differentiate `erf` under True, as in exact GELU. Gradients and bytes are the same.
+      check_vma: argument of `jax.shard_map`, False by default. Gradients are the same. Under True,
+        JAX refuses a loop or a `cond` of the loss in which a constant stands for an array, as the
+        first state of an RNN, and JAX 0.12 cannot differentiate `erf`, as in exact GELU.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a PRNG key for the noise of rounding, that

@@ -8,11 +8,10 @@ import warnings
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 if sys.version_info >= (3, 12):
     from typing import override as override
@@ -60,26 +59,6 @@ def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
 def tracks_varying(axis_name: str) -> bool:
     """Return whether types record the axes over which values vary, as under `check_vma=True`."""
     return axis_name in varying_axes(lax.axis_index(axis_name))
-
-
-@functools.cache
-def can_check_erf() -> bool:
-    """Return whether `erf`, as in exact GELU, has a derivative under `check_vma=True`.
-
-    JAX 0.12 has a defect there: "Primitive polynomial requires varying manual axes to match".
-    """
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    varying = jax.shard_map(
-        jax.vmap(jax.grad(lax.erf)),
-        mesh=mesh,
-        in_specs=PartitionSpec("x"),
-        out_specs=PartitionSpec("x"),
-    )
-    try:
-        jax.eval_shape(varying, jax.ShapeDtypeStruct((1,), np.float32))
-    except ValueError:
-        return False
-    return True
 
 
 def match_varying(values: Tree, reference: Array | jax.ShapeDtypeStruct) -> Tree:
