@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -255,15 +256,40 @@ def may_hold_custom_calls(context: Any) -> bool:
 def only_traces() -> bool:
     """Return whether the call that traces here does not run what it traces: `jit(f).lower`,
     `eval_shape`, `make_jaxpr` and alike.
-
-    The names of JAX's own functions show it. False where this version of JAX has other names.
     """
-    found = False
+    calls = _calls_of_jit()
+    return bool(calls) and calls[-1].f_code.co_name == _TRACES  # the outermost one decides
+
+
+def running_call() -> FrameType | None:
+    """Return the call of a jitted function that runs what is traced or compiled here, by its frame.
+
+    None where nothing shows one: where a program is only traced, or compiled by
+    `jit(f).lower(...).compile()`.
+    """
+    calls = _calls_of_jit()
+    return calls[-1] if calls and calls[-1].f_code.co_name == _RUNS else None
+
+
+def is_within_trace() -> bool:
+    """Return whether a call of a jitted function is evaluated while another one is traced."""
+    return len(_calls_of_jit()) > 1
+
+
+_RUNS, _TRACES = "cache_miss", "jit_trace"  # names of functions in JAX
+
+
+def _calls_of_jit() -> list[FrameType]:
+    """Return the frames in which JAX handles calls of jitted functions, the innermost first.
+
+    The names of JAX's own functions show them. None where this version of JAX has other names.
+    """
+    found: list[FrameType] = []
     frame = sys._getframe().f_back
-    while frame is not None:  # the outermost one decides
-        name = frame.f_code.co_name
-        if name in ("jit_trace", "cache_miss") and frame.f_globals["__name__"] == "jax._src.pjit":
-            found = name == "jit_trace"
+    while frame is not None:
+        is_of_jit = frame.f_code.co_name in (_RUNS, _TRACES)
+        if is_of_jit and frame.f_globals["__name__"] == "jax._src.pjit":
+            found.append(frame)
         frame = frame.f_back
     return found
 
