@@ -12,24 +12,35 @@ from pallas_kernels._jax import compat
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # event of JAX, which comes before the run
 
 
-class _Expected(threading.local):
-    """Functions to call when this thread has compiled what it traced, with the calls that trace."""
+class _OfCalls(threading.local):
+    """Functions to call when a call that traces has compiled, with the call."""
 
     def __init__(self) -> None:
-        self.functions: list[tuple[FrameType | None, Callable[[], None]]] = []
+        self.functions: list[tuple[FrameType, Callable[[bool], None]]] = []
 
 
-_expected = _Expected()
+_of_calls = _OfCalls()
+_ahead: list[Callable[[bool], None]] = []  # of what was traced without a run
+_lock = threading.Lock()
 
 
-def after_compiling(function: Callable[[], None]) -> None:
-    """Call a function when the program that is traced here has been compiled, before it runs.
+def after_compiling(function: Callable[[bool], None]) -> None:
+    """Call a function when the program that is traced here has been compiled.
 
-    The program stays as it is, and its runs cost nothing. The function is forgotten if this thread
-    compiles another program first: the trace has failed, or was made for a log alone.
+    The program stays as it is, and its runs cost nothing.
+
+    Args:
+      function: function to call with True, if the call that traces the program is about to run it.
+        A program that is only traced, as by `jit(f).lower`, may be compiled anywhere: the function
+        is then called with False, when this process has next compiled some program.
     """
     _listen()
-    _expected.functions.append((compat.running_call(), function))
+    call = compat.running_call()
+    if call is None:
+        with _lock:
+            _ahead.append(function)
+    else:
+        _of_calls.functions.append((call, function))
 
 
 @functools.cache  # once
@@ -41,8 +52,13 @@ def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
     del duration_secs, kwargs
     if event != _COMPILED or compat.is_within_trace():
         return
-    functions, _expected.functions = _expected.functions, []
+    with _lock:
+        ahead, _ahead[:] = [*_ahead], []
+    for function in ahead:
+        function(False)
+    # Those of other calls are of traces that failed.
+    functions, _of_calls.functions = _of_calls.functions, []
     call = compat.running_call()
     for traced_by, function in functions:
         if traced_by is call:
-            function()
+            function(True)

@@ -34,7 +34,7 @@ DOUBT = 60.0
 _GLANCE = 0.2  # seconds until a process looks who else waits
 _HELD = 600.0  # seconds for which a collective that a process went on with counts against it
 _REPLY = 10.0  # seconds to wait for a description that was published before
-# Seconds to wait for processes that still compile. They may have traced for a log alone.
+# Seconds to wait for processes that still compile. They may have traced it for a log alone.
 COMPILING = 1800.0
 
 
@@ -137,26 +137,29 @@ class _Group:
         self._patience = SHORT_PATIENCE
         return disagreement.unanswered(description, sorted(missing), time.monotonic() - start)
 
-    def _on_compiled(self, digest: str, description: Description) -> None:
-        """Wait for all that traced a description to compile it, as this process has.
+    def _on_compiled(self, digest: str, description: Description, runs: bool) -> None:
+        """Show that a program with a description is compiled, and wait for others that traced it.
 
-        It is about to send the first message. So it would wait for them anyway, or fail.
+        A process that is about to run it would wait for the others anyway, or fail.
         """
         if digest in self._compiled:
             return
-        self._compiled.add(digest)
-        start, is_silent = time.monotonic(), True
         with _errors_as_warnings():
             self._ledger.compiled(digest)
-            while others := self._compiling(digest):
-                seconds = time.monotonic() - start
-                if seconds > COMPILING:
-                    return
-                if seconds >= PATIENCE and is_silent:
-                    is_silent = False
-                    text = disagreement.compiling(description, others, seconds)
-                    warnings.warn(text, stacklevel=2)
-                self._ledger.await_program(digest, others[0], PATIENCE)
+            if runs:
+                self._compiled.add(digest)
+                self._await_programs(digest, description)
+
+    def _await_programs(self, digest: str, description: Description) -> None:
+        start, is_silent = time.monotonic(), True
+        while others := self._compiling(digest):
+            seconds = time.monotonic() - start
+            if seconds > COMPILING:
+                return
+            if seconds >= PATIENCE and is_silent:
+                is_silent = False
+                warnings.warn(disagreement.compiling(description, others, seconds), stacklevel=2)
+            self._ledger.await_program(digest, others[0], PATIENCE)
 
     def _compiling(self, digest: str) -> list[int]:
         record = self._ledger.record(digest)
