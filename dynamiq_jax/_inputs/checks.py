@@ -128,6 +128,32 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
             )
 
 
+_STATE = "_overwrite_with_gradient"  # collection of flax for such leaves: `flax.linen.fp8_ops`
+
+
+def check_not_state(path: str, axis_names: Sequence[str]) -> None:
+    """Raise ValueError for a leaf that is, by its name, the state of a layer and no gradient."""
+    if _STATE in path:
+        raise not_a_gradient(path, axis_names)
+
+
+def not_a_gradient(path: str, axis_names: Sequence[str]) -> ValueError:
+    """Return the error for a leaf for which a backward pass returns the next state.
+
+    Args:
+      path: name of the leaf in its tree.
+      axis_names: axes of the workers.
+    """
+    axes = axis_names[0] if len(axis_names) == 1 else tuple(axis_names)
+    return ValueError(
+        f"tree{path} is no gradient: the backward pass returns the next state of this leaf, such "
+        "as the amax history of an FP8 layer, whatever the loss is scaled by. A sum or mean of it "
+        "over workers has no meaning. In a jax.shard_map, take it out of the gradients before "
+        f"dq.pmean, and give it to jax.lax.pmax(state, {axes!r}). If the leaf has no gradient, "
+        "return jnp.zeros_like of it from jax.custom_vjp."
+    )
+
+
 def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None:
     """Raise ValueError if `specs` already shards the dimension that is scattered or gathered."""
     if dimension < len(spec) and spec[dimension] is not None:
