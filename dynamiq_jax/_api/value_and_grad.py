@@ -69,7 +69,8 @@ def value_and_grad(
     The result is the mean of the workers' means. If workers have different numbers of targets
     (padding, masks), this is not the mean over all targets. Then give `num_targets`. If rows are
     compared with each other, give `split`. `check_data_parallel` compares the result with the loss
-    of the whole batch.
+    of the whole batch. A backward pass that is not linear, such as one that clips, gets cotangents
+    that are n times those of the whole batch; with `data_parallel`, it gets those of one device.
 
     The result is compiled, as by `jax.jit`. Make it once, before the loop. A value that `loss_fn`
     reads besides its arguments is a constant of the first call with their shapes.
@@ -135,7 +136,8 @@ def value_and_grad(
         when called, an argument `key` of `loss_fn` is not given by position, arrays without a spec
         have leading axes of different sizes, an axis does not divide by the number of workers or
         would cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an
-        argument is missing, or the loss names axes that `transform` does not allow.
+        argument is missing, the loss names axes that `transform` does not allow, or its backward
+        pass returns the next state of a leaf in place of a gradient, as for FP8 layers.
       TypeError: `argnums` holds no position; `in_specs` is neither a tuple nor a dict, or holds
         something that is no spec; or `split` something that is no rule.
     """

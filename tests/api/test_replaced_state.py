@@ -352,6 +352,7 @@ def test_the_remedy_is_the_state_of_one_device(data_mesh):
     for path, leaf in jax.tree.leaves_with_path(state):
         of_one = functools.reduce(lambda tree, key: tree[key.key], path, expected[NAME])
         factor = WORKERS if path[-1].key == "output_grad_amax_history" else 1
-        np.testing.assert_allclose(leaf, factor * of_one, rtol=0.2)
+        is_of_batch = path[0].key == "Dense_0" and factor == 1
+        np.testing.assert_allclose(leaf, factor * of_one, rtol=1e-6 if is_of_batch else 0.2)
         assert leaf[0] > 0
     assert dq.vnmse(grads["params"], expected["params"]) < 0.02
