@@ -11,8 +11,9 @@ from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._run.driver import run
+from dynamiq_jax._run.sample import key_of
 from dynamiq_jax._worker_loss.casts import Cast
-from dynamiq_jax._worker_loss.fingerprint import key_of, salt_of_call
+from dynamiq_jax._worker_loss.fingerprint import salt_of_call
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels._jax import compat

@@ -22,6 +22,7 @@ def run(
     *,
     specs: Any = None,
     states: NamedStates | None = None,
+    sampled: bool = False,
 ) -> Outcome:
     """Run a collective on a tree.
 
@@ -33,15 +34,22 @@ def run(
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods by their names, as from `first_states`; None for those of a
         first step.
+      sampled: whether the noise depends on a sample of the tree on all workers, too, so that it
+        changes where the key does not.
     """
     plan, leaves = plan_tree(collective, tree, compression, specs)
-    return run_plan(plan, leaves, key, states)
+    return run_plan(plan, leaves, key, states, sampled=sampled)
 
 
 def run_plan(
-    plan: Plan, leaves: Sequence[Array], key: Any, states: NamedStates | None = None
+    plan: Plan,
+    leaves: Sequence[Array],
+    key: Any,
+    states: NamedStates | None = None,
+    *,
+    sampled: bool = False,
 ) -> Outcome:
     """Check a plan and run it on its leaves; see `run`."""
     recording.record(plan)
     key = check(plan, leaves, key, states)
-    return run_on_devices(plan, leaves, key, states)
+    return run_on_devices(plan, leaves, key, states, sampled=sampled)

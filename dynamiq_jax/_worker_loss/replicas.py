@@ -27,8 +27,8 @@ from dynamiq_jax._inputs.shards import (
     over,
 )
 from dynamiq_jax._run.driver import run
+from dynamiq_jax._run.sample import key_of
 from dynamiq_jax._worker_loss.casts import Cast
-from dynamiq_jax._worker_loss.fingerprint import key_of
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
