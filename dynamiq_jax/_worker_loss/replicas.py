@@ -120,7 +120,7 @@ class Replicas:
         return cast(tree, key, salt, ticket)
 
     def _key_of(self, tree: Any) -> Array:
-        """Return a PRNG key from all bits of a tree, the same as each worker would compute."""
+        """Return a PRNG key from a sample of a tree, the same as each worker would compute."""
         leaves, structure = jax.tree.flatten(tree)
         arrays = {n: leaf for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0}
 
