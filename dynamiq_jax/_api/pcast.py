@@ -54,9 +54,9 @@ def pcast(
       to: "varying", the type of the result, as for `jax.lax.pcast`.
       key: PRNG key, the same on all workers, a different key at every step. By default it is
         computed from a sample of the tree, one coordinate of 251 and all of small leaves, which is
-        the same on all workers, and from the number of the cast among the casts of one trace. So the key repeats where gradients are taken again
-        at the same parameters: for each part of a batch, and at a learning rate of 0. Give a key
-        there, such as `jax.random.key(step)`.
+        the same on all workers, and from the number of the cast among the casts of one trace. So
+        the key repeats where gradients are taken again at the same parameters: for each part of a
+        batch, and at a learning rate of 0. Give a key there, such as `jax.random.key(step)`.
       mean: whether the sum is divided by the number of workers.
       method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.

@@ -1,8 +1,10 @@
 """One call of a collective: plan, check, run."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import Array
 
 from dynamiq_jax._check.check import check
@@ -50,6 +52,9 @@ def run_plan(
     sampled: bool = False,
 ) -> Outcome:
     """Check a plan and run it on its leaves; see `run`."""
-    recording.record(plan)
+    number = recording.record(plan)
+    leaves = recording.mark(number, "terms", leaves)
     key = check(plan, leaves, key, states)
-    return run_on_devices(plan, leaves, key, states, sampled=sampled)
+    outcome = run_on_devices(plan, leaves, key, states, sampled=sampled)
+    sums = recording.mark(number, "sum", jax.tree.leaves(outcome.tree))
+    return dataclasses.replace(outcome, tree=jax.tree.unflatten(plan.structure, sums))
