@@ -62,9 +62,10 @@ def compress(
       axis_name: one axis, or several with the slowest link first; see `psum`. A sum over more axes
         is exact over the others first.
       key: function of the arguments of the step that returns a PRNG key, the same on all workers
-        and a different one at every step. None: the key of each sum follows from the bits of its
-        terms on all workers, for which they add four bytes. A step that repeats itself bit by bit,
-        as with a learning rate of 0, repeats its rounding noise then.
+        and a different one at every step. None: the key of each sum follows from a sample of its
+        terms on all workers, one coordinate of 251 and all of small ones, for which they add four
+        bytes. A step whose sample repeats itself, as with a learning rate of 0, repeats its
+        rounding noise then.
       method: compression method, or its name, or a policy; see `psum`. The paths of leaves are
         "sum_0", "sum_1" and so on.
       topology: route of the chunks; see `psum`.

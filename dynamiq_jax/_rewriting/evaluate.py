@@ -1,7 +1,7 @@
 """Evaluation of a scheduled program, while JAX traces it anew."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from dynamiq_jax._rewriting.steps import (
 )
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._run.driver import run
-from dynamiq_jax._worker_loss.fingerprint import joint_word_of
 from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 
 
@@ -40,7 +39,7 @@ class Evaluation:
 
         Args:
           schedule: schedule of the program.
-          key: PRNG key for all sums, the same on all workers; None: from the bits of each group.
+          key: PRNG key for all sums, the same on all workers; None: from a sample of each group.
           values: inputs of the program.
         """
         known: dict[Key, Any] = dict(schedule.constants)
@@ -88,9 +87,17 @@ class Evaluation:
 
         def compressed(tree: dict[str, Any]) -> dict[str, Any]:
             collective = group.collective(find_axes(over))
-            of_group = self._key(group, tree, over, key)
-            specs = self.specs_of(group)
-            outcome = run(collective, tree, of_group, self.compression, specs=specs)
+            of_group = jax.random.fold_in(jax.random.key(0) if key is None else key, group.number)
+            # In a loop, a given key is the same in all turns.
+            sampled = key is None or group.times != 1
+            outcome = run(
+                collective,
+                tree,
+                of_group,
+                self.compression,
+                specs=self.specs_of(group),
+                sampled=sampled,
+            )
             total: dict[str, Any] = outcome.tree
             return total
 
@@ -122,23 +129,6 @@ class Evaluation:
         if self.specs is not None or not all(is_known):
             return self.specs
         return {name: each.spec for name, each in members.items()}
-
-    @staticmethod
-    def _key(
-        group: Reduce, tree: Mapping[str, Any], over: tuple[str, ...], key: Array | None
-    ) -> Array:
-        """Return the key of a group.
-
-        Bits of the operands of all workers change from step to step, and from turn to turn of a
-        loop, in which a given key is the same.
-        """
-        base = jax.random.key(0) if key is None else key
-        base = jax.random.fold_in(base, group.number)
-        if key is not None and group.times == 1:
-            return base
-        token = order.last_token()
-        leaves = [order.after(token, leaf) for leaf in tree.values()]
-        return jax.random.fold_in(base, joint_word_of(leaves, over))
 
 
 def leaf_name(number: int) -> str:

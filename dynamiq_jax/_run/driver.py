@@ -1,8 +1,10 @@
 """One call of a collective: plan, check, run."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import Array
 
 from dynamiq_jax._check.check import check
@@ -22,6 +24,7 @@ def run(
     *,
     specs: Any = None,
     states: NamedStates | None = None,
+    sampled: bool = False,
 ) -> Outcome:
     """Run a collective on a tree.
 
@@ -33,15 +36,25 @@ def run(
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods by their names, as from `first_states`; None for those of a
         first step.
+      sampled: whether the noise depends on a sample of the tree on all workers, too, so that it
+        changes where the key does not.
     """
     plan, leaves = plan_tree(collective, tree, compression, specs)
-    return run_plan(plan, leaves, key, states)
+    return run_plan(plan, leaves, key, states, sampled=sampled)
 
 
 def run_plan(
-    plan: Plan, leaves: Sequence[Array], key: Any, states: NamedStates | None = None
+    plan: Plan,
+    leaves: Sequence[Array],
+    key: Any,
+    states: NamedStates | None = None,
+    *,
+    sampled: bool = False,
 ) -> Outcome:
     """Check a plan and run it on its leaves; see `run`."""
-    recording.record(plan)
+    number = recording.record(plan)
+    leaves = recording.mark(number, "terms", leaves)
     key = check(plan, leaves, key, states)
-    return run_on_devices(plan, leaves, key, states)
+    outcome = run_on_devices(plan, leaves, key, states, sampled=sampled)
+    sums = recording.mark(number, "sum", jax.tree.leaves(outcome.tree))
+    return dataclasses.replace(outcome, tree=jax.tree.unflatten(plan.structure, sums))
