@@ -163,12 +163,13 @@ class Islands:
             reference.
         """
         check_weight("weight", weight)
-        wanted = jax.tree.map(_change, state.reference, params, state.residual)
-        if leaves_of(wanted) != leaves_of(state.reference):
+        if leaves_of(params) != leaves_of(state.reference):
             raise ValueError(
-                f"params make a change of leaves {leaves_of(wanted)!r:.200}, and the reference has "
-                f"{leaves_of(state.reference)!r:.200}. Cast the result of local steps."
+                f"params have leaves {leaves_of(params)!r:.200}, and the reference "
+                f"{leaves_of(state.reference)!r:.200}. Give parameters like the reference: a local "
+                "step that promotes them has to cast its result."
             )
+        wanted = jax.tree.map(_change, state.reference, params, state.residual)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
         message = dq.encode(wanted, key=key, method=self.method)

@@ -16,7 +16,10 @@ Leaves = Mapping[str, tuple[tuple[int, ...], str]]  # shapes and dtypes by path
 def leaves_of(tree: Any) -> Leaves:
     """Return the leaves of a tree, by their paths in messages."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (np.shape(leaf), str(leaf.dtype))
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            np.shape(leaf),
+            str(getattr(leaf, "dtype", type(leaf).__name__)),
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
