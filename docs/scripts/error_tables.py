@@ -222,7 +222,48 @@ def rounding_bias() -> str:
     return markdown([*header, "error of independent rounding"], rows)
 
 
+def drift_feedback() -> str:
+    """Write the drift of a mean over rounds, plain and in error feedback: drift.json."""
+    found = [row for row in results_of("drift") if row["kind"] == "all-reduce"]
+    topologies = list(dict.fromkeys(row["topology"] for row in found))
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        for measure in ("drift", "distance"):
+            sign = "+" if measure == "drift" else ""
+            cells = []
+            for topology in topologies:
+                of = [
+                    row for row in found if (row["method"], row["topology"]) == (method, topology)
+                ]
+                plain, feedback = (
+                    _range([100 * row[f"{measure}{suffix}"] for row in of], sign)
+                    for suffix in ("", "_ef")
+                )
+                cells.append(f"{plain}; {feedback}")
+            rows.append([f"`{method}`", measure, *cells])
+    return markdown(["method", "%", *(f"{name}: plain; feedback" for name in topologies)], rows)
+
+
+def drift_messages() -> str:
+    """Write the drift of a sum of messages, and the error of one: drift.json."""
+    found = [row for row in results_of("drift") if row["kind"] == "message"]
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        of = [row for row in found if row["method"] == method]
+        drift = _range([100 * row["drift"] for row in of], "+")
+        errors = " to ".join(exponent(row["vnmse"]) for row in of)
+        rows.append([f"`{method}`", f"{drift}%", errors])
+    return markdown(["method", "drift after 60 messages", "vNMSE of one"], rows)
+
+
+def _range(values: list[float], sign: str) -> str:
+    low, high = (f"{value:{sign}.1f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
 ALL = (
+    drift_feedback,
+    drift_messages,
     real_lm_methods,
     on_a_ring,
     equal_bits,
