@@ -225,23 +225,23 @@ def rounding_bias() -> str:
 def drift_feedback() -> str:
     """Write the drift of a mean over rounds, plain and in error feedback: drift.json."""
     found = [row for row in results_of("drift") if row["kind"] == "all-reduce"]
-    topologies = list(dict.fromkeys(row["topology"] for row in found))
+    columns = [
+        (measure, topology)
+        for measure in ("drift", "distance")
+        for topology in dict.fromkeys(row["topology"] for row in found)
+    ]
     rows = []
     for method in dict.fromkeys(row["method"] for row in found):
-        for measure in ("drift", "distance"):
-            sign = "+" if measure == "drift" else ""
-            cells = []
-            for topology in topologies:
-                of = [
-                    row for row in found if (row["method"], row["topology"]) == (method, topology)
-                ]
-                plain, feedback = (
-                    _range([100 * row[f"{measure}{suffix}"] for row in of], sign)
-                    for suffix in ("", "_ef")
-                )
-                cells.append(f"{plain}; {feedback}")
-            rows.append([f"`{method}`", measure, *cells])
-    return markdown(["method", "%", *(f"{name}: plain; feedback" for name in topologies)], rows)
+        cells = []
+        for measure, topology in columns:
+            of = [row for row in found if (row["method"], row["topology"]) == (method, topology)]
+            plain, feedback = (
+                f"{_rounded(100 * mean([row[name] for row in of])):.1f}"
+                for name in (measure, f"{measure}_ef")
+            )
+            cells.append(f"{plain}, {feedback}")
+        rows.append([f"`{method}`", *cells])
+    return markdown(["%", *(f"{measure}, `{name}`" for measure, name in columns)], rows)
 
 
 def drift_messages() -> str:
@@ -250,15 +250,15 @@ def drift_messages() -> str:
     rows = []
     for method in dict.fromkeys(row["method"] for row in found):
         of = [row for row in found if row["method"] == method]
-        drift = _range([100 * row["drift"] for row in of], "+")
-        errors = " to ".join(exponent(row["vnmse"]) for row in of)
-        rows.append([f"`{method}`", f"{drift}%", errors])
+        drift = ", ".join(f"{_rounded(100 * row['drift']):.1f}%" for row in of)
+        errors = ", ".join(exponent(row["vnmse"]) for row in of)
+        rows.append([f"`{method}`", drift, errors])
     return markdown(["method", "drift after 60 messages", "vNMSE of one"], rows)
 
 
-def _range(values: list[float], sign: str) -> str:
-    low, high = (f"{value:{sign}.1f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+def _rounded(value: float) -> float:
+    """Return one digit behind the point, and no zero with a sign."""
+    return round(value, 1) + 0.0
 
 
 ALL = (
