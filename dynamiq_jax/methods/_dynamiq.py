@@ -79,7 +79,8 @@ class DynamiQ(ChunkedMethod):
     bits: float = 5.0  # per coordinate, all included; one more leaves 1/7 to 1/4 of the error
     widths: tuple[int, ...] = tuple(range(2, 17))  # bits of a code; 0 drops rows, with a bias
     group_size: int = 32  # coordinates under a one-byte scale; smaller costs bits, lowers the error
-    rounding: Rounding | None = None  # None: "correlated" for sums, "nearest" for an all-gather
+    # None: "correlated" for sums, "nearest" for an all-gather, "independent" for a message
+    rounding: Rounding | None = None
     exponent: float = 1.0  # errors count as the squared norm of their super-group to this power
     spacing: Spacing = "quadratic"  # of the levels; `geometric` is the paper's, 1 % better, slower
     gap_ratio: float = 2.7  # widest gap between levels over the narrowest; 1 is uniform, 20 % worse

@@ -56,6 +56,22 @@ def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
         assert abs(off) < 0.2, kind
 
 
+@pytest.mark.parametrize("method", ("blockint:4:rounding=stochastic", "mxfp4"))
+def test_the_norm_is_that_of_the_exact_mean_and_a_compressed_one_has_the_energy_of_its_error(
+    method,
+):
+    """Which the gradient noise scale depends on. The rule holds for rounding without bias alone."""
+    values = worker_gradients(4, SIZE, seed=0, octaves=1.0)
+    truth = values.mean(0, dtype=np.float64)
+    mean, metrics = measured(method, 4)(KEY, values)
+    square, compressed = truth @ truth, np.sum(np.square(mean, dtype=np.float64))
+    assert 0.02 < metrics["error"] < 0.2
+    assert abs(metrics["norm"] ** 2 / square - 1) < 0.025
+    assert abs(compressed / square - 1) > 0.03
+    corrected = compressed / (1 + metrics["error"]) / square - 1
+    assert corrected < -0.1 if method == "mxfp4" else abs(corrected) < 0.005
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("exact", "dynamiq")])
 def test_the_error_of_every_method_is_estimated(name):

@@ -1,4 +1,4 @@
-"""Global compensation: nothing is lost over time, and what it collects has to be reset."""
+"""Global compensation: means and compensations add up to the gradients, and what it collects has to be reset."""
 
 import dataclasses
 import functools
