@@ -57,10 +57,16 @@ class DynamiQ(ChunkedMethod):
     are not in the sum. In an all-to-all of eight or more workers, the gathered sum therefore solves
     for widths again, from its own scales.
 
+    The least error would leave super-groups of small norm so few bits that they are noise. By
+    default (`widths=None`), the narrowest code therefore has 3 bits, and 4 or 5 on rings of more
+    than 8 workers, whose hops add up: in the sum, a super-group has less than half of its energy as
+    error. This holds from 5 bits up, unless most of it cancels in the sum. The price at 5 bits is
+    1.3 times the error of the sum, and 1.9 times on long rings. From 4 bits up the least is 3.
+    Below, all of it are 2 bits: 3 would double the error of the sum.
+
     `exponent` changes what is minimized. The error of a super-group counts as its squared norm to
-    this power: 1 is the squared error of the sum. A smaller power gives more bits to super-groups
-    of small norm, which matter to optimizers that divide by the scale of the gradient, as Adam
-    does.
+    this power: 1 is the squared error of the sum, and a smaller power gives more bits to those of
+    small norm.
 
     Sums are rounded with `correlated` noise by default. Each single rounding is unbiased. The chain
     of hops has a bias: 0.7 to 5.3 % of the squared error at 5 bits, most with few workers that
@@ -84,8 +90,7 @@ class DynamiQ(ChunkedMethod):
     """
 
     bits: float = 5.0  # per coordinate, all included; one more leaves 1/7 to 1/4 of the error
-    # Bits of a code; 0 drops rows, with a bias. None: all to 16 from the least that `layout` chooses.
-    widths: tuple[int, ...] | None = None
+    widths: tuple[int, ...] | None = None  # bits of a code, 0 drops rows; None: see above
     group_size: int = 32  # coordinates under a one-byte scale; smaller costs bits, lowers the error
     rounding: Rounding | None = None  # None: "correlated" for sums, "nearest" for an all-gather
     exponent: float = 1.0  # errors count as the squared norm of their super-group to this power
