@@ -34,7 +34,6 @@ from docs.scripts.result_files import RESULTS, exponent, markdown, mean, results
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
 
@@ -117,7 +116,7 @@ def topologies() -> str:
                 f'`"{name}"`',
                 str(topology.steps(16)),
                 f"{mean(ratios):.2f}",
-                *(f"{error_growth(topology, n, agreement=0.1):.1f}" for n in (4, 16, 64)),
+                *(f"{topology.error_growth(n, agreement=0.1):.1f}" for n in (4, 16, 64)),
             ]
         )
     header = ["topology", "steps, 16 workers", "vNMSE, 16 workers, ring = 1"]

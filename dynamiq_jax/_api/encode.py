@@ -139,7 +139,9 @@ def _format_of(method: Method) -> Format:
     for name, form in FORMATS.items():
         if type(method) is METHODS[name]:
             fields = {field.name for field in dataclasses.fields(form)} - {"method"}
-            return form(method=name, **{field: _plain(getattr(method, field)) for field in fields})
+            assert isinstance(method, ChunkedMethod)
+            sent = method.portable  # whose widths are those of the message
+            return form(method=name, **{field: _plain(getattr(sent, field)) for field in fields})
     raise ValueError(f"method={method!r} cannot be in a message. Give one of {sorted(FORMATS)}.")
 
 

@@ -13,7 +13,6 @@ from dynamiq_jax._prediction.cost_model import (
     predict_exact,
 )
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax._prediction.tpus import LINKS, UTILIZATION, hiding_tokens
 from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
@@ -198,7 +197,7 @@ def _compressed(
         sent=topology.bytes_sent(cost, workers),
         all_reduce=time,
         step=_step(question, time),
-        error_growth=error_growth(topology, workers, agreement=0.1),
+        error_growth=topology.error_growth(workers, agreement=0.1),
     )
 
 
