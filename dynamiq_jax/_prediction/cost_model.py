@@ -75,6 +75,7 @@ def predict(
     cost: WireCost,
     network: Network,
     codec: CodecSpeed,
+    devices_per_host: int = 1,
 ) -> Prediction:
     """Predict the time of an all-reduce.
 
@@ -85,9 +86,9 @@ def predict(
       cost: the method's bytes for this bucket.
       network: links between the workers.
       codec: the method's speed.
+      devices_per_host: workers that share a link, that of their host.
     """
-    scattered = topology.bytes_scattered(cost, num_workers)
-    gathered = topology.bytes_sent(cost, num_workers) - scattered
+    scattered, gathered = bytes_of_host(topology, cost, num_workers, devices_per_host)
     far = network.oversubscription if topology.is_far else 1.0
     steps = topology.steps(num_workers)
     statistics_steps = 1 + _library_steps(num_workers) if cost.statistics_bytes else 0
@@ -97,6 +98,30 @@ def predict(
     return Prediction(
         codec=codec.seconds(size, steps + 2) + order_seconds,
         wire=network.seconds(scattered * far + gathered, transfers),
+    )
+
+
+def bytes_of_host(
+    topology: Topology, cost: WireCost, num_workers: int, devices_per_host: int
+) -> tuple[float, float]:
+    """Return the bytes that a host sends to others up to the arrivals, and beside them.
+
+    A ring leaves each host once, and so do gathers. Other messages go straight to all workers, as
+    half of the statistics do, whose other half is gathered.
+
+    Args:
+      topology: topology of the all-reduce, over all devices of all hosts.
+      cost: the method's bytes for a bucket.
+      num_workers: size of the axis.
+      devices_per_host: workers of each host.
+    """
+    to_others = devices_per_host * (num_workers - devices_per_host)
+    straight = to_others / max(num_workers - 1, 1)  # devices that would send as much as all send
+    scattered = topology.bytes_scattered(cost, num_workers)
+    gathered = topology.bytes_sent(cost, num_workers) - scattered - cost.statistics_bytes
+    return (
+        scattered * (straight if topology.is_far else 1),
+        gathered + cost.statistics_bytes * (straight + 1) / 2,
     )
 
 
