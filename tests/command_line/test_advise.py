@@ -167,10 +167,11 @@ def test_between_hosts_of_many_devices_the_advice_is_to_sum_inside_of_them_first
     five = {option.name.removeprefix("5 bits, "): option for option in compressed}
     sent = {name: option.sent_by_host for name, option in five.items()}
     assert sent["ring"] == sent["all_to_all"] < sent["flat ring"] < sent["flat all_to_all"]
-    # A host of d devices and n others sends d n / (d + n - 1) times as much straight as on a ring.
+    # A host of d devices with n others scatters d n / (d + n - 1) times what it does on a ring.
     others = (hosts - 1) * devices_per_host
-    scattered = 1 + devices_per_host * others / (others + devices_per_host - 1)
-    assert sent["flat all_to_all"] / sent["flat ring"] == pytest.approx(scattered / 2, rel=0.03)
+    times = devices_per_host * others / (others + devices_per_host - 1)
+    of_ring = (sent["flat all_to_all"] / sent["flat ring"]) / ((1 + times) / 2)
+    assert 0.9 < of_ring < 1  # statistics are the same in both
     for option in compressed:
         assert option.is_flat == ("flat" in option.name) == ("hosts" not in option.call)
     assert "flat" not in text and "flat" not in topologies_in_order([plain, *compressed])
