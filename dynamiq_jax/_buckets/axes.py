@@ -104,8 +104,8 @@ def axis_names(axis_name: Any, argument: str = "axis_name") -> tuple[str, ...]:
     are_names = all(isinstance(name, str) for name in names)
     if not names or not are_names or len(set(names)) < len(names):
         raise ValueError(
-            f"{argument}={axis_name!r} does not name different axes. Give the name of an axis, such "
-            "as 'data', or of several with the slowest link first, such as ('hosts', 'local')."
+            f"{argument}={axis_name!r} does not name different axes. Give the name of an axis, "
+            "such as 'data', or of several with the slowest link first, such as ('hosts', 'local')."
         )
     return names
 
