@@ -161,4 +161,3 @@ def find_axis(axis_name: Any) -> Axes:
             "Give the slow one, and use the collectives of jax.lax over the others."
         )
     return axes
-

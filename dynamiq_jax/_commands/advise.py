@@ -182,6 +182,7 @@ class Advise:
         size = parse_size(self.size, "--size")
         network = Network(
             gbit_per_s=self.rate / 1e9,
+            devices_per_host=self.devices_per_host,
             latency_us=self.latency_us,
             oversubscription=self.oversubscription,
         )
@@ -193,7 +194,6 @@ class Advise:
             network=network,
             size=size,
             workers=self.workers,
-            devices_per_host=self.devices_per_host,
             step_seconds=self.step_time,
             overlap=self.overlap,
             gradient=self.gradient or ("f32" if self.device == "cpu" else "bf16"),

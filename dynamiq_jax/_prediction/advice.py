@@ -32,10 +32,9 @@ _TOPOLOGIES: dict[str, Topology] = {
 class Question:
     """A training step, and what it runs on."""
 
-    network: Network  # links of workers; of hosts, where they have several devices
+    network: Network
     size: int  # coordinates of the gradient
     workers: int  # devices of all hosts
-    devices_per_host: int  # that share the link of their host; 1 where each has its own
     step_seconds: float  # without the all-reduce
     overlap: float  # share of that time under which transfers can hide
     gradient: Literal["f32", "bf16"]  # that jax.lax.psum sends today
@@ -46,7 +45,7 @@ class Question:
     @property
     def hosts(self) -> int:
         """Number of hosts, or of workers that have a link each."""
-        return self.workers // self.devices_per_host
+        return self.workers // self.network.devices_per_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Option:
 
 def predictions(question: Question) -> list[Option]:
     """Predict the time of every option, today's `jax.lax.psum` first."""
-    forms = (False, True) if question.devices_per_host > 1 else (False,)
+    forms = (False, True) if question.network.devices_per_host > 1 else (False,)
     return [
         _plain(question),
         *(
@@ -160,7 +159,7 @@ def _rule_of_thumb(question: Question) -> str:
     """Write, for slices of TPUs, from which batch on the network hides anyway."""
     if question.device not in LINKS:
         return ""
-    rate = 1e9 * question.network.gbit_per_s / question.devices_per_host
+    rate = 1e9 * question.network.gbit_per_s / question.network.devices_per_host
     item_bytes = _ITEM_BYTES[question.gradient]
     tokens = hiding_tokens(question.device, question.hosts, rate, item_bytes)
     return (
@@ -171,7 +170,7 @@ def _rule_of_thumb(question: Question) -> str:
 
 
 def _plain(question: Question) -> Option:
-    parts, item_bytes = question.devices_per_host, _ITEM_BYTES[question.gradient]
+    parts, item_bytes = question.network.devices_per_host, _ITEM_BYTES[question.gradient]
     size, workers, network = _of_a_part(question, parts)
     time = predict_exact(
         size,
@@ -198,15 +197,15 @@ def _plain(question: Question) -> Option:
 
 def _compressed(question: Question, method: dq.DynamiQ, name: str, is_flat: bool) -> Option:
     """Predict an all-reduce between hosts, or between all devices of all hosts."""
-    topology, parts = _TOPOLOGIES[name], 1 if is_flat else question.devices_per_host
-    sharing = question.devices_per_host // parts
+    topology, parts = _TOPOLOGIES[name], 1 if is_flat else question.network.devices_per_host
     size, workers, network = _of_a_part(question, parts)
     speed = CODEC_SPEEDS[question.device]
     if question.codec_ns is not None:
         speed = dataclasses.replace(speed, ns_per_coordinate=question.codec_ns)
     cost = method.wire_cost(Call(size=size, axis=Axis("data", workers), topology=topology))
-    time = predict(size, workers, topology, cost, network, speed, sharing)
+    time = predict(size, workers, topology, cost, network, speed)
     time = _after_inside(question, parts, time)
+    by_host = bytes_of_host(topology, cost, workers, network.devices_per_host)
     axes = 'axis_name=("hosts", "local"), ' if parts > 1 else ""
     return Option(
         name=f"{method.bits:g} bits, {'flat ' if is_flat else ''}{name}",
@@ -215,7 +214,7 @@ def _compressed(question: Question, method: dq.DynamiQ, name: str, is_flat: bool
         bits=method.bits,
         is_flat=is_flat,
         sent=topology.bytes_sent(cost, workers),
-        sent_by_host=parts * sum(bytes_of_host(topology, cost, workers, sharing)),
+        sent_by_host=parts * sum(by_host),
         all_reduce=time,
         step=_step(question, time),
         error_growth=error_growth(topology, workers, agreement=0.1),
@@ -223,9 +222,16 @@ def _compressed(question: Question, method: dq.DynamiQ, name: str, is_flat: bool
 
 
 def _of_a_part(question: Question, parts: int) -> tuple[int, int, Network]:
-    """Return the coordinates, workers and links of a sum between the devices of one part each."""
-    rate = question.network.gbit_per_s / parts
-    network = dataclasses.replace(question.network, gbit_per_s=rate)
+    """Return the coordinates, workers and links of a sum of one of the parts of a gradient.
+
+    Each device of a host has one, and a share of its link as well.
+    """
+    whole = question.network
+    network = dataclasses.replace(
+        whole,
+        gbit_per_s=whole.gbit_per_s / parts,
+        devices_per_host=whole.devices_per_host // parts,
+    )
     return -(-question.size // parts), question.workers // parts, network
 
 

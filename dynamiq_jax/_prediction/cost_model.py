@@ -21,7 +21,8 @@ _POSITIVE = math.ulp(0.0), "a positive number"
 class Network:
     """Links between the workers of the (slow) axis, in each direction."""
 
-    gbit_per_s: float = 10.0  # of one worker's link
+    gbit_per_s: float = 10.0  # of one link
+    devices_per_host: int = 1  # workers that share a link, that of their host
     latency_us: float = 50.0  # from the start of a transfer to its first byte
     efficiency: float = 0.956  # payload over all bytes on the link: 1448 of 1514 in TCP
     oversubscription: float = 1.0  # slowdown of transfers when all workers send across at once
@@ -75,7 +76,6 @@ def predict(
     cost: WireCost,
     network: Network,
     codec: CodecSpeed,
-    devices_per_host: int = 1,
 ) -> Prediction:
     """Predict the time of an all-reduce.
 
@@ -86,9 +86,8 @@ def predict(
       cost: the method's bytes for this bucket.
       network: links between the workers.
       codec: the method's speed.
-      devices_per_host: workers that share a link, that of their host.
     """
-    scattered, gathered = bytes_of_host(topology, cost, num_workers, devices_per_host)
+    scattered, gathered = bytes_of_host(topology, cost, num_workers, network.devices_per_host)
     far = network.oversubscription if topology.is_far else 1.0
     steps = topology.steps(num_workers)
     statistics_steps = 1 + _library_steps(num_workers) if cost.statistics_bytes else 0
