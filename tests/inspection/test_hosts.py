@@ -156,6 +156,31 @@ def test_each_host_sends_the_messages_that_leave_it(drawn):
     assert Devices({}, hosts[:-1]).sent_by_hosts(groups, "ring") is None
 
 
+@pytest.mark.parametrize(
+    ("opcode", "sent"),
+    (
+        ("all-reduce", 2 * 15 / 16),  # of the result, by the last device of a host on the ring
+        ("reduce-scatter", 15),
+        ("all-gather", 15 / 16),
+        ("collective-broadcast", 1),
+        ("all-to-all", 8 * 8 / 16),  # by eight devices to eight others
+        ("ragged-all-to-all", 8 * 8 / 16),
+    ),
+)
+@pytest.mark.parametrize("local_groups", [False, True])
+def test_every_kind_of_collective_has_its_way(opcode, sent, local_groups):
+    groups = "[2,8]<=[16]" if local_groups else "[1,16]<=[16]"
+    lines = f"  ROOT %r = u8[1600]{{0}} {opcode}(%q), replica_groups={groups}\n"
+    (found,) = inspect_text(
+        f"HloModule step, num_partitions=16\n\nENTRY %main (q: u8[1600]) -> u8[1600] {{\n"
+        f"  %q = u8[1600]{{0}} parameter(0)\n{lines}}}\n",
+        meshes=[{"hosts": 2, "local": 8}],
+        devices_per_host=8,
+    ).rows
+    assert found.what == opcode
+    assert found.bytes_of_host == (0 if local_groups else 1600 * sent)
+
+
 def test_the_host_that_sends_most_counts_over_all_messages_of_a_row():
     """Host 0 sends 1,000 bytes in one message, and host 1 in each of two others."""
     pairs = ("{{0,2}}", "{{2,0}}", "{{3,1},{0,1}}")
