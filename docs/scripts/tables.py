@@ -271,6 +271,19 @@ def compressed_step() -> str:
     )
 
 
+def between_hosts() -> str:
+    """Write the bytes of emulated hosts, shown and counted: between_hosts.json."""
+    rows = [
+        [
+            f"`{row['name']}`" if "," not in row["name"] else row["name"],
+            f"{row['shown'] / 1e6:.2f} MB",
+            f"{row['counted'] / 1e6:.2f} MB",
+        ]
+        for row in results_of("between_hosts")
+    ]
+    return markdown(["sum", "`by a host`", "counted"], rows)
+
+
 def in_flight() -> str:
     """Write how often two collectives at once hang: in_flight.json."""
     calls = {
@@ -397,6 +410,7 @@ _ALL = (
     fresh_environments,
     many_leaves,
     compressed_step,
+    between_hosts,
     in_flight,
     big_models,
     transforms,

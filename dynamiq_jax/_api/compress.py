@@ -1,13 +1,14 @@
 """Train steps that others wrote, with their sums over an axis compressed."""
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax._api._held import ARRAYS, Held, Programs, check_unchanged
 from dynamiq_jax._api.sum_report import CompressReport, report_of
@@ -23,7 +24,7 @@ from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
-from pallas_kernels._jax import equations
+from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.own_thread import is_traced
 
@@ -117,6 +118,10 @@ def compress(
     return CompressedStep(fun, key, evaluation, missing_ok=missing_ok)
 
 
+# Of the leaves of arguments: None where it is not known. Empty: none is known.
+_Specs = tuple[PartitionSpec | None, ...]
+
+
 class _Program(NamedTuple):
     """Step that is traced and scheduled for some arguments."""
 
@@ -136,25 +141,18 @@ class CompressedStep:
         self._missing_ok = missing_ok
         self._evaluation = evaluation
         self._compiled: dict[Hashable, Programs] = {}  # by kind of arguments
-        self._jitted: Any = None
-        self._fun = fun
-        if equations.is_jitted(fun):
-            self._fun = equations.unjitted(fun)
-
-            @functools.wraps(self._fun)
-            def step(*args: Any, **kwargs: Any) -> Any:
-                return self._traced(*args, **kwargs)
-
-            self._jitted = equations.jit_like(step, fun)
+        self._given = fun if equations.is_jitted(fun) else None
+        self._jitted: dict[_Specs, Any] = {}  # like the given one
+        self._fun = fun if self._given is None else equations.placed(fun)
         functools.update_wrapper(self, fun, updated=())  # attributes of an object stay its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step with its sums compressed."""
-        if self._jitted is not None:
-            return self._jitted(*args, **kwargs)
         leaves = jax.tree.leaves((args, kwargs))
+        if self._given is not None:
+            return self._like_given(leaves)(*args, **kwargs)
         if is_traced() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return self._traced(*args, **kwargs)
+            return self._traced(args, kwargs, _specs_of(leaves))
         function, arrays = self._function(args, kwargs)
         return function(*arrays)
 
@@ -173,8 +171,8 @@ class CompressedStep:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the step for arguments, as the method of `jax.jit` does."""
-        if self._jitted is not None:
-            return self._jitted.trace(*args, **kwargs)
+        if self._given is not None:
+            return self._like_given(jax.tree.leaves((args, kwargs))).trace(*args, **kwargs)
         function, arrays = self._function(args, kwargs)
         return function.trace(*arrays)
 
@@ -193,9 +191,24 @@ class CompressedStep:
     def _report(self, program: _Program) -> CompressReport:
         return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
 
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+    def _like_given(self, leaves: Sequence[Any]) -> Any:
+        """Return a function with the settings of a step that was jitted, for arguments.
+
+        Shardings of arrays are not known inside of a trace. So each set of them has a function.
+        """
+        specs = _specs_of(leaves)
+        if specs not in self._jitted:
+
+            @functools.wraps(equations.unjitted(self._given))
+            def step(*args: Any, **kwargs: Any) -> Any:
+                return self._traced(args, kwargs, specs)
+
+            self._jitted[specs] = equations.jit_like(step, self._given)
+        return self._jitted[specs]
+
+    def _traced(self, args: Any, kwargs: Any, specs: "_Specs") -> Any:
         """Run the step inside of a trace."""
-        arguments = _Arguments.of(args, kwargs)
+        arguments = _Arguments.of(args, kwargs, specs)
         program = self._program(arguments)
         recording.record_step(lambda: self._report(program))
         return self._run(program, arguments)
@@ -255,12 +268,13 @@ class CompressedStep:
             )
             raise
         check_unchanged(objects)
-        scheduler = Scheduler(self._evaluation.selection)
-        shardings = [_sharding_of(array) for array in arguments.arrays]
-        around = Surroundings(input_specs=specs_of_shardings(shardings))
+        selection = self._evaluation.selection
+        selection.check_bound(equations.bound_axes(traced) | set(compat.axes_in_scope()))
+        scheduler = Scheduler(selection)
+        around = Surroundings(input_specs=arguments.input_specs)
         schedule = scheduler.schedule(equations.without_unused(traced), around)
         if not (self._missing_ok or any(schedule.groups())):
-            raise ValueError(_nothing_to_compress(self._evaluation.selection, scheduler.exact))
+            raise ValueError(_nothing_to_compress(selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
         return _Program(schedule, scheduler.exact, jax.tree.structure(results), donated)
 
@@ -272,10 +286,16 @@ class _Arguments(NamedTuple):
     others: tuple[Any, ...]  # values that a trace takes as they are, such as flags
     are_arrays: tuple[bool, ...]  # by leaf
     structure: Any
+    specs: _Specs  # by leaf
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> "_Arguments":
+    def of(cls, args: Any, kwargs: Any, specs: _Specs | None = None) -> "_Arguments":
         """Take arguments apart.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          specs: specs of the leaves, where those of the arrays are not known.
 
         Raises:
           TypeError: a flax.nnx object, whose change inside of the step would be lost.
@@ -298,7 +318,8 @@ class _Arguments(NamedTuple):
         others = tuple(
             leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if not is_array
         )
-        return cls(arrays, others, are_arrays, structure)
+        specs = _specs_of(leaves) if specs is None else specs
+        return cls(arrays, others, are_arrays, structure, specs)
 
     @property
     def kind(self) -> Hashable:
@@ -325,15 +346,10 @@ class _Arguments(NamedTuple):
         return Held(tuple(names), self.others)
 
     @property
-    def specs(self) -> tuple[Any, ...]:
-        """Specs of the arrays, from which those of sums can follow on a mesh of several axes."""
-        shardings = map(_sharding_of, self.arrays)
-        return tuple(
-            each.spec
-            if isinstance(each, NamedSharding) and sum(n > 1 for n in each.mesh.shape.values()) > 1
-            else None
-            for each in shardings
-        )
+    def input_specs(self) -> dict[int, PartitionSpec]:
+        """Specs of arrays that are known, by their numbers."""
+        of_arrays = itertools.compress(self.specs, self.are_arrays)
+        return {i: spec for i, spec in enumerate(of_arrays) if spec is not None}
 
     def rebuilt(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments and keyword arguments with other arrays."""
@@ -349,8 +365,22 @@ def _name_of(part: Any, argument: Any, *inside: Any) -> str:
     return f"argument {name}{jax.tree_util.keystr(inside)}"
 
 
-def _sharding_of(array: Any) -> Any:
-    return None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+def _specs_of(leaves: Sequence[Any]) -> _Specs:
+    """Return the specs of arrays, from which those of sums can follow; none if none is known."""
+    specs = tuple(map(_spec_of, leaves))
+    return specs if any(spec is not None for spec in specs) else ()
+
+
+def _spec_of(leaf: Any) -> PartitionSpec | None:
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    return _of_several_axes(sharding) if isinstance(sharding, NamedSharding) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_several_axes(sharding: NamedSharding) -> PartitionSpec | None:
+    """Return the spec of a sharding whose mesh has axes beside that of workers."""
+    has_several = sum(size > 1 for size in sharding.mesh.shape.values()) > 1
+    return specs_of_shardings([sharding]).get(0) if has_several else None
 
 
 def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:

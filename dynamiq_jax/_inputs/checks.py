@@ -35,8 +35,8 @@ def check_axis(name: Any, axis_name: Any) -> int:
         size = lax.axis_size(name)
     except NameError:
         raise ValueError(
-            f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
-            "jax.shard_map over a mesh with that axis, or inside "
+            f"axis_name={axis_name!r}: {name!r} is not an axis here. {_axes_here()} Call this "
+            "inside jax.shard_map over a mesh with that axis, or inside "
             f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
             "methods that carry no state. For others, call optimizer.init inside as well."
         ) from None
@@ -47,6 +47,11 @@ def check_axis(name: Any, axis_name: Any) -> int:
             "and give the stacked replicas to dq.mean_of_replicas, or use jax.shard_map."
         )
     return size
+
+
+def _axes_here() -> str:
+    names = compat.axes_in_scope()
+    return f"There are {', '.join(map(repr, names))}." if names else "There is none."
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:

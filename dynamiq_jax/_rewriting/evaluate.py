@@ -11,6 +11,7 @@ from jax import Array, lax
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.shards import unknown_specs
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.nodes import Constant, Key
 from dynamiq_jax._rewriting.steps import (
@@ -120,14 +121,19 @@ class Evaluation:
     def specs_of(self, group: Reduce) -> Any:
         """Return the specs of the terms of a group: one for all, or those of each leaf.
 
-        None: they are neither given nor known of all terms to compress.
+        None: none is needed.
+
+        Raises:
+          MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
+            given nor known.
         """
         members = {leaf_name(i): each for i, each in enumerate(group.members)}
         if callable(self.specs):
             return {name: self.specs(each.description) for name, each in members.items()}
-        is_known = [each.spec is not None for each in members.values() if each.why_exact is None]
-        if self.specs is not None or not all(is_known):
+        if self.specs is not None or not group.automatic:
             return self.specs
+        if any(each.spec is None for each in members.values() if each.why_exact is None):
+            raise unknown_specs(group.automatic)
         return {name: each.spec for name, each in members.items()}
 
 

@@ -81,14 +81,14 @@ class Surroundings:
         )
 
     @property
-    def automatic(self) -> list[str]:
-        """Axes of several devices that the compiler manages."""
+    def automatic(self) -> dict[str, int]:
+        """Sizes of the axes of several devices that the compiler manages, by name."""
         mesh = self.mesh or jax.sharding.get_abstract_mesh()
-        return [
-            name
+        return {
+            name: mesh.shape[name]
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind == AxisType.Auto and mesh.shape[name] > 1 and name not in self.sizes
-        ]
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,8 @@ class Scheduler:
             members = tuple(member for _, member in of_kind)
             if any(member.why_exact is None for member in members):
                 sizes = {**equations.explicit_sizes(of_kind[0][0].equation), **around.sizes}
-                yield Reduce(members, self._num_groups, around.times, sizes, around.mesh)
+                number, managed = self._num_groups, around.automatic
+                yield Reduce(members, number, around.times, sizes, around.mesh, managed)
                 self._num_groups += 1
                 continue
             for node, member in of_kind:

@@ -87,6 +87,7 @@ class Reduce:
     times: int | None  # that it runs in one call of the step; None if that is not known
     sizes: Mapping[str, int]  # of the axes around it, by name
     mesh: Any  # of the map around it; None outside of one
+    automatic: Mapping[str, int]  # sizes of the axes that the compiler manages, by name
 
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""

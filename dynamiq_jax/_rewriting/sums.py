@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -83,13 +83,7 @@ class Selection:
     operations: tuple[Operation, ...] = DEFAULT_OPERATIONS
 
     def __post_init__(self) -> None:
-        for name in axis_names(self.axis_name):
-            if not isinstance(name, str):
-                raise ValueError(
-                    f"axis_name={self.axis_name!r} is not the name of an axis. Give that of a "
-                    "manual axis of the step, such as 'data', or a tuple of several with the "
-                    "slowest link first."
-                )
+        axis_names(self.axis_name)  # raises if they are none
         if self.only is not None and not callable(self.only):
             raise TypeError(
                 f"only={self.only!r:.80} cannot be called. Give a function of a dq.Sum to True or "
@@ -104,6 +98,23 @@ class Selection:
     def axes(self) -> tuple[str, ...]:
         """Names of the axes, slowest first."""
         return axis_names(self.axis_name)
+
+    def check_bound(self, bound: Collection[str]) -> None:
+        """Check that all axes exist if one of them does.
+
+        Args:
+          bound: axes that exist somewhere in the step, or around it.
+
+        Raises:
+          ValueError: one axis of several does not exist.
+        """
+        missing = [name for name in self.axes if name not in bound]
+        if 0 < len(missing) < len(self.axes):
+            raise ValueError(
+                f"axis_name={self.axis_name!r}: {missing[0]!r} is not an axis of the step, whose "
+                f"axes are {tuple(sorted(bound))}. Give manual axes of its maps alone, the slowest "
+                "link first."
+            )
 
     def why_exact(self, each: Sum, params: Mapping[str, Any]) -> str | None:
         """Return why a sum stays as it is; None if it is to be compressed.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import Array, lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, unsafe_get_axis_names_DO_NOT_USE
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
@@ -45,6 +45,11 @@ def varying_axes(value: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
         if manual_axis_type is not None
         else getattr(aval, "vma", frozenset())
     )
+
+
+def axes_in_scope() -> tuple[str, ...]:
+    """Return the names of the axes over which collectives are possible here."""
+    return tuple(name for name in unsafe_get_axis_names_DO_NOT_USE() if isinstance(name, str))
 
 
 def unreduced_axes(value: Array) -> frozenset[str]:

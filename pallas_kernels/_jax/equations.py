@@ -65,6 +65,19 @@ def collective_axes(equation: Equation) -> frozenset[str]:
     return frozenset(named - mapped_axes(equation) if is_map else named)
 
 
+def bound_axes(program: Any) -> frozenset[str]:
+    """Return the axes that exist somewhere in a traced program: of its maps, or of types."""
+    axes: set[str] = set()
+    for equation in opened(program)[0].eqns:
+        if equation.primitive.name == "shard_map":
+            axes |= mapped_axes(equation)
+        if sums_of_reshard(equation):
+            axes |= explicit_sizes(equation).keys()
+        for inner in programs_in(equation):
+            axes |= bound_axes(inner)
+    return frozenset(axes)
+
+
 def is_loop(equation: Equation) -> bool:
     """Return whether an equation is one loop in the compiled program, with all of its turns.
 
@@ -207,7 +220,25 @@ def unjitted(jitted: Any) -> Callable[..., Any]:
 
 
 def jit_like(function: Any, jitted: Any) -> Any:
-    """Apply `jax.jit` to a function, with all settings of another one that was jitted.
+    """Apply `jax.jit` to a function, with all settings of another one that was jitted."""
+    given = jitted._jit_info
+    settings = {
+        name: getattr(given, name) for name in ("donate_argnums", "donate_argnames", "keep_unused")
+    }
+    if given.compiler_options_kvs:
+        settings["compiler_options"] = dict(given.compiler_options_kvs)
+    return jax.jit(function, **_arguments_of(jitted), **settings)
+
+
+def placed(jitted: Any) -> Callable[..., Any]:
+    """Return the function that `jax.jit` was given, with the shardings that it was given."""
+    settings = _arguments_of(jitted)
+    is_placed = any(name.endswith("shardings") for name in settings)
+    return jax.jit(unjitted(jitted), **settings) if is_placed else unjitted(jitted)
+
+
+def _arguments_of(jitted: Any) -> dict[str, Any]:
+    """Return which arguments of a jitted function are static, and the shardings it was given.
 
     JAX has no public name for these settings.
     """
@@ -221,19 +252,8 @@ def jit_like(function: Any, jitted: Any) -> Any:
         ]
         return jax.tree.unflatten(structure, leaves)
 
-    settings: dict[str, Any] = {
-        name: getattr(given, name)
-        for name in (
-            "static_argnums",
-            "static_argnames",
-            "donate_argnums",
-            "donate_argnames",
-            "keep_unused",
-        )
-    }
+    settings = {name: getattr(given, name) for name in ("static_argnums", "static_argnames")}
     for part in ("in", "out"):
         if any(leaf is not None for leaf in jax.tree.leaves(tree(part))):
             settings[f"{part}_shardings"] = tree(part)
-    if given.compiler_options_kvs:
-        settings["compiler_options"] = dict(given.compiler_options_kvs)
-    return jax.jit(function, **settings)
+    return settings
