@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from dynamiq_jax._rewriting import inner
-from dynamiq_jax._rewriting.origins import Kind, Origin, TracedEquation, TracedProgram
+from dynamiq_jax._rewriting.kinds import Kind, Origin
+from dynamiq_jax._rewriting.origins import TracedEquation, TracedProgram
 from dynamiq_jax._rewriting.sums import (
     MIXED,
     NO_GRADIENT,

@@ -160,12 +160,14 @@ class Selection:
 
 def over_axes(equation: Equation) -> tuple[Operation, tuple[str, ...]] | None:
     """Return the operation of an equation and its axes; None if it is no sum over named axes."""
-    resharded = equations.sums_of_reshard(equation)
-    operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
-    axes = resharded or axes_of(equation)
-    if operation is None or not axes or not all(isinstance(name, str) for name in axes):
-        return None  # numbers are axes of a vmap without a name
-    return operation, axes
+    if resharded := equations.sums_of_reshard(equation):
+        return "psum", resharded
+    operation = OPERATIONS.get(equation.primitive.name)
+    if operation is None:
+        return None
+    axes = axes_of(equation)  # numbers are those of a vmap without a name
+    is_named = bool(axes) and all(isinstance(name, str) for name in axes)
+    return (operation, axes) if is_named else None
 
 
 def axes_of(equation: Equation) -> tuple[Any, ...]:
