@@ -52,9 +52,11 @@ def compress(
     are the same on all workers. Sums that do not need each other are one group, which is one
     compressed collective, as `dq.psum` of a tree.
 
-    Floating sums of at least `options.exact_below` elements are compressed. These stay exact: sums
-    in the forward pass of what is differentiated, such as statistics of a batch, and their
-    gradients; sums over groups of an axis; and sums over other axes alone.
+    Floating sums of gradients with at least `options.exact_below` elements are compressed: of
+    results of a backward pass, also in another form, rounded, clipped, masked, scaled by numbers or
+    added. These stay exact: sums of anything else, such as statistics, products of gradients, and
+    changes of parameters; sums with which a backward pass goes on; sums over groups of an axis; and
+    sums over other axes alone. Zeros, as of frozen parameters, are not sent.
 
     Args:
       fun: train step, or any function that JAX can trace: plain, the result of `jax.jit`,
@@ -69,8 +71,8 @@ def compress(
       method: compression method, or its name, or a policy; see `psum`. The paths of leaves are
         "sum_0", "sum_1" and so on.
       topology: route of the chunks; see `psum`.
-      only: function of a `dq.Sum` to whether it may be compressed, in place of the rule that
-        excludes forward passes.
+      only: function of a `dq.Sum` to whether it may be compressed, in place of the rule for
+        gradients: the default is `lambda s: s.origin == "gradient"`, and gathers of anything.
       operations: functions of `jax.lax` that are replaced: add "all_gather" to compress gathers.
       specs: how the terms are split over axes that the compiler manages inside the map; see
         `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`. None: those of the
@@ -366,6 +368,6 @@ def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
         "gradients. Where the compiler places the sums, as in jax.jit with shardings alone, use "
         "dq.data_parallel. Take gradients inside of the step: those of a compressed function would "
         "not be compressed. If they are arguments of the step, give only=lambda s: s.origin == "
-        "'other', which compresses what no backward pass has made. Give missing_ok=True if this step "
-        "may stay as it is."
+        "'other', which compresses what no backward pass has made. Give missing_ok=True if this "
+        "step may stay as it is."
     )

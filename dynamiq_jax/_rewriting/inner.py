@@ -250,9 +250,7 @@ def _make_cond(
 
 def _remat_parts(equation: Equation) -> list[InnerProgram]:
     leaving = range(len(equation.outvars))
-    return [
-        InnerProgram(equation.params["jaxpr"], inputs=_all_inputs(equation), leaving=leaving)
-    ]
+    return [InnerProgram(equation.params["jaxpr"], inputs=_all_inputs(equation), leaving=leaving)]
 
 
 def _make_remat(

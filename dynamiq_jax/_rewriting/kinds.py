@@ -197,15 +197,16 @@ def _are_numbers(equation: Equation, inputs: Sequence[Origin]) -> tuple[bool, bo
             return False, False
         case "dot_general":  # one number for each slice of the other operand
             contracted, batch = equation.params["dimension_numbers"]
-            first, second = (
+            left, right = (
                 len(_shape(equation.invars[i])) - len(contracted[i]) - len(batch[i]) for i in (0, 1)
             )
-            return first == 0 < second, second == 0 < first
+            return left == 0 < right, right == 0 < left
     whole = _shape(equation.outvars[0])
-    return tuple(
+    first, second = (
         origin.is_spread or is_one(atom) or _shape(atom) != whole
         for atom, origin in zip(equation.invars, inputs, strict=True)
     )
+    return first, second
 
 
 def _is_zero(is_quotient: bool, first: float | None, second: float | None) -> bool:

@@ -190,8 +190,8 @@ class _Flow:
                 result = Origin(Kind.CONSTANT, 0.0)
             if summed := over_axes(equation):
                 is_same = equation.primitive.name in ("psum_invariant", "reshard")
-                each = SumResult(path, number, frozenset(summed[1]), is_same)
-                result = result._replace(sums=frozenset({each}))
+                itself = SumResult(path, number, frozenset(summed[1]), is_same)
+                result = result._replace(sums=frozenset({itself}))
             elif result.sums and (result.kind != Kind.GRADIENT or is_one(variable)):
                 result = result._replace(sums=frozenset())
             outputs.append(result)
@@ -213,5 +213,3 @@ def _origin_of(atom: Any, known: Mapping[Any, Origin]) -> Origin:
     if equations.is_variable(atom):
         return known[atom]
     return Origin(Kind.CONSTANT, float(atom.val) if is_inexact(atom) else None)
-
-

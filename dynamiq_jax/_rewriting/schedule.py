@@ -47,7 +47,7 @@ from dynamiq_jax._rewriting.steps import (
     evaluate,
     members_of,
 )
-from dynamiq_jax._rewriting.sums import ZEROS, Selection
+from dynamiq_jax._rewriting.sums import Selection
 from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Equation
 

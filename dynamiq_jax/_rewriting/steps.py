@@ -5,7 +5,6 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.axes import Axes
@@ -16,7 +15,7 @@ from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
 from dynamiq_jax._rewriting.sums import Sum
-from pallas_kernels._jax import compat, equations
+from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
 
@@ -156,9 +155,8 @@ def members_of(node: Node) -> tuple[Member, ...]:
 def evaluate(node: Node) -> Evaluate:
     """Return the step that evaluates an equation as it is, or has the zeros that it sums."""
     if node.is_zeros:
-        types = [variable.aval for variable in node.equation.outvars]
-        zeros = lambda: [compat.match_varying(jnp.zeros(t.shape, t.dtype), t) for t in types]  # noqa: E731
-        return Evaluate(zeros, (), node.outputs)
+        results = node.equation.outvars
+        return Evaluate(lambda: list(map(equations.zeros_like, results)), (), node.outputs)
     keys = {
         variable: key
         for variable, key in zip(node.equation.invars, node.inputs, strict=True)

@@ -176,9 +176,7 @@ def axes_of(equation: Equation) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
-def sums_of(
-    equation: Equation, scopes: str, origin_of: Callable[[int], SumOrigin]
-) -> list[Sum]:
+def sums_of(equation: Equation, scopes: str, origin_of: Callable[[int], SumOrigin]) -> list[Sum]:
     """Describe the sums of an equation, one for each operand; none if it is no sum over named axes.
 
     Args:

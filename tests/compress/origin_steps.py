@@ -168,7 +168,9 @@ def momentum_with_decay(p, s, x, y):
 
 @gradients()
 def residual_of_error_feedback(p, s, x, y):
-    return mean(each(lambda r, g: r + 0.1 * g.astype(jnp.float16).astype(jnp.float32), s, grad(p, x, y)))
+    return mean(
+        each(lambda r, g: r + 0.1 * g.astype(jnp.float16).astype(jnp.float32), s, grad(p, x, y))
+    )
 
 
 @gradients()
@@ -284,7 +286,7 @@ def update_of_muon(p, s, x, y):
 
 @others(f"{FORWARD}|{MIXED}", exact=2)
 def factors_of_kfac(p, s, x, y):
-    h, pull = jax.vjp(lambda h: jnp.sum((h @ p["v"] - y) ** 2), hidden(p, x))
+    _, pull = jax.vjp(lambda h: jnp.sum((h @ p["v"] - y) ** 2), hidden(p, x))
     (dh,) = pull(jnp.float32(1))
     activations = jax.grad(lambda p: (jnp.sum(p["w"]), hidden(p, x)), has_aux=True)(p)[1]
     return mean((activations.T @ activations, dh.T @ dh))

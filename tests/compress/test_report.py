@@ -101,7 +101,11 @@ def test_bytes_over_several_axes_are_those_of_the_slow_one():
 def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_mesh):
     tree = {"w": jax.ShapeDtypeStruct((WORKERS, 40), jnp.float32)}
     step = dq.compress(
-        mean_of(data_mesh, tree), "data", key=key_of, only=every_sum, options=dq.Options(exact_below=0)
+        mean_of(data_mesh, tree),
+        "data",
+        key=key_of,
+        only=every_sum,
+        options=dq.Options(exact_below=0),
     )
     report = step.report(tree)
     assert ["too few to save bytes" in each.why_exact for each in report.sums] == [True]
@@ -162,11 +166,13 @@ def test_exact_sums_have_bytes_and_the_number_of_times_too():
 
 
 def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
-    text = str(dq.compress(mean_of(data_mesh, MANY), "data", only=every_sum).report(MANY)).splitlines()
+    step = dq.compress(mean_of(data_mesh, MANY), "data", only=every_sum)
+    text = str(step.report(MANY)).splitlines()
     assert len(text) == 2
     assert text[1].startswith("12 x  psum test_report.py:")
     one = {"p00": MANY["p00"]}
-    alone = str(dq.compress(mean_of(data_mesh, one), "data", only=every_sum).report(one)).splitlines()
+    step = dq.compress(mean_of(data_mesh, one), "data", only=every_sum)
+    alone = str(step.report(one)).splitlines()
     assert alone[1].startswith("psum test_report.py:")
 
 
