@@ -19,6 +19,7 @@ from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.evaluate import Evaluation
 from dynamiq_jax._rewriting.inner import specs_of_shardings
+from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
 from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
@@ -52,9 +53,11 @@ def compress(
     are the same on all workers. Sums that do not need each other are one group, which is one
     compressed collective, as `dq.psum` of a tree.
 
-    Floating sums of at least `options.exact_below` elements are compressed. These stay exact: sums
-    in the forward pass of what is differentiated, such as statistics of a batch, and their
-    gradients; sums over groups of an axis; and sums over other axes alone.
+    Floating sums of gradients with at least `options.exact_below` elements are compressed: of
+    results of a backward pass, also in another form, rounded, clipped, masked, scaled by numbers or
+    added. These stay exact: sums of anything else, such as statistics, products of gradients, and
+    changes of parameters; sums with which a backward pass goes on; sums over groups of an axis; and
+    sums over other axes alone. Zeros, as of frozen parameters, are not sent.
 
     Args:
       fun: train step, or any function that JAX can trace: plain, the result of `jax.jit`,
@@ -70,8 +73,8 @@ def compress(
       method: compression method, or its name, or a policy; see `psum`. The paths of leaves are
         "sum_0", "sum_1" and so on.
       topology: route of the chunks; see `psum`.
-      only: function of a `dq.Sum` to whether it may be compressed, in place of the rule that
-        excludes forward passes.
+      only: function of a `dq.Sum` to whether it may be compressed, in place of the rule for
+        gradients: the default is `lambda s: s.origin == "gradient"`, and gathers of anything.
       operations: functions of `jax.lax` that are replaced: add "all_gather" to compress gathers.
       specs: how the terms are split over axes that the compiler manages inside the map; see
         `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`. None: those of the
@@ -272,7 +275,7 @@ class CompressedStep:
         selection.check_bound(equations.bound_axes(traced) | set(compat.axes_in_scope()))
         scheduler = Scheduler(selection)
         around = Surroundings(input_specs=arguments.input_specs)
-        schedule = scheduler.schedule(equations.without_unused(traced), around)
+        schedule = scheduler.schedule(origins_of(equations.without_unused(traced)), around)
         if not (self._missing_ok or any(schedule.groups())):
             raise ValueError(_nothing_to_compress(selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
@@ -395,5 +398,7 @@ def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
         "name of a manual axis of jax.shard_map or jax.pmap in the step, over which it sums "
         "gradients. Where the compiler places the sums, as in jax.jit with shardings alone, use "
         "dq.data_parallel. Take gradients inside of the step: those of a compressed function would "
-        "not be compressed. Give missing_ok=True if this step may stay as it is."
+        "not be compressed. If they are arguments of the step, give only=lambda s: s.origin == "
+        "'other', which compresses what no backward pass has made. Give missing_ok=True if this "
+        "step may stay as it is."
     )

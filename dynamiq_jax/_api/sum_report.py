@@ -19,7 +19,7 @@ from dynamiq_jax._core.source_files import short_name
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._rewriting.evaluate import Evaluation, leaf_name
 from dynamiq_jax._rewriting.steps import KeptSum, Reduce
-from dynamiq_jax._rewriting.sums import Operation, Sum
+from dynamiq_jax._rewriting.sums import ZEROS, Operation, Sum
 from pallas_kernels._jax.compat import override
 
 
@@ -118,7 +118,8 @@ def _of_kept(kept: KeptSum, evaluation: Evaluation) -> SumReport:
         slow, *fast = (Axis(name, sizes.get(name) or lax.axis_size(name)) for name in over)
         leaf = jax.ShapeDtypeStruct(each.shape, each.dtype)
         sent = _bytes_before(each.operation, Axes(slow, tuple(fast)), leaf)
-    return SumReport(each, kept.why, None, kept.times, sent, sent)
+    after = 0 if kept.why == ZEROS else sent
+    return SumReport(each, kept.why, None, kept.times, sent, after)
 
 
 def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:

@@ -6,7 +6,7 @@ large as the bias, and a sum over the turns of a loop leaves the loop.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +22,6 @@ from pallas_kernels._jax import equations
 _OF_ONE = {"reshape", "squeeze", "transpose", "reduce_sum"}
 _OF_SEVERAL = {"add", "add_any"}
 _BY_A_NUMBER = {"mul", "div"}  # such as the division of a mean
-# Equations whose results are zeros if all inputs are.
-_KEEP_ZEROS = {"broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,23 +174,6 @@ def totals_among(left: Mapping[int, Member]) -> set[int]:
         for output, _ in inside
         if output in left and all(m.kind == left[output].kind for o, m in inside if o == output)
     }
-
-
-def zeros_among(nodes: Sequence[Node]) -> set[Key]:
-    """Return the values of a program that are known to be zeros, without its constants."""
-    zeros: set[Key] = set()
-    for node in nodes:
-        keeps = node.equation.primitive.name in _KEEP_ZEROS
-        if keeps and all(is_zero(key, zeros) for key in node.inputs):
-            zeros.update(node.outputs)
-    return zeros
-
-
-def is_zero(key: Key, zeros: Collection[Key]) -> bool:
-    """Return whether a value is known to be zeros."""
-    if isinstance(key, Constant):
-        return _is_number(key) and not key.value
-    return key in zeros
 
 
 def totals_of_turns(

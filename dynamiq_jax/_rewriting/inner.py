@@ -27,8 +27,10 @@ class InnerProgram:
     times: int | None = 1  # that it runs in one call of the equation; None if that is not known
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
     mesh: Any = None  # in which they are
+    # Numbers of the inputs of the equation that are its inputs; None if they are not known, as are
+    # its outputs then.
+    inputs: Sequence[int] | None = None
     has_outputs: bool = True  # whether its outputs are those of the equation
-    has_inputs: bool = True  # whether its inputs are those of the equation, in their order
     # Specs that the equation fixes, by the numbers of inputs and outputs.
     input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
     output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
@@ -99,8 +101,14 @@ def programs_of(equation: Equation) -> list[InnerProgram]:
     kind = _KINDS.get(equation.primitive.name)
     if kind is not None:
         return kind.parts(equation)
-    times = 1 if equation.primitive.name in _CALLS else None
-    return [InnerProgram(program, times) for program in equations.programs_in(equation)]
+    if equation.primitive.name in _CALLS:
+        return [InnerProgram(called(equation), inputs=_all_inputs(equation))]
+    programs = equations.programs_in(equation)
+    return [InnerProgram(program, times=None, has_outputs=False) for program in programs]
+
+
+def _all_inputs(equation: Equation) -> Sequence[int]:
+    return range(len(equation.invars))
 
 
 def make_anew(
@@ -132,7 +140,8 @@ class _Kind:
 def _map_parts(equation: Equation) -> list[InnerProgram]:
     params = equation.params
     sizes = {name: params["mesh"].shape[name] for name in equations.mapped_axes(equation)}
-    return [InnerProgram(params["jaxpr"], sizes=sizes, mesh=params["mesh"])]
+    inputs = _all_inputs(equation)
+    return [InnerProgram(params["jaxpr"], inputs=inputs, sizes=sizes, mesh=params["mesh"])]
 
 
 def _make_map(
@@ -156,6 +165,7 @@ def _scan_parts(equation: Equation) -> list[InnerProgram]:
         InnerProgram(
             params["jaxpr"],
             times=params["length"],
+            inputs=_all_inputs(equation),
             carried={i: constants + i for i in range(carried)},
             leaving=range(carried, len(equation.outvars)),
             totals=range(carried),
@@ -188,15 +198,17 @@ def _make_scan(
 
 def _while_parts(equation: Equation) -> list[InnerProgram]:
     params = equation.params
-    constants = params["body_nconsts"]
-    outputs = len(equation.outvars)
+    first, constants = params["cond_nconsts"], params["body_nconsts"]
+    carry = range(first + constants, len(equation.invars))
     return [
-        InnerProgram(params["cond_jaxpr"], times=None, has_outputs=False, has_inputs=False),
+        InnerProgram(
+            params["cond_jaxpr"], times=None, inputs=(*range(first), *carry), has_outputs=False
+        ),
         InnerProgram(
             params["body_jaxpr"],
             times=None,
-            has_inputs=False,
-            carried={i: constants + i for i in range(outputs)},
+            inputs=range(first, len(equation.invars)),
+            carried={i: constants + i for i in range(len(carry))},
         ),
     ]
 
@@ -215,7 +227,8 @@ def _make_while(
 
 
 def _cond_parts(equation: Equation) -> list[InnerProgram]:
-    return [InnerProgram(branch, has_inputs=False) for branch in equation.params["branches"]]
+    inputs = range(1, len(equation.invars))
+    return [InnerProgram(branch, inputs=inputs) for branch in equation.params["branches"]]
 
 
 def _make_cond(
@@ -236,7 +249,8 @@ def _make_cond(
 
 
 def _remat_parts(equation: Equation) -> list[InnerProgram]:
-    return [InnerProgram(equation.params["jaxpr"], leaving=range(len(equation.outvars)))]
+    leaving = range(len(equation.outvars))
+    return [InnerProgram(equation.params["jaxpr"], inputs=_all_inputs(equation), leaving=leaving)]
 
 
 def _make_remat(
@@ -254,6 +268,7 @@ def _jit_parts(equation: Equation) -> list[InnerProgram]:
     return [
         InnerProgram(
             params["jaxpr"],
+            inputs=_all_inputs(equation),
             input_specs=specs_of_shardings(params["in_shardings"]),
             output_specs=specs_of_shardings(params["out_shardings"]),
         )

@@ -1,24 +1,30 @@
 """Equations of a traced program as a flat list, in which calls are replaced by what they call."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
 from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting.kinds import Kind, Origin
+from dynamiq_jax._rewriting.origins import TracedEquation, TracedProgram
 from dynamiq_jax._rewriting.sums import (
+    MIXED,
+    NO_GRADIENT,
+    NOT_CHOSEN,
     NOT_FLOATING,
-    OF_GRADIENTS,
     SMALL,
+    ZEROS,
     Selection,
     Sum,
-    joined,
+    SumOrigin,
+    differentiation_of,
     sums_of,
 )
-from pallas_kernels._jax import equations
-from pallas_kernels._jax.equations import Equation, Program
+from pallas_kernels._jax.equations import Equation
 
 
 class Value(NamedTuple):
@@ -49,6 +55,8 @@ class Constant:
 
 
 Key = Value | SumTerms | FirstTerms | Constant
+# Reasons of sums that need not be sent, if their terms are zeros.
+_OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
 Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
 
 
@@ -56,15 +64,16 @@ Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to
 class Node:
     """Equation of a flat list."""
 
-    equation: Equation
-    scopes: str  # names of the scopes around it, its own ones included
+    traced: TracedEquation
     inputs: tuple[Key, ...]
     outputs: tuple[Value, ...]
     sums: list[Choice]  # one for each operand
     holds_target: bool  # inside of it
-    holds_sum: bool  # inside of it, of a gradient whatever its size
-    needed: set[int] = dataclasses.field(default_factory=set)  # outputs; see `keep_exact`
-    summed: set[int] = dataclasses.field(default_factory=set)  # the same
+
+    @property
+    def equation(self) -> Equation:
+        """The equation."""
+        return self.traced.equation
 
     @property
     def is_target(self) -> bool:
@@ -76,6 +85,11 @@ class Node:
         """True for sums that nothing but size or type excludes: large ones take them along."""
         return bool(self.sums) and all(why in (SMALL, NOT_FLOATING) for _, why in self.sums)
 
+    @property
+    def is_zeros(self) -> bool:
+        """True for sums of zeros."""
+        return bool(self.sums) and all(why == ZEROS for _, why in self.sums)
+
 
 class Reader:
     """Reads traced programs, with one rule for the sums to compress."""
@@ -84,37 +98,38 @@ class Reader:
         self.selection = selection
         self._calls = itertools.count()
         # The rule may be a function of a user, which is called once for each sum.
-        self._choices: dict[tuple[int, str], list[Choice]] = {}
+        self._choices: dict[TracedEquation, list[Choice]] = {}
 
     def next_call(self) -> int:
         """Return the number of a new call of a program."""
         return next(self._calls)
 
-    def choices(self, equation: Equation, scopes: str) -> list[Choice]:
-        """Return the sums of an equation, and why each one stays exact.
-
-        Args:
-          equation: the equation.
-          scopes: names of the scopes around it, its own ones included.
-        """
-        place = id(equation), scopes
-        if place not in self._choices:
-            self._choices[place] = [
-                (each, self.selection.why_exact(each, equation.params))
-                for each in sums_of(equation, scopes)
+    def choices(self, traced: TracedEquation) -> list[Choice]:
+        """Return the sums of an equation, and why each one stays exact."""
+        if traced not in self._choices:
+            sums = sums_of(traced.equation, traced.scopes, functools.partial(_origin, traced))
+            self._choices[traced] = [
+                (each, self._why_exact(each, traced, traced.inputs[number]))
+                for number, each in enumerate(sums)
             ]
-        return self._choices[place]
+        return self._choices[traced]
 
-    def inside(self, equation: Equation, scopes: str) -> Iterator[Choice]:
+    def _why_exact(self, each: Sum, traced: TracedEquation, origin: Origin) -> str | None:
+        why = self.selection.why_exact(each, traced.equation.params)
+        is_placed = traced.equation.primitive.name == "reshard"  # zeros would lie elsewhere
+        if origin.number == 0 and why in _OF_ANYTHING and not is_placed:
+            return ZEROS
+        return MIXED if origin.kind == Kind.MIXED and why == NO_GRADIENT["other"] else why
+
+    def inside(self, traced: TracedEquation) -> Iterator[Choice]:
         """Yield the sums inside of an equation; see `choices`."""
-        for program in equations.programs_in(equation):
-            for each in equations.opened(program)[0].eqns:
-                here = joined(scopes, str(each.source_info.name_stack))
-                yield from self.choices(each, here)
-                yield from self.inside(each, here)
+        for program in traced.programs:
+            for each in program.equations:
+                yield from self.choices(each)
+                yield from self.inside(each)
 
     def flat(
-        self, program: Program, call: int, names: dict[Value, Key], scopes: str, is_mapped: bool
+        self, program: TracedProgram, call: int, names: dict[Value, Key], is_mapped: bool
     ) -> Iterator[Node]:
         """Yield the equations of a program, and in place of calls that hold sums, those inside.
 
@@ -122,30 +137,73 @@ class Reader:
           program: traced program.
           call: number of this call of it.
           names: outputs of calls, by the values that they are; filled here.
-          scopes: names of the scopes around the program.
           is_mapped: whether it is inside of a map over devices.
         """
-        for equation in program.eqns:
-            here = joined(scopes, str(equation.source_info.name_stack))
+        for traced in program.equations:
+            equation = traced.equation
             inputs = tuple(key_of(each, call, names) for each in equation.invars)
-            whys = {why for _, why in self.inside(equation, here)}
-            holds_target = None in whys
+            whys = {why for _, why in self.inside(traced)}
+            holds_target = None in whys or ZEROS in whys
             if not (holds_target and inner.is_call(equation, is_mapped)):
                 outputs = tuple(Value(variable, call) for variable in equation.outvars)
-                sums = list(self.choices(equation, here))
-                holds_sum = bool(whys & OF_GRADIENTS)
-                yield Node(equation, here, inputs, outputs, sums, holds_target, holds_sum)
+                node = Node(traced, inputs, outputs, list(self.choices(traced)), holds_target)
+                yield from _without_zeros(node)
                 continue
-            called, constants = equations.opened(inner.called(equation))
+            (called,) = traced.programs
             number = self.next_call()
-            variables = (*called.constvars, *called.invars)
-            values = (*map(Constant, constants), *inputs)
+            variables = (*called.program.constvars, *called.program.invars)
+            values = (*map(Constant, called.constants), *inputs)
             names.update(zip((Value(v, number) for v in variables), values, strict=True))
-            yield from self.flat(called, number, names, here, is_mapped)
+            yield from self.flat(called, number, names, is_mapped)
             names.update(
                 (Value(variable, call), key_of(out, number, names))
-                for variable, out in zip(equation.outvars, called.outvars, strict=True)
+                for variable, out in zip(equation.outvars, called.program.outvars, strict=True)
             )
+
+
+def _origin(traced: TracedEquation, number: int) -> SumOrigin:
+    """Return the origin of a term of a sum."""
+    if differentiation_of(traced.scopes) == "forward":
+        return "forward"
+    if traced.is_continued(number):
+        return "backward"
+    kinds: dict[Kind, SumOrigin] = {Kind.GRADIENT: "gradient", Kind.FORWARD: "forward"}
+    return kinds.get(traced.inputs[number].kind, "other")
+
+
+def _without_zeros(node: Node) -> Iterator[Node]:
+    """Yield sums of zeros apart from others."""
+    is_zero = [why == ZEROS for _, why in node.sums]
+    if len(set(is_zero)) < 2:
+        yield node
+        return
+    for kept in (True, False):
+        places = [i for i, each in enumerate(is_zero) if each == kept]
+
+        def chosen(values: Sequence[Any], places: Sequence[int] = places) -> list[Any]:
+            return [values[i] for i in places]
+
+        equation = node.equation.replace(
+            invars=chosen(node.equation.invars), outvars=chosen(node.equation.outvars)
+        )
+        yield Node(
+            dataclasses.replace(node.traced, equation=equation),
+            tuple(chosen(node.inputs)),
+            tuple(chosen(node.outputs)),
+            chosen(node.sums),
+            holds_target=False,
+        )
+
+
+def keep_apart(nodes: Sequence[Node]) -> None:
+    """Keep small sums exact that large ones need: they would wait, and split these into groups."""
+    needed: set[Key] = set()  # by a sum to compress
+    for node in reversed(nodes):
+        is_needed = not needed.isdisjoint(node.outputs)
+        if node.may_join and is_needed:
+            node.sums = [(each, f"{why}, and a large one needs it") for each, why in node.sums]
+        if node.is_target or node.holds_target or is_needed:
+            needed.update(node.inputs)
 
 
 def key_of(atom: Any, call: int, names: Mapping[Value, Key]) -> Key:

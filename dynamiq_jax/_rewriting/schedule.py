@@ -18,12 +18,9 @@ from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.in_front import (
     Waiting,
     behind,
-    is_zero,
     totals_among,
     totals_of_turns,
-    zeros_among,
 )
-from dynamiq_jax._rewriting.kept_exact import keep_exact
 from dynamiq_jax._rewriting.nodes import (
     Choice,
     FirstTerms,
@@ -32,8 +29,10 @@ from dynamiq_jax._rewriting.nodes import (
     Reader,
     SumTerms,
     Value,
+    keep_apart,
     key_of,
 )
+from dynamiq_jax._rewriting.origins import TracedEquation, TracedProgram
 from dynamiq_jax._rewriting.placement import Placement
 from dynamiq_jax._rewriting.steps import (
     Enter,
@@ -48,7 +47,7 @@ from dynamiq_jax._rewriting.steps import (
     evaluate,
     members_of,
 )
-from dynamiq_jax._rewriting.sums import Selection, joined
+from dynamiq_jax._rewriting.sums import Selection
 from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Equation
 
@@ -57,12 +56,9 @@ from pallas_kernels._jax.equations import Equation
 class Surroundings:
     """Everything around a program that its schedule depends on."""
 
-    scopes: str = ""  # names of the scopes
     times: int | None = 1  # that it runs in a call of the step; None if that is not known
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of manual axes, by name
     mesh: Any = None  # of the map; None outside of one
-    needed_outputs: Collection[int] = ()  # with which the backward pass of the caller goes on
-    summed_outputs: Collection[int] = ()  # that the caller sums behind its backward pass
     # Outputs that the next turn of a loop takes as inputs, by the number of the output.
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
     leaving: Collection[int] = ()  # outputs that may be sums, which the caller does
@@ -99,7 +95,6 @@ class _Flat:
     inputs: Sequence[Value]
     outputs: Sequence[Key]
     uses: Mapping[Key, int]  # number of uses of each value
-    zeros: Collection[Key]  # values that are known to be zeros
     placement: Placement
     around: Surroundings
     selection: Selection
@@ -132,28 +127,22 @@ class Scheduler:
         self._reader = Reader(selection)
         self._num_groups = 0
 
-    def schedule(self, program: Any, around: Surroundings) -> EvaluationSchedule:
+    def schedule(self, traced: TracedProgram, around: Surroundings) -> EvaluationSchedule:
         """Schedule a traced program."""
-        opened, constants = equations.opened(program)
+        opened, constants = traced.program, traced.constants
         call = self._reader.next_call()
         names: dict[Value, Key] = {}
         is_mapped = bool(around.sizes)
-        nodes = list(self._reader.flat(opened, call, names, around.scopes, is_mapped))
+        nodes = list(self._reader.flat(traced, call, names, is_mapped))
         inputs = tuple(Value(variable, call) for variable in opened.invars)
         outputs = [key_of(out, call, names) for out in opened.outvars]
         uses = collections.Counter(key for node in nodes for key in node.inputs)
         uses.update(outputs)
-        keep_exact(
-            nodes,
-            {outputs[i] for i in around.needed_outputs},
-            {outputs[i] for i in around.summed_outputs},
-            [(outputs[i], inputs[j]) for i, j in around.carried.items()],
-        )
+        keep_apart(nodes)
         placement = Placement(nodes)
         placement.learn(inputs, around.input_specs)
         placement.learn(outputs, around.output_specs)
-        zeros = zeros_among(nodes)
-        flat = _Flat(nodes, inputs, outputs, uses, zeros, placement, around, self._selection)
+        flat = _Flat(nodes, inputs, outputs, uses, placement, around, self._selection)
         steps, left = self._in_order(flat)
         return EvaluationSchedule(
             tuple(steps),
@@ -240,26 +229,26 @@ class Scheduler:
         """Return the steps of an equation that is no sum to compress, and the sums it leaves."""
         if not node.holds_target:
             self.exact += _kept(node.sums, node.equation, flat.around)
-            self.exact += self._kept_inside(node.equation, node.scopes, flat.around)
+            self.exact += self._kept_inside(node.traced, flat.around)
             return [evaluate(node)], ()
         programs = []
         steps: list[Step] = []
         inputs: list[Key] = list(node.inputs)
         outputs: list[Key] = list(node.outputs)
         members: list[Member] = []
-        for part in inner.parts_of(node.equation):
+        parts = inner.parts_of(node.equation)
+        for part, traced in zip(parts, node.traced.programs, strict=True):
             input_specs, output_specs = _specs_inside(part, node, flat.placement)
             schedule = self.schedule(
-                part.program,
+                traced,
                 dataclasses.replace(
                     flat.around.of_part(part),
-                    scopes=node.scopes,
-                    needed_outputs=node.needed if part.has_outputs else (),
-                    summed_outputs=node.summed if part.has_outputs else (),
                     carried=part.carried,
                     leaving=part.leaving,
                     shapes=list(map(equations.shape_of, node.equation.outvars)),
-                    totals=[i for i in part.totals if is_zero(inputs[part.carried[i]], flat.zeros)],
+                    totals=[
+                        i for i in part.totals if node.traced.inputs[part.carried[i]].number == 0
+                    ],
                     input_specs=input_specs,
                     output_specs=output_specs,
                 ),
@@ -277,7 +266,7 @@ class Scheduler:
                     members.append(dataclasses.replace(whole, operand=outputs[i], result=result))
         step = Enter(
             node.equation,
-            node.scopes,
+            node.traced.scopes,
             tuple(inputs),
             tuple(outputs),
             tuple(programs),
@@ -285,16 +274,14 @@ class Scheduler:
         )
         return [*steps, step], tuple(members)
 
-    def _kept_inside(
-        self, equation: Equation, scopes: str, around: Surroundings
-    ) -> Iterator[KeptSum]:
+    def _kept_inside(self, traced: TracedEquation, around: Surroundings) -> Iterator[KeptSum]:
         """Yield the sums inside of an equation, which all stay as they are."""
-        for part in inner.programs_of(equation):
+        parts = inner.programs_of(traced.equation)
+        for part, program in zip(parts, traced.programs, strict=True):
             within = around.of_part(part)
-            for each in equations.opened(part.program)[0].eqns:
-                here = joined(scopes, str(each.source_info.name_stack))
-                yield from _kept(self._reader.choices(each, here), each, within)
-                yield from self._kept_inside(each, here, within)
+            for each in program.equations:
+                yield from _kept(self._reader.choices(each), each.equation, within)
+                yield from self._kept_inside(each, within)
 
     def _reduce(self, sums: Sequence[tuple[Node, Member]], around: Surroundings) -> Iterator[Step]:
         """Yield a group for each kind of sums with a large one; others stay as they are."""
@@ -354,7 +341,8 @@ def _specs_inside(
             if equations.shape_of(atoms[i]) == equations.shape_of(inside[i])
         }
 
-    before = known(node.equation.invars, program.invars, node.inputs) if part.has_inputs else {}
+    given = [(node.equation.invars[i], node.inputs[i]) for i in part.inputs or ()]
+    before = known([atom for atom, _ in given], program.invars, [key for _, key in given])
     after = known(node.equation.outvars, program.outvars, node.outputs) if part.has_outputs else {}
     return {**before, **part.input_specs}, {**after, **part.output_specs}
 

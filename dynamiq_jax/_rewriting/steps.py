@@ -154,7 +154,10 @@ def members_of(node: Node) -> tuple[Member, ...]:
 
 
 def evaluate(node: Node) -> Evaluate:
-    """Return the step that evaluates an equation as it is."""
+    """Return the step that evaluates an equation as it is, or has the zeros that it sums."""
+    if node.is_zeros:
+        results = node.equation.outvars
+        return Evaluate(lambda: list(map(equations.zeros_like, results)), (), node.outputs)
     keys = {
         variable: key
         for variable, key in zip(node.equation.invars, node.inputs, strict=True)

@@ -17,6 +17,7 @@ from pallas_kernels._jax.equations import Equation
 
 Operation = Literal["psum", "psum_scatter", "all_gather"]
 Differentiation = Literal["forward", "backward"]
+SumOrigin = Literal["gradient", "forward", "backward", "other"]
 
 # Primitives by the name of the function of `jax.lax` that makes them. `jax.grad` adds the
 # invariant ones under check_vma=True.
@@ -31,12 +32,17 @@ DEFAULT_OPERATIONS: tuple[Operation, ...] = ("psum", "psum_scatter")
 
 SMALL = "fewer elements than options.exact_below"
 NOT_FLOATING = "not floating"
-FORWARD = "in the forward pass of what is differentiated"
-STATISTICS = "the same backward pass goes on with its result"
-NOT_CHOSEN = "only= returned False"
 SYMBOLIC = "its shape is symbolic"
-# Reasons of sums that may be gradients all the same; None for those that are compressed.
-OF_GRADIENTS = frozenset({None, SMALL, NOT_CHOSEN, SYMBOLIC})
+NOT_CHOSEN = "only= returned False"
+ZEROS = "its terms are zeros, which are not sent"
+FORWARD = "in the forward pass of what is differentiated"
+CONTINUED = "a backward pass goes on with its result"
+NO_GRADIENT: dict[SumOrigin, str] = {
+    "backward": CONTINUED,
+    "forward": "its terms are from a forward pass",
+    "other": "its terms are from no backward pass",
+}
+MIXED = "its terms are made of gradients, and are none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +58,11 @@ class Sum:
     dtype: np.dtype[Any]
     source: str  # file, line and function; "" if not known
     scopes: str  # names that JAX gave the equation: `jax.named_scope` and transformations
-    # Pass of `jax.grad` that it is in; None outside of both, as where gradients are averaged.
+    # Pass of `jax.grad` that it is in; None outside of both, as that of a `pmean` of gradients.
     differentiation: Differentiation | None
+    # Where its terms come from: "gradient", from a backward pass, wherever the sum is; "backward",
+    # too, but a backward pass goes on with the sum; "forward", from a forward pass; "other".
+    origin: SumOrigin
 
 
 _TRANSFORMED = re.compile(r"\b(jvp|transpose)\(")
@@ -87,7 +96,7 @@ class Selection:
         if self.only is not None and not callable(self.only):
             raise TypeError(
                 f"only={self.only!r:.80} cannot be called. Give a function of a dq.Sum to True or "
-                "False, such as lambda s: s.differentiation == 'backward'."
+                "False, such as lambda s: s.origin == 'gradient'."
             )
         if isinstance(self.operations, str):
             raise TypeError(f"operations={self.operations!r} is one name. Give a tuple of names.")
@@ -143,7 +152,11 @@ class Selection:
             return SMALL
         if self.only is not None:
             return None if self.only(each) else NOT_CHOSEN
-        return FORWARD if each.differentiation == "forward" else None
+        if each.differentiation == "forward":
+            return FORWARD
+        # Gathers, which `operations` has to name, are of anything, such as updated parameters.
+        is_any = each.operation == "all_gather" and each.origin != "backward"
+        return None if is_any else NO_GRADIENT.get(each.origin)
 
     def is_small(self, each: Sum, params: Mapping[str, Any]) -> bool:
         """Return whether a sum has fewer elements than are compressed.
@@ -156,32 +169,46 @@ class Selection:
         return math.prod(each.shape) * parts < self.exact_below
 
 
-def sums_of(equation: Equation, scopes: str) -> list[Sum]:
+def over_axes(equation: Equation) -> tuple[Operation, tuple[str, ...]] | None:
+    """Return the operation of an equation and its axes; None if it is no sum over named axes."""
+    if resharded := equations.sums_of_reshard(equation):
+        return "psum", resharded
+    operation = OPERATIONS.get(equation.primitive.name)
+    if operation is None:
+        return None
+    axes = axes_of(equation)  # numbers are those of a vmap without a name
+    is_named = bool(axes) and all(isinstance(name, str) for name in axes)
+    return (operation, axes) if is_named else None
+
+
+def axes_of(equation: Equation) -> tuple[Any, ...]:
+    """Return the axes among the parameters of an equation."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def sums_of(equation: Equation, scopes: str, origin_of: Callable[[int], SumOrigin]) -> list[Sum]:
     """Describe the sums of an equation, one for each operand; none if it is no sum over named axes.
 
     Args:
       equation: equation of a traced program.
       scopes: names of the scopes around it, its own ones included.
+      origin_of: function of the number of an operand to its origin.
     """
-    resharded = equations.sums_of_reshard(equation)
-    operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
-    if operation is None:
-        return []
-    axes = resharded or equation.params.get("axes", equation.params.get("axis_name", ()))
-    names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    if not names or not all(isinstance(name, str) for name in names):  # of a vmap without a name
+    found = over_axes(equation)
+    if found is None:
         return []
     return [
         Sum(
-            operation,
-            names,
+            *found,
             equations.shape_of(operand),
             equations.dtype_of(operand),
             equations.place(equation),
             scopes,
             differentiation_of(scopes),
+            origin_of(number),
         )
-        for operand in equation.invars
+        for number, operand in enumerate(equation.invars)
     ]
 
 

@@ -30,15 +30,18 @@ else:
 Tree = TypeVar("Tree")
 
 
-def varying_axes(value: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
+Described = jax.ShapeDtypeStruct | jax.core.ShapedArray
+
+
+def varying_axes(value: Array | Described) -> frozenset[str]:
     """Return the mesh axes over which a value, or one that a shape describes, is known to vary.
 
     They are none without `check_vma`.
 
     Args:
-      value: array, or its shape.
+      value: array, its shape, or its type.
     """
-    aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    aval = value if isinstance(value, Described) else jax.typeof(value)
     manual_axis_type = getattr(aval, "manual_axis_type", None)
     return (
         manual_axis_type.varying
@@ -67,12 +70,12 @@ def tracks_varying(axis_name: str) -> bool:
     return axis_name in varying_axes(lax.axis_index(axis_name))
 
 
-def match_varying(values: Tree, reference: Array | jax.ShapeDtypeStruct) -> Tree:
+def match_varying(values: Tree, reference: Array | Described) -> Tree:
     """Mark values as varying over the axes of `reference`, as a loop carry has to be.
 
     Args:
       values: pytree of arrays.
-      reference: array, or its shape, whose axes count.
+      reference: array, its shape, or its type, whose axes count.
     """
     axes = varying_axes(reference)
 

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
+
+from pallas_kernels._jax import compat
 
 # An equation of a traced program, the program, and a value or constant in it. JAX 0.12 has one
 # class for programs with and without constants.
@@ -143,6 +146,11 @@ def dtype_of(atom: Any) -> np.dtype[Any]:
     """Return the dtype of an input or output of an equation."""
     dtype: np.dtype[Any] = atom.aval.dtype
     return dtype
+
+
+def zeros_like(atom: Any) -> Any:
+    """Return zeros of the type of a value of a program, the axes over which it varies included."""
+    return compat.match_varying(jnp.zeros(atom.aval.shape, atom.aval.dtype), atom.aval)
 
 
 def sums_of_reshard(equation: Equation) -> tuple[str, ...]:

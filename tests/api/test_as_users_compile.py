@@ -198,7 +198,8 @@ def broadcast(mesh: Mesh, **arguments: Any) -> Program:
 
 def compressed(mesh: Mesh, **arguments: Any) -> Program:
     exact = on_workers(mesh, lambda key, rows: jax.lax.pmean(own(rows), "data"))
-    return jax.jit(dq.compress(exact, "data", key=lambda key, rows: key, **arguments))
+    rules = {"key": lambda key, rows: key, "only": lambda each: True}
+    return jax.jit(dq.compress(exact, "data", **rules, **arguments))
 
 
 PROGRAMS: dict[str, Program] = {

@@ -48,6 +48,13 @@ class Form:
 
 
 FIELDS = ("groups", "compressed", "method", "same_sums")
+
+
+def every_sum(each):
+    """Compress what no backward pass has made, too, such as gradients that are arguments."""
+    return True
+
+
 Make = Callable[[Mesh], Form]
 FORMS: dict[str, Make] = {}
 

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import FORMS
+from tests.compress.forms import FORMS, every_sum
 from tests.support.hlo import collectives, unordered
 
 WORKERS = 4
@@ -49,15 +49,15 @@ def test_a_step_sends_the_messages_of_a_mean_of_the_same_tree(mean_of_a_tree, da
         return dq.pmean(own, "data", key=jax.random.key(0))
 
     by_hand = text_of(on_mesh(data_mesh, local), TREE)
-    step = dq.compress(mean_of_a_tree, "data", key=key_of)
+    step = dq.compress(mean_of_a_tree, "data", key=key_of, only=every_sum)
     found = collectives(text_of(step, TREE))
     assert found
     assert sorted(map(str, found)) == sorted(map(str, collectives(by_hand)))
 
 
 def test_without_a_key_a_group_sends_four_bytes_more_than_the_report(mean_of_a_tree):
-    with_key = dq.compress(mean_of_a_tree, "data", key=key_of)
-    without = dq.compress(mean_of_a_tree, "data")
+    with_key = dq.compress(mean_of_a_tree, "data", key=key_of, only=every_sum)
+    without = dq.compress(mean_of_a_tree, "data", only=every_sum)
     report = without.report(TREE)
     counted = sum(each.bytes_after for each in report.sums)
     assert sent(text_of(with_key, TREE)) == pytest.approx(counted)
@@ -78,7 +78,8 @@ def test_the_report_counts_scattered_sums_and_gathers(data_mesh):
     for local, before in in_full.items():
         mapped = on_mesh(data_mesh, local, out=P("data"))
         unrolled = dq.topologies.Ring(unroll=True)
-        step = dq.compress(mapped, "data", key=key_of, operations=operations, topology=unrolled)
+        options = {"operations": operations, "topology": unrolled, "only": every_sum}
+        step = dq.compress(mapped, "data", key=key_of, **options)
         (each,) = step.report(TREE).compressed
         assert sent(text_of(step, TREE)) == pytest.approx(each.bytes_after)
         assert each.bytes_before == before
@@ -91,9 +92,8 @@ def test_a_small_scattered_sum_is_reported_in_the_dtype_that_is_sent(data_mesh):
         return lax.psum_scatter((stacked["w"][0], small), "data", tiled=True)
 
     unrolled = dq.topologies.Ring(unroll=True)
-    step = dq.compress(
-        on_mesh(data_mesh, local, out=P("data")), "data", key=key_of, topology=unrolled
-    )
+    options = {"topology": unrolled, "only": every_sum}
+    step = dq.compress(on_mesh(data_mesh, local, out=P("data")), "data", key=key_of, **options)
     large, small = step.report(TREE).sums
     others, size = WORKERS - 1, 64 // WORKERS
     assert (small.group, small.is_compressed) == (0, False)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._rewriting.sums import FORWARD, STATISTICS
+from dynamiq_jax._rewriting.sums import CONTINUED, FORWARD
 from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
 
 METHOD = "bf16"
@@ -202,7 +202,7 @@ def test_statistics_that_a_checkpoint_computes_again_stay_exact(mesh):
     report = check(mapped(lambda *a: jax.grad(loss)(*a), mesh))
     assert {each.sum.shape for each in report.compressed} == {(32, 32)}
     wide = [each.why_exact for each in report.sums if each.sum.shape[-1:] == (2048,)]
-    assert sorted(wide) == sorted([FORWARD, FORWARD, STATISTICS])
+    assert sorted(wide) == sorted([FORWARD, FORWARD, CONTINUED])
 
 
 def test_the_report_has_each_sum_once_in_the_shape_that_is_sent(mesh):
