@@ -111,8 +111,7 @@ class _Group:
             warning = self._agree_on_new(digest, text, description, only_traces)
             if warning is not None:
                 warnings.warn(warning, stacklevel=3)
-        if digest not in self._compiled:
-            compiling.after_compiling(functools.partial(self._on_compiled, digest, description))
+        compiling.after_compiling(functools.partial(self._on_compiled, digest, description))
 
     def _agree_on_new(
         self, digest: str, text: str, description: Description, only_traces: bool
