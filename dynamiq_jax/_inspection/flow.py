@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from dynamiq_jax._plan.recording import marked
@@ -57,7 +58,7 @@ def flow_of(program: Any) -> Flow:
     reading = _Reading()
     opened, _ = equations.opened(program)
     values = reading.run(opened, [_Value()] * len(opened.invars), 1)
-    reading.used += [value.origins for value in values]
+    reading.used.update(value.origins for value in values)
     return Flow(
         reading.sent,
         frozenset(reading.sent) - frozenset[Origin]().union(*reading.used),
@@ -72,7 +73,7 @@ class _Reading:
         self.sent: dict[Origin, SentLeaf] = {}
         self.terms: dict[tuple[int, int], _Value] = {}  # the last ones of each leaf
         # Origins of each value that is used in another way than by linear equations.
-        self.used: list[frozenset[Origin]] = []
+        self.used: set[frozenset[Origin]] = set()
         self.added: set[tuple[Origin, Origin]] = set()  # to each other
         self.counters: set[Origin] = set()  # integers that loops carry
         self.next: Origin = 0
@@ -110,11 +111,11 @@ class _Reading:
         if name == "while":
             first = params["cond_nconsts"]
             last = first + params["body_nconsts"]
-            self.used += [value.origins for value in inputs[:first]]
+            self.used.update(value.origins for value in inputs[:first])
             parts = inputs[first:last], inputs[last:], []
             return self._loop(params["body_jaxpr"], *parts, 1, times)
         if name == "cond":
-            self.used.append(inputs[0].origins)
+            self.used.add(inputs[0].origins)
             branches = [self.run(equations.opened(each)[0], inputs[1:], times) for each in programs]
             return [_either(values) for values in zip(*branches, strict=True)]
         if len(programs) == 1:
@@ -153,7 +154,7 @@ class _Reading:
             is_zero = any(zeros) if name in _PRODUCTS else name == "div" and zeros[0]
         if is_linear:
             return _Value(origins, all(value.is_linear for value in depending), is_zero)
-        self.used.append(origins)
+        self.used.add(origins)
         return _Value(origins, False, is_zero)
 
     def _loop(
@@ -168,13 +169,14 @@ class _Reading:
         body, _ = equations.opened(program)
         zeros = [value.is_zero for value in first]
         while True:
-            inside = copy.deepcopy(self)
+            inside = _Reading()
+            vars(inside).update({part: copy.copy(each) for part, each in vars(self).items()})
             own = [inside.new() for _ in first]
             variables = body.invars[len(constants) :]
             inside.counters.update(
                 origin
                 for origin, variable in zip(own, variables, strict=False)
-                if equations.dtype_of(variable).kind in "iu"
+                if jnp.issubdtype(equations.dtype_of(variable), jnp.integer)
             )
             carried = [
                 _Value(value.origins | {origin}, value.is_linear, is_zero)
@@ -187,7 +189,7 @@ class _Reading:
             if still == zeros:
                 break
             zeros = still
-        inside.used += [value.origins for value in outputs]
+        inside.used.update(value.origins for value in outputs)
         inside._add_turns(dict(zip(own, outputs, strict=False)), length, frozenset(self.sent))
         vars(self).update(vars(inside))
         before = [*first, *[_Value()] * (len(outputs) - len(first))]
