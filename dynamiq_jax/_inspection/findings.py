@@ -9,7 +9,7 @@ from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.evidence import Evidence, Sharing
-from dynamiq_jax._inspection.flow import Sent
+from dynamiq_jax._inspection.flow import SentLeaf
 from dynamiq_jax._plan.recording import TracedCollective
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
@@ -234,7 +234,7 @@ def _thrown_away(known: Evidence) -> Iterator[Finding]:
         (unused, "not used after their sum, as gradients of frozen parameters are"),
     ):
         wasted = sum(sent[origin] for origin in found)
-        if wasted > _FEW * sum(sent.values()):
+        if wasted > max(_FEW * sum(sent.values()), _SMALL):
             yield Finding(
                 "sent and thrown away",
                 f"{_leaves([known.flow.sent[origin] for origin in sorted(found)], known)} "
@@ -249,7 +249,7 @@ def _sent_repeatedly(known: Evidence) -> Iterator[Finding]:
     """Yield a finding for sums that are only added up: for each number of them that are."""
     if known.flow is None:
         return
-    by_count: dict[int, list[list[Sent]]] = {}
+    by_count: dict[int, list[list[SentLeaf]]] = {}
     for group in known.flow.together:
         members = [known.flow.sent[origin] for origin in sorted(group)]
         if (count := sum(one.added for one in members)) > 1:
@@ -282,7 +282,7 @@ def _added_by_optimizer(known: Evidence) -> Iterator[Finding]:
         )
 
 
-def _bytes_of(one: Sent, known: Evidence) -> float:
+def _bytes_of(one: SentLeaf, known: Evidence) -> float:
     """Return the bytes that each device sends for a leaf in a step."""
     record = known.records[one.record]
     size = math.prod(record.shapes[one.leaf])
@@ -297,7 +297,7 @@ def _bytes_of(one: Sent, known: Evidence) -> float:
     return one.times * sum(shares)
 
 
-def _leaves(sent: Sequence[Sent], known: Evidence) -> str:
+def _leaves(sent: Sequence[SentLeaf], known: Evidence) -> str:
     """Return the names of some leaves, and the axes of the first."""
     names = [known.records[one.record].names[one.leaf] or "tree" for one in sent]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -5,11 +5,11 @@ sum. Every other value of the program is described by the sums that it depends o
 """
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from dynamiq_jax._plan.recording import marked
@@ -22,12 +22,12 @@ _OF_ONE = {
     *("reshape", "sharding_constraint", "squeeze", "transpose"),
 }
 _OF_SEVERAL = {"add", "add_any", "sub"}
-_PRODUCTS = {"mul", "dot_general"}
+_PRODUCTS = {"mul", "dot_general"}  # one with a matrix is a use: a forward pass goes on
 
 Origin = int  # number of a sum, or of a value that a loop carries
 
 
-class Sent(NamedTuple):
+class SentLeaf(NamedTuple):
     """Leaf that a collective of a traced step sums."""
 
     record: int  # number of the collective in the records
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 class Flow(NamedTuple):
     """Sums of a traced step, and their use."""
 
-    sent: Mapping[Origin, Sent]
+    sent: Mapping[Origin, SentLeaf]
     unused: frozenset[Origin]
     together: Sequence[frozenset[Origin]]  # groups that are only added up with each other
 
@@ -58,7 +58,7 @@ def flow_of(program: Any) -> Flow:
     reading = _Reading()
     opened, _ = equations.opened(program)
     values = reading.run(opened, [_Value()] * len(opened.invars), 1)
-    reading.used += [value.origins for value in values]
+    reading.used.update(value.origins for value in values)
     return Flow(
         reading.sent,
         frozenset(reading.sent) - frozenset[Origin]().union(*reading.used),
@@ -66,17 +66,17 @@ def flow_of(program: Any) -> Flow:
     )
 
 
-@dataclasses.dataclass
 class _Reading:
     """A program that is read from its first equation to its last."""
 
-    sent: dict[Origin, Sent] = dataclasses.field(default_factory=dict)
-    terms: dict[tuple[int, int], _Value] = dataclasses.field(default_factory=dict)  # last ones
-    # Origins of each value that is used in another way than by linear equations.
-    used: list[frozenset[Origin]] = dataclasses.field(default_factory=list)
-    added: set[tuple[Origin, Origin]] = dataclasses.field(default_factory=set)  # to each other
-    counters: set[Origin] = dataclasses.field(default_factory=set)  # integers that loops carry
-    next: Origin = 0
+    def __init__(self) -> None:
+        self.sent: dict[Origin, SentLeaf] = {}
+        self.terms: dict[tuple[int, int], _Value] = {}  # the last ones of each leaf
+        # Origins of each value that is used in another way than by linear equations.
+        self.used: set[frozenset[Origin]] = set()
+        self.added: set[tuple[Origin, Origin]] = set()  # to each other
+        self.counters: set[Origin] = set()  # integers that loops carry
+        self.next: Origin = 0
 
     def new(self) -> Origin:
         self.next += 1
@@ -111,11 +111,11 @@ class _Reading:
         if name == "while":
             first = params["cond_nconsts"]
             last = first + params["body_nconsts"]
-            self.used += [value.origins for value in inputs[:first]]
+            self.used.update(value.origins for value in inputs[:first])
             parts = inputs[first:last], inputs[last:], []
             return self._loop(params["body_jaxpr"], *parts, 1, times)
         if name == "cond":
-            self.used.append(inputs[0].origins)
+            self.used.add(inputs[0].origins)
             branches = [self.run(equations.opened(each)[0], inputs[1:], times) for each in programs]
             return [_either(values) for values in zip(*branches, strict=True)]
         if len(programs) == 1:
@@ -128,8 +128,8 @@ class _Reading:
         if part == "terms":
             self.terms[number, leaf] = value
             return value
-        terms, origin = self.terms[number, leaf], self.new()
-        self.sent[origin] = Sent(number, leaf, terms.origins, terms.is_zero, times)
+        terms, origin = self.terms.get((number, leaf), _Value()), self.new()
+        self.sent[origin] = SentLeaf(number, leaf, terms.origins, terms.is_zero, times)
         return _Value(frozenset({origin}))
 
     def _result(self, name: str, inputs: Sequence[_Value]) -> _Value:
@@ -145,16 +145,16 @@ class _Reading:
             return _Value(origins, is_linear, all(zeros))
         if name in _OF_ONE:
             return _Value(origins, all(value.is_linear for value in inputs), zeros[0])
-        is_scaled = name in _PRODUCTS or (name == "div" and inputs[1].origins <= self.counters)
-        # A product with a matrix is a use: a forward pass goes on with parameters.
-        if name == "dot_general" or not is_scaled:
-            is_scaled = name == "select_n" and inputs[0].origins <= self.counters
-        is_zero = any(zeros) if name in _PRODUCTS else bool(zeros) and zeros[0] and name == "div"
         if name == "select_n":
-            is_zero = all(zeros[1:])
-        if is_scaled and (len(depending) < 2 or name == "select_n"):
+            is_linear, is_zero = inputs[0].origins <= self.counters, all(zeros[1:])
+        else:
+            is_linear = len(depending) < 2 and (
+                name == "mul" or (name == "div" and inputs[1].origins <= self.counters)
+            )
+            is_zero = any(zeros) if name in _PRODUCTS else name == "div" and zeros[0]
+        if is_linear:
             return _Value(origins, all(value.is_linear for value in depending), is_zero)
-        self.used.append(origins)
+        self.used.add(origins)
         return _Value(origins, False, is_zero)
 
     def _loop(
@@ -169,13 +169,14 @@ class _Reading:
         body, _ = equations.opened(program)
         zeros = [value.is_zero for value in first]
         while True:
-            inside = copy.deepcopy(self)
+            inside = _Reading()
+            vars(inside).update({part: copy.copy(each) for part, each in vars(self).items()})
             own = [inside.new() for _ in first]
             variables = body.invars[len(constants) :]
             inside.counters.update(
                 origin
                 for origin, variable in zip(own, variables, strict=False)
-                if equations.dtype_of(variable).kind in "iu"
+                if jnp.issubdtype(equations.dtype_of(variable), jnp.integer)
             )
             carried = [
                 _Value(value.origins | {origin}, value.is_linear, is_zero)
@@ -188,7 +189,7 @@ class _Reading:
             if still == zeros:
                 break
             zeros = still
-        inside.used += [value.origins for value in outputs]
+        inside.used.update(value.origins for value in outputs)
         inside._add_turns(dict(zip(own, outputs, strict=False)), length, frozenset(self.sent))
         vars(self).update(vars(inside))
         before = [*first, *[_Value()] * (len(outputs) - len(first))]

@@ -24,6 +24,7 @@ from dynamiq_jax._rewriting.steps import (
 )
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._run.driver import run
+from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 
 
@@ -88,17 +89,13 @@ class Evaluation:
 
         def compressed(tree: dict[str, Any]) -> dict[str, Any]:
             collective = group.collective(find_axes(over))
-            of_group = jax.random.fold_in(jax.random.key(0) if key is None else key, group.number)
-            # In a loop, a given key is the same in all turns.
-            sampled = key is None or group.times != 1
-            outcome = run(
-                collective,
-                tree,
-                of_group,
-                self.compression,
-                specs=self.specs_of(group),
-                sampled=sampled,
+            of_group: Any = jax.random.fold_in(
+                jax.random.key(0) if key is None else key, group.number
             )
+            if key is None or group.times != 1:  # in a loop, a given key is the same in all turns
+                of_group = SampledKey(of_group)
+            specs = self.specs_of(group)
+            outcome = run(collective, tree, of_group, self.compression, specs=specs)
             total: dict[str, Any] = outcome.tree
             return total
 

@@ -13,6 +13,7 @@ from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._run.on_devices import Outcome, run_on_devices
+from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._states.states import NamedStates
 
 
@@ -24,37 +25,30 @@ def run(
     *,
     specs: Any = None,
     states: NamedStates | None = None,
-    sampled: bool = False,
 ) -> Outcome:
     """Run a collective on a tree.
 
     Args:
       collective: kind of collective, and its axes.
       tree: pytree of arrays.
-      key: PRNG key, the same on all workers.
+      key: PRNG key, the same on all workers, or a `SampledKey`.
       compression: policy, topology and options.
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods by their names, as from `first_states`; None for those of a
         first step.
-      sampled: whether the noise depends on a sample of the tree on all workers, too, so that it
-        changes where the key does not.
     """
     plan, leaves = plan_tree(collective, tree, compression, specs)
-    return run_plan(plan, leaves, key, states, sampled=sampled)
+    return run_plan(plan, leaves, key, states)
 
 
 def run_plan(
-    plan: Plan,
-    leaves: Sequence[Array],
-    key: Any,
-    states: NamedStates | None = None,
-    *,
-    sampled: bool = False,
+    plan: Plan, leaves: Sequence[Array], key: Any, states: NamedStates | None = None
 ) -> Outcome:
     """Check a plan and run it on its leaves; see `run`."""
     number = recording.record(plan)
     leaves = recording.mark(number, "terms", leaves)
-    key = check(plan, leaves, key, states)
-    outcome = run_on_devices(plan, leaves, key, states, sampled=sampled)
+    sampled = isinstance(key, SampledKey)
+    base = check(plan, leaves, key.base if sampled else key, states)
+    outcome = run_on_devices(plan, leaves, base, states, sampled=sampled)
     sums = recording.mark(number, "sum", jax.tree.leaves(outcome.tree))
     return dataclasses.replace(outcome, tree=jax.tree.unflatten(plan.structure, sums))

@@ -9,7 +9,7 @@ Noise repeats if the sample does. Arrays that differ elsewhere alone then share 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,13 @@ from dynamiq_jax._buckets.order import after
 from dynamiq_jax._inputs.shards import P, find_shards
 from pallas_kernels._jax import compat
 from pallas_kernels.codec.rounding import mix
+
+
+class SampledKey(NamedTuple):
+    """Key of a collective that depends on a sample of its terms, too, on all workers."""
+
+    base: Any  # PRNG key, the same on all workers
+
 
 _STRIDE = 251  # coordinates of an array for each one of the sample
 _FEW = 256  # coordinates of the sample from which on a stride is larger than 1

@@ -151,21 +151,21 @@ FAULTS = (
     # Keys.
     _evaluate(
         "groups have one key",
-        "key is None else key, group.number)",
-        "key is None else key, 0)",
+        "key is None else key, group.number",
+        "key is None else key, 0",
         "test_noise.py",
         "sums_of_one_step",
     ),
     _evaluate(
         "steps have one key",
-        "sampled = key is None or group.times != 1",
-        "sampled = group.times != 1",
+        "if key is None or group.times != 1:",
+        "if group.times != 1:",
         "test_noise.py",
     ),
     _evaluate(
         "turns of a loop have one key",
-        "sampled = key is None or group.times != 1",
-        "sampled = key is None",
+        "if key is None or group.times != 1:",
+        "if key is None:",
         "test_noise.py",
         "turns",
     ),
