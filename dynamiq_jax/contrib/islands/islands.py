@@ -23,7 +23,7 @@ from dynamiq_jax.contrib.islands.records import (
     opened,
     sealed,
 )
-from dynamiq_jax.contrib.islands.rounds import Rounds, change_file, decision_file, logger
+from dynamiq_jax.contrib.islands.rounds import RoundFiles, change_file, decision_file, logger
 from dynamiq_jax.contrib.islands.transports import Transport
 from dynamiq_jax.methods import Method
 from dynamiq_jax.parts import (
@@ -115,8 +115,8 @@ class Islands:
         dq.encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
 
     @property
-    def _rounds(self) -> Rounds:
-        return Rounds(self.transport, self.name, self.deadline, self.poll)
+    def _rounds(self) -> RoundFiles:
+        return RoundFiles(self.transport, self.name, self.deadline, self.poll)
 
     def join(self, params: Any) -> IslandState:
         """Return the state of the run so far, and announce this island for its current round.

@@ -1,4 +1,4 @@
-"""Rounds of a run: who came to one, and the decision that all islands follow."""
+"""RoundFiles of a run: who came to one, and the decision that all islands follow."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ logger = logging.getLogger("dynamiq_jax.islands")
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounds:
+class RoundFiles:
     """Files of rounds, read by an island."""
 
     transport: Transport
