@@ -77,7 +77,7 @@ class DynamiQ(ChunkedMethod):
     A magnitude above 8.47e37, nearly 2^126, counts as not finite. A super-group whose norm is above
     2^126 gets the fewest bits.
 
-    Differences from the paper: every width from 2 to 16 instead of 2, 4 and 8; groups of 32;
+    Differences from the paper: every width up to 16 instead of 2, 4 and 8; groups of 32;
     quadratic instead of geometric levels; golden-ratio rounding instead of a permutation. Each
     chunk has widths of its own, and they take the same bytes in every chunk and at every step.
 
