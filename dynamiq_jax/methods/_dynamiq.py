@@ -185,7 +185,7 @@ class DynamiQ(ChunkedMethod):
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
-        layout = self._layout_of(call)
+        layout = self.layout_of(call)
         statistics_bytes = norms.combined_bytes if _sums(call) else norms.gathered_bytes
         return WireCost(layout.payload_bytes, statistics_bytes(layout.num_rows, call.axis))
 
@@ -202,7 +202,7 @@ class DynamiQ(ChunkedMethod):
           local_norms: norms of the local rows that give these their order and their widths, float32
             [rows]; None for the L2 norms of the values.
         """
-        layout = self._layout_of(call)
+        layout = self.layout_of(call)
         if _sums(call):
             padded = pad(values, layout.num_rows * SUPER_GROUP_SIZE)
             rows, share = padded.reshape(layout.num_rows, -1), norms.combine_norms
@@ -232,7 +232,8 @@ class DynamiQ(ChunkedMethod):
         """Return whether an all-to-all orders the rows of each sum by the sum itself."""
         return reorders_sums(num_workers)
 
-    def _layout_of(self, call: Call) -> Layout:
+    def layout_of(self, call: Call) -> Layout:
+        """Return the static layout of the bucket of a call."""
         summed, workers = _sums(call), call.num_workers
         growth = call.topology.error_growth(workers) if summed else 1.0
         return self.layout(call.size, call.num_chunks, summed=summed, growth=growth)

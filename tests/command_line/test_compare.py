@@ -24,7 +24,7 @@ from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.comparison import geometric_mean
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
-from dynamiq_jax._measurement.simulate import Simulation, relative_errors, codec_ns
+from dynamiq_jax._measurement.simulate import Simulation, codec_ns, relative_errors
 from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
 from examples.tools.small_decoder import small_config
 from tests.support.commands import shown
