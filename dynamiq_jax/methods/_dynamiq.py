@@ -77,7 +77,7 @@ class DynamiQ(ChunkedMethod):
     A magnitude above 8.47e37, nearly 2^126, counts as not finite. A super-group whose norm is above
     2^126 gets the fewest bits.
 
-    Differences from the paper: every width from 2 to 16 instead of 2, 4 and 8; groups of 32;
+    Differences from the paper: every width up to 16 instead of 2, 4 and 8; groups of 32;
     quadratic instead of geometric levels; golden-ratio rounding instead of a permutation. Each
     chunk has widths of its own, and they take the same bytes in every chunk and at every step.
 
@@ -186,7 +186,7 @@ class DynamiQ(ChunkedMethod):
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
-        layout = self._layout_of(call)
+        layout = self.layout_of(call)
         statistics_bytes = norms.combined_bytes if _sums(call) else norms.gathered_bytes
         return WireCost(layout.payload_bytes, statistics_bytes(layout.num_rows, call.axis))
 
@@ -203,7 +203,7 @@ class DynamiQ(ChunkedMethod):
           local_norms: norms of the local rows that give these their order and their widths, float32
             [rows]; None for the L2 norms of the values.
         """
-        layout = self._layout_of(call)
+        layout = self.layout_of(call)
         if _sums(call):
             padded = pad(values, layout.num_rows * SUPER_GROUP_SIZE)
             rows, share = padded.reshape(layout.num_rows, -1), norms.combine_norms
@@ -233,7 +233,8 @@ class DynamiQ(ChunkedMethod):
         """Return whether an all-to-all orders the rows of each sum by the sum itself."""
         return reorders_sums(num_workers)
 
-    def _layout_of(self, call: Call) -> Layout:
+    def layout_of(self, call: Call) -> Layout:
+        """Return the static layout of the bucket of a call."""
         summed, workers = _sums(call), call.num_workers
         growth = call.topology.error_growth(workers) if summed else 1.0
         return self.layout(call.size, call.num_chunks, summed=summed, growth=growth)

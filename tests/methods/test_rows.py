@@ -26,10 +26,13 @@ PATHS = {
 }
 
 
-def gradients(workers: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """A kernel whose rows spread over 6 octaves in each direction, and a vector at a hundredth."""
-    rng = np.random.default_rng(seed)
-    rows = np.exp2(2.5 * rng.standard_normal((256, 1)))
+def gradients(workers: int) -> dict[str, np.ndarray]:
+    """A kernel in which every twelfth row is small, as those of rare tokens in an embedding, and a
+    vector at a hundredth of its scale.
+    """
+    rng = np.random.default_rng(0)
+    rows = np.exp2(1.5 * rng.standard_normal((256, 1)))
+    rows[::12] *= 2.0**-12
     kernel = rows * rng.standard_t(5, size=(workers, 256, 256))
     scale = 1e-2 * np.sqrt(np.mean(kernel**2)) * rng.normal(size=(workers, 4096))
     return {"kernel": kernel.astype(np.float32), "scale": scale.astype(np.float32)}
@@ -65,18 +68,24 @@ def measured(bits: float, path: tuple[str, int], bucketing: str) -> tuple[np.nda
     return found, before
 
 
+FAST = (
+    *(
+        (5.0, path, "striped")
+        for path in (("ring", 2), ("ring", 8), ("ring", 16), ("all_to_all", 4))
+    ),
+    *((5.0, ("butterfly", 8), "in_order"), (8.0, ("ring", 8), "in_order")),
+)
+SLOW = [
+    (bits, path, bucketing)
+    for path in PATHS
+    for bits, bucketing in ((5.0, "striped"), (5.0, "in_order"), (6.0, "striped"))
+    if (bits, path, bucketing) not in FAST
+]
+
+
 @pytest.mark.parametrize(
     ("bits", "path", "bucketing"),
-    (
-        *((5.0, path, "striped") for path in PATHS if path[1] < 64),
-        *(
-            pytest.param(5.0, path, "striped", marks=pytest.mark.slow)
-            for path in PATHS
-            if path[1] == 64
-        ),
-        *((5.0, ("ring", 8), "in_order"), (5.0, ("all_to_all", 4), "in_order")),
-        *((6.0, ("ring", 8), "striped"), (8.0, ("ring", 8), "striped")),
-    ),
+    (*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)),
     ids=str,
 )
 def test_no_row_is_noise_from_5_bits_up(bits, path, bucketing):
@@ -85,11 +94,11 @@ def test_no_row_is_noise_from_5_bits_up(bits, path, bucketing):
     assert 1e-3 < max(rows) < 1
     assert np.mean(np.greater(rows, 0.5)) <= 0.01 < np.mean(np.greater(rows_before, 0.5))
     assert max(rows_before) > 1
-    # More than eight workers of a ring take 4 bits, or nothing of their narrowest rows arrives.
-    assert 1e-7 < whole < (1.35 if PATHS[path] == 3 else 4) * before
+    # Long rings take 4 bits: their hops add up to three times the error.
+    assert 1e-7 < whole < (1.35 if PATHS[path] == 3 else 2) * before
 
 
-@pytest.mark.parametrize("path", (("ring", 4), ("butterfly", 8), ("all_to_all", 8)), ids=str)
+@pytest.mark.parametrize("path", (("ring", 8), ("all_to_all", 8)), ids=str)
 def test_few_rows_are_noise_at_4_bits(path):
     (*rows, whole), (*rows_before, before) = measured(4.0, path, "striped")
     assert np.mean(np.greater(rows, 1)) <= 0.003 < 0.05 < np.mean(np.greater(rows_before, 1))
