@@ -8,7 +8,7 @@ them.
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.kinds import (
@@ -28,13 +28,12 @@ from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation, Program
 
 
-@dataclasses.dataclass
-class _Facts:
-    """Facts about a whole program."""
+class _Facts(NamedTuple):
+    """Facts about a whole program, which the pass collects."""
 
     read: set[int]  # arguments that a forward pass reads
     read_sums: set[SumResult]  # the same of sums
-    continued: frozenset[SumResult] = frozenset()  # with which a backward pass goes on
+    continued: set[SumResult]  # with which a backward pass goes on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ def origins_of(program: Any) -> TracedProgram:
     is_first = True
     while True:
         before = len(read)
-        flow = _Flow(_Facts(read, set()), all_turns=not is_first)
+        flow = _Flow(_Facts(read, set(), set()), all_turns=not is_first)
         traced = flow.program(program, list(map(flow.argument, opened.invars)), "", ())
         if len(read) == before and not is_first:
             return traced
@@ -155,13 +154,13 @@ class _Flow:
             return self.program(part.program, [nonlinear(inputs)] * len(invars), scopes, path)
         values = [inputs[number] for number in part.inputs]
         while True:
-            before, known = list(values), self.facts.continued
+            before, known = list(values), set(self.facts.continued)
             traced = self.program(part.program, values, scopes, path)
             for output, place in part.carried.items():
                 values[place] = join([values[place], traced.outputs[output]])
             if values == before or not self._all_turns:
                 return traced
-            self.facts.continued = known  # this turn had values of other origins
+            self.facts.continued.intersection_update(known)  # this turn had values of other origins
 
     def _results(
         self,
@@ -182,7 +181,7 @@ class _Flow:
             operands = inputs[places]
             result = made(equation, variable, equation.invars[places], operands)
             if here == "backward":
-                self.facts.continued |= continued(equation, operands)
+                self.facts.continued.update(continued(equation, operands))
                 result = result._replace(kind=Kind.GRADIENT, arguments=frozenset())
             elif here == "forward" and result.kind != Kind.CONSTANT:
                 result = result._replace(kind=Kind.FORWARD, arguments=frozenset())
@@ -204,9 +203,8 @@ def _pass_of(scopes: str) -> Differentiation | None:
 
     A gradient in the forward pass of another differentiation is a gradient all the same.
     """
-    outer = differentiation_of(scopes)
     is_inside = "transpose(" in scopes and "rematted_computation" not in scopes
-    return "backward" if outer and is_inside else outer
+    return "backward" if is_inside else differentiation_of(scopes)
 
 
 def _origin_of(atom: Any, known: Mapping[Any, Origin]) -> Origin:

@@ -230,6 +230,8 @@ ACTIVATIONS = {
     "recurrence": lambda w, x: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w + x), x),
     "behind a cast": lambda w, x: (x @ w).astype(jnp.bfloat16).astype(jnp.float32),
     "behind a loop": lambda w, x: lax.scan(lambda c, _: (c / 2, None), x @ w, None, length=2)[0],
+    "pooled": lambda w, x: lax.reduce_window(w, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME"),
+    "inverted": lambda w, x: jnp.linalg.inv(w + 9 * jnp.eye(SIZE)),
     "sent": lambda w, x: lax.ppermute(w, "data", [(0, 1), (1, 0)]),
     "summed again": lambda w, x: lax.psum(w, "data"),
 }

@@ -408,8 +408,8 @@ FAULTS = (
     ),
     _origins(
         "derivatives of gradients are a forward pass",
-        'return "backward" if outer and is_inside else outer',
-        "return outer",
+        'return "backward" if is_inside else differentiation_of(scopes)',
+        "return differentiation_of(scopes)",
         "test_forms.py",
         "curvature",
     ),
