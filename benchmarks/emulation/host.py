@@ -28,8 +28,8 @@ class Host:
         self.num_hosts: int = config["num_hosts"]
 
     def join(self) -> dict[str, Any]:
-        """Join the other hosts, with one CPU device each."""
-        jax.config.update("jax_num_cpu_devices", 1)
+        """Join the other hosts, with one CPU device each if the configuration has no number."""
+        jax.config.update("jax_num_cpu_devices", self.config.get("devices", 1))
         joining.join(self.config["coordinator"], self.num_hosts, self.index)
         return {"device": jax.devices()[0].device_kind, **of_cpu_programs()}
 

@@ -32,7 +32,7 @@ from examples.tools.small_decoder import new_decoder, small_config
 
 # Options of the models that are trained here, and of a real one.
 TRAINED = ("steps", "pretrain_steps", "seed")
-READ = ("checkpoint", "text", "kinds", "layers", "embedding_every")
+READ = ("checkpoint", "text", "kinds", "layers", "embedding_every", "batch", "context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,12 @@ class Config:
     embedding_every: int = 1
     """Of smollm2: the first of every so many rows of the embedding is written, so that a part of
     the layers and as large a part of the embedding are a small likeness of the model."""
+
+    batch: int = 2
+    """Of smollm2: rows of each worker."""
+
+    context: int = 256
+    """Of smollm2: tokens of a row."""
 
     workers: int = 16
     """Workers whose gradients are written; eight train, however many these are."""
@@ -110,9 +116,8 @@ def dump_real(options: Config) -> None:
     if missing := [layer for layer in options.layers if not 0 <= layer < layers]:
         raise SystemExit(f"--layers has {missing}: the model has layers 0 to {layers - 1}.")
     arrays: dict[str, list[np.ndarray]] = {}
-    for gradient in worker_gradients(
-        options.checkpoint, options.text, workers=options.workers, batch=2, context=256
-    ):
+    of_workers = {"workers": options.workers, "batch": options.batch, "context": options.context}
+    for gradient in worker_gradients(options.checkpoint, options.text, **of_workers):
         for name, leaf in gradient.items():
             if kind_of(name) in options.kinds and layer_of(name) in (None, *options.layers):
                 every = options.embedding_every if kind_of(name) == "embedding" else 1

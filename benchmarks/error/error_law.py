@@ -1,5 +1,5 @@
 """Error of each topology on 2 to 8192 workers: simulated as far as memory goes, and by the law of
-`dynamiq_jax._prediction.error_law` beyond.
+`Topology.error_growth` beyond.
 
     python -m benchmarks.error.error_law
 
@@ -22,7 +22,6 @@ from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax._measurement.settings import Setting
 from dynamiq_jax._measurement.simulate import Simulation, make_devices
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
 from pallas_kernels.codec import SUPER_GROUP_SIZE
 
@@ -65,13 +64,13 @@ def measure(config: Config) -> list[dict[str, Any]]:
             for name in TOPOLOGIES:
                 errors[name, workers] = simulate(stacked, name, config)
         ones = [
-            error / error_growth(TOPOLOGIES[name], workers, agreement=agreement)
+            error / TOPOLOGIES[name].error_growth(workers, agreement=agreement)
             for (name, workers), error in errors.items()
         ]
         one = float(np.exp(np.mean(np.log(ones))))
         for name, topology in TOPOLOGIES.items():
             for workers in (*config.simulated, *config.beyond):
-                growth = error_growth(topology, workers, agreement=agreement)
+                growth = topology.error_growth(workers, agreement=agreement)
                 rows.append(
                     {
                         "agreement": agreement,

@@ -21,7 +21,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+import jax
+import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 from rich.table import Table
 
 from benchmarks.harness import files
@@ -29,6 +32,7 @@ from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark
 from benchmarks.harness.command import run as run_benchmark
 from benchmarks.real_lm.folder import TRAINED, check_folder
+from benchmarks.real_lm.gradients import KINDS, kind_of
 from benchmarks.real_lm.losses import by_method
 from benchmarks.real_lm.policies import POLICIES
 from benchmarks.real_lm.texts import Text, documents
@@ -36,14 +40,26 @@ from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
 from examples import finetune_llm
 from examples.llm import checkpoint
+from examples.llm.loss import evaluator
+from examples.llm.model import Params
 from examples.llm.progress import train_shown
 from examples.llm.recipe import Recipe
-from examples.llm.run import CHECKPOINTS, FACTS, METRICS, check_facts, check_runs, read_records
+from examples.llm.run import (
+    CHECKPOINTS,
+    FACTS,
+    METRICS,
+    Task,
+    check_facts,
+    check_runs,
+    read_records,
+)
 from examples.tools import digests
 from examples.tools.document_files import write_documents
 
 NAME = "real_lm_training"
 SAVE_EVERY = 25  # steps
+RARE = 3  # occurrences of a token in the training rows, below which it counts as rare
+FOUND = "found.json"  # in the folder of a run: what is measured at its end
 # Options on which the losses of all runs of a result file depend.
 SHARED = ("text", "count", "workers", "steps", "context", "learning_rate", "optimizer")
 METHODS = (
@@ -140,7 +156,9 @@ def main(config: Config) -> Report:
             if process.exitcode:
                 raise SystemExit(f"{method}, seed {seed}: the run failed, see above.")
             records = read_records(folder_of(config, method, seed) / METRICS)
-            rows.append({"method": method, "seed": seed} | summary(records) | files.stamp())
+            found = json.loads((folder_of(config, method, seed) / FOUND).read_text())
+            row = {"method": method, "seed": seed} | summary(records) | found | files.stamp()
+            rows.append(row)
             files.write(config.result, settings, rows)
             shutil.rmtree(folder_of(config, method, seed) / CHECKPOINTS)
     return Report(shown=[as_table(rows)])
@@ -197,8 +215,34 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
     console = tables.console()
     console.print(check_runs(task, {folder: recipe}, SAVE_EVERY), soft_wrap=True)
     params, _ = train_shown(console, task, recipe, folder, SAVE_EVERY, name)
-    if method == "exact":  # for gradients of later steps
+    if method == "exact":  # for gradients of later steps, and for the distance of other runs
         checkpoint.save(folder / TRAINED, model, params, config.model)
+    exact = folder_of(config, "exact", seed) / TRAINED
+    place = SingleDeviceSharding(jax.devices()[0])
+    found: dict[str, Any] = {"rare": loss_of_rare_tokens(task, params)}
+    if exact.exists():
+        found["distance"] = distances(task, params, checkpoint.load(exact, model, place))
+    (folder / FOUND).write_text(json.dumps(found))
+
+
+def loss_of_rare_tokens(task: Task, params: Params) -> float:
+    """Return the held-out loss of targets that occur fewer than 3 times in the training rows."""
+    held_out = task.held_out
+    counts = np.bincount(task.rows.targets[task.rows.learned], minlength=1 + held_out.targets.max())
+    rare = held_out._replace(learned=held_out.learned & (counts[held_out.targets] < RARE))
+    return evaluator(task.structure, rare, task.mesh.shape["data"] * task.batch, task.mesh)(params)
+
+
+def distances(task: Task, params: Params, exact: Params) -> dict[str, float]:
+    """Return how far a run ends from the exact run, over the way of that run, by kind of tensor."""
+    squares = {kind: np.zeros(2) for kind in (*KINDS, "all")}
+    leaves = (checkpoint.named_leaves(tree) for tree in (params, exact, task.load()))
+    for (name, own), (_, end), (_, start) in zip(*leaves, strict=True):
+        own, end, start = (np.asarray(leaf, np.float64) for leaf in (own, end, start))
+        pair = np.array([np.sum((own - end) ** 2), np.sum((end - start) ** 2)])
+        for kind in (kind_of(name), "all"):
+            squares[kind] += pair
+    return {kind: float(np.sqrt(apart / way)) for kind, (apart, way) in squares.items()}
 
 
 def folder_of(config: Config, method: str, seed: int) -> Path:

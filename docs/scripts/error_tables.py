@@ -222,7 +222,48 @@ def rounding_bias() -> str:
     return markdown([*header, "error of independent rounding"], rows)
 
 
+def drift_feedback() -> str:
+    """Write the drift of a mean over rounds, plain and in error feedback: drift.json."""
+    found = [row for row in results_of("drift") if row["kind"] == "all-reduce"]
+    columns = [
+        (measure, topology)
+        for measure in ("drift", "distance")
+        for topology in dict.fromkeys(row["topology"] for row in found)
+    ]
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        cells = []
+        for measure, topology in columns:
+            of = [row for row in found if (row["method"], row["topology"]) == (method, topology)]
+            plain, feedback = (
+                f"{_rounded(100 * mean([row[name] for row in of])):.1f}"
+                for name in (measure, f"{measure}_ef")
+            )
+            cells.append(f"{plain}, {feedback}")
+        rows.append([f"`{method}`", *cells])
+    return markdown(["%", *(f"{measure}, `{name}`" for measure, name in columns)], rows)
+
+
+def drift_messages() -> str:
+    """Write the drift of a sum of messages, and the error of one: drift.json."""
+    found = [row for row in results_of("drift") if row["kind"] == "message"]
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        of = [row for row in found if row["method"] == method]
+        drift = ", ".join(f"{_rounded(100 * row['drift']):.1f}%" for row in of)
+        errors = ", ".join(exponent(row["vnmse"]) for row in of)
+        rows.append([f"`{method}`", drift, errors])
+    return markdown(["method", "drift after 60 messages", "vNMSE of one"], rows)
+
+
+def _rounded(value: float) -> float:
+    """Return one digit behind the point, and no zero with a sign."""
+    return round(value, 1) + 0.0
+
+
 ALL = (
+    drift_feedback,
+    drift_messages,
     real_lm_methods,
     on_a_ring,
     equal_bits,

@@ -14,7 +14,6 @@ from matplotlib import pyplot as plt
 import dynamiq_jax as dq
 from docs.scripts.compressed_step import compressed_step
 from dynamiq_jax._core import Axis, LocalChunks, RecodedChunks
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from pallas_kernels import operations
 from pallas_kernels.codec.levels import make_levels, num_levels
@@ -149,7 +148,7 @@ def error() -> plt.Figure:
     figure, axes = plt.subplots(figsize=(7, 3))
     counts = [2**power for power in range(1, 9)]
     for topology in (Ring(), Butterfly(), AllToAll()):
-        growth = [error_growth(topology, n, agreement=0.1) for n in counts]
+        growth = [topology.error_growth(n, agreement=0.1) for n in counts]
         axes.loglog(counts, growth, "o-", label=type(topology).__name__, base=2)
     axes.set(xlabel="workers", ylabel="vNMSE, one compression = 1")
     for axis in (axes.xaxis, axes.yaxis):

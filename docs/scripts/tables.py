@@ -34,7 +34,6 @@ from docs.scripts.result_files import RESULTS, exponent, markdown, mean, results
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES
 
@@ -117,7 +116,7 @@ def topologies() -> str:
                 f'`"{name}"`',
                 str(topology.steps(16)),
                 f"{mean(ratios):.2f}",
-                *(f"{error_growth(topology, n, agreement=0.1):.1f}" for n in (4, 16, 64)),
+                *(f"{topology.error_growth(n, agreement=0.1):.1f}" for n in (4, 16, 64)),
             ]
         )
     header = ["topology", "steps, 16 workers", "vNMSE, 16 workers, ring = 1"]
@@ -272,6 +271,19 @@ def compressed_step() -> str:
     )
 
 
+def between_hosts() -> str:
+    """Write the bytes of emulated hosts, shown and counted: between_hosts.json."""
+    rows = [
+        [
+            f"`{row['name']}`" if "," not in row["name"] else row["name"],
+            f"{row['shown'] / 1e6:.2f} MB",
+            f"{row['counted'] / 1e6:.2f} MB",
+        ]
+        for row in results_of("between_hosts")
+    ]
+    return markdown(["sum", "`by a host`", "counted"], rows)
+
+
 def in_flight() -> str:
     """Write how often two collectives at once hang: in_flight.json."""
     calls = {
@@ -398,6 +410,7 @@ _ALL = (
     fresh_environments,
     many_leaves,
     compressed_step,
+    between_hosts,
     in_flight,
     big_models,
     transforms,

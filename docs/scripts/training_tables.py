@@ -29,6 +29,16 @@ def local_sgd() -> str:
     return markdown([*header, "fewer than BF16", "largest step"], rows)
 
 
+def reference_dtype() -> str:
+    """Write errors of local SGD by the dtype of its parameters: reference_dtype.json."""
+    names = ("float32", "bfloat16", "bfloat16, reference in float32")
+    rows = [
+        [str(row["every"]), f"{row['step']:.1%}", *(f"{row[name]:.1%}" for name in names)]
+        for row in results_of("reference_dtype")
+    ]
+    return markdown(["local steps", "a step, of a parameter", *names], rows)
+
+
 def local_sgd_times() -> str:
     """Write times to the target on slow links: time_to_accuracy_local_sgd.json."""
     found = results_of("time_to_accuracy_local_sgd")
@@ -294,6 +304,7 @@ def islands_links() -> str:
 
 ALL: tuple[Callable[[], str], ...] = (
     local_sgd,
+    reference_dtype,
     local_sgd_times,
     pipelined_schedules,
     halves,

@@ -45,7 +45,7 @@ def broadcast_to_replicas(
       tree: pytree of parameters. Only floating leaves have gradients.
       axis_name: axis of the mesh of which each worker gets a replica, or several with the slowest
         link first; see `psum`.
-      key: PRNG key, a different key at every step. By default it is computed from all bits of the
+      key: PRNG key, a different key at every step. By default it is computed from a sample of the
         tree, and may repeat; see `pcast`.
       mean: whether the sum is divided by the number of workers.
       mesh: the mesh; by default the mesh of `jax.set_mesh`.

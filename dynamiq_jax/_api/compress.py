@@ -33,35 +33,43 @@ def compress(
 
         step = dq.compress(step, "data")
 
-    The step is traced, and each `psum`, `pmean` and `psum_scatter` over the axis is replaced,
-    wherever it is: in `shard_map` or `pmap`, with `check_vma` True or False, in `jit`, `scan`,
-    `while_loop`, `cond` and `checkpoint`. So are the sums that `jax.grad` adds for parameters that
-    are the same on all workers. Sums that do not need each other are one group, which is one
-    compressed collective, as `dq.psum` of a tree.
+    The step is traced. In a global step, under `jax.jit` with shardings, each equation that
+    contracts rows of the batch is a sum over the axis that splits these rows. In the step of a
+    worker, each `psum`, `pmean` and `psum_scatter` is one, wherever it is: in `shard_map` or
+    `pmap`, with `check_vma` True or False, in `jit`, `scan`, `while_loop`, `cond` and `checkpoint`.
+    So are the sums that `jax.grad` adds for parameters that are the same on all workers. Sums that
+    do not need each other are one group, which is one compressed collective, as `dq.psum` of a
+    tree.
 
-    Floating sums of at least `options.exact_below` elements are compressed. These stay exact: sums
-    in the forward pass of what is differentiated, such as statistics of a batch, and their
-    gradients; sums over groups of an axis; and sums over other axes alone.
+    Floating sums of gradients with at least `options.exact_below` elements are compressed: of
+    results of a backward pass, also in another form, rounded, clipped, masked, scaled by numbers or
+    added. These stay exact: sums of anything else, such as statistics, products of gradients, and
+    changes of parameters; sums with which a backward pass goes on; sums over groups of an axis; and
+    sums over other axes alone. Zeros, as of frozen parameters, are not sent.
 
     Args:
       fun: train step, or any function that JAX can trace: plain, the result of `jax.jit`,
-        `jax.pmap` or `jax.shard_map`, a method, or an object that is called. It has a manual axis
-        of that name, or is called where there is one.
+        `jax.pmap`, `jax.shard_map`, `nnx.jit` or `eqx.filter_jit`, a method, or an object that is
+        called. Objects of flax.nnx among its arguments are updated in place.
       axis_name: one axis, or several with the slowest link first; see `psum`. A sum over more axes
         is exact over the others first.
       key: function of the arguments of the step that returns a PRNG key, the same on all workers
-        and a different one at every step. None: the key of each sum follows from the bits of its
-        terms on all workers, for which they add four bytes. A step that repeats itself bit by bit,
-        as with a learning rate of 0, repeats its rounding noise then.
+        and a different one at every step. None: the key of each sum follows from a sample of its
+        terms on all workers, one coordinate of 251 and all of small ones, for which they add four
+        bytes. A step whose sample repeats itself, as with a learning rate of 0, repeats its
+        rounding noise then.
       method: compression method, or its name, or a policy; see `psum`. The paths of leaves are
         "sum_0", "sum_1" and so on.
       topology: route of the chunks; see `psum`.
-      only: function of a `dq.Sum` to whether it may be compressed, in place of the rule that
-        excludes forward passes.
+      only: function of a `dq.Sum` to whether it may be compressed, in place of the rule for
+        gradients: the default is `lambda s: s.origin == "gradient"`, and gathers of anything.
       operations: functions of `jax.lax` that are replaced: add "all_gather" to compress gathers.
       specs: how the terms are split over axes that the compiler manages inside the map; see
         `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`. None: those of the
         parameters that the sums update, where their shardings are known.
+      in_specs: how the positional arguments are split, as in `jax.shard_map`: a `PartitionSpec` or
+        a `NamedSharding` for each, or for several. None: as their shardings say. It is needed where
+        these are not known, as inside of another `jax.jit`.
       missing_ok: True: a step without a sum to compress stays as it is, in place of an error. So
         all maps of a program can be wrapped, such as by a function in place of `jax.pmap`. `report`
         still lists the sums of each.
@@ -69,15 +77,13 @@ def compress(
 
     Returns:
       A function with the arguments and results of `fun`. If `fun` is the result of `jax.jit`, so is
-      this one, with the same donated and static arguments and shardings; otherwise it is compiled
-      when it is called outside of a trace, for each set of arguments that are no arrays, and of
-      values that its object holds as attributes: numbers, text, arrays and other objects. The last
-      eight of these programs are kept for arguments of one kind. One more is a warning. A change
-      inside of an array or of another object is not seen, but for dataclasses. Its method `report`
-      lists all sums of the step, and `lower` and `trace` are those of `jax.jit`.
+      this one, with the same donated and static arguments and shardings. Otherwise it is compiled
+      when it is called outside of a trace: Python floats are arrays, and other arguments that are
+      no arrays are constants, as is what it reads from its object. Its method `report` lists all
+      sums of the step, and `lower` and `trace` are those of `jax.jit`.
 
     Raises:
-      TypeError: `fun` or an argument is of the wrong kind; flax.nnx objects as arguments.
+      TypeError: `fun` or an argument is of the wrong kind; the step assigns arrays to its object.
       ValueError: when it is called: no sum can be compressed, unless `missing_ok`; a sum is in an
         equation that cannot be made anew; a method that carries state; and as `psum`.
 

@@ -56,12 +56,12 @@ def data_parallel(
     is a constant of the first call with their shapes. Make each value that changes an argument,
     such as a flag for evaluation.
 
-    No key is needed. The noise of a call follows from all bits of its arguments, which are read
-    once more for it, from the name of the loss function, and from the number of the call among
-    the calls of one trace, which each `jax.grad` counts anew. So every step has its own noise, and
-    so has each part of a step that accumulates gradients. Noise repeats where a program is run
-    again with equal arguments, as at a learning rate of 0. To exclude repeated noise, give the loss
-    a further argument that differs, such as the number of the step or a key:
+    No key is needed. The noise of a call follows from its arguments, all bits of the batch and a
+    sample of the parameters as in `pcast`, from the name of the loss function, and from the number
+    of the call among the calls of one trace, which each `jax.grad` counts anew. So every step has
+    its own noise, and so has each part of a step that accumulates gradients. Noise repeats where a
+    program is run again with equal arguments, as at a learning rate of 0. To exclude repeated
+    noise, give the loss a further argument that differs, such as the number of the step or a key:
     `loss_fn = lambda params, batch, step: ...`. The loss may ignore it.
 
     Args:

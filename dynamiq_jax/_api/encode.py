@@ -56,13 +56,14 @@ def encode(
     `dynamiq_jax.messages.decode`, which needs no JAX. A part of a tree is a tree too: each fragment
     of `training.LocalSGD.split` can be a message of its own.
 
-    DynamiQ rounds to nearest here, as in an all-gather. Where errors of many messages have to
-    average out, give a method that is unbiased: `"dynamiq:4:rounding=independent"`, with another
-    key for each message.
+    DynamiQ rounds with independent noise here, so that the errors of messages with different keys
+    average out in a sum. For a message that no sum takes, `"dynamiq:4:rounding=nearest"` has about
+    half the error, as in an all-gather. Other methods round to nearest. Where their messages are
+    summed again and again, give `"blockint:4:rounding=stochastic"`, or 6 bits and more.
 
     Args:
       tree: pytree of arrays.
-      key: PRNG key of the rounding noise.
+      key: PRNG key of the rounding noise, another one for each message.
       method: method for all leaves, or a policy; see `psum`. A message can hold `"dynamiq"`,
         `"bf16"`, `"exact"`, `"blockint"` and the MX formats.
       options: leaves that stay exact, and the size of buckets, as in an all-gather of two workers:
@@ -99,7 +100,7 @@ def encode(
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)
-    sent = _sent(leaves, key, plan.buckets)
+    sent = _sent(leaves, key, tuple(map(_unbiased, plan.buckets)))
     body = [array for bucket in sent for array in bucket]
     body += [leaf for index, leaf in enumerate(leaves) if index not in bucket_of]
     return Message(
@@ -125,12 +126,22 @@ def _sent(leaves: Sequence[Array], key: Array, buckets: tuple[Bucket, ...]) -> l
     return found
 
 
+def _unbiased(bucket: Bucket) -> Bucket:
+    """Return a bucket whose method has noise, if it leaves the rounding open."""
+    method = bucket.method
+    if isinstance(method, DynamiQ) and method.rounding is None:
+        method = dataclasses.replace(method, rounding="independent")
+    return dataclasses.replace(bucket, method=method)
+
+
 def _format_of(method: Method) -> Format:
     """Return the format of a bucket: the fields that a reader needs."""
     for name, form in FORMATS.items():
         if type(method) is METHODS[name]:
             fields = {field.name for field in dataclasses.fields(form)} - {"method"}
-            return form(method=name, **{field: _plain(getattr(method, field)) for field in fields})
+            assert isinstance(method, ChunkedMethod)
+            sent = method.portable  # whose widths are those of the message
+            return form(method=name, **{field: _plain(getattr(sent, field)) for field in fields})
     raise ValueError(f"method={method!r} cannot be in a message. Give one of {sorted(FORMATS)}.")
 
 

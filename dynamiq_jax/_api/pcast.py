@@ -11,8 +11,9 @@ from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._run.driver import run
+from dynamiq_jax._run.sample import key_of
 from dynamiq_jax._worker_loss.casts import Cast
-from dynamiq_jax._worker_loss.fingerprint import key_of, salt_of_call
+from dynamiq_jax._worker_loss.fingerprint import salt_of_call
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 from pallas_kernels._jax import compat
@@ -52,10 +53,10 @@ def pcast(
       axis_name: one axis, or several with the slowest link first; see `psum`.
       to: "varying", the type of the result, as for `jax.lax.pcast`.
       key: PRNG key, the same on all workers, a different key at every step. By default it is
-        computed from all bits of the tree, which are the same on all workers, and from the number
-        of the cast among the casts of one trace. So the key repeats where gradients are taken again
-        at the same parameters: for each part of a batch, and at a learning rate of 0. Give a key
-        there, such as `jax.random.key(step)`.
+        computed from a sample of the tree, one coordinate of 251 and all of small leaves, which is
+        the same on all workers, and from the number of the cast among the casts of one trace. So
+        the key repeats where gradients are taken again at the same parameters: for each part of a
+        batch, and at a learning rate of 0. Give a key there, such as `jax.random.key(step)`.
       mean: whether the sum is divided by the number of workers.
       method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.

@@ -74,9 +74,9 @@ def psum(
 
     Raises:
       ValueError: unknown axis, method or topology; a policy with a leaf without a pattern, or a
-        pattern without a leaf; a key that differs between workers; a leaf that
-        is already summed over the axis; a method that carries state; no specs beside an axis that
-        the compiler manages, or specs that do not fit.
+        pattern without a leaf; a key that differs between workers; a leaf that is already summed
+        over the axis, or is in a collection `_overwrite_with_gradient` of flax; a method that
+        carries state; no specs beside an axis that the compiler manages, or specs that do not fit.
       TypeError: a key that is not a PRNG key; a leaf that is not an array.
 
     >>> import jax, jax.numpy as jnp

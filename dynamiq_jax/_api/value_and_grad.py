@@ -69,7 +69,8 @@ def value_and_grad(
     The result is the mean of the workers' means. If workers have different numbers of targets
     (padding, masks), this is not the mean over all targets. Then give `num_targets`. If rows are
     compared with each other, give `split`. `check_data_parallel` compares the result with the loss
-    of the whole batch.
+    of the whole batch. A backward pass that is not linear, such as one that clips, gets cotangents
+    that are n times those of the whole batch; with `data_parallel`, it gets those of one device.
 
     The result is compiled, as by `jax.jit`. Make it once, before the loop. A value that `loss_fn`
     reads besides its arguments is a constant of the first call with their shapes.
@@ -117,8 +118,9 @@ def value_and_grad(
         sharding constraints and a `jax.shard_map` over other axes of the mesh, as kernels of
         attention do. The loss must then not name the workers' axis, and a `jax.lax.cond` that
         depends on the batch computes both branches.
-      check_vma: argument of `jax.shard_map`. By default, it is True, but False in JAX 0.12, which
-        cannot differentiate `erf` under True, as in exact GELU. Gradients and bytes are the same.
+      check_vma: argument of `jax.shard_map`, False by default. Gradients are the same. Under True,
+        JAX refuses a loop or a `cond` of the loss in which a constant stands for an array, as the
+        first state of an RNN, and JAX 0.12 cannot differentiate `erf`, as in exact GELU.
 
     Returns:
       A function of the arguments of `loss_fn` and `key`, a PRNG key for the noise of rounding, that
@@ -134,7 +136,8 @@ def value_and_grad(
         when called, an argument `key` of `loss_fn` is not given by position, arrays without a spec
         have leading axes of different sizes, an axis does not divide by the number of workers or
         would cut blocks or groups, specs or roles do not fit, arrays of aux have no role, an
-        argument is missing, or the loss names axes that `transform` does not allow.
+        argument is missing, the loss names axes that `transform` does not allow, or its backward
+        pass returns the next state of a leaf in place of a gradient, as for FP8 layers.
       TypeError: `argnums` holds no position; `in_specs` is neither a tuple nor a dict, or holds
         something that is no spec; or `split` something that is no rule.
     """

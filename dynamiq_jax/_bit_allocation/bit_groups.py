@@ -110,17 +110,17 @@ class Group:
         errors, energy = np.zeros((2, len(self.grid))), np.zeros(2)
         for bucket in self.buckets:
             layouts = [
-                dataclasses.replace(self.method, bits=bits).layout(
-                    bucket.call.size, bucket.call.num_chunks
-                )
+                dataclasses.replace(self.method, bits=bits).layout_of(bucket.call)
                 for bits in self.grid
             ]
+            by_widths = {each.allocation: each for each in layouts}
             parts = self.scope.axes.num_fast
             for repeat in range(self.scope.repeats):
                 norms = RowNorms.of(self._flat(bucket, values, repeat))
-                curve = ErrorCurve(norms, layouts[0])
+                curves = {widths: ErrorCurve(norms, one) for widths, one in by_widths.items()}
                 chunks = bucket.call.num_chunks * parts
-                errors += np.stack([curve.at(each.units * chunks) for each in layouts], axis=1)
+                expected = [curves[one.allocation].at(one.units * chunks) for one in layouts]
+                errors += np.stack(expected, axis=1)
                 energy += norms.squares.sum(), (norms.squares**self.method.exponent).sum()
         return Expected(*errors, *energy)
 

@@ -90,9 +90,24 @@ class Axes:
         return key
 
 
-def axis_names(axis_name: Any) -> tuple[Any, ...]:
-    """Return the names of one axis or several as a tuple."""
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+def axis_names(axis_name: Any, argument: str = "axis_name") -> tuple[str, ...]:
+    """Return the names of one axis or several as a tuple.
+
+    Args:
+      axis_name: a name, or a tuple of them.
+      argument: name of the argument of the user, for errors.
+
+    Raises:
+      ValueError: something else than a name, no name, or a name that occurs twice.
+    """
+    names = _each(axis_name)
+    are_names = all(isinstance(name, str) for name in names)
+    if not names or not are_names or len(set(names)) < len(names):
+        raise ValueError(
+            f"{argument}={axis_name!r} does not name different axes. Give the name of an axis, "
+            "such as 'data', or of several with the slowest link first, such as ('hosts', 'local')."
+        )
+    return names
 
 
 def axes_of_mesh(axis_name: Any, mesh: Any, argument: str = "axis_name") -> tuple[str, ...]:
@@ -105,34 +120,35 @@ def axes_of_mesh(axis_name: Any, mesh: Any, argument: str = "axis_name") -> tupl
 
     Raises:
       TypeError: there is no mesh.
-      ValueError: a name that is no axis of the mesh, or a name that occurs twice.
+      ValueError: see `axis_names`; a name that is no axis of the mesh.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"mesh={mesh!r:.80} is not a mesh. Give one, such as "
             "jax.make_mesh((jax.device_count(),), ('data',))."
         )
-    names = axis_names(axis_name)
-    if not names or any(name not in mesh.axis_names for name in names):
-        raise ValueError(
-            f"{argument}={axis_name!r} is not an axis of the mesh, whose axes are "
-            f"{mesh.axis_names}. Give one of them, or a tuple of several with the slowest link "
-            "first, and the mesh as mesh=, or by jax.set_mesh where mesh= may be None."
-        )
-    _check_different(names, axis_name)
-    return names
+    for name in _each(axis_name):
+        if name not in mesh.axis_names:
+            one = "" if name == axis_name else f": {name!r}"
+            raise ValueError(
+                f"{argument}={axis_name!r}{one} is not an axis of the mesh, whose axes are "
+                f"{mesh.axis_names}. Give one of them, or a tuple of several with the slowest link "
+                "first, and the mesh as mesh=, or by jax.set_mesh where mesh= may be None."
+            )
+    return axis_names(axis_name, argument)
+
+
+def _each(axis_name: Any) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def find_axes(axis_name: Any) -> Axes:
     """Find axes in scope by their names; see `dynamiq_jax.psum`.
 
     Raises:
-      ValueError: a name that is no axis in scope, or a name that occurs twice.
+      ValueError: see `axis_names`; a name that is no axis in scope.
     """
-    names = axis_names(axis_name)
-    axes = [Axis(name, checks.check_axis(name, axis_name)) for name in names]
-    _check_different(names, axis_name)
-    slow, *fast = axes
+    slow, *fast = (Axis(name, checks.check_axis(name, axis_name)) for name in axis_names(axis_name))
     return Axes(slow, tuple(fast))
 
 
@@ -145,11 +161,3 @@ def find_axis(axis_name: Any) -> Axes:
             "Give the slow one, and use the collectives of jax.lax over the others."
         )
     return axes
-
-
-def _check_different(names: tuple[Any, ...], axis_name: Any) -> None:
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"axis_name={axis_name!r} does not name different axes. Give one, such as 'data', or "
-            "several with the slowest link first, such as ('hosts', 'local')."
-        )

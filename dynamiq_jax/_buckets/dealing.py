@@ -32,8 +32,14 @@ _SMALL, _TOGETHER, _PART = 2**17, 2**20, 0.75
 # pieces are interleaved in a register: XLA then needs another copy of all vectors to take them.
 _LANES = 128
 _ORDERS = 16  # of shifts
+# Rows of a piece: XLA for CPUs and GPUs reads and writes them as fast as a slice.
+_DISTINCT: Any = {
+    "mode": "promise_in_bounds",
+    "unique_indices": True,
+    "indices_are_sorted": True,
+}
 
-Dealt = tuple[Array, ...]  # vectors in whole turns, each [batch, turns, pieces, lines, lanes]
+Dealt = tuple[Array, ...]  # rows of vectors, each [batch, rows, lines, lanes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +47,10 @@ class Dealing:
     """Static order of the rows of some vectors: in each turn, every piece gets one row.
 
     The whole turns of each vector come first. What is left of all vectors is joined, padded with
-    zeros, and dealt as well; a single vector is padded.
+    zeros, and dealt as well.
+
+    A vector of whole rows is not copied for its whole turns: loops read pieces from its memory, and
+    write them there. Other vectors, and small neighbors, are copied; a single one is padded.
 
     Row r of a turn goes to piece r. With `shifted`, it goes to piece r plus a shift, modulo
     `pieces`. If all turns had the same shift, one piece would get all large rows of a matrix each
@@ -63,13 +72,26 @@ class Dealing:
 
         Small neighbors are joined.
         """
-        parts = copied(vectors, self._table)
-        return tuple(part.reshape(len(part), -1, self.pieces, *self._lines) for part in parts)
+        sources = [vectors[each][:, self._first_copied(each) :] for each in self._copied]
+        copies = iter(copied(sources, self._table))
+        parts = [next(copies) if each is None else vectors[each] for each in self._kept]
+        return tuple(part.reshape(len(part), -1, *self._lines) for part in (*parts, *copies))
 
     def undeal(self, dealt: Dealt) -> list[Array]:
         """Invert `deal`."""
-        flat = [part.reshape(len(part), -1) for part in dealt]
-        return copied(flat, self._table.reversed)
+        owners = itertools.chain(self._kept, [None])  # the rest, if there is one, is the last
+        parts = list(zip(owners, dealt, strict=False))
+        copies = [part.reshape(len(part), -1) for each, part in parts if each is None]
+        vectors = dict(zip(self._copied, copied(copies, self._table.reversed), strict=True))
+        for each, part in parts:
+            if each is None:
+                continue
+            if each in vectors:  # its rest, behind its whole turns
+                rest = vectors[each].reshape(len(part), -1, *self._lines)
+                first = self._turns[each] * self.pieces
+                part = lax.dynamic_update_slice_in_dim(part, rest, first, axis=1)
+            vectors[each] = part.reshape(len(part), -1)
+        return [vectors[each] for each in range(len(self.columns))]
 
     def zeros(self, batch: int, dealt: Dealt) -> Dealt:
         """Return zeros like dealt vectors, of another batch."""
@@ -80,23 +102,20 @@ class Dealing:
         )
 
     def take(self, dealt: Dealt, number: Array) -> Array:
-        """Return the piece of a number, [batch, size], without shifts: a slice, for loops."""
-        index = self._index(number, dealt[0])
+        """Return the piece of a number, [batch, size], without shifts, for loops."""
         parts = [
-            lax.dynamic_slice(part, index, (*part.shape[:2], 1, *self._lines)).reshape(
-                len(part), -1
-            )
-            for part in dealt
+            part.at[:, rows].get(**_DISTINCT).reshape(len(part), -1)
+            for part, rows in zip(dealt, self._rows_in(dealt, number), strict=True)
         ]
         return lax.concatenate(parts, 1)
 
     def put(self, dealt: Dealt, number: Array, piece: Array) -> Dealt:
         """Replace the piece of a number by other values, [batch, size], without shifts."""
-        index = self._index(number, dealt[0])
-        values = cut(piece, [part.shape[1] * self.granule for part in dealt])
+        places = self._rows_in(dealt, number)
+        values = cut(piece, [len(rows) * self.granule for rows in places])
         return tuple(
-            lax.dynamic_update_slice(part, one.reshape(*part.shape[:2], 1, *self._lines), index)
-            for part, one in zip(dealt, values, strict=True)
+            part.at[:, rows].set(one.reshape(len(part), -1, *self._lines), **_DISTINCT)
+            for part, rows, one in zip(dealt, places, values, strict=True)
         )
 
     def take_all(self, dealt: Dealt) -> Array:
@@ -113,7 +132,7 @@ class Dealing:
         piece = (place[None, :] + shifts[:, None]) % self.pieces
         number = jnp.arange(self._rows, dtype=jnp.int32)
         rows = self._gather(pieces, piece * self._rows + number[:, None])
-        return (rows.reshape(1, -1, self.pieces, *self._lines),)
+        return (rows.reshape(1, -1, *self._lines),)
 
     def places(self, piece: Array) -> Array:
         """Return the places in one vector of the coordinates of pieces: int32 [coordinates].
@@ -133,8 +152,9 @@ class Dealing:
 
     @property
     def _turns(self) -> list[int]:
-        """Whole turns of each vector; none of a single one, which is padded."""
-        return [columns // self._turn if len(self.columns) > 1 else 0 for columns in self.columns]
+        """Whole turns of each vector; none of a single one that is padded."""
+        is_padded = len(self.columns) == 1 and not self._has_whole_rows(0)
+        return [0 if is_padded else columns // self._turn for columns in self.columns]
 
     @property
     def _left(self) -> list[int]:
@@ -160,58 +180,89 @@ class Dealing:
         lanes = math.gcd(self.granule, _LANES)
         return self.granule // lanes, lanes
 
+    def _has_whole_rows(self, vector: int) -> bool:
+        """Return whether a vector of a number can be dealt in its own memory."""
+        return not self.shifted and self.columns[vector] % self.granule == 0
+
     @property
     def _groups(self) -> list[list[int]]:
-        """Columns of whole turns of each vector, in groups that are dealt as one.
+        """Numbers of the vectors with whole turns, in groups that are dealt as one.
 
         Rows keep their order, so that pieces are the same as without groups.
         """
         groups: list[list[int]] = []
         left = _PART * sum(self.columns)  # that may still be joined
-        for columns in (turns * self._turn for turns in self._turns if turns):
-            group = groups[-1] if groups else []
+        whole = [turns * self._turn for turns in self._turns]
+        for vector, columns in enumerate(whole):
+            if not columns:
+                continue
+            group = [whole[each] for each in groups[-1]] if groups else []
             # A vector that is alone so far is joined along with the one that comes to it.
             joined = columns + sum(group[:1] if len(group) == 1 else [])
             small = max([columns, *group]) <= _SMALL and columns + sum(group) <= _TOGETHER
             if group and small and joined <= left:
-                group.append(columns)
+                groups[-1].append(vector)
                 left -= joined
             else:
-                groups.append([columns])
+                groups.append([vector])
         return groups
 
     @functools.cached_property
+    def _kept(self) -> list[int | None]:
+        """Number of the vector that each group is, in its own memory; None for a copy."""
+        return [
+            group[0] if len(group) == 1 and self._has_whole_rows(group[0]) else None
+            for group in self._groups
+        ]
+
+    @functools.cached_property
+    def _copied(self) -> list[int]:
+        """Numbers of the vectors of which something is copied."""
+        return [each for each, left in enumerate(self._left) if left or each not in self._kept]
+
+    def _first_copied(self, vector: int) -> int:
+        """Return the first column of a vector that is copied."""
+        return self._turns[vector] * self._turn if vector in self._kept else 0
+
+    @functools.cached_property
     def _table(self) -> Table:
-        """Copies of the vectors to groups of whole turns, and to the rest as the last one."""
-        groups = [sum(group) for group in self._groups]
-        rest = len(groups)
+        """Copies of vectors to groups of whole turns, and to the rest as the last one."""
+        source_of = {vector: source for source, vector in enumerate(self._copied)}
         segments = []
-        with_turns = iter(
-            (group, at)
-            for group, columns in enumerate(self._groups)
-            for at in itertools.accumulate(columns[:-1], initial=0)
-        )
+        results: list[int] = []
+        for kept, group in zip(self._kept, self._groups, strict=True):
+            if kept is None:
+                ends = [self._turns[vector] * self._turn for vector in group]
+                places = itertools.accumulate(ends[:-1], initial=0)
+                segments += [
+                    Segment(source_of[vector], 0, len(results), at, end)
+                    for vector, at, end in zip(group, places, ends, strict=True)
+                ]
+                results.append(sum(ends))
         at_rest = 0
-        for vector, (turns, left) in enumerate(zip(self._turns, self._left, strict=True)):
-            end = turns * self._turn
-            if turns:
-                group, at = next(with_turns)
-                segments.append(Segment(vector, 0, group, at, end))
+        for vector, left in enumerate(self._left):
             if left:
-                segments.append(Segment(vector, end, rest, at_rest, left))
+                start = self.columns[vector] - left - self._first_copied(vector)
+                segments.append(Segment(source_of[vector], start, len(results), at_rest, left))
                 at_rest += left
         of_rest = [self._turns_of_rest * self._turn] if self._rest else []
-        return Table(tuple(segments), self.columns, (*groups, *of_rest))
+        sources = [self.columns[each] - self._first_copied(each) for each in self._copied]
+        return Table(tuple(segments), tuple(sources), (*results, *of_rest))
 
-    def _index(self, number: Array, part: Array) -> tuple[Any, ...]:
-        """Return where the piece of a number begins in dealt vectors, for all of them at once.
-
-        It is unsigned, as JAX checks the sign of others for each vector, and varies like the
-        vectors.
-        """
+    def _rows_in(self, dealt: Dealt, number: Array) -> list[Array]:
+        """Return the rows of the piece of a number in each dealt vector, without shifts."""
         assert not self.shifted
-        zero = jnp.uint32(0)
-        return compat.match_varying((zero, zero, number.astype(jnp.uint32), zero, zero), part)
+        turns = [sum(self._turns[vector] for vector in group) for group in self._groups]
+        turns += [self._turns_of_rest] * bool(self._rest)
+        return [
+            # Unsigned, as JAX checks the sign of others.
+            compat.match_varying(
+                jnp.arange(count, dtype=jnp.uint32) * np.uint32(self.pieces)
+                + number.astype(jnp.uint32),
+                part,
+            )
+            for count, part in zip(turns, dealt, strict=True)
+        ]
 
     def _rows_of(self, piece: Array) -> Array:
         """Return the rows of one vector that pieces hold, int32 [number of pieces, rows]."""

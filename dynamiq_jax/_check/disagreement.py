@@ -62,13 +62,25 @@ def named(processes: Sequence[int]) -> str:
 
 def unanswered(description: Description, missing: Sequence[int], seconds: float) -> str:
     """Return the warning for a description that some processes did not trace in time."""
+    return unchecked(
+        f"After {seconds:.0f} s, {named(missing)} had not traced the same step."
+        f"{_traced(description)} Late processes compare theirs when they come."
+    )
+
+
+def compiling(description: Description, others: Sequence[int], seconds: float) -> str:
+    """Return the warning for a description that some processes have traced, but not compiled."""
+    return (
+        f"After {seconds:.0f} s, {named(others)} had not compiled the same step, for which this "
+        f"process waits.{_traced(description)} Give all hosts a full compilation cache, or none. "
+        "dq.Options(check_agreement=False) waits for nobody."
+    )
+
+
+def _traced(description: Description) -> str:
     named_by = (f"{name}: {description[name]:.80}" for name in _NAMING if name in description)
     listed = "; ".join(named_by)
-    traced = f" This process traced: {listed}." if listed else ""
-    return unchecked(
-        f"After {seconds:.0f} s, {named(missing)} had not traced the same step.{traced} Late "
-        "processes compare theirs when they come."
-    )
+    return f" This process traced: {listed}." if listed else ""
 
 
 def unchecked(reason: str) -> str:

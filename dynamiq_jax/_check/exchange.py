@@ -1,18 +1,20 @@
 """Comparison of what the processes of a job trace, by its content."""
 
 import base64
+import contextlib
+import functools
 import hashlib
 import json
 import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from dynamiq_jax._check import disagreement
+from dynamiq_jax._check import compiling, disagreement
 from dynamiq_jax._check.disagreement import Description
 from dynamiq_jax._check.ledger import (
     AGREED,
@@ -32,6 +34,8 @@ DOUBT = 60.0
 _GLANCE = 0.2  # seconds until a process looks who else waits
 _HELD = 600.0  # seconds for which a collective that a process went on with counts against it
 _REPLY = 10.0  # seconds to wait for a description that was published before
+# Seconds to wait for processes that still compile. They may have traced it for a log alone.
+COMPILING = 1800.0
 
 
 class Exchange:
@@ -64,6 +68,9 @@ class Exchange:
         compare their own description when they come. One that differs is not remembered: the next
         call with it is compared anew.
 
+        A process that has compiled a program with a new description waits for those others that
+        have traced it, before it sends the first message: gloo gives them 30 s to connect.
+
         Args:
           description: what has to be the same.
           processes: numbers of the processes that compare, ascending, this one among them.
@@ -75,16 +82,11 @@ class Exchange:
           RuntimeError: processes wait for each other with descriptions that differ, and all of them
             raise it; or others went on with one that differs, and do not come.
         """
-        try:
+        with _errors_as_warnings():
             with self._lock:  # held while a group begins, but not while a process waits
                 if processes not in self._groups:
                     self._groups[processes] = _Group(self.client, self._process, processes)
-            warning = self._groups[processes].agree(description, only_traces)
-        except jax.errors.JaxRuntimeError as error:
-            reason = f"The coordination service reports an error: {error!s:.200}"
-            warning = disagreement.unchecked(reason)
-        if warning is not None:
-            warnings.warn(warning, stacklevel=2)
+            self._groups[processes].agree(description, only_traces)
 
 
 class _Group:
@@ -97,15 +99,24 @@ class _Group:
         self._process, self._processes = process, processes
         self._ledger = Ledger(client, process, _digest(repr(processes)))
         self._known: set[str] = set()
+        self._compiled: set[str] = set()
         self._unanswered: dict[str, int] = {}  # round by digest, of the last ones that went on
         self._patience: float | None = None
 
-    def agree(self, description: Description, only_traces: bool) -> str | None:
-        """Compare a description; return a warning if it stays unanswered."""
+    def agree(self, description: Description, only_traces: bool) -> None:
+        """Compare a description, unless it is known, and wait for others behind the compiler."""
         text = _packed(description)
         digest = _digest(text)
-        if digest in self._known:
-            return None
+        if digest not in self._known:
+            warning = self._agree_on_new(digest, text, description, only_traces)
+            if warning is not None:
+                warnings.warn(warning, stacklevel=3)
+        compiling.after_compiling(functools.partial(self._on_compiled, digest, description))
+
+    def _agree_on_new(
+        self, digest: str, text: str, description: Description, only_traces: bool
+    ) -> str | None:
+        """Compare a description; return a warning if it stays unanswered."""
         start = time.monotonic()
         try:
             self._settle()
@@ -124,6 +135,34 @@ class _Group:
             return None
         self._patience = SHORT_PATIENCE
         return disagreement.unanswered(description, sorted(missing), time.monotonic() - start)
+
+    def _on_compiled(self, digest: str, description: Description, runs: bool) -> None:
+        """Show that a program with a description is compiled, and wait for others that traced it.
+
+        A process that is about to run it would wait for the others anyway, or fail.
+        """
+        if digest in self._compiled:
+            return
+        with _errors_as_warnings():
+            self._ledger.compiled(digest)
+            if runs:
+                self._compiled.add(digest)
+                self._await_programs(digest, description)
+
+    def _await_programs(self, digest: str, description: Description) -> None:
+        start, is_silent = time.monotonic(), True
+        while others := self._compiling(digest):
+            seconds = time.monotonic() - start
+            if seconds > COMPILING:
+                return
+            if seconds >= PATIENCE and is_silent:
+                is_silent = False
+                warnings.warn(disagreement.compiling(description, others, seconds), stacklevel=2)
+            self._ledger.await_program(digest, others[0], PATIENCE)
+
+    def _compiling(self, digest: str) -> list[int]:
+        record = self._ledger.record(digest)
+        return sorted({*record.present} - record.compiled)
 
     def _settle(self) -> None:
         """Raise a difference that late processes found in what this process went on with."""
@@ -233,6 +272,16 @@ class _Group:
         }
         descriptions = {entry.process: known[entry.digest] for entry in verdict.entries}
         return disagreement.difference(descriptions, verdict.kind == "differ late")
+
+
+@contextlib.contextmanager
+def _errors_as_warnings() -> Iterator[None]:
+    """Warn of errors of the coordination service, which have to stop no step."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = f"The coordination service reports an error: {error!s:.200}"
+        warnings.warn(disagreement.unchecked(reason), stacklevel=4)
 
 
 def _is_only_thread() -> bool:

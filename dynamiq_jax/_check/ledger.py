@@ -1,5 +1,6 @@
 """Descriptions of processes and verdicts about them, in the coordination service of a job."""
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -43,6 +44,7 @@ class DescriptionRecord(NamedTuple):
     rounds: Mapping[int, int]  # by process
     verdicts: Mapping[int, Verdict]  # by round
     late: Mapping[int, Verdict]  # differences found after processes of a round went on
+    compiled: frozenset[int]  # processes that compiled the program which they traced
 
     @property
     def present(self) -> dict[int, int]:
@@ -104,7 +106,7 @@ class Ledger:
 
     def record(self, digest: str) -> DescriptionRecord:
         """Read the record of a description."""
-        found: dict[str, dict[int, str]] = {"came": {}, "verdict": {}, "late": {}}
+        found: dict[str, dict[int, str]] = {"came": {}, "verdict": {}, "late": {}, "compiled": {}}
         for key, value in self._client.key_value_dir_get(f"{self._place}/{digest}/"):
             kind, number = key.split("/")[-2:]
             found[kind][int(number)] = value
@@ -112,7 +114,18 @@ class Ledger:
             {process: int(value) for process, value in found["came"].items()},
             {number: _verdict(value) for number, value in found["verdict"].items()},
             {number: _verdict(value) for number, value in found["late"].items()},
+            frozenset(found["compiled"]),
         )
+
+    def compiled(self, digest: str) -> None:
+        """Let others see that this process has compiled a program with a description."""
+        self._set(self._place_of_program(digest, self._process), "")
+
+    def await_program(self, digest: str, process: int, seconds: float) -> None:
+        """Wait until another process has compiled such a program, or the time is over."""
+        place = self._place_of_program(digest, process)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.blocking_key_value_get(place, int(1000 * seconds))
 
     def decide(self, digest: str, number: int, verdict: Verdict) -> Verdict:
         """Give a round its verdict, unless it has one. Return the one that it has."""
@@ -162,6 +175,9 @@ class Ledger:
                 is_over = verdict == WENT_ON
                 found.append(Wait(entry, since, only_thread, only_traces, is_over))
         return sorted(found, key=lambda wait: wait.since)
+
+    def _place_of_program(self, digest: str, process: int) -> str:
+        return f"{self._place}/{digest}/compiled/{process}"
 
     def _set(self, place: str, value: str) -> None:
         self._client.key_value_set(place, value, allow_overwrite=True)

@@ -46,8 +46,9 @@ class Collective(abc.ABC):
         return None
 
     def check_values(self, name: str, leaf: Array) -> None:
-        """Raise ValueError for a leaf that is summed already."""
+        """Raise ValueError for a leaf that is summed already, or that is no term of a sum."""
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            checks.check_not_state(name, self.axes.names)
             checks.check_not_reduced(name, leaf, self.axes.names)
 
     def check_shards(self, name: str, leaf: Any, spec: PartitionSpec) -> None:

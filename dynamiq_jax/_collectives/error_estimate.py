@@ -38,6 +38,7 @@ class Estimate(NamedTuple):
     scale: Array
     bad_rows: Array  # rows of 256 in which the result is not finite
     rows: Array
+    relative: Array  # squared errors of these rows over their squared norms in the result, added up
 
     @property
     def vnmse(self) -> Array:
@@ -68,6 +69,7 @@ def joined(estimates: Sequence[Estimate]) -> Estimate:
         scale=scale,
         bad_rows=total(each.bad_rows for each in estimates),
         rows=total(each.rows for each in estimates),
+        relative=total(each.relative for each in estimates),
     )
 
 
@@ -118,12 +120,15 @@ def estimate(
     off = jnp.where(jnp.isfinite(off), off, np.float32(0))  # what is not finite is counted apart
     errors = weight * off**2
     error, spread = jnp.sum(errors), jnp.var(errors) * np.float32(number)
+    own_square = rows.squares[row] * _ratio(rows.scale, scale)
+    lost = jnp.where(off == 0, np.float32(0), weight / np.float32(SUPER_GROUP_SIZE))
+    relative = jnp.sum(jnp.where(own_square > 0, errors / own_square, lost))
     cross = jnp.sum(weight * jnp.where(off == 0, np.float32(0), off * decoded))
     exact_square = square * _ratio(rows.scale, scale) - 2 * cross + error
     exact_square = jnp.maximum(exact_square, np.float32(0))
-    sums = (error, spread, exact_square, *rows.counts)
-    error, variance, square, bad_rows, all_rows = _over_shards(lax.psum, bucket, sums)
-    return Estimate(error, square, scale, bad_rows, all_rows), variance
+    sums = (error, spread, exact_square, *rows.counts, relative)
+    error, variance, square, *of_rows = _over_shards(lax.psum, bucket, sums)
+    return Estimate(error, square, scale, *of_rows), variance
 
 
 def without_error(bucket: Bucket, total: Array) -> Estimate:
@@ -131,9 +136,10 @@ def without_error(bucket: Bucket, total: Array) -> Estimate:
     rows = _rows_of(total.astype(jnp.float32))
     scale = _over_shards(lax.pmax, bucket, rows.scale)
     square = jnp.sum(rows.squares) * _ratio(rows.scale, scale)
-    sums = (jnp.zeros_like(square), square, *rows.counts)
-    error, square, bad_rows, all_rows = _over_shards(lax.psum, bucket, sums)
-    return Estimate(error, square, scale, bad_rows, all_rows)
+    nothing = jnp.zeros_like(square)
+    sums = (nothing, square, *rows.counts, nothing)
+    error, square, *of_rows = _over_shards(lax.psum, bucket, sums)
+    return Estimate(error, square, scale, *of_rows)
 
 
 class _Rows(NamedTuple):

@@ -103,6 +103,7 @@ class Measured(AllReduce):
         gain, idle = gain_of_sharing(buckets, estimates)
         return {
             "error": whole.vnmse,
+            "row_error": whole.relative / whole.rows,
             "worst_error": jnp.max(errors),
             "worst_bucket": jnp.argmax(errors).astype(jnp.float32),
             "sharing_gain": gain,

@@ -46,19 +46,23 @@ class Advise:
     """
 
     link: str | None = None
-    """Speed of the slowest link of each worker, in one direction: 10gbit, 400gbit. With fast links
-    inside hosts and axis_name=("hosts", "local"), that of one host. pcie4 and pcie5 are eight GPUs
+    """Speed of the slowest link of each worker, in one direction: 10gbit, 400gbit. With
+    --devices-per-host, that of a host, which its devices share. pcie4 and pcie5 are eight GPUs
     of one host without NVLink: 80gbit and 224gbit by public reports, and the codec of a GPU with an
     eighth of the memory bandwidth of an H200. By default 10gbit, and on a TPU the share of a chip
     of its host's network cards, which connect slices: 25gbit (v5e), 50gbit (v5p), 100gbit
     (v6e)."""
 
     size: str = "1G"
-    """Gradient coordinates of each worker, one for every parameter: 350M, 7G. With several axes,
-    divided by the workers of the fast ones."""
+    """Gradient coordinates of each worker, one for every parameter: 350M, 7G. With several axes and
+    no --devices-per-host, divided by the workers of the fast ones."""
 
     workers: int = 8
-    """Workers of the axis."""
+    """Workers of the axis. With --devices-per-host, the devices of all hosts."""
+
+    devices_per_host: int = 1
+    """Devices with fast links inside of a host, which share its link to the others. The advice is
+    then for axis_name=("hosts", "local")."""
 
     step_time: float = 1.0
     """Seconds of a training step without the all-reduce."""
@@ -114,7 +118,9 @@ class Advise:
     @property
     def rate(self) -> float:
         """Bits a second of the link."""
-        link = self.link or LINKS.get(self.device, _USUAL_LINK)
+        if self.link is None and self.device in LINKS:  # which have the share of a chip
+            return parse_rate(LINKS[self.device], "--link") * self.devices_per_host
+        link = self.link or _USUAL_LINK
         return parse_rate(HOST_LINKS.get(link, link), "--link")
 
     @property
@@ -143,6 +149,12 @@ class Advise:
         options.check_least("--workers", self.workers, 2)
         if self.workers > _MOST_WORKERS:
             raise CommandError(f"--workers is {self.workers}: give at most {_MOST_WORKERS}.")
+        options.check_least("--devices-per-host", self.devices_per_host, 1)
+        if self.workers % self.devices_per_host or self.workers == self.devices_per_host:
+            raise CommandError(
+                f"--devices-per-host is {self.devices_per_host}, but --workers is {self.workers}. "
+                "Give the devices of all hosts, at least two, as --workers."
+            )
         if not 0 < self.step_time <= _LONGEST:
             raise CommandError(
                 f"--step-time is {self.step_time}: give seconds above 0 and at most {_LONGEST:g}."
@@ -161,10 +173,16 @@ class Advise:
                 f"--link is {self.link}, which is between GPUs of one host, but --device is "
                 f"{self.device}. Give a rate, such as 10gbit, or --device gpu."
             )
+        if self.is_inside_host and self.devices_per_host > 1:
+            raise CommandError(
+                f"--link is {self.link}, which is inside of a host, but --devices-per-host is for "
+                "the link between hosts. Give its rate, such as 10gbit."
+            )
         codec_ns = CODEC_NS if self.is_inside_host and self.codec_ns is None else self.codec_ns
         size = parse_size(self.size, "--size")
         network = Network(
             gbit_per_s=self.rate / 1e9,
+            devices_per_host=self.devices_per_host,
             latency_us=self.latency_us,
             oversubscription=self.oversubscription,
         )
@@ -187,16 +205,21 @@ class Advise:
 
 def _table(asked: Advise, options: list[Option]) -> Table:
     plain = options[0]
+    has_hosts = asked.devices_per_host > 1
+    hosts = f", {asked.devices_per_host} on each host" if has_hosts else ""
     table = tables.table(
-        f"{asked.workers} workers on {format_rate(asked.rate)}, gradient of "
+        f"{asked.workers} workers{hosts} on {format_rate(asked.rate)}, gradient of "
         f"{asked.size} coordinates, {format_seconds(asked.step_time)} of computing a step",
         ("all-reduce",),
-        ("sent by each", "codec", "wire", "step", "speed-up", "error"),
+        (
+            "sent by a host" if has_hosts else "sent by each",
+            *("codec", "wire", "step", "speed-up", "error"),
+        ),
     )
     for option in options:
         table.add_row(
             option.name,
-            format_bytes(option.sent),
+            format_bytes(option.sent_by_host),
             format_seconds(option.all_reduce.codec),
             format_seconds(option.all_reduce.wire),
             format_seconds(option.step),
@@ -207,6 +230,12 @@ def _table(asked: Advise, options: list[Option]) -> Table:
         "Predicted. error: vNMSE of the sum over that of one compression at the same "
         "bits; one bit more divides both by 4 to 7."
     )
+    if has_hosts:
+        table.caption += (
+            ' flat: one axis over all devices; others: axis_name=("hosts", "local"), and psum as '
+            "well. Around a ring of all devices, psum sends up to twice as many. Links inside of a "
+            "host count as free."
+        )
     if asked.is_inside_host:
         table.caption += (
             f" Not measured. The speed of {asked.link} is that of public reports; all_reduce_perf "

@@ -178,6 +178,7 @@ def compare_table(rows: Sequence[dict[str, Any]], rate: float) -> Table:
             "bits",
             *(f"vNMSE {step}".strip() for step in steps),
             "of a super-group",
+            "above half",
             "gain",
             "codec ns",
             f"at {format_rate(rate)}",
@@ -191,12 +192,14 @@ def compare_table(rows: Sequence[dict[str, Any]], rate: float) -> Table:
             f"{row['bits']:.2f}",
             *(f"{each['vnmse']:.2e}" for each in of_steps),
             f"{row['relative']:.1e}",
+            f"{row['above_half']:.1%}",
             f"{np.mean([each['gain'] for each in of_steps]):.4f}",
             f"{row['codec_ns']:.1f}",
             format_seconds(row["seconds"]),
         )
     table.caption = (
-        "of a super-group: mean over groups of 256 of their relative squared error. gain: the "
+        "of a super-group: mean over groups of 256 of their relative squared error. above half: "
+        "share of those whose squared error is above half of their squared norm. gain: the "
         "result's share of the truth, 1 if unbiased. codec ns: of one CPU core, for each "
         "coordinate of each worker. at ...: wire and codec of one all-reduce. Arrays of fewer than "
         f"{gradient_files.LARGE} coordinates a worker are left out: training sums them exactly."

@@ -35,8 +35,8 @@ def check_axis(name: Any, axis_name: Any) -> int:
         size = lax.axis_size(name)
     except NameError:
         raise ValueError(
-            f"axis_name={axis_name!r}: {name!r} is not an axis here. Call this inside "
-            "jax.shard_map over a mesh with that axis, or inside "
+            f"axis_name={axis_name!r}: {name!r} is not an axis here. {_axes_here()} Call this "
+            "inside jax.shard_map over a mesh with that axis, or inside "
             f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
             "methods that carry no state. For others, call optimizer.init inside as well."
         ) from None
@@ -47,6 +47,11 @@ def check_axis(name: Any, axis_name: Any) -> int:
             "and give the stacked replicas to dq.mean_of_replicas, or use jax.shard_map."
         )
     return size
+
+
+def _axes_here() -> str:
+    names = compat.axes_in_scope()
+    return f"There are {', '.join(map(repr, names))}." if names else "There is none."
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:
@@ -126,6 +131,32 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
                 "wrapper around the all-reduce: put optax.MultiSteps and optax.apply_if_finite "
                 "behind dq.all_reduce_gradients, in one optax.chain.",
             )
+
+
+_STATE = "_overwrite_with_gradient"  # collection of flax for such leaves: `flax.linen.fp8_ops`
+
+
+def check_not_state(path: str, axis_names: Sequence[str]) -> None:
+    """Raise ValueError for a leaf that is, by its name, the state of a layer and no gradient."""
+    if _STATE in path:
+        raise not_a_gradient(path, axis_names)
+
+
+def not_a_gradient(path: str, axis_names: Sequence[str]) -> ValueError:
+    """Return the error for a leaf for which a backward pass returns the next state.
+
+    Args:
+      path: name of the leaf in its tree.
+      axis_names: axes of the workers.
+    """
+    axes = axis_names[0] if len(axis_names) == 1 else tuple(axis_names)
+    return ValueError(
+        f"tree{path} is no gradient: the backward pass returns the next state of this leaf, such "
+        "as the amax history of an FP8 layer, whatever the loss is scaled by. A sum or mean of it "
+        "over workers has no meaning. In a jax.shard_map, take it out of the gradients before "
+        f"dq.pmean, and give it to jax.lax.pmax(state, {axes!r}). If the leaf has no gradient, "
+        "return jnp.zeros_like of it from jax.custom_vjp."
+    )
 
 
 def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None:

@@ -23,6 +23,7 @@ RESET_STATES = "reset_states"  # metric of methods with state: share of workers 
 # Metrics that any method has, on request.
 MEASURED = (
     "error",
+    "row_error",
     "worst_error",
     "worst_bucket",
     "sharing_gain",

@@ -7,7 +7,7 @@ own shard. Otherwise the compiler would gather whole leaves on every device, to 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -202,25 +202,34 @@ def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: A
         if specs is not None:
             leaf_specs(tree, specs)
         return Shards((), (), (P(),) * len(leaves))
-    automatic = [
-        name
+    automatic = {
+        name: managed[name]
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto and name in managed
-    ]
+    }
     if specs is not None:
         given = leaf_specs(tree, specs)
     elif automatic:
-        raise MistakeError(
-            "whole gradient",
-            f"specs=None, but the compiler manages axis {automatic[0]!r} of "
-            f"{managed[automatic[0]]} devices here. Without specs every one of them would send all "
-            "of every leaf. Give specs, a tree of PartitionSpecs or NamedShardings like the tree "
-            "(or a prefix of it), such as those of the parameters, or specs=P() if each device "
-            "holds whole leaves.",
-        )
+        raise unknown_specs(automatic)
     else:
         given = [jax.typeof(leaf).sharding.spec for leaf in leaves]
     return split_over(names, [leaf.shape for leaf in leaves], given, mesh, managed)
+
+
+def unknown_specs(automatic: Mapping[str, int]) -> MistakeError:
+    """Return the error of leaves that axes which the compiler manages may split in any way.
+
+    Args:
+      automatic: sizes of these axes, by name.
+    """
+    name, size = next(iter(automatic.items()))
+    return MistakeError(
+        "whole gradient",
+        f"specs=None, but the compiler manages axis {name!r} of {size} devices here. Without specs "
+        "every one of them would send all of every leaf. Give specs, a tree of PartitionSpecs or "
+        "NamedShardings like the tree (or a prefix of it), such as those of the parameters, or "
+        "specs=P() if each device holds whole leaves.",
+    )
 
 
 def split_over(

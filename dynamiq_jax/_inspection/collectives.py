@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from dynamiq_jax._buckets.scopes import labels
-from dynamiq_jax._inspection.devices import Devices
+from dynamiq_jax._inspection.devices import Devices, Route
 from dynamiq_jax._inspection.hlo import (
     ArrayType,
     HloComputation,
@@ -21,15 +22,22 @@ from dynamiq_jax._inspection.hlo import (
 )
 from dynamiq_jax._inspection.places import Place, SourcePlaces
 
-# Bytes that one of `size` devices sends for each byte of its result.
-_SENT_PER_RESULT_BYTE = {
-    "collective-permute": lambda size: 1.0,
-    "collective-broadcast": lambda size: 1.0,
-    "all-reduce": lambda size: 2 * (size - 1) / size,
-    "all-gather": lambda size: (size - 1) / size,
-    "all-to-all": lambda size: (size - 1) / size,
-    "ragged-all-to-all": lambda size: (size - 1) / size,
-    "reduce-scatter": lambda size: size - 1.0,  # the result is a part
+
+class _Traffic(NamedTuple):
+    """Messages of a kind of collective: rings are those of NCCL, and of gloo for large arrays."""
+
+    sent: Callable[[int], float]  # by one of `size` devices, for each byte of its result
+    route: Route
+
+
+_TRAFFIC = {
+    "collective-permute": _Traffic(lambda size: 1.0, "pairs"),
+    "collective-broadcast": _Traffic(lambda size: 1.0, "ring"),
+    "all-reduce": _Traffic(lambda size: 2 * (size - 1) / size, "ring"),
+    "all-gather": _Traffic(lambda size: (size - 1) / size, "ring"),
+    "all-to-all": _Traffic(lambda size: (size - 1) / size, "direct"),
+    "ragged-all-to-all": _Traffic(lambda size: (size - 1) / size, "direct"),
+    "reduce-scatter": _Traffic(lambda size: size - 1.0, "ring"),  # the result is a part
 }
 MOST_DEVICES = 2**20  # above all machines: a list of more would fill the memory
 
@@ -46,6 +54,7 @@ class CompiledCollective:
     times: int  # that it runs, with loops of an unknown number of turns counted as one
     in_branch: bool  # whether it is in a branch, and may not run at all
     bytes: float  # that each device sends in all executions
+    bytes_of_hosts: tuple[float, ...] | None  # that each host sends to others; None if not known
     labels: tuple[str, ...]  # of this library: what it is part of; empty for others
     source: str  # name that JAX gave the operation
     place: Place | None  # line of the program outside of this library
@@ -89,11 +98,13 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
         computation = program.computations[name]
         for line in computation.values():
             opcode = line.opcode.removesuffix("-start")
-            if opcode in _SENT_PER_RESULT_BYTE:
-                groups = groups_of(line, count)
-                sent = _SENT_PER_RESULT_BYTE[opcode](groups.shape[1])
+            if opcode in _TRAFFIC:
+                groups, traffic = groups_of(line, count), _TRAFFIC[opcode]
+                parts = devices.sent_by_hosts(groups, traffic.route)
                 for number, part in enumerate(_parts(line, computation)):
                     arrays, origin = part
+                    result = sum(array.bytes for array in arrays)
+                    sent = traffic.sent(groups.shape[1]) * result * times
                     yield CompiledCollective(
                         opcode=opcode,
                         arrays=tuple(arrays),
@@ -102,7 +113,8 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
                         link=devices.link(groups),
                         times=0 if number else times,
                         in_branch=in_branch,
-                        bytes=sent * sum(array.bytes for array in arrays) * times,
+                        bytes=sent,
+                        bytes_of_hosts=tuple(sent * part for part in parts) if parts else None,
                         labels=labels(origin.source),
                         source=origin.source,
                         place=places.of(origin.attributes),

@@ -3,10 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
+
+# Way of the bytes of a collective: each from its source to its target, straight to all members of
+# the group, or around a ring of the group.
+Route = Literal["pairs", "direct", "ring"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,3 +59,27 @@ class Devices:
             return "unknown"
         hosts = np.asarray(self.hosts)[groups]
         return "between hosts" if (hosts != hosts[:, :1]).any() else "inside a host"
+
+    def sent_by_hosts(self, groups: np.ndarray, route: Route) -> list[float] | None:
+        """Return the bytes that each host sends to others; None if hosts are not known.
+
+        The unit is what each device sends in all. A ring passes through the devices of a host one
+        after the other, so that it leaves each host once.
+
+        Args:
+          groups: numbers of devices, [groups, members], or pairs of sources and targets.
+          route: way of the bytes.
+        """
+        if self.hosts is None or groups.max() >= len(self.hosts):
+            return None
+        _, numbers = np.unique(self.hosts, return_inverse=True)
+        hosts, count, size = numbers[groups], numbers.max() + 1, groups.shape[1]
+        if route == "pairs":
+            senders, leaving = hosts[:, 0], hosts[:, 0] != hosts[:, 1]
+        else:
+            in_group = np.arange(len(groups))[:, None] * count + hosts
+            parts, members = np.unique(in_group, return_counts=True)
+            senders, others = parts % count, size - members
+            leaving = others > 0 if route == "ring" else members * others / max(size - 1, 1)
+        sent: list[float] = np.bincount(senders, leaving, minlength=count).tolist()
+        return sent

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from dynamiq_jax._inspection.collectives import CompiledCollective
+from dynamiq_jax._inspection.flow import Flow
 from dynamiq_jax._plan.recording import TracedCollective
 
 
@@ -30,6 +31,7 @@ class Traced(NamedTuple):
     written: str = ""  # text of the program before optimization
     records: tuple[TracedCollective, ...] = ()  # of collectives of this library
     arguments: tuple[Argument, ...] = ()
+    flow: Flow | None = None  # of the sums of the records; None if not known
 
 
 class Sharing(NamedTuple):
@@ -47,4 +49,5 @@ class Evidence:
     records: tuple[TracedCollective, ...] = ()  # none in a file of HLO
     arguments: tuple[Argument, ...] = ()
     written: tuple[Written, ...] = ()
+    flow: Flow | None = None
     workers: tuple[str, ...] = ()  # axes of workers, as a user says; empty if not said

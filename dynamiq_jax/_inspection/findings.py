@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.evidence import Evidence, Sharing
+from dynamiq_jax._inspection.flow import SentLeaf
 from dynamiq_jax._plan.recording import TracedCollective
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
@@ -34,6 +35,9 @@ def findings(known: Evidence) -> list[Finding]:
         _below_threshold,
         _widened,
         _fast_link,
+        _thrown_away,
+        _sent_repeatedly,
+        _added_by_optimizer,
     )
     of_rules = itertools.chain.from_iterable(rule(known) for rule in rules)
     return list(dict.fromkeys(of_rules))
@@ -200,15 +204,15 @@ def _is_between_workers(one: CompiledCollective, known: Evidence) -> bool:
 
 def _fast_link(known: Evidence) -> Iterator[Finding]:
     for record in known.records:
-        sent = sum(
-            one.bytes
+        over_axis = [
+            one
             for one in known.collectives
-            if one.labels
-            and one.axes == record.axes[:1]
-            and one.link == "inside a host"
-            and scopes.EXACT not in one.labels
-        )
-        if sent and record.plan.buckets:
+            if one.labels and one.axes == record.axes[:1] and scopes.EXACT not in one.labels
+        ]
+        sent = sum(one.bytes for one in over_axis)
+        # Some messages of a butterfly stay inside of a host on any axis.
+        is_inside = all(one.link == "inside a host" for one in over_axis)
+        if sent and is_inside and record.plan.buckets:
             yield Finding(
                 "fast link",
                 f"Axis {record.axes[0]!r} is inside a host, where links are fast, and "
@@ -216,6 +220,90 @@ def _fast_link(known: Evidence) -> Iterator[Finding]:
                 "saves. Sum over it exactly by jax.lax.pmean, or give the slow axis first, as in "
                 "axis_name=('hosts', 'local').",
             )
+
+
+def _thrown_away(known: Evidence) -> Iterator[Finding]:
+    """Yield findings of sums that are zeros, and of sums that nothing uses."""
+    if known.flow is None:
+        return
+    sent = {origin: _bytes_of(one, known) for origin, one in known.flow.sent.items()}
+    zeros = [origin for origin, one in known.flow.sent.items() if one.is_zero]
+    unused = [origin for origin in known.flow.unused if origin not in zeros]
+    for found, why in (
+        (zeros, "constant zeros, as gradients of frozen parameters are"),
+        (unused, "not used after their sum, as gradients of frozen parameters are"),
+    ):
+        wasted = sum(sent[origin] for origin in found)
+        if wasted > max(_FEW * sum(sent.values()), _SMALL):
+            yield Finding(
+                "sent and thrown away",
+                f"{_leaves([known.flow.sent[origin] for origin in sorted(found)], known)} "
+                f"{'is' if len(found) == 1 else 'are'} {why}: {format_bytes(wasted)} of "
+                f"{format_bytes(sum(sent.values()))} in a step. Sum the others alone: "
+                "differentiate with respect to the trained parameters, or wrap "
+                "dq.all_reduce_gradients in optax.masked(..., trained).",
+            )
+
+
+def _sent_repeatedly(known: Evidence) -> Iterator[Finding]:
+    """Yield a finding for sums that are only added up: for each number of them that are."""
+    if known.flow is None:
+        return
+    by_count: dict[int, list[list[SentLeaf]]] = {}
+    for group in known.flow.together:
+        members = [known.flow.sent[origin] for origin in sorted(group)]
+        if (count := sum(one.added for one in members)) > 1:
+            by_count.setdefault(count, []).append(members)
+    for count, groups in by_count.items():
+        sent = sum(_bytes_of(one, known) for members in groups for one in members)
+        needed = sum(
+            max(_bytes_of(one, known) / one.added for one in members) for members in groups
+        )
+        if sent - needed > _SMALL:
+            yield Finding(
+                "sent repeatedly",
+                f"{_leaves([members[0] for members in groups], known)} "
+                f"{'is' if len(groups) == 1 else 'are'} sent {count} times, and the results are "
+                f"only added up: {format_bytes(sent)} in a step, of which {format_bytes(needed)} "
+                "are needed. Add up the gradients of each worker, and sum once behind the loop.",
+            )
+
+
+def _added_by_optimizer(known: Evidence) -> Iterator[Finding]:
+    if not any(".acc_grads" in argument.path for argument in known.arguments):
+        return
+    sent = sum(one.bytes for one in known.collectives if one.labels and not one.in_branch)
+    if sent > _SMALL:
+        yield Finding(
+            "sent repeatedly",
+            f"optax.MultiSteps adds up what each small step has summed, {format_bytes(sent)} in "
+            "each of them. Take a step of all small batches together, which adds up the "
+            "gradients of each worker in a jax.lax.scan, and sum once behind it.",
+        )
+
+
+def _bytes_of(one: SentLeaf, known: Evidence) -> float:
+    """Return the bytes that each device sends for a leaf in a step."""
+    record = known.records[one.record]
+    size = math.prod(record.shapes[one.leaf])
+    for (index, _), sent in zip(record.plan.exact, record.exact_bytes, strict=True):
+        if index == one.leaf:
+            return one.times * sent
+    shares = [
+        bucket.bytes_sent * size / sum(math.prod(record.shapes[i]) for i in bucket.leaves)
+        for bucket in record.plan.buckets
+        if one.leaf in bucket.leaves
+    ]
+    return one.times * sum(shares)
+
+
+def _leaves(sent: Sequence[SentLeaf], known: Evidence) -> str:
+    """Return the names of some leaves, and the axes of the first."""
+    names = [known.records[one.record].names[one.leaf] or "tree" for one in sent]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    kind = "Leaf" if len(names) == 1 else "Leaves"
+    axes = known.records[sent[0].record].axes
+    return f"{kind} {', '.join(names[:3])}{more} over {_spelled(axes)}"
 
 
 def wasted_bits(sharing: Sharing, records: Iterable[TracedCollective]) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Collectives and mistakes of a train step, as a table."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
@@ -11,7 +11,7 @@ from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._rewriting.report import CompressReport
 from pallas_kernels._jax.compat import override
 
-HEADINGS = ("what", "over", "link", "type", "messages", "sent", "where")
+HEADINGS = ("what", "over", "link", "type", "messages", "sent", "by a host", "where")
 
 
 class Row(NamedTuple):
@@ -23,6 +23,7 @@ class Row(NamedTuple):
     type: str  # of the values on the wire
     messages: int  # that each device sends in a step; 0 if they travel with those of another row
     bytes: float  # the same
+    bytes_of_host: float | None  # that a host sends to others, at most; None if not known
     where: str  # line of the source
     in_branch: bool  # whether they may not run at all
 
@@ -62,6 +63,15 @@ class Inspection:
         return sum(row.bytes for row in self.rows if row.in_branch)
 
     @property
+    def bytes_of_host(self) -> float | None:
+        """Bytes that a host sends to others in every step: of each row, the host that sends most.
+
+        None where hosts are not known.
+        """
+        known = [row.bytes_of_host for row in self._rows_of_every_step]
+        return None if None in known else sum(filter(None, known))
+
+    @property
     def _rows_of_every_step(self) -> list[Row]:
         return [row for row in self.rows if not row.in_branch]
 
@@ -83,7 +93,7 @@ class Inspection:
         else:
             sent = (
                 f"In a step, each device sends {format_bytes(self.bytes_compressed)} compressed "
-                f"and {format_bytes(self.bytes_exact)} exact{self._in_branches}."
+                f"and {format_bytes(self.bytes_exact)} exact{self._in_branches}{self._of_host}."
             )
         count = len(self.findings)
         mistakes = ("No mistake found.", "One mistake found:")[count] if count < 2 else ""
@@ -98,12 +108,18 @@ class Inspection:
             else ""
         )
 
+    @property
+    def _of_host(self) -> str:
+        sent = self.bytes_of_host
+        return "" if sent is None else f". Each host sends {format_bytes(sent)} to others"
+
 
 def texts(row: Row) -> tuple[str, ...]:
     """Return the columns of a row as text, as `HEADINGS` names them."""
     sent = format_bytes(row.bytes) + (" at most" if row.in_branch else "")
     messages = f"{row.messages:,}" if row.messages else "joined"
-    return (row.what, row.over, row.link, row.type, messages, sent, row.where)
+    by_host = "" if row.bytes_of_host is None else format_bytes(row.bytes_of_host)
+    return (row.what, row.over, row.link, row.type, messages, sent, by_host, row.where)
 
 
 def rows_of(collectives: Iterable[CompiledCollective]) -> tuple[Row, ...]:
@@ -123,12 +139,19 @@ def rows_of(collectives: Iterable[CompiledCollective]) -> tuple[Row, ...]:
             type,
             messages=sum(one.times for one in members),
             bytes=sum(one.bytes for one in members),
+            bytes_of_host=_most([one.bytes_of_hosts for one in members]),
             where=where,
             in_branch=in_branch,
         )
         for (what, over, link, type, where, in_branch), members in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def _most(of_hosts: Sequence[tuple[float, ...] | None]) -> float | None:
+    """Return the sum of the host that sends most; None if one of the collectives is not known."""
+    known = [sent for sent in of_hosts if sent is not None]
+    return max(map(sum, zip(*known, strict=True))) if len(known) == len(of_hosts) else None
 
 
 _PARTS: Mapping[str, str] = {

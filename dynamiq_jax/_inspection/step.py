@@ -18,6 +18,7 @@ from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Traced, Written
 from dynamiq_jax._inspection.findings import Finding, findings, wasted_bits
+from dynamiq_jax._inspection.flow import flow_of
 from dynamiq_jax._inspection.hlo import HloInstruction, HloProgram
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
 from dynamiq_jax._inspection.places import SourcePlaces
@@ -49,6 +50,8 @@ def inspect(
       this platform alone does so, as the CPU with sums;
     - *one worker*: the axis has nothing to send;
     - *fast link*: the compressed axis is inside a host;
+    - *sent and thrown away*: leaves are constant zeros, or nothing uses their sum;
+    - *sent repeatedly*: leaves are summed several times, and the results only added up;
     - *wasted bits*: with `metrics`, some buckets have much less error than others.
 
     Args:
@@ -73,6 +76,7 @@ def inspect(
         check_integer("devices_per_host", devices_per_host, 1)
     sharing = None if metrics is None else _sharing(metrics)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    flow = None
     with recording() as records:
         try:
             if not hasattr(jitted, "trace"):
@@ -81,7 +85,9 @@ def inspect(
                 # Otherwise JAX takes what it traced before, and nothing is recorded. What is traced
                 # here must not be what runs later: processes are not compared here.
                 with set_xla_metadata(dynamiq_jax_inspect=str(next(_numbers))):
-                    lowered = jitted.trace(*args, **kwargs).lower()
+                    traced = jitted.trace(*args, **kwargs)
+                    flow = flow_of(traced.jaxpr)
+                    lowered = traced.lower()
         except MistakeError as error:
             return Inspection((), (Finding(error.kind, str(error)),), is_compiled=False)
     compiled = lowered.compile()
@@ -91,6 +97,7 @@ def inspect(
             written=lowered.as_text("hlo", debug_info=True),
             records=tuple(records),
             arguments=tuple(_arguments((args, kwargs))),
+            flow=flow,
         ),
         meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
         devices_per_host=devices_per_host,
@@ -127,7 +134,9 @@ def inspect_text(
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
     written = tuple(_written(traced.written))
-    known = Evidence(collectives, traced.records, traced.arguments, written, tuple(workers))
+    known = Evidence(
+        collectives, traced.records, traced.arguments, written, traced.flow, tuple(workers)
+    )
     return Inspection(rows_of(collectives), tuple(findings(known)))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean
 from typing import Any
 
 import jax
@@ -68,6 +69,7 @@ class Comparison:
             "steps": {step: dataclasses.asdict(each) for step, each in simulated.items()},
             "vnmse": geometric_mean(each.vnmse for each in simulated.values()),
             "relative": geometric_mean(each.relative for each in simulated.values()),
+            "above_half": fmean(each.above_half for each in simulated.values()),
         }
 
 

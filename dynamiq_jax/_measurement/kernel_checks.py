@@ -47,10 +47,10 @@ class KernelCase(NamedTuple):
 
     def trial(self) -> Trial:
         """Make the inputs of all operations."""
-        others = [width for width in self.method.widths if width != self.usual]
-        quantizer = self.method.layout(1, 1).quantizer
+        layout = self.method.layout(1, 1)
+        others = [width for width in layout.allocation.widths if width != self.usual]
         widths = [*others, *[self.usual] * (self.rows - len(others))]
-        return make_trial(quantizer, widths, dtype=np.dtype(jax.numpy.dtype(self.dtype)))
+        return make_trial(layout.quantizer, widths, dtype=np.dtype(jax.numpy.dtype(self.dtype)))
 
 
 _ALL_WIDTHS = DynamiQ(bits=9.0, widths=(0, *range(2, 17)))

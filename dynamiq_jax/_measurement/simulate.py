@@ -6,6 +6,7 @@ They run the program that real workers run.
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -34,9 +35,18 @@ class Simulated:
 
     vnmse: float  # against the sum in float64
     relative: float  # mean over groups of 256 of their squared error over their squared norm
+    above_half: float  # share of these groups whose squared error is above half their squared norm
     gain: float  # the sum's component along the truth; of an unbiased method 1 on average
     seconds: float  # of one call, all workers on this machine
     replicas_equal: bool  # all workers hold the same bits
+
+
+class Sums(NamedTuple):
+    """Sums that the first worker gets, and the time of the call."""
+
+    tree: Gradients  # without the axis of the workers
+    seconds: float
+    replicas_equal: bool
 
 
 class Simulation:
@@ -79,18 +89,20 @@ class Simulation:
     def __call__(self, gradients: Gradients, seeds: Sequence[int]) -> Simulated:
         """Sum gradients with several seeds: mean errors, and the time of the fastest."""
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
+        runs = [self.sums(gradients, seed) for seed in seeds]
+        errors = np.mean([_errors(_flat(run.tree), truth) for run in runs], axis=0)
+        fastest, equal = min(run.seconds for run in runs), all(run.replicas_equal for run in runs)
+        return Simulated(*map(float, errors), fastest, equal)
+
+    def sums(self, gradients: Gradients, seed: int) -> Sums:
+        """Sum gradients once."""
         on_devices = jax.device_put(gradients, self._split)
-        times, errors, equal = [], [], True
-        for seed in seeds:
-            start = time.perf_counter()
-            sums = jax.block_until_ready(self._function(on_devices, np.uint32(seed)))
-            times.append(time.perf_counter() - start)
-            copies = [_copies(leaf) for leaf in sums.values()]
-            equal = equal and all(_equal_bits(each) for each in copies)
-            first = {name: each[0] for name, each in zip(sums, copies, strict=True)}
-            errors.append(_errors(_flat(first), truth))
-        vnmse, relative, gain = np.mean(errors, axis=0)
-        return Simulated(float(vnmse), float(relative), float(gain), min(times), equal)
+        start = time.perf_counter()
+        sums = jax.block_until_ready(self._function(on_devices, np.uint32(seed)))
+        seconds = time.perf_counter() - start
+        copies = {name: _copies(leaf) for name, leaf in sums.items()}
+        equal = all(map(_equal_bits, copies.values()))
+        return Sums({name: each[0] for name, each in copies.items()}, seconds, equal)
 
 
 def codec_ns(seconds: float, size: int, num_workers: int) -> float:
@@ -107,12 +119,18 @@ def _equal_bits(copies: Sequence[NDArray]) -> bool:
     return all(np.array_equal(copies[0].view(np.uint32), each.view(np.uint32)) for each in copies)
 
 
-def _errors(estimate: NDArray, truth: NDArray) -> tuple[float, float, float]:
+def relative_errors(estimate: NDArray, truth: NDArray) -> NDArray[np.float64]:
+    """Return the squared error over the squared norm of each group of 256 that is not zero."""
     squared, norms = (_of_groups(x) for x in ((estimate - truth) ** 2, truth**2))
-    nonzero = norms > 0
+    return squared[norms > 0] / norms[norms > 0]
+
+
+def _errors(estimate: NDArray, truth: NDArray) -> tuple[float, float, float, float]:
+    relative = relative_errors(estimate, truth)
     return (
-        squared.sum() / norms.sum(),
-        np.mean(squared[nonzero] / norms[nonzero]),
+        np.sum((estimate - truth) ** 2) / (truth @ truth),
+        relative.mean(),
+        np.mean(relative > 0.5),
         estimate @ truth / (truth @ truth),
     )
 

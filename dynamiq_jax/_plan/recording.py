@@ -2,13 +2,17 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._plan.plan import Plan
+
+_MARK = "dynamiq_jax"
 
 
 class TracedCollective(NamedTuple):
@@ -71,14 +75,48 @@ def is_recording() -> bool:
     return _records.get() is not None
 
 
-def record(plan: Plan) -> None:
-    """Add a record of a plan, unless an equal one is there: JAX traces some functions twice."""
+def record(plan: Plan) -> int | None:
+    """Add a record of a plan, unless an equal one is there: JAX traces some functions twice.
+
+    Returns:
+      The number of the record, or None if nobody collects records.
+    """
     records = _records.get()
     if records is None:
-        return
+        return None
     new = TracedCollective(plan, tuple(jax.sharding.get_abstract_mesh().shape.items()))
     if new not in records:
         records.append(new)
+    return records.index(new)
+
+
+Part = Literal["terms", "sum"]
+
+
+def mark(number: int | None, part: Part, leaves: Sequence[Any]) -> list[Any]:
+    """Name the leaves of a recorded collective in the traced program, or their sums.
+
+    Args:
+      number: of the record; None for one that nobody collects.
+      part: what they are.
+      leaves: leaves of the tree.
+    """
+    if number is None:
+        return list(leaves)
+    return [
+        checkpoint_name(leaf, f"{_MARK}.{part}.{number}.{index}")
+        if leaf.dtype != jax.dtypes.float0
+        else leaf
+        for index, leaf in enumerate(leaves)
+    ]
+
+
+def marked(name: str) -> tuple[Part, int, int] | None:
+    """Return what a name of `mark` says: part, number of the record, index of the leaf."""
+    match = re.fullmatch(rf"{_MARK}\.(terms|sum)\.(\d+)\.(\d+)", name)
+    if match is None:
+        return None
+    return ("terms" if match[1] == "terms" else "sum"), int(match[2]), int(match[3])
 
 
 def record_step(report: Callable[[], Any]) -> None:

@@ -6,14 +6,13 @@ from typing import Literal
 import dynamiq_jax as dq
 from dynamiq_jax._console.units import format_rate, format_seconds
 from dynamiq_jax._prediction.cost_model import (
-    CodecSpeed,
     Network,
     Prediction,
+    bytes_of_host,
     predict,
     predict_exact,
 )
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax._prediction.tpus import LINKS, UTILIZATION, hiding_tokens
 from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
@@ -34,13 +33,18 @@ class Question:
 
     network: Network
     size: int  # coordinates of the gradient
-    workers: int
+    workers: int  # devices of all hosts
     step_seconds: float  # without the all-reduce
     overlap: float  # share of that time under which transfers can hide
     gradient: Literal["f32", "bf16"]  # that jax.lax.psum sends today
     device: DeviceKind  # of the codec
     codec_ns: float | None  # of a worker for each coordinate; None: that of `CODEC_SPEEDS`
     methods: tuple[dq.DynamiQ, ...]  # to consider
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts, or of workers that have a link each."""
+        return self.workers // self.network.devices_per_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,9 @@ class Option:
     topology: str | None  # its name; None for `jax.lax.psum`
     call: str  # how it is written in a program
     bits: float  # on the wire per coordinate in one pass
-    sent: int  # bytes of each worker
+    is_flat: bool  # whether hosts have several devices, all of which are workers of one axis
+    sent: int  # bytes of each worker over the compressed axis
+    sent_by_host: float  # bytes of all of its workers to other hosts
     all_reduce: Prediction
     step: float  # seconds
     error_growth: float | None  # vNMSE over that of one compression; None: exact
@@ -59,16 +65,15 @@ class Option:
 
 def predictions(question: Question) -> list[Option]:
     """Predict the time of every option, today's `jax.lax.psum` first."""
-    speed = CODEC_SPEEDS[question.device]
-    if question.codec_ns is not None:
-        speed = dataclasses.replace(speed, ns_per_coordinate=question.codec_ns)
+    forms = (False, True) if question.network.devices_per_host > 1 else (False,)
     return [
         _plain(question),
         *(
-            _compressed(question, method, name, topology, speed)
+            _compressed(question, method, name, is_flat)
             for method in question.methods
+            for is_flat in forms
             for name, topology in _TOPOLOGIES.items()
-            if topology.supports(question.workers)
+            if topology.supports(question.workers if is_flat else question.hosts)
         ),
     ]
 
@@ -132,7 +137,11 @@ def topologies_in_order(options: list[Option]) -> str:
 
 
 def _considered(compressed: list[Option]) -> list[Option]:
-    """Return the options with the fewest bits of at least 5, or the fewest of all."""
+    """Return the options with the fewest bits of at least 5, or the fewest of all.
+
+    Flat ones are not among them: a host sends more, and each device encodes a whole gradient.
+    """
+    compressed = [option for option in compressed if not option.is_flat]
     # Budgets under 5 bits are the user's choice, not ours, where others are considered.
     trusted = [option for option in compressed if option.bits >= 5] or compressed
     fewest = min((option.bits for option in trusted), default=0.0)
@@ -149,57 +158,86 @@ def _rule_of_thumb(question: Question) -> str:
     """Write, for slices of TPUs, from which batch on the network hides anyway."""
     if question.device not in LINKS:
         return ""
-    rate, item_bytes = 1e9 * question.network.gbit_per_s, _ITEM_BYTES[question.gradient]
-    tokens = hiding_tokens(question.device, question.workers, rate, item_bytes)
+    rate = 1e9 * question.network.gbit_per_s / question.network.devices_per_host
+    item_bytes = _ITEM_BYTES[question.gradient]
+    tokens = hiding_tokens(question.device, question.hosts, rate, item_bytes)
     return (
-        f" Between {question.workers} slices, psum of a dense model hides under the backward pass "
+        f" Between {question.hosts} slices, psum of a dense model hides under the backward pass "
         f"from about {tokens:,.0f} tokens a slice and step on (at {UTILIZATION:.0%} of the peak): "
         "do not compress there."
     )
 
 
 def _plain(question: Question) -> Option:
-    size, workers = question.size, question.workers
-    item_bytes = _ITEM_BYTES[question.gradient]
+    parts, item_bytes = question.network.devices_per_host, _ITEM_BYTES[question.gradient]
+    size, workers, network = _of_a_part(question, parts)
     time = predict_exact(
         size,
         workers,
-        network=question.network,
+        network=network,
         codec=SUM_SPEEDS[question.device],
         item_bytes=item_bytes,
     )
+    time = _after_inside(question, parts, time)
+    sent = 2 * (workers - 1) * -(-size * item_bytes // workers)
     return Option(
         name=f"psum, {question.gradient}",
         topology=None,
         call="jax.lax.psum",
         bits=8.0 * item_bytes,
-        sent=2 * (workers - 1) * -(-size * item_bytes // workers),
+        is_flat=False,
+        sent=sent,
+        sent_by_host=parts * sent,
         all_reduce=time,
         step=_step(question, time),
         error_growth=None,
     )
 
 
-def _compressed(
-    question: Question,
-    method: dq.DynamiQ,
-    topology_name: str,
-    topology: Topology,
-    codec: CodecSpeed,
-) -> Option:
-    size, workers = question.size, question.workers
+def _compressed(question: Question, method: dq.DynamiQ, name: str, is_flat: bool) -> Option:
+    """Predict an all-reduce between hosts, or between all devices of all hosts."""
+    topology, parts = _TOPOLOGIES[name], 1 if is_flat else question.network.devices_per_host
+    size, workers, network = _of_a_part(question, parts)
+    speed = CODEC_SPEEDS[question.device]
+    if question.codec_ns is not None:
+        speed = dataclasses.replace(speed, ns_per_coordinate=question.codec_ns)
     cost = method.wire_cost(Call(size=size, axis=Axis("data", workers), topology=topology))
-    time = predict(size, workers, topology, cost, question.network, codec)
+    time = predict(size, workers, topology, cost, network, speed)
+    time = _after_inside(question, parts, time)
+    by_host = bytes_of_host(topology, cost, workers, network.devices_per_host)
+    axes = 'axis_name=("hosts", "local"), ' if parts > 1 else ""
     return Option(
-        name=f"{method.bits:g} bits, {topology_name}",
-        topology=topology_name,
-        call=f'method=dq.DynamiQ(bits={method.bits}), topology="{topology_name}"',
+        name=f"{method.bits:g} bits, {'flat ' if is_flat else ''}{name}",
+        topology=name,
+        call=f'{axes}method=dq.DynamiQ(bits={method.bits}), topology="{name}"',
         bits=method.bits,
+        is_flat=is_flat,
         sent=topology.bytes_sent(cost, workers),
+        sent_by_host=parts * sum(by_host),
         all_reduce=time,
         step=_step(question, time),
-        error_growth=error_growth(topology, workers, agreement=0.1),
+        error_growth=topology.error_growth(workers, agreement=0.1),
     )
+
+
+def _of_a_part(question: Question, parts: int) -> tuple[int, int, Network]:
+    """Return the coordinates, workers and links of a sum of one of the parts of a gradient.
+
+    Each device of a host has one, and a share of its link as well.
+    """
+    whole = question.network
+    network = dataclasses.replace(
+        whole,
+        gbit_per_s=whole.gbit_per_s / parts,
+        devices_per_host=whole.devices_per_host // parts,
+    )
+    return -(-question.size // parts), question.workers // parts, network
+
+
+def _after_inside(question: Question, parts: int, time: Prediction) -> Prediction:
+    """Add the time of an exact sum inside of each host, whose links count as free."""
+    inside = SUM_SPEEDS[question.device].seconds(question.size, 0) if parts > 1 else 0.0
+    return dataclasses.replace(time, codec=time.codec + inside)
 
 
 def _step(question: Question, all_reduce: Prediction) -> float:

@@ -21,7 +21,8 @@ _POSITIVE = math.ulp(0.0), "a positive number"
 class Network:
     """Links between the workers of the (slow) axis, in each direction."""
 
-    gbit_per_s: float = 10.0  # of one worker's link
+    gbit_per_s: float = 10.0  # of one link
+    devices_per_host: int = 1  # workers that share a link, that of their host
     latency_us: float = 50.0  # from the start of a transfer to its first byte
     efficiency: float = 0.956  # payload over all bytes on the link: 1448 of 1514 in TCP
     oversubscription: float = 1.0  # slowdown of transfers when all workers send across at once
@@ -86,8 +87,7 @@ def predict(
       network: links between the workers.
       codec: the method's speed.
     """
-    scattered = topology.bytes_scattered(cost, num_workers)
-    gathered = topology.bytes_sent(cost, num_workers) - scattered
+    scattered, gathered = bytes_of_host(topology, cost, num_workers, network.devices_per_host)
     far = network.oversubscription if topology.is_far else 1.0
     steps = topology.steps(num_workers)
     statistics_steps = 1 + _library_steps(num_workers) if cost.statistics_bytes else 0
@@ -97,6 +97,30 @@ def predict(
     return Prediction(
         codec=codec.seconds(size, steps + 2) + order_seconds,
         wire=network.seconds(scattered * far + gathered, transfers),
+    )
+
+
+def bytes_of_host(
+    topology: Topology, cost: WireCost, num_workers: int, devices_per_host: int
+) -> tuple[float, float]:
+    """Return the bytes that a host sends to others up to the arrivals, and beside them.
+
+    A ring leaves each host once, and so do gathers. Other messages go straight to all workers, as
+    half of the statistics do, whose other half is gathered.
+
+    Args:
+      topology: topology of the all-reduce, over all devices of all hosts.
+      cost: the method's bytes for a bucket.
+      num_workers: size of the axis.
+      devices_per_host: workers of each host.
+    """
+    to_others = devices_per_host * (num_workers - devices_per_host)
+    straight = to_others / max(num_workers - 1, 1)  # devices that would send as much as all send
+    scattered = topology.bytes_scattered(cost, num_workers)
+    gathered = topology.bytes_sent(cost, num_workers) - scattered - cost.statistics_bytes
+    return (
+        scattered * (straight if topology.is_far else 1),
+        gathered + cost.statistics_bytes * (straight + 1) / 2,
     )
 
 

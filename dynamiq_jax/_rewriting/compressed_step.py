@@ -21,7 +21,7 @@ from dynamiq_jax._rewriting.rows import rows_of_spec
 from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
 from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import Selection
-from pallas_kernels._jax import equations
+from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.own_thread import is_traced
 
@@ -235,7 +235,10 @@ class CompressedStep:
             for before, given in zip(shardings, equations.in_shardings(traced), strict=True)
         ]
         specs = self._specs(leaves, known)
-        if workers := workers_of(selection.axes[0], known, traced):
+        workers = workers_of(selection.axes[0], known, traced)
+        bound = equations.bound_axes(traced) | set(compat.axes_in_scope())
+        selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
+        if workers is not None:
             rows = [rows_of_spec(spec or (), workers.axis) for spec in specs]
             traced, _ = Marker(workers).program(traced, rows)
         scheduler = Scheduler(selection, opens_outermost=self._is_jitted)
@@ -303,7 +306,7 @@ def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
         "name of an axis over which it sums gradients: a manual axis of jax.shard_map or jax.pmap "
         "in the step, or one over which the rows of its batch are split. Where no argument has a "
         "sharding, as inside of another jax.jit, give in_specs=. Take gradients inside of the "
-        "step: those of a compressed function would not be compressed. If they are arguments of the "
-        "step, give only=lambda s: s.origin == 'other', which compresses what no backward pass has "
-        "made. Give missing_ok=True if this step may stay as it is."
+        "step: those of a compressed function would not be compressed. If they are arguments of "
+        "the step, give only=lambda s: s.origin == 'other', which compresses what no backward pass "
+        "has made. Give missing_ok=True if this step may stay as it is."
     )

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.shards import unknown_specs
 from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Key
 from dynamiq_jax._rewriting.steps import (
@@ -24,7 +25,7 @@ from dynamiq_jax._rewriting.steps import (
 )
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._run.driver import run
-from dynamiq_jax._worker_loss.fingerprint import joint_word_of
+from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 
 
@@ -41,7 +42,7 @@ class Evaluation:
 
         Args:
           schedule: schedule of the program.
-          key: PRNG key for all sums, the same on all workers; None: from the bits of each group.
+          key: PRNG key for all sums, the same on all workers; None: from a sample of each group.
           values: inputs of the program.
         """
         known: dict[Key, Any] = dict(schedule.constants)
@@ -92,7 +93,11 @@ class Evaluation:
 
         def compressed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
             collective = group.collective(find_axes(over))
-            of_group = self._key(group, tree, over, key)
+            of_group: Any = jax.random.fold_in(
+                jax.random.key(0) if key is None else key, group.number
+            )
+            if key is None or group.times != 1:  # in a loop, a given key is the same in all turns
+                of_group = SampledKey(of_group)
             specs = self.specs_of(group)
             outcome = run(collective, tree, of_group, self.compression, specs=specs)
             total: Mapping[str, Any] = outcome.tree
@@ -118,37 +123,24 @@ class Evaluation:
     def specs_of(self, group: Reduce) -> Any:
         """Return the specs of the terms of a group: one for all, or those of each leaf.
 
-        None: they are neither given nor known of all terms to compress.
+        None: none is needed.
+
+        Raises:
+          MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
+            given nor known.
         """
         members = group.members
         if callable(self.specs):
             return group.by_path([self.specs(each.description) for each in members])
-        if self.specs is not None:
-            return self.specs
         known = [each.spec for each in members]
-        if members[0].workers is not None:  # the compiler gathers terms that are split otherwise
-            known = [PartitionSpec() if spec is None else spec for spec in known]
-        of_compressed = zip(known, members, strict=True)
-        if any(spec is None and each.why_exact is None for spec, each in of_compressed):
-            return None
+        if members[0].workers is not None and self.specs is None:
+            # The compiler gathers terms that are split in another way.
+            return group.by_path(PartitionSpec() if spec is None else spec for spec in known)
+        if self.specs is not None or not group.automatic:
+            return self.specs
+        if any(each.spec is None for each in members if each.why_exact is None):
+            raise unknown_specs(group.automatic)
         return group.by_path(known)
-
-    @staticmethod
-    def _key(
-        group: Reduce, tree: Mapping[str, Any], over: tuple[str, ...], key: Array | None
-    ) -> Array:
-        """Return the key of a group.
-
-        Bits of the operands of all workers change from step to step, and from turn to turn of a
-        loop, in which a given key is the same.
-        """
-        base = jax.random.key(0) if key is None else key
-        base = jax.random.fold_in(base, group.number)
-        if key is not None and group.times == 1:
-            return base
-        token = order.last_token()
-        leaves = [order.after(token, leaf) for leaf in tree.values()]
-        return jax.random.fold_in(base, joint_word_of(leaves, over))
 
 
 def _sum_exactly(step: SumExactly, terms: Sequence[Any]) -> Sequence[Any]:

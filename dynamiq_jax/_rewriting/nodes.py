@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from dynamiq_jax._rewriting import inner
-from dynamiq_jax._rewriting.origins import Kind, Origin, TracedEquation, TracedProgram
+from dynamiq_jax._rewriting.kinds import Kind, Origin
+from dynamiq_jax._rewriting.origins import TracedEquation, TracedProgram
 from dynamiq_jax._rewriting.sums import (
     MIXED,
     NO_GRADIENT,
@@ -54,6 +55,8 @@ class Constant:
 
 
 Key = Value | SumTerms | FirstTerms | Constant
+# Reasons of sums that need not be sent, if their terms are zeros.
+_OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
 Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
 
 
@@ -117,12 +120,8 @@ class Reader:
 
     def _why_exact(self, each: Sum, traced: TracedEquation, origin: Origin) -> str | None:
         why = self.selection.why_exact(each, traced.equation.params)
-        is_moved = traced.equation.primitive.name != "reshard"
-        if (
-            origin.number == 0
-            and is_moved
-            and why in (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
-        ):
+        is_placed = traced.equation.primitive.name == "reshard"  # zeros would lie elsewhere
+        if origin.number == 0 and why in _OF_ANYTHING and not is_placed:
             return ZEROS
         return MIXED if origin.kind == Kind.MIXED and why == NO_GRADIENT["other"] else why
 

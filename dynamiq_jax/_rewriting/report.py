@@ -47,7 +47,8 @@ class SumReport:
 class CompressReport:
     """Sums of a step over mesh axes.
 
-    As text, it is a table, in which sums that are alike are one row with their number.
+    As text, it is a table, in which sums that are alike are one row with their number. A sentence
+    says that none is compressed.
     """
 
     sums: tuple[SumReport, ...]
@@ -64,19 +65,24 @@ class CompressReport:
 
     @override
     def __str__(self) -> str:
+        if not self.sums:
+            return "Nothing is compressed: the step has no sum over a named axis."
         counted = collections.Counter(map(_row, self.sums))  # in the order of the step
         number = [f"{count} x" if count > 1 else "" for count in counted.values()]
         rows: list[tuple[str, ...]] = [_TITLES, *counted]
         if any(number):
             rows = [(first, *row) for first, row in zip(["", *number], rows, strict=True)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
+        lines = [
             "  ".join(
                 cell.rjust(width) if "bytes" in title or title == "after" else cell.ljust(width)
                 for cell, width, title in zip(row, widths, rows[0], strict=True)
             ).rstrip()
             for row in rows
-        )
+        ]
+        if not self.compressed:
+            lines.append("Nothing is compressed: each of these sums stays exact.")
+        return "\n".join(lines)
 
 
 _TITLES = ("sum", "shape", "dtype", "bytes before", "after", "")

@@ -46,7 +46,7 @@ def follow(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
 
 
 def _joined(rows: Rows, other: Row, shape: tuple[int, ...]) -> Rows:
-    """Add a dimension with as many rows. Others may be of a parameter that is split over workers."""
+    """Add a dimension with as many rows. Others may be of a parameter that is split alike."""
     if other is None or other in rows or (rows and shape[other] != shape[rows[0]]):
         return rows
     return (*rows, other)

@@ -79,8 +79,8 @@ class Surroundings:
             mesh=part.mesh or self.mesh,
         )
 
-    def automatic(self, workers: Workers | None = None) -> list[str]:
-        """Return the axes of several devices that the compiler manages.
+    def automatic(self, workers: Workers | None = None) -> dict[str, int]:
+        """Return the sizes of the axes of several devices that the compiler manages, by name.
 
         Args:
           workers: workers of a sum that the compiler places.
@@ -91,11 +91,11 @@ class Surroundings:
         if workers is not None:
             mesh, kinds = workers.mesh, (AxisType.Auto, AxisType.Explicit)
             manual.add(workers.axis)
-        return [
-            name
+        return {
+            name: mesh.shape[name]
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind in kinds and mesh.shape[name] > 1 and name not in manual
-        ]
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +317,8 @@ class Scheduler:
                 sizes = {**equations.explicit_sizes(of_kind[0][0].equation), **around.sizes}
                 if (workers := members[0].workers) is not None:
                     sizes |= {workers.axis: workers.count}
-                yield Reduce(members, self._num_groups, around.times, sizes, around.mesh)
+                number, managed = self._num_groups, around.automatic(workers)
+                yield Reduce(members, number, around.times, sizes, around.mesh, managed)
                 self._num_groups += 1
                 continue
             for node, member in of_kind:

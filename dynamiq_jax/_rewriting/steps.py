@@ -6,7 +6,6 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.axes import Axes
@@ -18,7 +17,7 @@ from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.contractions import Workers
 from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
 from dynamiq_jax._rewriting.sums import Sum, is_over_rows
-from pallas_kernels._jax import compat, equations
+from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
 
@@ -111,6 +110,7 @@ class Reduce:
     times: int | None  # that it runs in one call of the step; None if that is not known
     sizes: Mapping[str, int]  # of the axes around it, by name
     mesh: Any  # of the map around it; None outside of one
+    automatic: Mapping[str, int]  # sizes of the axes that the compiler manages, by name
 
     def by_path(self, values: Iterable[Any]) -> collections.OrderedDict[str, Any]:
         """Return a tree of values, one for each sum, by the paths of the sums in a policy.
@@ -215,9 +215,8 @@ def terms_of(node: Node) -> Evaluate:
 def evaluate(node: Node) -> Evaluate:
     """Return the step that evaluates an equation as it is, or has the zeros that it sums."""
     if node.is_zeros:
-        types = [variable.aval for variable in node.equation.outvars]
-        zeros = lambda: [compat.match_varying(jnp.zeros(t.shape, t.dtype), t) for t in types]  # noqa: E731
-        return Evaluate(zeros, (), node.outputs)
+        results = node.equation.outvars
+        return Evaluate(lambda: list(map(equations.zeros_like, results)), (), node.outputs)
     keys = {
         variable: key
         for variable, key in zip(node.equation.invars, node.inputs, strict=True)

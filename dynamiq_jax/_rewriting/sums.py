@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -94,13 +94,7 @@ class Selection:
     operations: tuple[Operation, ...] = DEFAULT_OPERATIONS
 
     def __post_init__(self) -> None:
-        for name in axis_names(self.axis_name):
-            if not isinstance(name, str):
-                raise ValueError(
-                    f"axis_name={self.axis_name!r} is not the name of an axis. Give that of a "
-                    "manual axis of the step, such as 'data', or a tuple of several with the "
-                    "slowest link first."
-                )
+        axis_names(self.axis_name)  # raises if they are none
         if self.only is not None and not callable(self.only):
             raise TypeError(
                 f"only={self.only!r:.80} cannot be called. Give a function of a dq.Sum to True or "
@@ -115,6 +109,23 @@ class Selection:
     def axes(self) -> tuple[str, ...]:
         """Names of the axes, slowest first."""
         return axis_names(self.axis_name)
+
+    def check_bound(self, bound: Collection[str]) -> None:
+        """Check that all axes exist if one of them does.
+
+        Args:
+          bound: axes that exist somewhere in the step, or around it.
+
+        Raises:
+          ValueError: one axis of several does not exist.
+        """
+        missing = [name for name in self.axes if name not in bound]
+        if 0 < len(missing) < len(self.axes):
+            raise ValueError(
+                f"axis_name={self.axis_name!r}: {missing[0]!r} is not an axis of the step, whose "
+                f"axes are {tuple(sorted(bound))}. Give manual axes of its maps alone, the slowest "
+                "link first."
+            )
 
     def why_exact(self, each: Sum, params: Mapping[str, Any]) -> str | None:
         """Return why a sum stays as it is; None if it is to be compressed.
@@ -163,17 +174,25 @@ class Selection:
 
 def over_axes(equation: Equation) -> tuple[Operation, tuple[str, ...]] | None:
     """Return the operation of an equation and its axes; None if it is no sum over named axes."""
-    resharded = equations.sums_of_reshard(equation)
-    operation = OPERATIONS.get(equation.primitive.name, "psum" if resharded else None)
-    axes = resharded or axes_of(equation)
-    if operation is None or not axes or not all(isinstance(name, str) for name in axes):
-        return None  # numbers are axes of a vmap without a name
-    return operation, axes
+    if resharded := equations.sums_of_reshard(equation):
+        return "psum", resharded
+    operation = OPERATIONS.get(equation.primitive.name)
+    if operation is None:
+        return None
+    axes = axes_of(equation)  # numbers are those of a vmap without a name
+    is_named = bool(axes) and all(isinstance(name, str) for name in axes)
+    return (operation, axes) if is_named else None
 
 
 def terms_in(equation: Equation) -> Sequence[Any]:
     """Return variables with the types of the terms of a sum, one for each sum of an equation."""
     return equation.outvars if is_over_rows(equation) else equation.invars
+
+
+def as_written(equation: Equation) -> Equation:
+    """Return the equation of the program that a sum over rows computes, or the equation itself."""
+    contraction: Equation = equation.params["equation"] if is_over_rows(equation) else equation
+    return contraction
 
 
 def axes_of(equation: Equation) -> tuple[Any, ...]:

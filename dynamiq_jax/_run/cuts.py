@@ -105,7 +105,7 @@ class StripedCut(Cut):
 
     def __init__(self, collective: Collective, buckets: Sequence[Bucket], leaves: Leaves):
         super().__init__(collective, buckets, leaves)
-        rows = [collective.rows(leaves[index]) for index in self.buckets[0].leaves]
+        rows = [_as_words(collective.rows(leaves[index])) for index in self.buckets[0].leaves]
         self._dealing = Dealing(tuple(leaf.shape[1] for leaf in rows), len(self.buckets))
         dealt = self._dealing.deal(rows)
         in_place = collective.result_rows == len(rows[0])
@@ -114,22 +114,33 @@ class StripedCut(Cut):
 
     @override
     def take(self, carried: Carried, place: Any) -> Rows:
-        return [self._dealing.take(carried if self._values is None else self._values, place)]
+        dealt = carried if self._values is None else self._values
+        return [lax.bitcast_convert_type(self._dealing.take(dealt, place), self.buckets[0].dtype)]
 
     @override
     def put(self, carried: Carried, place: Any, total: Array) -> tuple[Carried, Array]:
         nothing = total[:0]  # its type has the axes over which results vary
         total = compat.match_varying(total.astype(self.buckets[0].dtype), carried[0])
         (rows,) = split_rows(total, [self._dealing.size], self.collective.result_rows)
-        return self._dealing.put(carried, place, rows), nothing
+        return self._dealing.put(carried, place, _as_words(rows)), nothing
 
     @override
     def pieces(self, carried: Carried, stacked: Sequence[Array]) -> list[Leaves]:
         for axis in compat.varying_axes(carried[0]) - compat.varying_axes(stacked[0]):
             carried = compat.same_over(carried, axis)
-        rows = self._dealing.undeal(carried)
+        dtype = self.buckets[0].dtype
+        rows = [lax.bitcast_convert_type(each, dtype) for each in self._dealing.undeal(carried)]
         whole = dict(zip(self.buckets[0].leaves, rows, strict=True))
         return [whole, *({} for _ in self.buckets[1:])]
+
+
+def _as_words(rows: Array) -> Array:
+    """Return floats of less than 32 bits as integers.
+
+    XLA for CPUs writes rows into an array of such floats by way of float32, all of it each time.
+    """
+    bits = 8 * rows.dtype.itemsize
+    return lax.bitcast_convert_type(rows, jnp.dtype(f"uint{bits}")) if bits < 32 else rows
 
 
 def cut(collective: Collective, buckets: Sequence[Bucket], leaves: Leaves) -> Cut:

@@ -1,8 +1,10 @@
 """One call of a collective: plan, check, run."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import Array
 
 from dynamiq_jax._check.check import check
@@ -11,6 +13,7 @@ from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._run.on_devices import Outcome, run_on_devices
+from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._states.states import NamedStates
 
 
@@ -28,7 +31,7 @@ def run(
     Args:
       collective: kind of collective, and its axes.
       tree: pytree of arrays.
-      key: PRNG key, the same on all workers.
+      key: PRNG key, the same on all workers, or a `SampledKey`.
       compression: policy, topology and options.
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods by their names, as from `first_states`; None for those of a
@@ -42,6 +45,10 @@ def run_plan(
     plan: Plan, leaves: Sequence[Array], key: Any, states: NamedStates | None = None
 ) -> Outcome:
     """Check a plan and run it on its leaves; see `run`."""
-    recording.record(plan)
-    key = check(plan, leaves, key, states)
-    return run_on_devices(plan, leaves, key, states)
+    number = recording.record(plan)
+    leaves = recording.mark(number, "terms", leaves)
+    sampled = isinstance(key, SampledKey)
+    base = check(plan, leaves, key.base if sampled else key, states)
+    outcome = run_on_devices(plan, leaves, base, states, sampled=sampled)
+    sums = recording.mark(number, "sum", jax.tree.leaves(outcome.tree))
+    return dataclasses.replace(outcome, tree=jax.tree.unflatten(plan.structure, sums))

@@ -14,6 +14,7 @@ from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.loop import send_all
+from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax._states.states import NamedStates, by_name, specs_of, to_go_on_with
 from pallas_kernels._jax import compat
 
@@ -30,7 +31,12 @@ class Outcome:
 
 
 def run_on_devices(
-    plan: Plan, leaves: Sequence[Array], key: Array, states: NamedStates | None
+    plan: Plan,
+    leaves: Sequence[Array],
+    key: Array,
+    states: NamedStates | None,
+    *,
+    sampled: bool,
 ) -> Outcome:
     """Run a plan where all axes that split leaves are manual.
 
@@ -39,6 +45,7 @@ def run_on_devices(
       leaves: leaves of the tree.
       key: typed PRNG key, the same on all workers.
       states: states of the methods by their names; None for those of a first step.
+      sampled: whether a sample of the leaves of all workers is folded into the key.
     """
     collective, shards = plan.collective, plan.shards
     if collective.salt is not None:
@@ -47,6 +54,11 @@ def run_on_devices(
     def local(
         leaves: dict[int, Array], key: Array, states: NamedStates | None, token: Array | None
     ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None]:
+        if sampled:
+            varying = frozenset[str]().union(*map(compat.varying_axes, leaves.values()))
+            own = (*collective.axes.names, *shards.axes)
+            axes = (*own, *sorted(varying - {*own}))
+            key = fold_in_sample(key, list(leaves.values()), axes, token)
         before: tuple[Any, ...] = ((),) * len(plan.buckets)
         of_states: dict[str, Array] = {}
         if plan.state_names:

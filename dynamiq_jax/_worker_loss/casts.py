@@ -32,8 +32,8 @@ class Cast:
 
         Args:
           tree: pytree of arrays.
-          key: PRNG key; None for a key from all bits of the tree.
-          salt: further number that a key from bits depends on, uint32 scalar, or None.
+          key: PRNG key; None for a key from the tree.
+          salt: further number that a key from the tree depends on, uint32 scalar, or None.
           ticket: zero whose cotangent carries the order of collectives, float32 scalar, or None;
             see `order.enter`.
 

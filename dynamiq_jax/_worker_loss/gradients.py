@@ -53,6 +53,7 @@ def _program(
         def loss_of(differentiated: list[Array]) -> tuple[Array, tuple[Any, list[Any]]]:
             return plan.loss(arrays, differentiated)
 
+        plan.check_gradients(arrays)
         (loss, (aux, rests)), grads = jax.value_and_grad(loss_of, has_aux=True)(
             arrays[DIFFERENTIATED]
         )

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._worker_loss import aux as auxiliary
-from dynamiq_jax._worker_loss import modules
+from dynamiq_jax._worker_loss import modules, replaced
 from dynamiq_jax._worker_loss.batch import in_order_of_workers, split_axis
 from dynamiq_jax._worker_loss.replicas import Replicas
 from dynamiq_jax._worker_loss.roles import DIFFERENTIATED, SPLIT, WHOLE, unwrap_single
@@ -105,6 +105,21 @@ class LossPlan:
             for module, before in zip(held, self.signature.rests(arrays), strict=True)
         ]
         return loss, (auxiliary.OfWorker(aux, weight), rests)
+
+    def check_gradients(self, arrays: Mapping[str, list[Any]]) -> None:
+        """Raise ValueError for a differentiated leaf whose gradient is its next state."""
+        trees = unwrap_single(self.signature.differentiated(arrays))
+        names = [
+            jax.tree_util.keystr(path)
+            for path, leaf in jax.tree.leaves_with_path(trees)
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        ]
+        replaced.check_gradients(
+            lambda leaves: self.loss(arrays, leaves)[0],
+            arrays[DIFFERENTIATED],
+            names,
+            self.work.workers.axes,
+        )
 
     def value(self, loss: Array, aux: auxiliary.OfWorker) -> tuple[list[Array], Any]:
         """Return rows of aux of this worker, and the loss and other aux of all workers."""

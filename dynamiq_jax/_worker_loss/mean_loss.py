@@ -37,6 +37,7 @@ def _program(
         return (), word_of(arrays[SPLIT], plan.work.names) ^ word_of(arrays[WHOLE], ())
 
     def local(arrays: Mapping[str, list[Any]]) -> tuple[list[Array], tuple[Any, list[Any]]]:
+        plan.check_gradients(arrays)
         loss, (aux, rests) = plan.loss(arrays, arrays[DIFFERENTIATED])
         rows, value = plan.value(loss, aux)
         return rows, (value, rests)

@@ -27,8 +27,8 @@ from dynamiq_jax._inputs.shards import (
     over,
 )
 from dynamiq_jax._run.driver import run
+from dynamiq_jax._run.sample import key_of
 from dynamiq_jax._worker_loss.casts import Cast
-from dynamiq_jax._worker_loss.fingerprint import key_of
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
@@ -120,7 +120,7 @@ class Replicas:
         return cast(tree, key, salt, ticket)
 
     def _key_of(self, tree: Any) -> Array:
-        """Return a PRNG key from all bits of a tree, the same as each worker would compute."""
+        """Return a PRNG key from a sample of a tree, the same as each worker would compute."""
         leaves, structure = jax.tree.flatten(tree)
         arrays = {n: leaf for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0}
 

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, PartitionSpec
 from dynamiq_jax._inputs.shards import context_or_automatic, names_of
 from dynamiq_jax._worker_loss.in_specs import axes_of
 from dynamiq_jax._worker_loss.replicas import place
-from pallas_kernels._jax import compat
 
 P = PartitionSpec
 Transform = Literal["vmap", "shard_map"]
@@ -113,7 +112,7 @@ class WorkerMap:
             in_specs=(specs,),
             out_specs=(P(self.axes), P()),
             axis_names=set(self.axes),
-            check_vma=compat.can_check_erf() if self.check_vma is None else self.check_vma,
+            check_vma=bool(self.check_vma),
         )
         try:
             return mapped(arrays)

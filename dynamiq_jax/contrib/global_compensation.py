@@ -27,9 +27,9 @@ class GlobalCompensation(Feedback):
 
         wanted = gradient + compensation;  compensation = wanted - total / num_workers
 
-    So nothing is lost, including what hops lose: over any number of steps, the applied means and
-    the mean of the compensations add up to the means of the gradients. `inner` does not have to
-    return the values that it applied.
+    Over any number of steps, the applied means and the mean of the compensations add up to the
+    means of the gradients: what hops lose comes back too. `inner` does not have to return the
+    values that it applied.
 
     One worker's compensation also holds the difference between its own gradient and the mean, and
     the noise of the sum. Nothing removes these: it grows with the square root of the number of

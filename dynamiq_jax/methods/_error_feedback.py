@@ -29,12 +29,12 @@ class ErrorFeedback(Feedback):
 
         wanted = gradient + residual;  residual = wanted - applied
 
-    So nothing is lost, only delayed: over any number of steps, the applied values and the last
-    residual add up to the gradients. The residual excludes two losses: the rounding of partial sums
-    at hops, which belongs to no single worker, and the cast of a result to the dtype of its leaf.
-    The residual costs a float32 for each coordinate, and 4 bytes on the wire in all. Unlike in the
-    papers, gradients do not contain the learning rate, since the optimizer comes after the
-    all-reduce: change it slowly.
+    Over any number of steps, the applied values and the last residual of a worker add up to its
+    gradients. Two losses are in no residual: the rounding of partial sums at hops, which belongs to
+    no single worker, and the cast of a result to the dtype of its leaf. So a method that rounds
+    partial sums to nearest keeps a drift on a ring or a butterfly. The residual costs a float32 for
+    each coordinate, and 4 bytes on the wire in all. Unlike in the papers, gradients do not contain
+    the learning rate, since the optimizer comes after the all-reduce: change it slowly.
 
     A residual is set to zero where it is not finite. NaN and Inf surface in the result of their own
     step and corrupt no later one, but the residual of these coordinates is lost.

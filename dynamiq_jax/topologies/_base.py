@@ -63,6 +63,34 @@ class Topology(abc.ABC):
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:
         """List the compressions of one chunk: (how many partial sums, of how many workers each)."""
 
+    def error_growth(self, num_workers: int, *, agreement: float = 0.0) -> float:
+        """Return the vNMSE of the sum over that of one compression.
+
+        A compression adds an error of a fixed share of the squared norm of what it compresses. A
+        partial sum of k workers has a squared norm of a k^2 + (1 - a) k times that of one worker,
+        where a, the agreement, is the share of the energy that all workers have in common.
+        Roundings count as independent.
+
+        Args:
+          num_workers: size of the axis.
+          agreement: share of the energy that all workers have in common, 0 to 1.
+
+        Raises:
+          ValueError: an agreement that is not a share.
+
+        >>> from dynamiq_jax.topologies import AllToAll, Ring
+        >>> round(Ring().error_growth(64)), round(AllToAll().error_growth(64))
+        (32, 2)
+        """
+        if not 0 <= agreement <= 1:
+            raise ValueError(f"agreement={agreement!r} is not a share. Give 0 to 1.")
+
+        def energy(workers: int) -> float:
+            return agreement * workers**2 + (1 - agreement) * workers
+
+        compressed = self.compressions(num_workers)
+        return sum(count * energy(k) for count, k in compressed) / energy(num_workers)
+
     @property
     def chunks_per_worker(self) -> int:
         """Chunks that each worker owns."""

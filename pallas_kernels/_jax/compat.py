@@ -5,14 +5,14 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 from jax import Array, lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, unsafe_get_axis_names_DO_NOT_USE
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 if sys.version_info >= (3, 12):
     from typing import override as override
@@ -50,6 +50,11 @@ def varying_axes(value: Array | Described) -> frozenset[str]:
     )
 
 
+def axes_in_scope() -> tuple[str, ...]:
+    """Return the names of the axes over which collectives are possible here."""
+    return tuple(name for name in unsafe_get_axis_names_DO_NOT_USE() if isinstance(name, str))
+
+
 def unreduced_axes(value: Array) -> frozenset[str]:
     """Return the manual axes over which a value is a sum that has not been done: since JAX 0.11."""
     return getattr(getattr(jax.typeof(value), "manual_axis_type", None), "unreduced", frozenset())
@@ -63,26 +68,6 @@ def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
 def tracks_varying(axis_name: str) -> bool:
     """Return whether types record the axes over which values vary, as under `check_vma=True`."""
     return axis_name in varying_axes(lax.axis_index(axis_name))
-
-
-@functools.cache
-def can_check_erf() -> bool:
-    """Return whether `erf`, as in exact GELU, has a derivative under `check_vma=True`.
-
-    JAX 0.12 has a defect there: "Primitive polynomial requires varying manual axes to match".
-    """
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    varying = jax.shard_map(
-        jax.vmap(jax.grad(lax.erf)),
-        mesh=mesh,
-        in_specs=PartitionSpec("x"),
-        out_specs=PartitionSpec("x"),
-    )
-    try:
-        jax.eval_shape(varying, jax.ShapeDtypeStruct((1,), np.float32))
-    except ValueError:
-        return False
-    return True
 
 
 def match_varying(values: Tree, reference: Array | Described) -> Tree:
@@ -279,15 +264,40 @@ def may_hold_custom_calls(context: Any) -> bool:
 def only_traces() -> bool:
     """Return whether the call that traces here does not run what it traces: `jit(f).lower`,
     `eval_shape`, `make_jaxpr` and alike.
-
-    The names of JAX's own functions show it. False where this version of JAX has other names.
     """
-    found = False
+    calls = _calls_of_jit()
+    return bool(calls) and calls[-1].f_code.co_name == _TRACES  # the outermost one decides
+
+
+def running_call() -> FrameType | None:
+    """Return the call of a jitted function that runs what is traced or compiled here, by its frame.
+
+    None where nothing shows one: where a program is only traced, or compiled by
+    `jit(f).lower(...).compile()`.
+    """
+    calls = _calls_of_jit()
+    return calls[-1] if calls and calls[-1].f_code.co_name == _RUNS else None
+
+
+def is_within_trace() -> bool:
+    """Return whether a call of a jitted function is evaluated while another one is traced."""
+    return len(_calls_of_jit()) > 1
+
+
+_RUNS, _TRACES = "cache_miss", "jit_trace"  # names of functions in JAX
+
+
+def _calls_of_jit() -> list[FrameType]:
+    """Return the frames in which JAX handles calls of jitted functions, the innermost first.
+
+    The names of JAX's own functions show them. None where this version of JAX has other names.
+    """
+    found: list[FrameType] = []
     frame = sys._getframe().f_back
-    while frame is not None:  # the outermost one decides
-        name = frame.f_code.co_name
-        if name in ("jit_trace", "cache_miss") and frame.f_globals["__name__"] == "jax._src.pjit":
-            found = name == "jit_trace"
+    while frame is not None:
+        is_of_jit = frame.f_code.co_name in (_RUNS, _TRACES)
+        if is_of_jit and frame.f_globals["__name__"] == "jax._src.pjit":
+            found.append(frame)
         frame = frame.f_back
     return found
 

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
+
+from pallas_kernels._jax import compat
 
 # An equation of a traced program, the program, and a value or constant in it. JAX 0.12 has one
 # class for programs with and without constants.
@@ -64,6 +67,19 @@ def collective_axes(equation: Equation) -> frozenset[str]:
     named = {axis for axis in axes if isinstance(axis, str)}
     is_map = equation.primitive.name == "shard_map"
     return frozenset(named - mapped_axes(equation) if is_map else named)
+
+
+def bound_axes(program: Any) -> frozenset[str]:
+    """Return the axes that exist somewhere in a traced program: of its maps, or of types."""
+    axes: set[str] = set()
+    for equation in opened(program)[0].eqns:
+        if equation.primitive.name == "shard_map":
+            axes |= mapped_axes(equation)
+        if sums_of_reshard(equation):
+            axes |= explicit_sizes(equation).keys()
+        for inner in programs_in(equation):
+            axes |= bound_axes(inner)
+    return frozenset(axes)
 
 
 def is_loop(equation: Equation) -> bool:
@@ -158,6 +174,11 @@ def dtype_of(atom: Any) -> np.dtype[Any]:
     """Return the dtype of an input or output of an equation."""
     dtype: np.dtype[Any] = atom.aval.dtype
     return dtype
+
+
+def zeros_like(atom: Any) -> Any:
+    """Return zeros of the type of a value of a program, the axes over which it varies included."""
+    return compat.match_varying(jnp.zeros(atom.aval.shape, atom.aval.dtype), atom.aval)
 
 
 def sums_of_reshard(equation: Equation) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, PRESETS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Butterfly, Ring, Topology
-from pallas_kernels._jax import compat
 from tests.support import speed
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import Collective, collectives
@@ -248,7 +247,7 @@ def reported_bytes(case: Case) -> float:
     if case.collective == "data_parallel":
         # Without a key, noise follows the batch: two words, which are summed. The transpose of a
         # map without `check_vma` sums the cotangent of the loss.
-        words += 2 * (case.method == "dynamiq") + (not compat.can_check_erf())
+        words += 2 * (case.method == "dynamiq") + 1
     return report.bytes_per_worker + words * 4 * 2 * (NUM_WORKERS - 1) / NUM_WORKERS
 
 

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
-from pallas_kernels._jax import compat
 from tests.support.gradients import vnmse
 from tests.support.workers import STOCHASTIC
 
@@ -239,6 +238,83 @@ def test_collectives_of_the_loss_are_differentiated(form, transform, data_mesh):
     check(jax.jit(run)(weights(), rows()), jax.value_and_grad(whole)(weights(), rows()))
 
 
+class Recurrent(linen.Module):
+    """An RNN of flax, whose cell begins with zeros."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.RNN(linen.GRUCell(OUT))(x)
+
+
+def gated(w, x):
+    """An LSTM as keras has it: two states that begin with zeros, and outputs of each turn."""
+
+    def cell(states, row):
+        h, c = states
+        i, f, g, o = jnp.split(row @ w + h @ jnp.tile(w, (2, 1)), 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros((x.shape[0], OUT // 4))
+    return lax.scan(cell, (zeros, zeros), x.swapaxes(0, 1))[1]
+
+
+def running_sum(w, x):
+    add = lambda total, row: (total + row @ w, total[..., :1])  # noqa: E731
+    return jnp.concatenate(
+        [each.ravel() for each in lax.scan(add, jnp.zeros((x.shape[0], OUT)), x.swapaxes(0, 1))]
+    )
+
+
+def counted(w, x):
+    """A loop of a number of turns."""
+    turn = lambda i, h: jnp.tanh(h + x[:, i] @ w)  # noqa: E731
+    return lax.fori_loop(0, x.shape[1], turn, jnp.zeros((x.shape[0], OUT)))
+
+
+def until(w, x):
+    """A loop without an end that is known, of which no gradient is taken; its result has one."""
+    turn = lambda state: (state[0] + 1, 0.5 * state[1] + lax.stop_gradient(x[:, 0] @ w))  # noqa: E731
+    _, h = lax.while_loop(lambda state: state[0] < 3, turn, (0, jnp.zeros((x.shape[0], OUT))))
+    return h * (x[:, 1] @ w)
+
+
+def branches(w, x):
+    """Branches of which one is a constant, by a number of the batch and by one of no array."""
+    h = x[:, 0] @ w
+    h = lax.cond(jnp.max(x) > -1, lambda: jnp.ones(h.shape), lambda: h) * h
+    return h + lax.cond(jnp.sum(w) > -1e9, lambda: h, lambda: jnp.zeros(h.shape))
+
+
+FROM_CONSTANTS = {
+    each.__name__: each for each in (gated, running_sum, counted, until, branches)
+} | {"recurrent": lambda params, x: Recurrent().apply(params, x)}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ({}, *(pytest.param(setting, marks=SLOW) for setting in SETTINGS.values())),
+    ids=("default", *SETTINGS),
+)
+@pytest.mark.parametrize("name", FROM_CONSTANTS)
+@FORMS
+def test_loops_and_branches_that_begin_with_constants(form, name, setting, data_mesh):
+    """Under `check_vma=True`, JAX refuses them in any `jax.shard_map`."""
+    x = jnp.asarray(rows().reshape(ROWS, 4, IN // 4))
+    w = np.random.default_rng(3).normal(size=(IN // 4, OUT)).astype(np.float32) / 4
+    params = Recurrent().init(KEY, x) if name == "recurrent" else w
+    loss = lambda params, x: jnp.mean(FROM_CONSTANTS[name](params, x) ** 2)  # noqa: E731
+    run = value_and_grads(form, loss, mesh=data_mesh(4), method="exact", **setting)
+    if setting.get("check_vma"):
+        with pytest.raises(TypeError, match="manual axis types do not match"):
+            run(params, x)
+        return
+    expected = jax.value_and_grad(loss)(params, x)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(expected[1]))
+    check(jax.jit(run)(params, x), expected, least=0, most=1e-9)
+
+
 @SLOW
 @pytest.mark.parametrize("setting", ({}, *SETTINGS.values()), ids=("default", *SETTINGS))
 @FORMS
@@ -247,16 +323,11 @@ def test_functions_whose_derivative_is_a_polynomial(form, setting, data_mesh):
     gelu = functools.partial(jax.nn.gelu, approximate=False)
     loss = functools.partial(loss_fn, kernel=gelu)
     run = value_and_grads(form, loss, mesh=data_mesh(2), **setting)
-    if setting.get("check_vma") and not compat.can_check_erf():
+    if setting.get("check_vma") and jax.__version_info__ >= (0, 12):
         with pytest.raises(ValueError, match="polynomial"):
             run(weights(), rows())
         return
     check(jax.jit(run)(weights(), rows()), jax.value_and_grad(loss)(weights(), rows()))
-
-
-def test_the_versions_of_jax_whose_check_refuses_a_polynomial():
-    """If this fails, JAX is mended: `check_vma` needs no automatic choice for newer versions."""
-    assert compat.can_check_erf() == (jax.__version_info__ < (0, 12))
 
 
 # ------------------------------------------------------------------------------- laws of jax.vmap

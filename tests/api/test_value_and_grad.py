@@ -388,8 +388,9 @@ def test_a_batch_holds_numbers_text_and_keywords(data_mesh):
     rest = {"weight": x**2, "names": ("x", "y"), "activation": jnp.tanh}
     grad_fn = exact_grad_fn(data_mesh, loss_fn, static_argnums=2, static_argnames="names")
     loss, grads = grad_fn(params, data, 2, key=KEY, **rest)
+    count = len(traced)
     grad_fn(params, data | {"factor": 0.25}, 2, key=KEY, **rest)
-    assert len(traced) == 1  # other numbers do not compile again
+    assert len(traced) == count  # other numbers do not compile again
 
     def expected_loss(params):
         hidden = jnp.tanh(x[:, None] * params["in"][:1])

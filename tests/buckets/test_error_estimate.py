@@ -52,8 +52,40 @@ def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
         if workers == 16:  # the sample grows with the bytes
             values = np.concatenate([values, values[:, ::-1]], axis=1)
         mean, metrics = measured(f"dynamiq:{bits}", workers)(KEY, values)
-        off = metrics["error"] / vnmse(mean, values.mean(0, dtype=np.float64)) - 1
+        exact = values.mean(0, dtype=np.float64)
+        off = metrics["error"] / vnmse(mean, exact) - 1
         assert abs(off) < 0.2, kind
+        squared, norms = (
+            np.sum(rows.reshape(-1, 256) ** 2, axis=1)
+            for rows in (mean - exact, mean.astype(np.float64))
+        )
+        off = metrics["row_error"] / np.mean(squared / norms) - 1
+        assert abs(off) < 0.2, kind
+
+
+def test_rows_that_are_lost_count_as_one():
+    """A row of which nothing arrives has no squared norm to divide by."""
+    values = np.random.default_rng(0).normal(size=(2, SIZE // 4)).astype(np.float32)
+    mean, metrics = measured("omnireduce", 2)(KEY, values)
+    lost = np.mean(np.all(mean.reshape(-1, 256) == 0, axis=1))
+    assert 0.3 < lost < 0.95
+    assert metrics["row_error"] == pytest.approx(lost, abs=0.1)
+
+
+@pytest.mark.parametrize("method", ("blockint:4:rounding=stochastic", "mxfp4"))
+def test_the_norm_is_that_of_the_exact_mean_and_a_compressed_one_has_the_energy_of_its_error(
+    method,
+):
+    """Which the gradient noise scale depends on. The rule holds for rounding without bias alone."""
+    values = worker_gradients(4, SIZE, seed=0, octaves=1.0)
+    truth = values.mean(0, dtype=np.float64)
+    mean, metrics = measured(method, 4)(KEY, values)
+    square, compressed = truth @ truth, np.sum(np.square(mean, dtype=np.float64))
+    assert 0.02 < metrics["error"] < 0.2
+    assert abs(metrics["norm"] ** 2 / square - 1) < 0.025
+    assert abs(compressed / square - 1) > 0.03
+    corrected = compressed / (1 + metrics["error"]) / square - 1
+    assert corrected < -0.1 if method == "mxfp4" else abs(corrected) < 0.005
 
 
 @pytest.mark.sampled(2)
@@ -77,6 +109,7 @@ def test_the_error_of_every_method_is_estimated(name):
 
 MEASURED = {
     "error",
+    "row_error",
     "worst_error",
     "worst_bucket",
     "sharing_gain",

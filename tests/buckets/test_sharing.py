@@ -24,7 +24,7 @@ def gain_of(errors, rows, bits, scales=None):
     scales = scales or [1.0] * len(errors)
     one, zero = np.float32(1), np.float32(0)
     found = [
-        Estimate(np.float32(e), one, np.float32(s), zero, np.float32(r))
+        Estimate(np.float32(e), one, np.float32(s), zero, np.float32(r), zero)
         for e, r, s in zip(errors, rows, scales, strict=True)
     ]
     buckets = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynamiq_jax._commands.advise import Advise
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._prediction.advice import advice, predictions, topologies_in_order
-from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS
 
 SLOW = Advise(link="1gbit", size="100M", workers=8, step_time=1.0)
 
@@ -144,6 +144,69 @@ def test_the_advised_topology_is_the_fastest_or_the_default(
     assert "[bold]Compress" not in text or f'topology="{advised}"' in text
 
 
+@settings(deadline=None)
+@given(
+    hosts=st.sampled_from((2, 3, 4, 16, 64)),
+    devices_per_host=st.sampled_from((2, 3, 8)),
+    link=st.sampled_from(("1gbit", "100gbit", "3200gbit")),
+    latency_us=st.floats(0, 1e5),
+    device=st.sampled_from(("gpu", "cpu", "tpu_v5e")),
+)
+def test_between_hosts_of_many_devices_the_advice_is_to_sum_inside_of_them_first(
+    hosts, devices_per_host, link, latency_us, device
+):
+    """A flat axis sends more from each host, straight messages most, and is never the advice."""
+    text, (plain, *compressed) = answer(
+        workers=hosts * devices_per_host,
+        devices_per_host=devices_per_host,
+        link=link,
+        latency_us=latency_us,
+        device=device,
+        bits=(5.0,),
+    )
+    five = {option.name.removeprefix("5 bits, "): option for option in compressed}
+    sent = {name: option.sent_by_host for name, option in five.items()}
+    assert sent["ring"] == sent["all_to_all"] < sent["flat ring"] < sent["flat all_to_all"]
+    # A host of d devices with n others scatters d n / (d + n - 1) times what it does on a ring.
+    others = (hosts - 1) * devices_per_host
+    times = devices_per_host * others / (others + devices_per_host - 1)
+    of_ring = (sent["flat all_to_all"] / sent["flat ring"]) / ((1 + times) / 2)
+    assert 0.9 < of_ring < 1  # statistics are the same in both
+    for option in compressed:
+        assert option.is_flat == ("flat" in option.name) == ("hosts" not in option.call)
+    assert "flat" not in text and "flat" not in topologies_in_order([plain, *compressed])
+    assert ("[bold]Compress" in text) == ('axis_name=("hosts", "local"), method=' in text)
+
+
+def test_each_device_of_a_host_has_a_part_of_its_gradient_and_link():
+    """The time of the wire is that of one device with both, and psum is summed alike."""
+    _, whole = answer(workers=32, devices_per_host=8, link="80gbit", size="8G")
+    _, part = answer(workers=4, link="10gbit", size="1G")
+    inside = [option for option in whole if not option.is_flat]
+    assert [option.name for option in inside] == [option.name for option in part]
+    for of_host, of_device in zip(inside, part, strict=True):
+        assert of_host.all_reduce.wire == of_device.all_reduce.wire
+        assert of_host.sent == of_device.sent == of_host.sent_by_host / 8
+        # Eight billion coordinates are summed inside, in as many nanoseconds as one takes seconds.
+        more = of_host.all_reduce.codec - of_device.all_reduce.codec
+        assert more == pytest.approx(8 * SUM_SPEEDS["gpu"].ns_per_coordinate)
+    slices = answer(device="tpu_v5e", workers=16, devices_per_host=8, link=None, size="8G")
+    chips = answer(device="tpu_v5e", workers=2, link=None, size="1G")
+    assert slices[1][0].all_reduce.wire == chips[1][0].all_reduce.wire
+    for text, _ in (slices, chips):
+        assert "Between 2 slices" in text and "from about 12,608 tokens a slice" in text
+
+
+def test_the_table_says_that_bytes_are_of_a_host(capsys):
+    dataclasses.replace(SLOW, workers=16, devices_per_host=8).run()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "16 workers, 8 on each host" in shown and "sent by a host" in shown
+    assert "5 bits, flat all_to_all" in shown and "Links inside of a host count as free" in shown
+    SLOW.run()
+    shown = capsys.readouterr().out
+    assert "sent by each" in shown and "host" not in shown and "flat" not in shown
+
+
 def test_the_line_of_topologies_has_the_fastest_first_and_is_empty_without_bits():
     line = topologies_in_order(answer(latency_us=100_000.0)[1])
     assert line.startswith("Topology for 5 bits: all_to_all. Predicted all-reduce: all_to_all ")
@@ -204,6 +267,10 @@ def test_topologies_differ_in_error_not_in_bytes():
         ({"oversubscription": float("inf")}, "--oversubscription is inf"),
         ({"oversubscription": 0.5}, "--oversubscription is 0.5: give at least 1"),
         ({"codec_ns": -1.0}, "--codec-ns is -1.0: give at least 0"),
+        ({"devices_per_host": 0}, "--devices-per-host is 0: give at least 1"),
+        ({"devices_per_host": 3}, "--devices-per-host is 3, but --workers is 8. Give the devices"),
+        ({"devices_per_host": 8}, "--devices-per-host is 8, but --workers is 8. Give the devices"),
+        ({"devices_per_host": 4, "link": "pcie4"}, "--link is pcie4, which is inside of a host"),
     ),
 )
 def test_questions_that_make_no_sense(changes, says):

@@ -24,7 +24,7 @@ from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.comparison import geometric_mean
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
-from dynamiq_jax._measurement.simulate import Simulation, codec_ns
+from dynamiq_jax._measurement.simulate import Simulation, codec_ns, relative_errors
 from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
 from examples.tools.small_decoder import small_config
 from tests.support.commands import shown
@@ -187,8 +187,18 @@ def test_errors_are_those_of_the_sum():
     flat = np.concatenate([leaf.reshape(-1) for leaf in truth.values()])
     assert 1e-6 < found.vnmse < 1e-2
     assert 1e-6 < found.relative < 1
+    assert found.above_half == 0
     assert found.gain == pytest.approx(1, abs=10 * np.sqrt(found.vnmse / flat.size))
     assert found.replicas_equal and found.seconds > 0
+
+
+def test_errors_of_rows_are_relative_and_leave_out_zeros():
+    """Rows whose values are all off by a share of themselves; the last one is shorter."""
+    shares = np.array([0.0, 0.5, 2.0, 0.8])
+    truth = np.repeat(10.0 ** np.arange(-8, 8, 4), 256)[:1000]
+    estimate = truth * (1 + np.repeat(shares, 256)[:1000])
+    found = relative_errors(np.append(estimate, np.zeros(536)), np.append(truth, np.zeros(536)))
+    np.testing.assert_allclose(found, shares**2)
 
 
 def test_too_few_devices_are_refused():
@@ -348,7 +358,8 @@ def test_a_topology_that_does_not_fit_is_left_out_and_said(tmp_path, capsys):
 
 
 def test_the_table_and_the_plot_show_all_rows(tmp_path):
-    step = {"vnmse": 1e-3, "relative": 0.1, "gain": 1.0, "seconds": 1.0, "replicas_equal": True}
+    step = {"vnmse": 1e-3, "relative": 0.1, "above_half": 0.25, "gain": 1.0, "seconds": 1.0}
+    step |= {"replicas_equal": True}
     rows = [
         {
             "setting": f"m{n}:ring",
@@ -364,12 +375,13 @@ def test_the_table_and_the_plot_show_all_rows(tmp_path):
             "steps": {"step 1": step},
             "vnmse": 10.0**-n,
             "relative": 0.1,
+            "above_half": 0.25,
         }
         for n in (3, 4)
         for workers in (2, 8)
     ]
     text = shown(compare_table(rows[:1], 1e9))
-    assert "m3" in text and "at 1 Gbit/s" in text
+    assert "m3" in text and "at 1 Gbit/s" in text and "25.0%" in text
     plots.save_errors(tmp_path / "p.svg", rows, "a link")
     drawn = (tmp_path / "p.svg").read_text()
     assert "<svg" in drawn

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import dynamiq_jax as dq
 from dynamiq_jax._prediction.cost_model import CodecSpeed, Network, predict, predict_exact
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, DEVICE_KINDS, SUM_SPEEDS
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import Axis, Call, WireCost
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 
@@ -194,17 +193,17 @@ def test_every_kind_of_device_has_speeds():
     ),
 )
 def test_the_error_law_by_hand(topology, n, agreement, growth):
-    assert error_growth(topology, n, agreement=agreement) == pytest.approx(growth, rel=1e-12)
+    assert topology.error_growth(n, agreement=agreement) == pytest.approx(growth, rel=1e-12)
 
 
 def test_errors_grow_with_the_length_of_the_path():
     for agreement in (0.0, 0.5, 1.0):
         growth = [
-            error_growth(t, 64, agreement=agreement) for t in (Ring(), Butterfly(), AllToAll())
+            t.error_growth(64, agreement=agreement) for t in (Ring(), Butterfly(), AllToAll())
         ]
         assert growth[0] > 5 * growth[1] > 5 * growth[2] > 5
     with pytest.raises(ValueError, match="agreement=2"):
-        error_growth(Ring(), 8, agreement=2)
+        Ring().error_growth(8, agreement=2)
 
 
 # -------------------------------------------------------------------------------------- refusals

@@ -278,7 +278,10 @@ def test_interpreted_kernels_on_this_cpu(tmp_path):
     path = tmp_path / "out.json"
     small = ("--size", "4Ki", "--repeats", "1", "--cpu-devices", "2")
     options = ("--interpret", "--backends", "xla", "triton", "--cases", CASE)
-    done = command("verify", *options, *small, "--json", str(path))
+    # As users compile: without optimizations, JAX 0.12 rounds values that the base decodes by one
+    # step otherwise than those of the interpreted kernel.
+    as_users = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    done = command("verify", *options, *small, "--json", str(path), **as_users)
     assert done.returncode == 0, done.stderr + done.stdout
     kept = json.loads(path.read_text())
     found = [c for c in kept["results"]["checks"] if c["backend"] == "triton"]

@@ -1,6 +1,5 @@
 """Steps of one global program on meshes of several axes, and of parameters that are split."""
 
-
 import jax
 import jax.numpy as jnp
 import optax

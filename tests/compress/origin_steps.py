@@ -224,6 +224,18 @@ def normalized_parameters(p, s, x, y):
     return jax.grad(normed)(p)["w"]
 
 
+@gradients(check_vma=True, compressed=1)
+def spectral_normalization(p, s, x, y):
+    """The backward pass goes on with a single number of the sum, and with the sum scaled."""
+
+    def normed(w):
+        u = lax.stop_gradient(w @ jnp.ones(SIZE))
+        v = lax.stop_gradient(w.T @ u)
+        return mean(jnp.mean((x @ (w / (u @ (w @ v))) - y) ** 2))
+
+    return jax.grad(normed)(p["w"])
+
+
 @gradients(compressed=1, out=P("data"))
 def layers_of_gathered_parts(p, s, x, y):
     """Workers hold rows of each layer, which a checkpoint gathers again: sums are scattered."""
@@ -286,7 +298,7 @@ def update_of_muon(p, s, x, y):
 
 @others(f"{FORWARD}|{MIXED}", exact=2)
 def factors_of_kfac(p, s, x, y):
-    h, pull = jax.vjp(lambda h: jnp.sum((h @ p["v"] - y) ** 2), hidden(p, x))
+    _, pull = jax.vjp(lambda h: jnp.sum((h @ p["v"] - y) ** 2), hidden(p, x))
     (dh,) = pull(jnp.float32(1))
     activations = jax.grad(lambda p: (jnp.sum(p["w"]), hidden(p, x)), has_aux=True)(p)[1]
     return mean((activations.T @ activations, dh.T @ dh))

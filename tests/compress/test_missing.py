@@ -35,6 +35,21 @@ def test_a_step_that_may_lack_sums_stays_as_it_is(jitted, data_mesh):
     assert report.num_groups == 0
     (each,) = report.sums
     assert each.why_exact == "fewer elements than options.exact_below"
+    titles, _, sentence = str(report).splitlines()
+    assert titles.startswith("sum ") and sentence.startswith("Nothing is compressed: each of")
+
+
+def test_the_report_of_a_step_without_sums_is_a_sentence(data_mesh):
+    doubled = lambda params, x, y: 2 * x  # noqa: E731
+    for fun in (doubled, mapped(doubled, data_mesh(2), out=P("data"))):
+        report = dq.compress(fun, "data", missing_ok=True).report(PARAMS, X, Y)
+        assert str(report) == "Nothing is compressed: the step has no sum over a named axis."
+
+
+def test_the_report_of_compressed_sums_is_a_table_alone(data_mesh):
+    step = mapped(lambda *a: lax.pmean(jax.grad(loss_fn)(*a), "data"), data_mesh(2))
+    text = str(dq.compress(step, "data").report(PARAMS, X, Y))
+    assert "compressed, group 0" in text and "Nothing" not in text
 
 
 def test_all_maps_of_a_program_can_be_wrapped(monkeypatch):

@@ -8,8 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._rewriting import evaluate
-from dynamiq_jax._run.on_devices import Outcome
+from dynamiq_jax._run import on_devices
 from tests.compress.forms import every_sum, normal
 from tests.support.workers import STOCHASTIC
 
@@ -96,11 +95,11 @@ def test_replicas_are_identical(data_mesh):
 def test_all_workers_have_one_key(key, data_mesh, monkeypatch):
     """In a loop, where a given key is changed too: methods share random choices by their keys."""
 
-    def word_of(collective, tree, key, compression, specs=None):
+    def word_of(plan, leaves, key, states, token):
         word = jax.random.bits(key, dtype=jnp.uint16).astype(jnp.float32)
-        return Outcome(jax.tree.map(lambda leaf: jnp.full_like(leaf, word), tree), {}, {})
+        return {i: jnp.full_like(leaf, word) for i, leaf in leaves.items()}, (), {}, token
 
-    monkeypatch.setattr(evaluate, "run", word_of)
+    monkeypatch.setattr(on_devices, "send_all", word_of)
 
     def local(rows, number):
         def turn(carry, shift):

@@ -227,11 +227,11 @@ ACTIVATIONS = {
     "product": lambda w, x: x @ w,
     "of elements": lambda w, x: jnp.tile(x, (SIZE // len(x), 1)) * w,
     "convolution": lambda w, x: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0],
-    "recurrence": lambda w, x: lax.scan(lambda c, r: (jnp.tanh(c @ w + r[None]), None), x, x[:3])[
-        0
-    ],
+    "recurrence": lambda w, x: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w + x), x),
     "behind a cast": lambda w, x: (x @ w).astype(jnp.bfloat16).astype(jnp.float32),
     "behind a loop": lambda w, x: lax.scan(lambda c, _: (c / 2, None), x @ w, None, length=2)[0],
+    "pooled": lambda w, x: lax.reduce_window(w, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME"),
+    "inverted": lambda w, x: jnp.linalg.inv(w + 9 * jnp.eye(SIZE)),
     "sent": lambda w, x: lax.ppermute(w, "data", [(0, 1), (1, 0)]),
     "summed again": lambda w, x: lax.psum(w, "data"),
 }
@@ -370,10 +370,9 @@ def test_zeros_of_frozen_parameters_are_not_sent(name, check_vma, data_mesh):
     assert got["v"].dtype == expected["v"].dtype
     assert dq.vnmse(got, expected) < 1e-4
     text = compressed.lower(*ARGS).compile().as_text()
-    alone = lambda p, s, x, y: local(p, s, x, y)["w"]  # noqa: E731
-    alone = dq.compress(
-        on_mesh(data_mesh, alone, out=out, check_vma=check_vma), "data", method="bf16"
-    )
+    trained = lambda p, s, x, y: local(p, s, x, y)["w"]  # noqa: E731
+    alone = on_mesh(data_mesh, trained, out=out, check_vma=check_vma)
+    alone = dq.compress(alone, "data", method="bf16")
     sent, others = (
         sum(each.sent_bytes(2) for each in collectives(text))
         for text in (text, alone.lower(*ARGS).compile().as_text())

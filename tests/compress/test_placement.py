@@ -1,5 +1,7 @@
 """Specs of sums follow from the parameters that they update, where these have shardings."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._inspection.step import inspect_text
 from tests.compress.forms import PARAMS, X, Y, loss_fn, mean_loss
 
 METHOD = "bf16"
@@ -33,7 +36,8 @@ def shardings(mesh):
 @pytest.fixture
 def args(mesh, shardings):
     rows = jax.NamedSharding(mesh, P("data"))
-    return jax.device_put(PARAMS, shardings), *jax.device_put((X, Y), rows)
+    own = jax.tree.map(jnp.copy, PARAMS)  # that may be donated
+    return jax.device_put(own, shardings), *jax.device_put((X, Y), rows)
 
 
 def update(params, grads):
@@ -133,12 +137,159 @@ def test_specs_that_are_not_certain_are_an_error(kind, mesh, args, shardings):
         run(*given)
 
 
-def test_another_sharding_is_another_program(mesh, args):
-    compressed = dq.compress(update_inside(mesh), "data", **OPTIONS)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_another_sharding_is_another_program(jitted, mesh, args):
+    step = update_inside(mesh)
+    compressed = dq.compress(jax.jit(step) if jitted else step, "data", **OPTIONS)
     split = compressed.report(*args).compressed
     whole = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     first, second = compressed(*args), compressed(whole, *args[1:])
     full = compressed.report(whole, *args[1:]).compressed
     assert [each.bytes_after for each in full] == [2 * each.bytes_after for each in split]
+    sent = [dq.inspect(compressed, p, *args[1:]).bytes_compressed for p in (args[0], whole)]
+    assert sent[1] == 2 * sent[0] > 0
     for name in "wv":
         np.testing.assert_allclose(first[name], second[name], rtol=1e-2, atol=1e-3)
+
+
+# ---------------------------------------------------------------------------- steps that are jitted
+
+
+def placed_whole(step, weights, rows):
+    """One sharding for each argument, in place of one for each leaf."""
+    return jax.jit(step, in_shardings=(weights, rows, rows), out_shardings=weights)
+
+
+def placed_in_part(step, weights, rows):
+    return jax.jit(step, in_shardings=(weights, None, None))
+
+
+def placed_results(step, weights, rows):
+    return jax.jit(step, out_shardings=weights)
+
+
+def not_placed(step, weights, rows):
+    return jax.jit(step)
+
+
+def donating(step, weights, rows):
+    placed = {"in_shardings": (weights, rows, rows), "out_shardings": weights}
+    return jax.jit(step, **placed, donate_argnums=0)
+
+
+def with_a_static_argument(step, weights, rows):
+    def scaled(params, rate, x, y):
+        assert rate == 2.0
+        return step(params, x, y)
+
+    jitted = jax.jit(scaled, in_shardings=(weights, rows, rows), static_argnames="rate")
+    return Reordered(jitted, lambda params, x, y: ((params, 2.0, x, y), {}))
+
+
+def by_name(step, weights, rows):
+    return Reordered(jax.jit(step), lambda params, x, y: ((), {"y": y, "x": x, "params": params}))
+
+
+def jitted_twice(step, weights, rows):
+    return jax.jit(placed_whole(step, weights, rows))
+
+
+class Reordered(NamedTuple):
+    """A step, and its arguments as a function of those of others."""
+
+    step: Any
+    given: Any
+
+
+def arrays(placed, plain):
+    return placed
+
+
+def some_arrays(placed, plain):
+    return placed[0], *plain[1:]
+
+
+def plain_arrays(placed, plain):
+    return plain
+
+
+def shapes(placed, plain):
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), placed
+    )
+
+
+JITTED = [
+    *((make, plain_arrays) for make in (placed_whole, placed_in_part, placed_results)),
+    *((make, plain_arrays) for make in (with_a_static_argument, jitted_twice)),
+    *((make, arrays) for make in (placed_in_part, donating, by_name, jitted_twice)),
+    *((not_placed, given) for given in (arrays, some_arrays, shapes)),
+    (placed_whole, shapes),
+]
+
+
+def forms_of(make, given, mesh, args, shardings):
+    """Return a compressed step, and its arguments."""
+    step = update_outside(mesh)
+    made = make(step, shardings, jax.NamedSharding(mesh, P("data")))
+    values = given(args, (PARAMS, X, Y))
+    made, (positional, named) = (
+        (made.step, made.given(*values)) if isinstance(made, Reordered) else (made, (values, {}))
+    )
+    return made, positional, named
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("make", "given"), JITTED)
+def test_all_that_a_jitted_step_does_knows_the_same_specs(make, given, mesh, args, shardings):
+    """Its report, its program as `lower` and `inspect` have it, and its result."""
+    step, positional, named = forms_of(make, given, mesh, args, shardings)
+    compressed = dq.compress(step, "data", key=lambda *a, **k: jax.random.key(0), **OPTIONS)
+    report = compressed.report(*positional, **named)
+    assert [each.sum.shape for each in report.compressed] == [(32, 32)] * 2
+    sent = sum(each.bytes_after for each in report.compressed)
+    assert sent == 2 * 2 * 32 * 32 / 2  # of two matrices, half of 16 bits, and again to gather
+    assert dq.inspect(compressed, *positional, **named).bytes_compressed == sent
+    for lowered in (
+        compressed.lower(*positional, **named),
+        compressed.trace(*positional, **named).lower(),
+    ):
+        assert inspect_text(lowered.compile().as_text()).bytes_compressed == sent
+    if given is shapes:
+        return
+    expected = jax.jit(update_outside(mesh))(PARAMS, X, Y)
+    got = compressed(*positional, **named)
+    change = [jax.tree.map(jnp.subtract, tree, PARAMS) for tree in (got, expected)]
+    assert 1e-8 < dq.vnmse(*change) < 1e-4
+    if make is donating:
+        assert positional[0]["w"].is_deleted()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("kind", ["unknown", "two"])
+def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
+    kind, jitted, mesh, args, shardings
+):
+    def swapped(params, x, y):
+        placed = {"w": shardings["v"], "v": shardings["w"], "b": shardings["b"]}
+        return jax.lax.with_sharding_constraint(update_outside(mesh)(params, x, y), placed)
+
+    step, given = (update_outside(mesh), (PARAMS, X, Y)) if kind == "unknown" else (swapped, args)
+    compressed = dq.compress(jax.jit(step) if jitted else step, "data", **OPTIONS)
+    for function in (compressed, compressed.report, compressed.trace, compressed.lower):
+        with pytest.raises(ValueError, match="specs=None, but the compiler manages axis 'fsdp' of"):
+            function(*given)
+    (found,) = dq.inspect(compressed, *given).findings
+    assert found.kind == "whole gradient"
+    known = dq.compress(jax.jit(step) if jitted else step, "data", specs=P(), **OPTIONS)
+    assert len(known.report(*given).compressed) == 2
+
+
+def test_a_step_with_shardings_keeps_them_in_the_jit_of_a_caller(mesh, args, shardings):
+    rows = jax.NamedSharding(mesh, P("data"))
+    step = dq.compress(placed_whole(update_outside(mesh), shardings, rows), "data", **OPTIONS)
+    inside = jax.jit(lambda *args: step(*args))(PARAMS, X, Y)
+    alone = step(*args)
+    for name in "wv":
+        np.testing.assert_array_equal(inside[name], alone[name])
+        assert alone[name].sharding.is_equivalent_to(shardings[name], 2)

@@ -166,15 +166,13 @@ def test_exact_sums_have_bytes_and_the_number_of_times_too():
 
 
 def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
-    text = str(
-        dq.compress(mean_of(data_mesh, MANY), "data", only=every_sum).report(MANY)
-    ).splitlines()
+    step = dq.compress(mean_of(data_mesh, MANY), "data", only=every_sum)
+    text = str(step.report(MANY)).splitlines()
     assert len(text) == 2
     assert text[1].startswith("12 x  psum test_report.py:")
     one = {"p00": MANY["p00"]}
-    alone = str(
-        dq.compress(mean_of(data_mesh, one), "data", only=every_sum).report(one)
-    ).splitlines()
+    step = dq.compress(mean_of(data_mesh, one), "data", only=every_sum)
+    alone = str(step.report(one)).splitlines()
     assert alone[1].startswith("psum test_report.py:")
 
 

@@ -1,4 +1,4 @@
-"""Global compensation: nothing is lost over time, and what it collects has to be reset."""
+"""Global compensation: with the means, it adds up to the gradients, and it has to be reset."""
 
 import dataclasses
 import functools

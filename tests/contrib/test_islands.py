@@ -1,8 +1,6 @@
 """Islands: laws of a round, of islands that are late, leave and join, and of their transports."""
 
-import concurrent.futures
 import functools
-import json
 import pathlib
 import re
 import signal
@@ -18,10 +16,10 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib import Islands, IslandState, ObjectStore, SharedFolder
+from dynamiq_jax.contrib.islands.records import Decision, opened
 from tests.support import island_worker, processes
-from tests.support.gradients import heavy_tailed
+from tests.support.islands import PARAMS, exchanged, joined, moved, same, together
 
-PARAMS = {"w": heavy_tailed(0, (40, 32)), "b": heavy_tailed(1, (7,))}
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -30,42 +28,6 @@ def transport(request, tmp_path):
     if request.param == "folder":
         return SharedFolder(tmp_path)
     return ObjectStore(fsspec.filesystem("memory"), str(tmp_path))
-
-
-def moved(params, seed: int):
-    """Parameters after local steps: others for each seed."""
-    names = enumerate(sorted(params))
-    change = {name: heavy_tailed(10 * seed + 2 + i, params[name].shape) for i, name in names}
-    return jax.tree.map(np.add, jax.device_get(params), change)
-
-
-def together(calls):
-    """Results of functions that wait for each other."""
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(60) for future in [pool.submit(call) for call in calls]]
-
-
-def joined(transport, names="abc", **fields):
-    islands = [
-        Islands(transport=transport, name=n, **{"count": len(names), "poll": 0.005, **fields})
-        for n in names
-    ]
-    return islands, together([functools.partial(i.join, PARAMS) for i in islands])
-
-
-def exchanged(islands, states, seeds, weights=None):
-    weights = weights or [1.0] * len(islands)
-    return together(
-        [
-            functools.partial(island.exchange, moved(state.reference, seed), state, weight=weight)
-            for island, state, seed, weight in zip(islands, states, seeds, weights, strict=True)
-        ]
-    )
-
-
-def same(one, other) -> bool:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
 
 
 def test_a_name_is_stored_once(transport):
@@ -243,6 +205,7 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
         ("deadline", -1),
         ("late", "later"),
         ("feedback", 1),
+        ("norm_limit", 0.5),
         ("store_every", 0),
         ("poll", -1),
         ("seed", 0.5),
@@ -282,11 +245,10 @@ def test_an_island_that_is_killed_again_and_again_comes_back(tmp_path, request):
         last, jobs["c"] = now, start("c")
     outputs = {name: job.result() for name, job in jobs.items()}
     assert {output[:2] for output in outputs.values()} == {(rounds, outputs["a"][1])}
-    came = [
-        json.loads(SharedFolder(tmp_path).get(f"decision/{number:08}"))["members"]
-        for number in range(rounds)
-    ]
-    assert all({"a", "b"} <= {*members} for members in came)  # no round is lost for them
+    files = [f"decision/{number:08}" for number in range(rounds)]
+    transport = SharedFolder(tmp_path)
+    came = [Decision.from_bytes(opened(file, transport.get(file))).members for file in files]
+    assert all({"a", "b"} <= members.keys() for members in came)  # no round is lost for them
     assert sum("c" in members for members in came) >= rounds - kills
     # Ten steps a round that each leave 0.95 of the distance, and the rounding of 4 bits.
     assert 0.9 * 0.95 ** (10 * rounds) < outputs["a"][2] < 2 * 0.95 ** (10 * rounds) + 1e-3

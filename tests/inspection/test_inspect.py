@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -284,6 +285,49 @@ def test_only_sums_over_axes_of_workers_count_as_widened(axis, expected):
     mesh = mesh_of(data=2, fsdp=4)
     found = dq.inspect(manual_step(mesh, reduce), EXACT_PARAMS, BATCH, KEY)
     assert [kind for kind in kinds(found) if kind == "widened"] == expected
+
+
+def test_frozen_parameters_and_repeated_sums_are_found():
+    def reduce(grads, key):
+        zeros = jax.tree.map(jnp.zeros_like, grads)
+        both = compressed({"own": grads, "frozen": zeros}, key)
+        again = compressed(jax.tree.map(lambda leaf: 2 * leaf, grads), key)
+        return jax.tree.map(jnp.add, both["own"], again)
+
+    found = dq.inspect(manual_step(mesh_of(data=4), reduce), EXACT_PARAMS, BATCH, KEY)
+    assert kinds(found) == ["sent and thrown away", "sent repeatedly"]
+    text = str(found)
+    assert "optax.masked" in text
+    assert "sum once behind the loop" in text
+
+
+@pytest.mark.parametrize("in_the_optimizer", (True, False))
+def test_an_optimizer_that_adds_up_sums_is_found(in_the_optimizer):
+    """By its state, which a step takes and returns."""
+    optimizer = optax.sgd(0.1)
+    if in_the_optimizer:
+        optimizer = optax.MultiSteps(optimizer, every_k_schedule=4)
+
+    def local(params, state, batch, key):
+        updates, state = optimizer.update(
+            compressed(jax.grad(loss_fn)(params, batch), key), state, params
+        )
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh_of(data=4),
+            in_specs=(P(), P(), P("data"), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+    state = optimizer.init(EXACT_PARAMS)
+    with jax.numpy_dtype_promotion("standard"):  # of optax
+        found = dq.inspect(step, EXACT_PARAMS, state, BATCH, KEY)
+    assert kinds(found) == ["sent repeatedly"] * in_the_optimizer
+    assert not in_the_optimizer or "MultiSteps" in found.findings[0].text
 
 
 def test_an_axis_of_one_worker_has_nothing_to_compress():

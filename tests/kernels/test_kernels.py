@@ -52,7 +52,8 @@ class Case(NamedTuple):
     @property
     def widths(self) -> np.ndarray:
         """Widths of all places of a chunk."""
-        others = [width for width in self.method.widths if width != self.usual]
+        allowed = self.method.layout(1, 1).allocation.widths
+        others = [width for width in allowed if width != self.usual]
         return np.sort([*others, *[self.usual] * (ROWS - len(others))])[::-1]
 
     @property

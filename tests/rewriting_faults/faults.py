@@ -39,8 +39,12 @@ def _in_front(what: str, old: str, new: str, test: str, chosen: str = "") -> Fau
     return Fault(what, f"{REWRITING}/in_front.py", old, new, test, chosen)
 
 
-def _kept(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
-    return Fault(what, f"{REWRITING}/kept_exact.py", old, new, test, chosen)
+def _origins(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/origins.py", old, new, test, chosen)
+
+
+def _kinds(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
+    return Fault(what, f"{REWRITING}/kinds.py", old, new, test, chosen)
 
 
 def _sums(what: str, old: str, new: str, test: str, chosen: str = "") -> Fault:
@@ -147,35 +151,36 @@ FAULTS = (
     # Keys.
     _evaluate(
         "groups have one key",
-        "base = jax.random.fold_in(base, group.number)",
-        "base = jax.random.fold_in(base, 0)",
+        "key is None else key, group.number",
+        "key is None else key, 0",
         "test_noise.py",
         "sums_of_one_step",
     ),
     _evaluate(
         "steps have one key",
-        "return jax.random.fold_in(base, joint_word_of(leaves, over))",
-        "return base",
+        "if key is None or group.times != 1:",
+        "if group.times != 1:",
         "test_noise.py",
     ),
     _evaluate(
         "turns of a loop have one key",
-        "if key is not None and group.times == 1:",
-        "if key is not None:",
+        "if key is None or group.times != 1:",
+        "if key is None:",
         "test_noise.py",
         "turns",
     ),
-    _evaluate(
+    Fault(
         "workers have keys of their own",
-        "joint_word_of(leaves, over))",
-        "joint_word_of(leaves, ()))",
+        "dynamiq_jax/_run/on_devices.py",
+        "list(leaves.values()), axes, token)",
+        "list(leaves.values()), (), token)",
         "test_noise.py",
         "one_key",
     ),
     _evaluate(
         "the key of the user is left out",
-        "base = jax.random.key(0) if key is None else key",
-        "base = jax.random.key(0)",
+        "jax.random.key(0) if key is None else key",
+        "jax.random.key(0)",
         "test_noise.py",
         "steps_cancel",
     ),
@@ -248,8 +253,8 @@ FAULTS = (
     ),
     _schedule(
         "what a total begins with is summed over the workers",
-        "if is_zero(inputs[part.carried[i]], flat.zeros)",
-        "if i in part.carried",
+        "i for i in part.totals if node.traced.inputs[part.carried[i]].number == 0",
+        "i for i in part.totals",
         "test_loops.py",
         "begin_elsewhere",
     ),
@@ -274,10 +279,10 @@ FAULTS = (
         "test_loops.py",
         "sent_as_a_mean",
     ),
-    _in_front(
+    _schedule(
         "every number is zero",
-        "return _is_number(key) and not key.value",
-        "return _is_number(key)",
+        "if node.traced.inputs[part.carried[i]].number == 0",
+        "if node.traced.inputs[part.carried[i]].number is not None",
         "test_loops.py",
         "begin_elsewhere",
     ),
@@ -374,41 +379,102 @@ FAULTS = (
         "forward_pass",
     ),
     # Sums that stay exact.
-    _kept(
+    _origins(
         "gradients of statistics are compressed",
-        "if node.sums and _is_backward(node) and results & found.needed:",
-        "if node.sums and _is_backward(node) and results & found.needed and not results:",
+        '            if here == "backward":\n',
+        '            if here == "backward" and not path:\n',
         "test_statistics.py",
     ),
-    _kept(
-        "a small sum is no gradient",
-        "any(why in OF_GRADIENTS for _, why in node.sums)",
-        "any(why is None for _, why in node.sums)",
-        "test_statistics.py",
+    _origins(
+        "coefficients of a loss are what its backward pass goes on with",
+        "self.facts.read_sums.update(each.sums)",
+        "self.facts.read_sums.update(())",
+        "test_origins.py",
+        "coefficient",
     ),
-    _kept(
-        "a mean behind the backward pass is no gradient",
-        "elif is_summed and name in _TO_VARYING:",
-        "elif is_summed and name in ():",
-        "test_statistics.py",
+    _origins(
+        "parameters are accumulated gradients",
+        "self.facts.read.update(each.arguments)",
+        "self.facts.read.update(())",
+        "test_origins.py",
+        "of_gradients_are_compressed",
     ),
-    _kept(
-        "without check_vma no sum is a statistic",
-        'if results & far and name == "psum":',
-        'if results & far and name == "no sum":',
-        "test_statistics.py",
+    _origins(
+        "loops have one turn",
+        "if values == before or not self._all_turns:",
+        "if True:",
+        "test_origins.py",
+        "reads_parameters_later",
     ),
-    _kept(
+    _origins(
+        "derivatives of gradients are a forward pass",
+        'return "backward" if is_inside else differentiation_of(scopes)',
+        "return differentiation_of(scopes)",
+        "test_forms.py",
+        "curvature",
+    ),
+    _kinds(
+        "squares of gradients are gradients",
+        "result = nonlinear([first, second])",
+        "result = high",
+        "test_origins.py",
+        "breaks_it or no_others",
+    ),
+    _kinds(
+        "changed parameters are gradients",
+        "if Kind.GRADIENT in kinds and kind > Kind.GRADIENT:\n        kind = Kind.MIXED",
+        "if Kind.GRADIENT in kinds:\n        kind = Kind.GRADIENT",
+        "test_origins.py",
+        "no_others",
+    ),
+    _kinds(
+        "clipped gradients are none",
+        "origin.is_spread or is_one(atom) or _shape(atom) != whole",
+        "origin.is_spread",
+        "test_origins.py",
+        "are_compressed",
+    ),
+    _kinds(
+        "parameters decay by any factor",
+        "_LARGEST_DECAY = 0.1",
+        "_LARGEST_DECAY = 1.0",
+        "test_origins.py",
+        "no_others",
+    ),
+    _kinds(
+        "no backward pass goes on by a product",
+        'if not (is_scaled or (each.is_same and name in ("mul", "div")))',
+        "if False",
+        "test_origins.py",
+        "no_others",
+    ),
+    _kinds(
+        "a backward pass goes on where parameters are normalized",
+        '(each.is_same and name in ("mul", "div"))',
+        "False",
+        "test_statistics.py",
+        "without_workers",
+    ),
+    Fault(
         "small sums that large ones need split groups",
-        "elif node.may_join and results & needed:",
-        "elif node.may_join and results & needed and not results:",
+        f"{REWRITING}/nodes.py",
+        "if node.may_join and is_needed:",
+        "if node.may_join and is_needed and not needed:",
         "test_groups.py",
         "does_not_split",
     ),
+    Fault(
+        "zeros are sent",
+        f"{REWRITING}/steps.py",
+        "if node.is_zeros:",
+        "if node.is_zeros and not node.outputs:",
+        "test_origins.py",
+        "not_sent",
+    ),
     _sums(
         "sums of a forward pass are compressed",
-        'return FORWARD if each.differentiation == "forward" else None',
-        "return None",
+        'if each.differentiation == "forward":',
+        'if each.differentiation == "forward" and each.origin == "other":',
         "test_statistics.py",
     ),
     _sums(
@@ -458,10 +524,33 @@ FAULTS = (
     Fault(
         "a jitted step donates nothing",
         EQUATIONS,
-        '            "donate_argnums",\n            "donate_argnames",\n',
-        "",
+        '("donate_argnums", "donate_argnames", "keep_unused")',
+        '("keep_unused",)',
         "test_programs.py",
         "donated",
+    ),
+    Fault(
+        "the shardings of jax.jit are forgotten",
+        EQUATIONS,
+        "jax.jit(unjitted(jitted), **settings) if is_placed else unjitted(jitted)",
+        "unjitted(jitted)",
+        "test_placement.py",
+        "jitted_step",
+    ),
+    Fault(
+        "a jitted step forgets the shardings of its arrays",
+        f"{API}/compress.py",
+        "        specs = _specs_of(leaves)\n        if specs not in",
+        "        specs: Any = ()\n        if specs not in",
+        "test_placement.py",
+        "jitted_step",
+    ),
+    _evaluate(
+        "a report does not need specs",
+        "            raise unknown_specs(group.automatic)\n",
+        "            return None\n",
+        "test_placement.py",
+        "not_certain",
     ),
     Fault(
         "a buffer that is used again is donated",

@@ -1,4 +1,4 @@
-"""One process of test_late_process.py."""
+"""One process of each test in test_late_process.py."""
 
 import functools
 import threading
@@ -17,6 +17,7 @@ from tests.support.agreement_worker import (
     local_sgd,
     lossy,
     moshpit,
+    outcome,
     pipelined,
     reduce_gradients,
     tree_of,
@@ -120,3 +121,16 @@ def errors_of_all(rank: int) -> dict[str, str | None]:
     for thread in threads:
         thread.join()
     return errors
+
+
+def end_of_first(rank: int, form: str) -> dict[str, Any]:
+    """Run the first collective of two processes, which the second one compiles for long."""
+
+    def be_slow(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if rank and "backend_compile" in event:
+            time.sleep(DELAY)
+
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    program = CASES[form](mesh)
+    jax.monitoring.register_event_duration_secs_listener(be_slow)
+    return outcome(program)

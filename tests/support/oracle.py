@@ -148,6 +148,14 @@ def path(allowed: Sequence[int], exponent: float) -> list[Step]:
     return steps
 
 
+def default_widths(bits: float, group_size: int, partial_sums: Sequence[int]) -> range:
+    """Widths that are allowed by default, from how many workers each compressed sum has."""
+    growth = sum(partial_sums) / max(partial_sums)
+    enough = next(w for w in range(2, 17) if (2 ** (w - 1) - 1) ** 2 >= 2 * growth)
+    affordable = int(bits - 8 / group_size - 1 / 8 - 1 / 2)
+    return range(max(2, min(enough, affordable)), 17)
+
+
 def solve_widths(energies: Ints, units: int, allowed: Sequence[int], exponent: float) -> Ints:
     """Widths i64[R] of rows with energies i64[R], largest first.
 

@@ -15,7 +15,6 @@ import dynamiq_jax as dq
 from benchmarks.error import rounding_bias
 from dynamiq_jax import topologies
 from dynamiq_jax._measurement.gradients import worker_gradients
-from dynamiq_jax._prediction.error_law import error_growth
 from dynamiq_jax.methods import Axis, Call, ChunkCodec, SumCodec
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, resolve_topology
 from tests.support.gradients import of_workers, vnmse
@@ -425,7 +424,7 @@ def test_the_error_law_is_what_the_codec_does(agreement):
     """
     one = [
         error_of(name, "independent", agreement)
-        / error_growth(TOPOLOGIES[name], 8, agreement=agreement)
+        / TOPOLOGIES[name].error_growth(8, agreement=agreement)
         for name in ("ring", "butterfly", "all_to_all")
     ]
     assert min(one) > 1e-5

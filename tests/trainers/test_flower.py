@@ -109,7 +109,10 @@ def test_a_reply_has_the_bytes_of_its_message():
     assert len(data) == sent(answer).nbytes < 0.35 * sum(a.numpy().nbytes for a in arrays.values())
 
 
-@pytest.mark.parametrize("damage", ("altered", "cut", "error", "weight", "reference", "leaves"))
+DAMAGES = ("altered", "cut", "error", "weight", "reference", "leaves", "nan", "inf", "absurd")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_reply_that_is_damaged_is_left_out(damage, caplog):
     arrays = flower_arrays(PARAMS)
     good, bad = reply(arrays, 1), reply(arrays, 2)
@@ -128,14 +131,19 @@ def test_a_reply_that_is_damaged_is_left_out(damage, caplog):
     elif damage == "reference":
         content = reply(flower_arrays(moved(PARAMS, 5)), 2).content
         bad = Message(content, metadata=bad.metadata)
-    else:
+    elif damage == "leaves":
         other = {"w": heavy_tailed(0, (8, 8))}
+        _put(content, dq.encode(other, key=jax.random.key(0)).to_bytes())
+    else:
+        value = {"nan": np.nan, "inf": np.inf, "absurd": 1e30}[damage]
+        other = {**PARAMS, "bias": np.full(7, value, np.float32)}
         _put(content, dq.encode(other, key=jax.random.key(0)).to_bytes())
     found, _ = server(arrays).aggregate_train(1, [good, bad])
     for name, values in as_arrays(found).items():
         np.testing.assert_array_equal(values, as_arrays(known)[name])
         assert np.any(values != as_arrays(both)[name])
-    assert server(arrays).aggregate_train(1, [bad]) == (None, None)
+    if damage != "absurd":  # which has nothing to be compared with, alone
+        assert server(arrays).aggregate_train(1, [bad]) == (None, None)
     assert "The change of node 2 is left out: " in caplog.text
 
 

@@ -91,7 +91,7 @@ def test_widths_of_few_rows_are_those_of_the_page(widths, rows):
 
 def test_needs_are_those_of_the_page():
     text = (Path(__file__).parents[2] / "docs" / "wire_format.md").read_text()
-    (listed,) = re.findall(r"For the default widths, `e` is ([\d, ]+)\.", text)
+    (listed,) = re.findall(r"For widths from 2 to 16, `e` is ([\d, ]+)\.", text)
     needs = [step.energy for step in Allocation(ALL, 1.0).steps]
     assert [int(energy) for energy in listed.split(",")] == needs
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,25 @@ from jax import Array
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib.islands.islands import hash_of, take_outer_step
+from dynamiq_jax.contrib.islands.judging import checked_norm, leaves_of, too_large
+from dynamiq_jax.contrib.islands.records import check_weight
 from dynamiq_jax.methods import Method
-from dynamiq_jax.parts import check_number, check_optimizer
+from dynamiq_jax.parts import check_optimizer
 
 _ARRAYS, _CONFIG, _CHANGE, _METRICS = "arrays", "config", "change", "metrics"  # records
 _HASH = "reference-hash"
 _WARNING = 30  # level of a line in the log of a Flower server
+_NORM_LIMIT = 1000.0  # as that of `Islands`
 _DTYPES = ("float16", "float32")  # floating ones that NumPy and JAX have by default
+
+
+class _Checked(NamedTuple):
+    """Reply that is in order."""
+
+    weight: float
+    message: dq.Message
+    content: Any
+    norm: float
 
 
 def flower_strategy(
@@ -29,8 +41,9 @@ def flower_strategy(
 
     In each round, clients get the reference in full precision, and answer with `flower_reply`.
     The server decodes their messages, and takes their weighted mean (reference - parameters) as
-    the gradient of an outer step. A reply that fails, is damaged, or began at another reference is
-    logged and left out. The round goes on with the others.
+    the gradient of an outer step. A reply that fails, is damaged, began at another reference, holds
+    NaN or Inf, or has a norm above 1,000 times the median is logged and left out. The round goes on
+    with the others.
 
     Args:
       outer: takes the mean change as a gradient, as that of `training.LocalSGD`. Its state is in
@@ -177,11 +190,20 @@ def _strategy_class() -> Any:
         def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
             """Take the outer step of the changes that came; (None, None) if none did."""
             # In the order of nodes: a sum of floats depends on its order.
-            known = sorted(replies, key=_node_of)
-            changes = [change for reply in known if (change := self._change_of(reply))]
-            if not changes:
+            changes, left_out = dict[int, _Checked](), dict[int, str]()
+            for reply in sorted(replies, key=_node_of):
+                try:
+                    changes[_node_of(reply)] = self._checked(reply)
+                except (KeyError, ValueError) as error:
+                    left_out[_node_of(reply)] = str(error)
+            norms = {node: change.norm for node, change in changes.items()}
+            left_out |= too_large(norms, _NORM_LIMIT)
+            for node, reason in left_out.items():
+                log(_WARNING, "The change of node %d is left out: %s", node, reason)
+            counted = [change for node, change in changes.items() if node not in left_out]
+            if not counted:
                 return None, None
-            weights, messages, contents = zip(*changes, strict=True)
+            weights, messages, contents, _ = zip(*counted, strict=True)
             shares = [weight / sum(weights) for weight in weights]
             mean = dq.decode(*messages, weights=shares, like=self.reference)
             reference, self.outer_state = take_outer_step(
@@ -190,38 +212,26 @@ def _strategy_class() -> Any:
             metrics = self.train_metrics_aggr_fn(list(contents), self.weighted_by_key)
             return flower_arrays(reference), metrics
 
-        def _change_of(self, reply: Any) -> tuple[float, dq.Message, Any] | None:
-            """Return weight, message and content of a reply; None if it has to be left out."""
-            try:
-                if reply.has_error():
-                    raise ValueError(reply.error.reason)
-                return self._checked(reply.content)
-            except (KeyError, ValueError) as error:
-                log(_WARNING, "The change of node %d is left out: %s", _node_of(reply), error)
-                return None
-
-        def _checked(self, content: Any) -> tuple[float, dq.Message, Any]:
-            """Return weight, message and content of a reply.
+        def _checked(self, reply: Any) -> _Checked:
+            """Check a reply.
 
             Raises:
-              ValueError: a message that is damaged, of another reference or of other leaves; a
-                weight that is not positive.
+              ValueError: an error; a message that is damaged, of another reference or of other
+                leaves, or that holds NaN or Inf; a weight that is not positive.
               KeyError: a record that is missing.
             """
+            if reply.has_error():
+                raise ValueError(reply.error.reason)
+            content = reply.content
             weight = content[_METRICS][self.weighted_by_key]
-            check_number(
-                self.weighted_by_key, weight, np.finfo(np.float64).tiny, 1e300, "a positive number"
-            )
+            check_weight(self.weighted_by_key, weight)
             its = content[_CONFIG][_HASH]
             if its != self.hash:
                 raise ValueError(
                     f"it began at the reference {its}, and the server has {self.hash}."
                 )
             message = dq.Message.from_bytes(content[_CHANGE][_CHANGE].data)
-            leaves = {leaf.name: (leaf.shape, leaf.dtype) for leaf in message.leaves}
-            wanted = {name: (a.shape, str(a.dtype)) for name, a in self.reference.items()}
-            if leaves != wanted:
-                raise ValueError(f"it has leaves {leaves!r:.200}, and the server {wanted!r:.200}.")
-            return float(weight), message, content
+            norm = checked_norm(message, leaves_of(self.reference))
+            return _Checked(float(weight), message, content, norm)
 
     return OuterStep

@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 import hashlib
-import json
-import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,6 +14,16 @@ import numpy as np
 import optax
 
 import dynamiq_jax as dq
+from dynamiq_jax.contrib.islands.judging import checked_norm, leaves_of, too_large
+from dynamiq_jax.contrib.islands.records import (
+    Change,
+    Decision,
+    check_weight,
+    digest_of,
+    opened,
+    sealed,
+)
+from dynamiq_jax.contrib.islands.rounds import RoundFiles, change_file, decision_file, logger
 from dynamiq_jax.contrib.islands.transports import Transport
 from dynamiq_jax.methods import Method
 from dynamiq_jax.parts import (
@@ -28,7 +36,6 @@ from dynamiq_jax.parts import (
 )
 
 _LONGEST_NAME = 200  # bytes; of files it may have 255
-_WEIGHT = struct.Struct("<d")  # before the message of a change
 
 
 class IslandState(NamedTuple):
@@ -55,13 +62,18 @@ class Islands:
     In each round, every island trains alone from the reference and hands its change to the
     transport as a message of `dynamiq_jax.encode`. A round ends when all of the round before, and
     all that have joined since, have sent their change, or when one has waited for `deadline`
-    seconds. It then writes down who came: the first such decision counts. All take the weighted
-    mean of those changes as the gradient of an outer step. So nobody waits longer than the
+    seconds. It then writes down whose changes count: the first such decision holds. All take the
+    weighted mean of those changes as the gradient of an outer step. So nobody waits longer than the
     deadline, and once for an island that is gone. No process has a special role.
 
-    An island starts with `join`, also after a crash: from the last stored state, it repeats the
-    outer steps since then. Each decision has a hash of reference and outer state, which every
-    island compares with its own.
+    A change does not count if its file is damaged or of other leaves, if it holds NaN or Inf, or if
+    its norm is above `norm_limit` times the median of the others. The decision names its island and
+    the reason, and each island logs them as a warning of the logger `dynamiq_jax.islands`. If no
+    change counts, the reference stays.
+
+    An island starts with `join`, also after a crash: from the last stored state that is whole, it
+    repeats the outer steps since then. Each decision has a hash of reference and outer state, which
+    every island compares with its own, and a digest of each change that counts.
 
     The outer step is that of `training.LocalSGD`. Results are not bit-identical to it: an
     all-reduce rounds sums again, and here each change is rounded once.
@@ -75,6 +87,8 @@ class Islands:
     late: Literal["keep", "drop"] = "keep"
     # What the rounding of a change left out is added to the next one.
     feedback: bool = False
+    # Largest norm of a change over the median of those that came; inf for none.
+    norm_limit: float = 1000.0
     # Takes the mean change (reference - parameters) as a gradient.
     outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True)
     method: Method | str = dq.DynamiQ(bits=4)
@@ -92,12 +106,17 @@ class Islands:
         check_number("deadline", self.deadline, 0, float("inf"))
         check_choice("late", self.late, ("keep", "drop"))
         check_flag("feedback", self.feedback)
+        check_number("norm_limit", self.norm_limit, 1, float("inf"))
         check_integer("store_every", self.store_every, 1)
         check_number("poll", self.poll, 0, float("inf"))
         check_integer("seed", self.seed, -(2**31), 2**32 - 1)
         check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
         # Raises for a method that no message can hold: not after a round of local steps.
         dq.encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
+
+    @property
+    def _rounds(self) -> RoundFiles:
+        return RoundFiles(self.transport, self.name, self.deadline, self.poll)
 
     def join(self, params: Any) -> IslandState:
         """Return the state of the run so far, and announce this island for its current round.
@@ -107,7 +126,8 @@ class Islands:
             joins sets their values. Later ones get the reference.
 
         Raises:
-          ValueError: a stored state of other parameters, or of another outer optimizer.
+          ValueError: no stored state is whole and of these parameters and this outer optimizer.
+          RuntimeError: a change or a decision since the stored state is damaged.
           TypeError: a leaf that is not floating.
         """
         no_changes = "of which islands average no changes. Give floating leaves alone."
@@ -117,9 +137,9 @@ class Islands:
             self._store(first)
         state = self._latest(first)
         state = self._caught_up(state._replace(residual=jax.tree.map(jnp.zeros_like, params)))
-        self._announce(state.round)
+        self.transport.put(f"here/{state.round:08}/{self.name}", b"")
         start = time.monotonic()
-        while state.round == 0 and self._waits(start, len(self._expected(0)) < self.count):
+        while state.round == 0 and self._waits(start, len(self._rounds.announced(0)) < self.count):
             time.sleep(self.poll)
         return state
 
@@ -133,116 +153,129 @@ class Islands:
           weight: share of this change in the mean, such as local steps or tokens.
 
         Returns:
-          The state, a round later, or more if this island was late by more.
+          The state, a round later, or more if this island was late by more. A change that was left
+          out for its values is forgotten.
 
         Raises:
-          RuntimeError: the islands hold other references than this one.
-          ValueError: a weight that is not positive.
+          RuntimeError: the islands hold other references than this one, or have read what this one
+            cannot.
+          ValueError: a weight that is not positive, or parameters of other leaves than the
+            reference.
         """
-        check_number("weight", weight, np.finfo(np.float64).tiny, 1e300, "a positive number")
-        number = state.round
+        check_weight("weight", weight)
+        if leaves_of(params) != leaves_of(state.reference):
+            raise ValueError(
+                f"params have leaves {leaves_of(params)!r:.200}, and the reference "
+                f"{leaves_of(state.reference)!r:.200}. Give parameters like the reference: a local "
+                "step that promotes them has to cast its result."
+            )
         wanted = jax.tree.map(_change, state.reference, params, state.residual)
-        key = jax.random.fold_in(jax.random.key(self.seed), number)
+        key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
         message = dq.encode(wanted, key=key, method=self.method)
         reference = _hash_of(state)
-        folder = _folder_of(number, reference)
-        data = _WEIGHT.pack(weight) + message.to_bytes()
-        is_late = self.transport.get(f"decision/{number:08}") is not None
-        stored = not is_late and self.transport.put(f"{folder}/{self.name}", data)
-        members = self._decision(number, reference)
+        file = change_file(state.round, reference, self.name)
+        data = sealed(file, Change(weight, message).to_bytes())
+        if self.transport.get(decision_file(state.round)) is None:
+            self.transport.put(file, data)
+            self._decide(state, reference)
+        state, decision = self._step(state, reference)
+        left: Any = None
         # A name may be that of an island before a crash, whose change was another one.
-        stored = stored or self.transport.get(f"{folder}/{self.name}") == data
-        has_come = stored and self.name in members
-        if has_come:
-            left = _left(wanted, dq.decode(message, like=wanted)) if self.feedback else None
-        else:
+        if decision.members.get(self.name) == digest_of(data):
+            if self.feedback:
+                left = _left(wanted, dq.decode(message, like=wanted))
+        elif self.name not in decision.left_out or self.transport.get(file) != data:
             left = wanted if self.late == "keep" else state.residual
-        state = self._outer_step(state, reference, members)
         zeros = jax.tree.map(jnp.zeros_like, wanted)
-        state = self._caught_up(state._replace(residual=zeros if left is None else left))
-        self._announce(state.round)
-        return state
+        return self._caught_up(state._replace(residual=zeros if left is None else left))
 
-    def _decision(self, number: int, reference: str) -> Sequence[str]:
-        """Return the islands whose changes a round counts, once all came or the deadline is over.
-
-        Raises:
-          RuntimeError: the decision is about another reference.
-        """
-        name, folder = f"decision/{number:08}", _folder_of(number, reference)
-        start, decision = time.monotonic(), self.transport.get(name)
-        while decision is None:
+    def _decide(self, state: IslandState, reference: str) -> None:
+        """Wait until a round has a decision, or write it once all came or the deadline is over."""
+        folder, file = change_file(state.round, reference), decision_file(state.round)
+        try:
+            before = self._rounds.decision(decision_file(state.round - 1))
+            stayed = {*before.members, *before.left_out}
+        except ValueError:  # none before the first round
+            stayed = set()
+        start = time.monotonic()
+        while self.transport.get(file) is None:
             came = self.transport.names(folder)
-            if not self._waits(start, bool(self._expected(number) - {*came})):
-                mine = json.dumps({"reference": reference, "members": came})
-                self.transport.put(name, mine.encode())
-            else:
+            lacks = bool({*stayed, *self._rounds.announced(state.round)} - {*came})
+            if self._waits(start, lacks):
                 time.sleep(self.poll)
-            decision = self.transport.get(name)
-        fields: Mapping[str, Any] = json.loads(decision)
-        if fields["reference"] != reference:
-            raise RuntimeError(
-                f"round {number}: {self.name!r} holds the reference {reference}, and the others "
-                f"{fields['reference']}. Call join for theirs."
-            )
-        members: Sequence[str] = fields["members"]
-        return members
+            else:
+                decision = self._judged(state, reference, came)
+                self.transport.put(file, sealed(file, decision.to_bytes()))
 
-    def _outer_step(
-        self, state: IslandState, reference: str, members: Sequence[str]
-    ) -> IslandState:
-        """Take the outer step of a round with the changes of some islands from its reference."""
-        folder = _folder_of(state.round, reference)
-        weights, messages = [], []
-        for member in members:
-            data = self.transport.get(f"{folder}/{member}")
-            if data is None:
-                raise RuntimeError(
-                    f"{folder}/{member} is gone from the transport. Keep changes until a later "
-                    "state is stored."
-                )
-            weights.append(_WEIGHT.unpack_from(data)[0])
-            messages.append(dq.Message.from_bytes(data[_WEIGHT.size :]))
-        shares = [weight / sum(weights) for weight in weights]
-        mean = dq.decode(*messages, weights=shares, like=state.reference)
-        after, outer = take_outer_step(self.outer, mean, state.outer, state.reference)
-        state = state._replace(round=state.round + 1, reference=after, outer=outer)
-        if state.round % self.store_every == 0 and self.name == members[0]:
+    def _judged(self, state: IslandState, reference: str, came: Sequence[str]) -> Decision:
+        """Return the decision about the changes that came."""
+        norms, digests, left_out = dict[str, float](), dict[str, str](), dict[str, str]()
+        leaves = leaves_of(state.reference)
+        for name in came:
+            try:
+                file = change_file(state.round, reference, name)
+                change, digests[name] = self._rounds.change(file)
+                norms[name] = checked_norm(change.message, leaves)
+            except ValueError as error:
+                left_out[name] = str(error)
+        left_out |= too_large(norms, self.norm_limit)
+        members = {name: digest for name, digest in digests.items() if name not in left_out}
+        return Decision(reference, members, left_out)
+
+    def _step(self, state: IslandState, reference: str) -> tuple[IslandState, Decision]:
+        """Take the outer step of a round that is decided."""
+        number = state.round
+        decision, changes = self._rounds.followed(number, reference)
+        for name, reason in decision.left_out.items():
+            file = change_file(number, reference, name)
+            text = "round %d: the change of %r is left out. %s: %s"
+            logger.warning(text, number, name, file, reason)
+        after, outer = state.reference, state.outer
+        if changes:
+            total = sum(change.weight for change in changes)
+            mean = dq.decode(
+                *(change.message for change in changes),
+                weights=[change.weight / total for change in changes],
+                like=state.reference,
+            )
+            after, outer = take_outer_step(self.outer, mean, outer, after)
+        state = state._replace(round=number + 1, reference=after, outer=outer)
+        if state.round % self.store_every == 0 and self.name == next(iter(decision.members), None):
             self._store(state)
-        return state
+        file = f"here/{state.round:08}/{self.name}"
+        self.transport.put(file, sealed(file, decision.to_bytes()))
+        return state, decision
 
     def _caught_up(self, state: IslandState) -> IslandState:
         """Take the outer steps of all rounds that are decided."""
-        while self.transport.get(f"decision/{state.round:08}") is not None:
-            reference = _hash_of(state)
-            members = self._decision(state.round, reference)
-            state = self._outer_step(state, reference, members)
+        while self.transport.get(decision_file(state.round)) is not None:
+            state, _ = self._step(state, _hash_of(state))
         return state
 
     def _store(self, state: IslandState) -> None:
         """Store what is the same on all islands, for those that join."""
         shared = jax.device_get((state.reference, state.outer))
         message = dq.encode(shared, key=jax.random.key(0), method="exact")
-        self.transport.put(f"state/{state.round:08}", message.to_bytes())
+        file = f"state/{state.round:08}"
+        self.transport.put(file, sealed(file, message.to_bytes()))
 
     def _latest(self, first: IslandState) -> IslandState:
-        """Return the last state that is stored, of the structure of a first one."""
-        name = max(self.transport.names("state"))
-        data = self.transport.get(f"state/{name}")
-        assert data is not None
-        message = dq.Message.from_bytes(data)
-        reference, outer = dq.decode(message, like=(first.reference, first.outer))
-        return first._replace(round=int(name), reference=reference, outer=outer)
-
-    def _announce(self, number: int) -> None:
-        self.transport.put(f"here/{number:08}/{self.name}", b"")
-
-    def _expected(self, number: int) -> set[str]:
-        """Return the islands that a round waits for."""
-        before = self.transport.get(f"decision/{number - 1:08}")
-        stayed = json.loads(before)["members"] if before is not None else ()
-        return {*stayed, *self.transport.names(f"here/{number:08}")}
+        """Return the last stored state that can be read, of the structure of a first one."""
+        problems = []
+        for name in sorted(self.transport.names("state"), reverse=True):
+            file = f"state/{name}"
+            try:
+                message = dq.Message.from_bytes(opened(file, self.transport.get(file)))
+                reference, outer = dq.decode(message, like=(first.reference, first.outer))
+                return first._replace(round=int(name), reference=reference, outer=outer)
+            except ValueError as error:
+                problems.append(f"{file}: {error}")
+                logger.warning("a state is left out. %s", problems[-1])
+        raise ValueError(
+            f"no stored state can be read. {problems[0]} Give the parameters and the outer "
+            "optimizer of the run, or start it anew in another place."
+        )
 
     def _waits(self, start: float, lacks: bool) -> bool:
         return lacks and time.monotonic() - start < self.deadline
@@ -269,11 +302,6 @@ def _is_file_name(name: str) -> bool:
     """Return whether an island can have a name: transports store files under it."""
     is_plain = name.isprintable() and "/" not in name and name not in ("", ".", "..")
     return is_plain and len(name.encode()) <= _LONGEST_NAME
-
-
-def _folder_of(number: int, reference: str) -> str:
-    """Return where the changes of a round are that began at a reference, by its hash."""
-    return f"change/{number:08}/{reference}"
 
 
 def _change(before: Any, now: Any, residual: Any) -> Any:

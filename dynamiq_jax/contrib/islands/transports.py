@@ -43,6 +43,7 @@ class SharedFolder:
         with tempfile.NamedTemporaryFile(dir=self.path, prefix=".") as file:
             file.write(data)
             file.flush()
+            os.fsync(file.fileno())  # or a host that loses power leaves a name without bytes
             try:
                 os.link(file.name, target)
             except FileExistsError:

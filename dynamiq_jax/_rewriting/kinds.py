@@ -1,0 +1,244 @@
+"""Kinds of values, and which kind an equation makes of its operands: rules of each primitive."""
+
+import enum
+import functools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from dynamiq_jax._rewriting.sums import axes_of, over_axes
+from pallas_kernels._jax.equations import Equation
+
+
+class Kind(enum.IntEnum):
+    """Kind of a value."""
+
+    CONSTANT = 0  # numbers, masks and noise: of no floating argument
+    STATE = 1  # arguments that no forward pass reads, as accumulated gradients; and sums of them
+    GRADIENT = 2
+    FORWARD = 3  # of a forward pass
+    OTHER = 4  # parameters, and all else that no backward pass has made
+    MIXED = 5  # made of gradients and none itself, as a product of two or a changed parameter
+
+
+class SumResult(NamedTuple):
+    """Result of a sum over axes."""
+
+    path: tuple[Hashable, ...]  # of its equation; see `TracedEquation`
+    operand: int  # number
+    axes: frozenset[str]
+    is_same: bool  # on all workers, by its type
+    size: Any  # elements
+
+
+class Origin(NamedTuple):
+    """Origin of a value."""
+
+    kind: Kind
+    number: float | None = None  # that all elements are, if it is known
+    is_spread: bool = False  # it has fewer numbers than elements, each of them several times
+    # Arguments and sums of which it is another form, a multiple, or a sum.
+    arguments: frozenset[int] = frozenset()  # numbers
+    sums: frozenset[SumResult] = frozenset()
+
+
+# Equations whose result has the numbers of their operand.
+_LIKE = {
+    *("broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape", "squeeze"),
+    "stop_gradient",
+}
+# Equations whose results are of the kind of their operands: in another form or place, rounded,
+# clipped, or added.
+_KEEPING = _LIKE | {
+    *("add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "and"),
+    *("bitcast_convert_type", "ceil", "clamp", "complex", "concatenate", "conj", "cumsum"),
+    *("device_put", "dynamic_slice", "dynamic_update_slice", "fft", "floor", "gather", "imag"),
+    *("layout_constraint", "max", "min", "name", "neg", "not", "optimization_barrier", "or", "pad"),
+    *("pbroadcast", "ppermute", "preduced", "psum", "psum_invariant", "real", "reduce_precision"),
+    *("reduce_scatter", "reduce_sum", "reduce_window_sum", "reduced_vary_cast"),
+    *("reduced_vary_cast_p", "relayout", "reshard", "rev", "round", "scatter", "scatter-add"),
+    *("scatter-sub", "select_n", "sharding_constraint", "shift_left", "shift_right_logical"),
+    *("slice", "split", "stack", "sub", "tile", "transpose", "unreduced_psum"),
+    *("unreduced_reduce_scatter", "unstack", "vary_unreduced_cast", "vary_unreduced_cast_p"),
+    *("with_memory_space_constraint", "xor"),
+}
+_PRODUCTS = {"mul", "div", "dot_general", "conv_general_dilated"}
+_TO_WORKERS = {"all_to_all", "pcast", "ppermute", "pvary"}
+# A parameter times at most this is a penalty on its size, if it is added to a gradient. Times more,
+# it is a parameter that the gradient changes.
+_LARGEST_DECAY = 0.1
+
+
+def join(origins: Sequence[Origin]) -> Origin:
+    """Return the origin of a sum of values, or of one of them."""
+    first = origins[0] if origins else Origin(Kind.CONSTANT)
+    if all(each == first for each in origins):
+        return first
+    kinds = {each.kind for each in origins}
+    kind = max(kinds)
+    if Kind.GRADIENT in kinds and kind > Kind.GRADIENT:
+        kind = Kind.MIXED
+    arguments: frozenset[int] = frozenset()
+    if kind not in (Kind.GRADIENT, Kind.MIXED):
+        arguments = arguments.union(*(each.arguments for each in origins))
+    return Origin(
+        kind,
+        first.number if len({each.number for each in origins}) == 1 else None,
+        all(each.is_spread for each in origins),
+        arguments,
+        first.sums.union(*(each.sums for each in origins)),
+    )
+
+
+def nonlinear(origins: Sequence[Origin]) -> Origin:
+    """Return the origin of a function of values that keeps no gradients."""
+    kind = join(origins).kind
+    return Origin({Kind.STATE: Kind.OTHER, Kind.GRADIENT: Kind.MIXED}.get(kind, kind))
+
+
+def operands_of(equation: Equation, output: int) -> slice:
+    """Return the numbers of the operands that a result of an equation depends on."""
+    count = len(equation.outvars)
+    has_one_for_each = equation.primitive.name in _KEEPING and len(equation.invars) == count
+    return slice(output, output + 1) if has_one_for_each else slice(None)
+
+
+def made(
+    equation: Equation, variable: Any, atoms: Sequence[Any], inputs: Sequence[Origin]
+) -> Origin:
+    """Return the origin of a result of an equation outside of all passes of a differentiation.
+
+    Args:
+      equation: equation without programs.
+      variable: the result.
+      atoms: operands that it depends on.
+      inputs: their origins.
+    """
+    name = equation.primitive.name
+    if not (is_inexact(variable) or (name in _KEEPING and _is_integer(variable))):
+        return Origin(Kind.CONSTANT)
+    if name in _KEEPING:
+        floating = [each for atom, each in zip(atoms, inputs, strict=True) if is_inexact(atom)]
+        result = join(floating or inputs)  # without indices and masks
+        number = result.number if name in _LIKE or result.number == 0 else None
+    elif name in _PRODUCTS:
+        result = _product(equation, inputs)
+        number = result.number
+    else:
+        result, number = nonlinear(inputs), None
+    grows = name == "broadcast_in_dim" and size(atoms[0]) != size(variable)
+    is_spread = grows or all(
+        origin.is_spread or is_one(atom) for atom, origin in zip(atoms, inputs, strict=True)
+    )
+    return result._replace(number=number, is_spread=bool(atoms) and is_spread)
+
+
+def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
+    """Return the sums with which a backward pass goes on by an equation.
+
+    Not those of which it merely changes the form or the scale. A sum that is the same on all
+    workers may also be multiplied by arrays: parameters that are normalized, say, before the
+    workers use them.
+
+    Args:
+      equation: equation of a backward pass, without programs.
+      inputs: origins of operands.
+    """
+    found = {each for origin in inputs for each in origin.sums}
+    name = equation.primitive.name
+    if found and name in _PRODUCTS:
+        is_number, whole = _are_numbers(equation, inputs), size(equation.outvars[0])
+        scaled = [is_number[1 - i] or inputs[1 - i].kind <= Kind.STATE for i in (0, 1)]
+        found = {
+            each
+            for origin, is_scaled in zip(inputs, scaled, strict=True)
+            for each in origin.sums
+            if not (is_scaled or (each.is_same and name in ("mul", "div") and whole <= each.size))
+        }
+    elif found and name in _KEEPING:
+        is_sent = name in _TO_WORKERS or over_axes(equation) is not None
+        found = {each for each in found if is_sent and each.axes.intersection(axes_of(equation))}
+    return found
+
+
+def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
+    """Return the origin of a product or a quotient.
+
+    Scaled by numbers, a value keeps its kind. So does a gradient times what no pass of a
+    differentiation has made or read.
+    """
+    first, second = inputs
+    is_number, is_quotient = _are_numbers(equation, inputs), equation.primitive.name == "div"
+    if _is_zero(is_quotient, first.number, second.number):
+        return Origin(Kind.CONSTANT, 0.0)
+    sums = first.sums | second.sums
+    if is_quotient and not is_number[1]:
+        second = nonlinear([second])
+    low, high = (first, second) if first.kind <= second.kind else (second, first)
+    if is_number[0] != is_number[1]:
+        array, factor = (second, first) if is_number[0] else (first, second)
+        is_small = factor.number is not None and abs(factor.number) <= _LARGEST_DECAY
+        is_decay = array.kind == Kind.OTHER and array.arguments and is_small and not is_quotient
+        result = array._replace(kind=Kind.STATE) if is_decay else array
+    elif low.kind == Kind.CONSTANT or (low.kind, high.kind) == (Kind.STATE, Kind.GRADIENT):
+        result = high
+    elif all(is_number) and Kind.GRADIENT in (low.kind, high.kind):
+        result = Origin(Kind.GRADIENT)
+    else:
+        result = nonlinear([first, second])
+    return result._replace(number=None, sums=sums)
+
+
+def _are_numbers(equation: Equation, inputs: Sequence[Origin]) -> tuple[bool, bool]:
+    """Return which operands of a product are numbers that scale the other one."""
+    match equation.primitive.name:
+        case "conv_general_dilated":
+            return False, False
+        case "dot_general":  # one number for each slice of the other operand
+            contracted, batch = equation.params["dimension_numbers"]
+            left, right = (
+                len(_shape(equation.invars[i])) - len(contracted[i]) - len(batch[i]) for i in (0, 1)
+            )
+            return left == 0 < right, right == 0 < left
+    whole = _shape(equation.outvars[0])
+    first, second = (
+        origin.is_spread or is_one(atom) or _shape(atom) != whole
+        for atom, origin in zip(equation.invars, inputs, strict=True)
+    )
+    return first, second
+
+
+def _is_zero(is_quotient: bool, first: float | None, second: float | None) -> bool:
+    if first is None or second is None or not (math.isfinite(first) and math.isfinite(second)):
+        return False
+    return first == 0 != second if is_quotient else 0 in (first, second)
+
+
+def is_inexact(atom: Any) -> bool:
+    """Return whether a value is floating or complex."""
+    return _is_of(getattr(atom.aval, "dtype", None), jnp.inexact)
+
+
+def _is_integer(atom: Any) -> bool:
+    return _is_of(getattr(atom.aval, "dtype", None), jnp.integer)
+
+
+@functools.cache
+def _is_of(dtype: Any, kind: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, kind)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
+
+
+def size(atom: Any) -> Any:
+    """Return the number of elements of a value."""
+    return math.prod(_shape(atom))
+
+
+def is_one(atom: Any) -> bool:
+    """Return whether a value is a single number."""
+    return all(size == 1 for size in _shape(atom))

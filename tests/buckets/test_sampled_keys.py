@@ -1,0 +1,91 @@
+"""Keys from a sample of arrays: the changes that a sample shows, and its size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax._run import sample
+from dynamiq_jax._run.sample import fold_in_sample, key_of
+
+KEY = jax.random.key(0)
+
+
+def key_of_leaves(*leaves):
+    return tuple(np.asarray(jax.random.key_data(fold_in_sample(KEY, leaves, (), None))).tolist())
+
+
+@settings(max_examples=10)
+@given(rows=st.integers(1, 600), columns=st.integers(251, 600))
+def test_a_sample_of_a_matrix_has_each_row_and_each_column(rows, columns):
+    """One row, and zeros elsewhere, as in a gradient of an embedding, is in the sample."""
+    places = np.asarray(sample._sample(jnp.arange(rows * columns).reshape(rows, columns)))
+    assert {*(places // columns)} == {*range(rows)}
+    if rows >= 251 and columns % 251:
+        assert {*(places % columns)} == {*range(columns)}
+
+
+@pytest.mark.parametrize("size", (1, 255, 511))
+def test_a_sample_of_a_small_array_is_all_of_it(size):
+    np.testing.assert_array_equal(sample._sample(jnp.arange(size)), np.arange(size))
+
+
+@pytest.mark.parametrize("dtype", ("complex64", "int64", "float64", "uint8", "bfloat16", "key"))
+def test_a_sample_has_all_bits_and_places(dtype):
+    with jax.enable_x64(True):
+        if dtype == "key":
+            plain, *others = (
+                jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
+                for data in ([[0, 1], [2, 3]], [[0, 5], [2, 3]], [[4, 1], [2, 3]], [[2, 3], [0, 1]])
+            )
+        else:
+            plain = jnp.asarray([0, 1, 1, 0], dtype)
+            others = [jnp.asarray(other, dtype) for other in ([1, 0, 1, 0], [0, 1, 1, 1])]
+            last = {"complex64": 1j, "int64": 2**40, "float64": 1 + 2.0**-50}.get(dtype, 7)
+            others.append(plain.at[1].set(last))
+        keys = [key_of_leaves(array) for array in (plain, *others)]
+    assert len({*keys}) == len(keys)
+
+
+@given(size=st.integers(1, 10**6))
+def test_a_sample_is_small_and_not_too_small(size):
+    [found] = jax.eval_shape(sample._sample, jax.ShapeDtypeStruct((size,), jnp.float32)).shape
+    assert min(size, 171) <= found <= max(size / 251 + 1, 511)
+
+
+@pytest.mark.parametrize("change", ((0, 0), (1, 7), (3, 63)))
+def test_all_workers_get_one_key_and_it_depends_on_each_of_them(data_mesh, change):
+    """Also on the order of the workers."""
+    rows = jax.random.normal(jax.random.key(1), (4, 64))
+
+    def local(rows):
+        return jax.random.key_data(fold_in_sample(KEY, [rows], ("data",), None))[None]
+
+    mapped = jax.jit(
+        jax.shard_map(local, mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"))
+    )
+    keys = [np.asarray(mapped(each)) for each in (rows, rows.at[change].add(1), rows[::-1])]
+    for each in keys:
+        np.testing.assert_array_equal(each, np.tile(each[:1], (4, 1)))
+    assert len({each[0].tobytes() for each in keys}) == len(keys)
+
+
+def test_a_key_of_shards_is_the_same_on_all_devices_and_depends_on_each_shard():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    tree = {"w": jnp.zeros((8, 512)), "frozen": np.zeros(3, jax.dtypes.float0)}
+    specs = {"w": P(None, "model"), "frozen": P()}
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P(), out_specs=P("data"), axis_names={"data"})
+    def keys(w):
+        return jax.random.key_data(key_of({**tree, "w": w}, specs))[None]
+
+    found = [np.asarray(keys(tree["w"].at[:, each].set(1))) for each in range(0, 512, 128)]
+    for each in found:
+        np.testing.assert_array_equal(each[0], each[1])
+    assert len({each[0].tobytes() for each in found}) == 4
+    assert jax.dtypes.issubdtype(key_of({}, None).dtype, jax.dtypes.prng_key)

@@ -1,0 +1,304 @@
+"""Sums that are sent for nothing, found in the flow of a traced step, and no others."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._inspection.evidence import Evidence
+from dynamiq_jax._inspection.findings import findings
+from dynamiq_jax._inspection.flow import flow_of
+from dynamiq_jax._plan.recording import marked, recording
+from tests.support.workers import STOCHASTIC
+
+KINDS = {"sent and thrown away": "thrown", "sent repeatedly": "repeated"}
+TURNS = 4
+PARAMS = {"w": jnp.ones((64, 96)), "v": jnp.ones((96, 64))}
+FROZEN = {"w": jnp.ones((64, 96)), "frozen": jnp.ones((96, 64))}
+ROWS = jnp.ones((TURNS * 8, 64))
+KEY = jax.random.key(0)
+mean = functools.partial(dq.pmean, axis_name="data", key=KEY, method=STOCHASTIC)
+
+
+def loss(params, rows):
+    return jnp.mean(jnp.tanh(rows @ params["w"] @ params["v"]) ** 2)
+
+
+def frozen_loss(params, rows):
+    return jnp.mean((rows @ params["w"] @ lax.stop_gradient(params["frozen"])) ** 2)
+
+
+def sgd(params, grads, rate=0.1):
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+
+def batches(rows):
+    return rows.reshape(TURNS, -1, rows.shape[1])
+
+
+def halves(rows):
+    return jnp.split(rows, 2)
+
+
+# ------------------------------------------------------------------------ steps with a mistake
+
+
+def zeros_by_hand(params, rows):
+    return sgd(params, mean(jax.grad(frozen_loss)(params, rows)))
+
+
+def zeros_of_a_jitted_gradient(params, rows):
+    return sgd(params, mean(jax.jit(jax.grad(frozen_loss))(params, rows)))
+
+
+def zeros_added_up_in_a_loop(params, rows):
+    def turn(total, rows):
+        return jax.tree.map(jnp.add, total, jax.grad(frozen_loss)(params, rows)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return sgd(params, mean(lax.scan(turn, zeros, batches(rows))[0]))
+
+
+def by_optax(*transforms):
+    def step(params, rows):
+        reduce = dq.all_reduce_gradients("data", method=STOCHASTIC)
+        optimizer = optax.chain(*(reduce if each is None else each for each in transforms))
+        grads = jax.grad(loss)(params, rows)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    return step
+
+
+REDUCE_TRAINED = optax.masked(
+    dq.all_reduce_gradients("data", method=STOCHASTIC), {"w": True, "v": False}
+)
+FREEZE = optax.masked(optax.set_to_zero(), {"w": False, "v": True})
+
+
+def added_in_a_loop(params, rows):
+    def turn(total, rows):
+        return jax.tree.map(jnp.add, total, mean(jax.grad(loss)(params, rows))), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return sgd(params, lax.scan(turn, zeros, batches(rows))[0])
+
+
+def running_mean(params, rows):
+    def turn(i, total):
+        own = mean(jax.grad(loss)(params, batches(rows)[i]))
+        return jax.tree.map(lambda m, g: m + (g - m) / (i + 1), total, own)
+
+    return sgd(params, lax.fori_loop(0, TURNS, turn, jax.tree.map(jnp.zeros_like, params)))
+
+
+def unrolled(params, rows):
+    grads = [mean(jax.grad(loss)(params, each)) for each in batches(rows)]
+    total = functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), grads)
+    return sgd(params, jax.tree.map(lambda leaf: leaf / (abs(leaf) + 1e-8), total))
+
+
+def losses_one_by_one(params, rows):
+    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
+    return sgd(params, jax.tree.map(lambda a, b: (a + 0.5 * b) / 2, first, second))
+
+
+# ----------------------------------------------------------------------- steps without a mistake
+
+
+def plain(params, rows):
+    return sgd(params, mean(jax.grad(loss)(params, rows)))
+
+
+def summed_once(params, rows):
+    def turn(total, rows):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, rows)), None
+
+    return sgd(params, mean(lax.scan(turn, jax.tree.map(jnp.zeros_like, params), batches(rows))[0]))
+
+
+def clipped_one_by_one(params, rows):
+    """Each sum is clipped: the sum of what is clipped is no clipped sum."""
+    clip = optax.clip_by_global_norm(1.0)
+    both = [mean(jax.grad(loss)(params, each)) for each in halves(rows)]
+    first, second = (clip.update(each, clip.init(params))[0] for each in both)
+    return sgd(params, jax.tree.map(jnp.add, first, second))
+
+
+def projected(params, rows):
+    """Gradients of two tasks, of which one loses its part along the other."""
+    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
+    share = sum(map(jnp.vdot, jax.tree.leaves(first), jax.tree.leaves(second)))
+    return sgd(params, jax.tree.map(lambda a, b: a + (b - share * a), first, second))
+
+
+def steps_in_a_loop(momentum):
+    def step(params, rows):
+        optimizer = optax.sgd(0.1, momentum=0.9) if momentum else optax.sgd(0.1)
+
+        def turn(carry, rows):
+            params, state = carry
+            updates, state = optimizer.update(mean(jax.grad(loss)(params, rows)), state)
+            return (optax.apply_updates(params, updates), state), None
+
+        return lax.scan(turn, (params, optimizer.init(params)), batches(rows))[0][0]
+
+    return step
+
+
+def two_steps_unrolled(params, rows):
+    for each in halves(rows):
+        params = plain(params, each)
+    return params
+
+
+def two_optimizers(params, rows):
+    """As a generator and its critic, of equal shapes."""
+    critic = jax.tree.map(lambda leaf: 2 * leaf, params)
+    joint = lambda params, critic: loss(params, rows) - loss(critic, rows)  # noqa: E731
+    first, second = jax.grad(joint, (0, 1))(params, critic)
+    return sgd(params, mean(first)), sgd(critic, mean(second))
+
+
+def extragradient(params, rows):
+    ahead = plain(params, rows)
+    return sgd(params, mean(jax.grad(loss)(ahead, rows)))
+
+
+def layer_by_layer(params, rows):
+    stacked = jnp.ones((TURNS, 64, 64))
+
+    def layer(x, w):
+        w = dq.pcast(w, "data", to="varying", mean=True, method=STOCHASTIC)
+        return jnp.tanh(x @ w), None
+
+    grads = jax.grad(lambda w: jnp.mean(lax.scan(layer, rows, w)[0]))(stacked)
+    return jax.tree.map(lambda leaf: leaf + jnp.sum(stacked - grads), params)
+
+
+def noise_scale(params, rows):
+    """The norms of single sums are used, too."""
+    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
+    norms = [sum(jnp.vdot(leaf, leaf) for leaf in each.values()) for each in (first, second)]
+    return sgd(params, jax.tree.map(jnp.add, first, second)), jnp.stack(norms)
+
+
+def each_sum_is_a_result(params, rows):
+    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
+    return sgd(params, jax.tree.map(jnp.add, first, second)), first
+
+
+def zeros_of_a_few_numbers(params, rows):
+    tree = {**params, "bias": 0 * params["w"][0, :8]}
+    return sgd(params, {k: v for k, v in mean(tree).items() if k in params})
+
+
+def no_zeros_after_all(params, rows):
+    """A total that begins with zeros, in a loop or beside it, and in one branch of two."""
+    grads = jax.grad(loss)(params, rows)
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    gated = lax.cond(jnp.sum(rows) > 0, lambda: grads, lambda: zeros)
+    return sgd(params, mean(jax.tree.map(jnp.add, gated, zeros)))
+
+
+STEPS = {
+    "zeros by hand": (zeros_by_hand, FROZEN, "thrown"),
+    "zeros of a jitted gradient": (zeros_of_a_jitted_gradient, FROZEN, "thrown"),
+    "zeros added up in a loop": (zeros_added_up_in_a_loop, FROZEN, "thrown"),
+    "zeros in front of the sum": (by_optax(FREEZE, None), PARAMS, "thrown"),
+    "zeros behind the sum": (by_optax(None, FREEZE), PARAMS, "thrown"),
+    "added in a loop": (added_in_a_loop, PARAMS, "repeated"),
+    "running mean": (running_mean, PARAMS, "repeated"),
+    "unrolled": (unrolled, PARAMS, "repeated"),
+    "losses one by one": (losses_one_by_one, PARAMS, "repeated"),
+    "plain": (plain, PARAMS, None),
+    "summed once": (summed_once, PARAMS, None),
+    "clipped by value": (by_optax(optax.clip(1.0), None), PARAMS, None),
+    "frozen and masked": (by_optax(REDUCE_TRAINED, FREEZE), PARAMS, None),
+    "clipped one by one": (clipped_one_by_one, PARAMS, None),
+    "projected": (projected, PARAMS, None),
+    "steps in a loop": (steps_in_a_loop(momentum=False), PARAMS, None),
+    "steps in a loop with momentum": (steps_in_a_loop(momentum=True), PARAMS, None),
+    "two steps unrolled": (two_steps_unrolled, PARAMS, None),
+    "two optimizers": (two_optimizers, PARAMS, None),
+    "extragradient": (extragradient, PARAMS, None),
+    "layer by layer": (layer_by_layer, PARAMS, None),
+    "noise scale": (noise_scale, PARAMS, None),
+    "each sum is a result": (each_sum_is_a_result, PARAMS, None),
+    "zeros of a few numbers": (zeros_of_a_few_numbers, PARAMS, None),
+    "no zeros after all": (no_zeros_after_all, PARAMS, None),
+}
+
+
+def flow_in(step, *args):
+    with recording() as records:
+        flow = flow_of(jax.jit(step).trace(*args).jaxpr)
+    return Evidence((), tuple(records), flow=flow)
+
+
+def mapped(mesh, step, check_vma):
+    def local(params, rows):
+        names = ("data",) if check_vma else ()
+        return step(lax.pcast(params, names, to="varying"), rows)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data") if check_vma else P(),
+        check_vma=check_vma,
+    )
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("name", STEPS)
+def test_a_sum_for_nothing_is_found_and_no_other(data_mesh, name, check_vma):
+    step, params, expected = STEPS[name]
+    known = flow_in(mapped(data_mesh(4), step, check_vma), params, jnp.concatenate([ROWS] * 4))
+    found = [KINDS[each.kind] for each in findings(known) if each.kind in KINDS]
+    assert found == [expected][: expected is not None]
+
+
+COUNTS = {"added in a loop": TURNS, "running mean": TURNS, "unrolled": TURNS}
+
+
+@pytest.mark.parametrize("name", [*COUNTS, "losses one by one"])
+def test_the_bytes_are_those_of_all_sums_and_of_one(data_mesh, name):
+    step, params, _ = STEPS[name]
+    known = flow_in(mapped(data_mesh(4), step, True), params, jnp.concatenate([ROWS] * 4))
+    [text] = [each.text for each in findings(known) if each.kind == "sent repeatedly"]
+    once = dq.wire_report(params, 4, method=STOCHASTIC).bytes_per_worker
+    count = COUNTS.get(name, 2)
+    assert f"Leaves ['v'], ['w'] over 'data' are sent {count} times" in text
+    assert f"{format_bytes(count * once)} in a step, of which {format_bytes(once)} " in text
+
+
+@pytest.mark.parametrize("frozen_first", (True, False))
+def test_the_bytes_of_what_is_thrown_away_are_those_of_its_leaves(data_mesh, frozen_first):
+    """Also where leaves are in several buckets."""
+    step = by_optax(*((FREEZE, None) if frozen_first else (None, FREEZE)))
+    known = flow_in(mapped(data_mesh(4), step, True), PARAMS, jnp.concatenate([ROWS] * 4))
+    [text] = [each.text for each in findings(known) if each.kind == "sent and thrown away"]
+    total = dq.wire_report(PARAMS, 4, method=STOCHASTIC).bytes_per_worker
+    assert ("constant zeros" in text) == frozen_first
+    assert "Leaf ['v'] over 'data' is " in text
+    assert f"{format_bytes(total / 2)} of {format_bytes(total)} in a step" in text
+
+
+def test_a_mark_is_a_name_of_this_library_alone():
+    assert marked("dynamiq_jax.sum.12.3") == ("sum", 12, 3)
+    for name in ("sum.12.3", "dynamiq_jax.sum.12", "activations", "dynamiq_jax.sum.12.3.4"):
+        assert marked(name) is None
+
+
+def test_a_call_that_is_not_recorded_has_no_names(data_mesh):
+    step = mapped(data_mesh(4), plain, True)
+    traced = jax.jit(step).trace(PARAMS, jnp.concatenate([ROWS] * 4))
+    assert not flow_of(traced.jaxpr).sent
+    assert "name=dynamiq_jax" not in str(traced.jaxpr)
