@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dynamiq_jax._inputs.shards import has_explicit_axes
+from pallas_kernels._jax.compat import override
 
 # Values that a program takes as inputs. Other leaves, such as flags and functions, are constants.
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -34,6 +35,7 @@ class _Constant:
 
     value: Any
 
+    @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Constant) or type(self.value) is not type(other.value):
             return False
@@ -41,6 +43,7 @@ class _Constant:
             _has_hash(self.value) and self.value == other.value
         )
 
+    @override
     def __hash__(self) -> int:
         return hash(self.value) if _has_hash(self.value) else id(self.value)
 

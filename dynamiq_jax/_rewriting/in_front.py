@@ -153,14 +153,7 @@ def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
     function = {"mul": lax.mul, "div": lax.div}.get(name)
     if function is None:
         return equations.evaluated(node.equation)
-    atoms = node.equation.invars
-    literals = [None if equations.is_variable(atom) else atom.val for atom in atoms]
-
-    def applied(*values: Any) -> Sequence[Any]:
-        given = iter(values)
-        return [function(*(next(given) if v is None else v for v in literals))]
-
-    return applied
+    return lambda *values: [function(*equations.with_literals(node.equation, values))]
 
 
 def _is_number(key: Key) -> bool:

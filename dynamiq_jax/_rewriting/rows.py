@@ -36,7 +36,7 @@ def follow(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
     if not any(rows):
         return [()] * len(equation.outvars)
     firsts = _followed(equation, [each[0] if each else None for each in rows])
-    found = [() if first is None else (first,) for first in firsts]
+    found: list[Rows] = [() if first is None else (first,) for first in firsts]
     for operand, dims in enumerate(rows):
         for dim in dims:
             alone = [dim if each == operand else None for each in range(len(rows))]

@@ -198,7 +198,6 @@ def terms_of(node: Node) -> Evaluate:
     function = unreduced.parts(
         params["equation"], params["split"], Workers(params["axes"][0], params["mesh"])
     )
-    literals = [None if equations.is_variable(a) else a.val for a in node.equation.invars]
     variables = [
         key
         for atom, key in zip(node.equation.invars, node.inputs, strict=True)
@@ -206,8 +205,7 @@ def terms_of(node: Node) -> Evaluate:
     ]
 
     def terms(*values: Any) -> Sequence[Any]:
-        given = iter(values)
-        return function(*(next(given) if each is None else each for each in literals))
+        return function(*equations.with_literals(node.equation, values))
 
     return Evaluate(terms, tuple(variables), (SumTerms(node.outputs[0]),))
 

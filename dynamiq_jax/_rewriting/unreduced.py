@@ -43,7 +43,9 @@ def _contracted(
 
     def of_worker(*operands: Array) -> list[Array]:
         if equation.primitive.name == "ragged_dot_general":
-            rows = operands[0].shape[split[0]]
+            dim, *_ = split
+            assert dim is not None
+            rows = operands[0].shape[dim]
             first = rows * lax.axis_index(workers.axis)
             operands = (*operands[:2], _sizes_among(operands[2], first, first + rows))
         return [out[None] for out in equations.bound(equation, operands)]
@@ -107,18 +109,15 @@ def linear(
     out = _spec_of_terms(equation.outvars[0], workers)
     if equation.primitive.name == "reshard":
         return lambda terms: [jax.sharding.reshard(terms, NamedSharding(_mesh(workers), out))]
-    sharding = equation.params.get("sharding")
     is_constraint = equation.primitive.name == "sharding_constraint"
-    literals = [None if equations.is_variable(atom) else atom.val for atom in equation.invars]
     bare = equations.without_shardings(equation)
 
     def function(*values: Array) -> list[Array]:
-        given = iter(values)
-        return equations.bound(bare, [next(given) if v is None else v for v in literals])
+        return equations.bound(bare, equations.with_literals(equation, values))
 
     def mapped(*values: Array) -> list[Terms]:
         if is_constraint:
-            spec = _without(sharding.spec, workers.axis)
+            spec = _without(equation.params["sharding"].spec, workers.axis)
             return [_split(values[0], workers, [*spec])]
         axes = [0 if each else None for each in are_terms]
         results = jax.vmap(function, axes, spmd_axis_name=workers.axis)(*values)

@@ -141,6 +141,12 @@ def without_shardings(equation: Equation) -> Equation:
     return equation.replace(params=params)
 
 
+def with_literals(equation: Equation, values: Sequence[Any]) -> list[Any]:
+    """Return all inputs of an equation, from the values of those that are variables."""
+    given = iter(values)
+    return [next(given) if is_variable(atom) else atom.val for atom in equation.invars]  # type: ignore[union-attr]
+
+
 def is_variable(atom: Any) -> bool:
     """Return whether an input of an equation is a variable; others are literals."""
     return not isinstance(atom, core.Literal)
