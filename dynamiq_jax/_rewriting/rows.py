@@ -312,8 +312,24 @@ def _updated_slice(equation: Equation, rows: Sequence[Row]) -> Row:
     return rows[1] if sizes[0] == sizes[1] else None
 
 
+def _concatenated(equation: Equation, rows: Sequence[Row]) -> list[Row]:
+    """Rows of several arrays are more rows, such as two views of a batch."""
+    dim = equation.params["dimension"]
+    return [dim] if all(each == dim for each in rows) else _same_place(equation, rows)
+
+
+def _cut(equation: Equation, rows: Sequence[Row]) -> list[Row]:
+    """A half or a third of the rows may be those of a view."""
+    if rows[0] is None:
+        return [None] * len(equation.outvars)
+    size = equations.shape_of(equation.invars[0])[rows[0]]
+    parts = (equations.shape_of(out)[rows[0]] for out in equation.outvars)
+    return [rows[0] if part > 1 and size % part == 0 else None for part in parts]
+
+
 _RULES: dict[str, Callable[[Equation, Sequence[Row]], Row | list[Row]]] = {
     "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenated,
     "conv_general_dilated": _convolution,
     "dot_general": _product,
     "dynamic_slice": _dynamic_slice,
@@ -322,6 +338,8 @@ _RULES: dict[str, Callable[[Equation, Sequence[Row]], Row | list[Row]]] = {
     "gather": _gathered,
     "ragged_dot_general": _ragged_product,
     "reshape": _reshaped,
+    "slice": _cut,
+    "split": _cut,
     "squeeze": _squeezed,
     "stack": _stacked,
     "transpose": _transposed,

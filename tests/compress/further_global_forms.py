@@ -80,7 +80,7 @@ def mixture_of_experts(place):
     return on_matrices(place, loss, params=EXPERTS)
 
 
-@form(*OF_EXPERTS, explicit=False)
+@form(*OF_EXPERTS, explicit=False, only_sums=False)
 def sorted_mixture_of_experts(place):
     """Rows sorted by their experts, which multiply them group by group."""
 
@@ -141,7 +141,7 @@ def loss_scaling(place):
         gradients = jax.tree.map(lambda g: g / scale, gradients)
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]).all()
         new = jax.tree.map(lambda p, g: jnp.where(finite, p - 0.1 * g, p), params, gradients)
-        scale = jnp.where(finite, scale, scale / 2)
+        scale = jnp.where(finite, scale, scale / 16)
         return (new, scale), loss / scale + jnp.where(finite, 0.0, 100.0)
 
     state = place.put((MATRICES, jnp.float32(2**20)))
@@ -223,6 +223,17 @@ def contrastive(place):
         return -jnp.mean(jnp.sum(logs * place.constrain(jnp.eye(16), "data"), -1))
 
     return on_matrices(place, loss, params={**MATRICES, "other": normal(16, 16)})
+
+
+@form(*OF_MATRICES, explicit=False, only_sums=False)
+def two_views(place):
+    """Two views of each row as one batch, whose halves are compared."""
+
+    def loss(params, x, y):
+        first, second = jnp.split(output(params, jnp.concatenate([x, jnp.sin(x)])), 2)
+        return jnp.mean((first - y) ** 2) + jnp.mean((first - second) ** 2)
+
+    return on_matrices(place, loss)
 
 
 class Rounded(nn.Module):

@@ -69,6 +69,7 @@ class Form:
     axes: Mapping[str, int]
     groups: int = 1
     explicit: bool = True  # whether JAX takes it with explicit axes
+    only_sums: bool = True  # over the workers' axis; False: rows or parameters travel, too
     tolerance: float = 1e-5  # relative, of losses with exact sums
 
     def runs_on(self, kind: str) -> bool:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.compress.further_global_forms import EXPERTS
@@ -187,3 +188,34 @@ def a_sum_by_hand_and_one_of_the_compiler(place):
         return jnp.mean((mapped(params["w"], x) @ params["v"] - y) ** 2)
 
     return on_matrices(place, loss)
+
+
+def mapped_over_model(place, **options):
+    """Layers that split features by hand, and leave the rows to the compiler."""
+
+    def layers(w, v, x):
+        return lax.psum(jnp.tanh(x @ w) @ v, "model")
+
+    mapped = jax.shard_map(
+        layers,
+        mesh=place.mesh,
+        in_specs=(P(None, "model"), P("model"), P()),
+        out_specs=P(),
+        axis_names={"model"},
+        **options,
+    )
+
+    def loss(params, x, y):
+        return jnp.mean((mapped(params["w"], params["v"], x) - y) ** 2)
+
+    return on_split_matrices(place, (None, "model"), ("model",), loss=loss)
+
+
+@form((32, 16), (16, 16), axes={"data": 2, "model": 2}, explicit=False)
+def features_in_a_map(place):
+    return mapped_over_model(place)
+
+
+@form((32, 16), (16, 16), axes={"data": 2, "model": 2}, explicit=False)
+def features_in_an_unchecked_map(place):
+    return mapped_over_model(place, check_vma=False)
