@@ -84,6 +84,7 @@ class CompressedStep:
         """Return the method of an object, for a step that is an attribute of its class."""
         return self if instance is None else _Method(self, instance)
 
+    @override
     def __reduce__(self) -> Any:
         """Return what makes this step again, without its programs."""
         make = functools.partial(
@@ -247,7 +248,8 @@ class CompressedStep:
         if not (self._missing_ok or any(schedule.groups())):
             raise ValueError(_nothing_to_compress(selection, scheduler.exact))
         donated = tuple(equations.donated_inputs(traced))
-        return _Program(schedule, scheduler.exact, *apart, donated)
+        results, changed = apart
+        return _Program(schedule, scheduler.exact, results, changed, donated)
 
     def _specs(self, leaves: Leaves, shardings: Sequence[Any]) -> list[PartitionSpec | None]:
         """Return the specs of the arrays of arguments: those of the user, or of shardings."""
@@ -256,8 +258,8 @@ class CompressedStep:
             return known
         numbers, _ = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
         given = leaf_specs(numbers, self._in_specs)
-        given += [None] * (len(leaves.kinds) - len(given))  # keyword arguments
-        of_arrays = leaves.of_arrays(given)
+        keywords = [None] * (len(leaves.kinds) - len(given))
+        of_arrays = leaves.of_arrays([*given, *keywords])
         return [*of_arrays, *known[len(of_arrays) :]]
 
     def _check_unchanged(self) -> None:

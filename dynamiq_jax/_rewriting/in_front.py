@@ -122,7 +122,9 @@ def _linear_inputs(node: Node) -> Sequence[Key]:
     if name in _CONSTRAINTS and not node.sums:
         return keys
     if name == "pad":
-        return keys[:1] if _is_number(keys[1]) and not keys[1].value else ()
+        value, padding = keys
+        is_zero = isinstance(padding, Constant) and _is_number(padding) and not padding.value
+        return (value,) if is_zero else ()
     if name in _OF_ONE and len(keys) == 1:
         return keys
     # Terms of 16 bits may be too small to be divided.
