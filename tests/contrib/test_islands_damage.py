@@ -3,6 +3,7 @@
 import functools
 import json
 import struct
+import time
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,38 @@ def test_the_reference_stays_where_no_change_counts(value):
     assert after.round == 2 and same(after[1:3], states[0][1:3])
     # A change of zero counts: the momentum moves the reference.
     assert not same(standing(islands, [after])[0].reference, after.reference)
+
+
+@pytest.mark.parametrize("value", (0.0, np.nan))
+def test_a_round_waits_for_whose_change_came_to_the_one_before(value):
+    """Whether it counted or not, and also if its announcement is late."""
+
+    class Silent(Memory):
+        def put(self, name, data):
+            return name.startswith("here/00000001") or super().put(name, data)
+
+    store = Memory()
+    views = {"a": store, "b": store, "c": Silent(store.files)}
+    islands, states = joined(views, **FIELDS)
+    params = [moved(PARAMS, seed) for seed in range(3)]
+    params[2]["b"][3] += value
+    calls = [
+        functools.partial(i.exchange, *of) for i, *of in zip(islands, params, states, strict=True)
+    ]
+    states = together(calls)
+    assert store.names("here/00000001") == ["a", "b"]
+
+    def later():
+        while sum(name.startswith("change/00000001") for name in [*store.files]) < 2:
+            time.sleep(0.005)
+        time.sleep(0.2)  # in which the others would decide
+        return islands[2].exchange(moved(states[2].reference, 5), states[2])
+
+    pairs = zip(islands, states, strict=True)
+    calls = [functools.partial(i.exchange, moved(s.reference, 4), s) for i, s in pairs]
+    *others, last = together([*calls[:2], later])
+    assert agree([*others, last])
+    assert near(last.reference, mean_change((4, 4, 5), states[0].reference))
 
 
 def test_a_change_of_zero_counts_and_is_no_measure_of_others():
