@@ -287,8 +287,11 @@ def test_a_decision_that_is_damaged_later_is_read_where_islands_repeat_it(run, d
 def test_what_others_have_followed_and_this_one_cannot_read_ends_this_one_by_name(run):
     files, last = run
     (file,) = (name for name in files if name.startswith("change/00000004") and name[-1] == "b")
+    others = opened(file[:-1] + "a", files[file[:-1] + "a"])
+    with pytest.raises(RuntimeError, match="another one than when it was decided"):
+        join({**files, file: sealed(file, others)})
     with pytest.raises(RuntimeError, match=r"round 4: 'z' cannot read .*'b': .*Call join once"):
-        join({**files, file: files[file][:-1]})
+        join({**files, file: files[file][:-1]}, deadline=float("inf"))
     (file,) = (name for name in files if name.startswith("change/00000003") and name[-1] == "b")
     state = join({**files, file: files[file][:-1]})  # a later state is stored
     assert state.round == 5 and same(state[1:3], last[1:3])
