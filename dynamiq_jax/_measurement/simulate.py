@@ -90,9 +90,10 @@ class Simulation:
         """Sum gradients with several seeds: mean errors, and the time of the fastest."""
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
         runs = [self.sums(gradients, seed) for seed in seeds]
-        errors = np.mean([_errors(_flat(run.tree), truth) for run in runs], axis=0)
+        errors = [_errors(_flat(run.tree), truth) for run in runs]
+        vnmse, relative, above_half, gain = np.mean(errors, axis=0).tolist()
         fastest, equal = min(run.seconds for run in runs), all(run.replicas_equal for run in runs)
-        return Simulated(*map(float, errors), fastest, equal)
+        return Simulated(vnmse, relative, above_half, gain, fastest, equal)
 
     def sums(self, gradients: Gradients, seed: int) -> Sums:
         """Sum gradients once."""
@@ -130,7 +131,7 @@ def _errors(estimate: NDArray, truth: NDArray) -> tuple[float, float, float, flo
     return (
         np.sum((estimate - truth) ** 2) / (truth @ truth),
         relative.mean(),
-        np.mean(relative > 0.5),
+        float(np.mean(relative > 0.5)),
         estimate @ truth / (truth @ truth),
     )
 
