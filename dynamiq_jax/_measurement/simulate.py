@@ -41,7 +41,7 @@ class Simulated:
     replicas_equal: bool  # all workers hold the same bits
 
 
-class Sums(NamedTuple):
+class Summed(NamedTuple):
     """Sums that the first worker gets, and the time of the call."""
 
     tree: Gradients  # without the axis of the workers
@@ -95,7 +95,7 @@ class Simulation:
         fastest, equal = min(run.seconds for run in runs), all(run.replicas_equal for run in runs)
         return Simulated(vnmse, relative, above_half, gain, fastest, equal)
 
-    def sums(self, gradients: Gradients, seed: int) -> Sums:
+    def sums(self, gradients: Gradients, seed: int) -> Summed:
         """Sum gradients once."""
         on_devices = jax.device_put(gradients, self._split)
         start = time.perf_counter()
@@ -103,7 +103,7 @@ class Simulation:
         seconds = time.perf_counter() - start
         copies = {name: _copies(leaf) for name, leaf in sums.items()}
         equal = all(map(_equal_bits, copies.values()))
-        return Sums({name: each[0] for name, each in copies.items()}, seconds, equal)
+        return Summed({name: each[0] for name, each in copies.items()}, seconds, equal)
 
 
 def codec_ns(seconds: float, size: int, num_workers: int) -> float:
