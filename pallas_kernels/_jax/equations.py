@@ -11,6 +11,8 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from pallas_kernels._jax import compat
+
 # An equation of a traced program, the program, and a value or constant in it. JAX 0.12 has one
 # class for programs with and without constants.
 Equation = core.JaxprEqn
@@ -158,6 +160,17 @@ def sums_of_reshard(equation: Equation) -> tuple[str, ...]:
 
 def _spec(atom: Any) -> Any:
     return getattr(getattr(atom.aval, "sharding", None), "spec", None)
+
+
+def typed_spec(atom: Any) -> jax.sharding.PartitionSpec:
+    """Return the spec that is a part of the type of an input or output of an equation.
+
+    Dimensions at its end that are not split are left out, and so is all but the dimensions.
+    """
+    parts = list(compat.partitions(_spec(atom) or jax.sharding.PartitionSpec()))
+    while parts and parts[-1] is None:
+        parts.pop()
+    return jax.sharding.PartitionSpec(*parts)
 
 
 def explicit_sizes(equation: Equation) -> dict[str, int]:
