@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
@@ -127,8 +128,11 @@ class Evaluation:
         members = {leaf_name(i): each for i, each in enumerate(group.members)}
         if callable(self.specs):
             return {name: self.specs(each.description) for name, each in members.items()}
-        if self.specs is not None or not group.automatic:
+        if self.specs is not None:
             return self.specs
+        if not group.automatic:
+            typed = {name: each.typed_spec for name, each in members.items()}
+            return typed if any(spec != PartitionSpec() for spec in typed.values()) else None
         if any(each.spec is None for each in members.values() if each.why_exact is None):
             raise unknown_specs(group.automatic)
         return {name: each.spec for name, each in members.items()}
