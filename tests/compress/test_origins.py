@@ -121,6 +121,7 @@ KEEPING = {
     "centered": lambda g, p, s: g - g.mean(1, keepdims=True),
     "sum": lambda g, p, s: g + g.T,
     "noise": lambda g, p, s: g + jax.random.normal(jax.random.key(1), g.shape),
+    "plus numbers": lambda g, p, s: g + lax.broadcasted_iota(jnp.float32, g.shape, 0),
     "accumulated": lambda g, p, s: 0.9 * s + g,
     "decayed": lambda g, p, s: g + 0.01 * p,
     "in a jit": lambda g, p, s: jax.jit(lambda g: 2 * g)(g),
@@ -341,6 +342,10 @@ ZERO_STEPS = {
     "a mean": lambda p, x, y: lax.pmean(jax.grad(frozen)(p, x, y), "data"),
     "scaled and cast": lambda p, x, y: lax.psum(
         jax.tree.map(lambda g: (0.5 * g.T / 3).astype(jnp.bfloat16), jax.grad(frozen)(p, x, y)),
+        "data",
+    ),
+    "over an integer": lambda p, x, y: lax.psum(
+        jax.tree.map(lambda g: g / jnp.asarray(3).astype(jnp.float32), jax.grad(frozen)(p, x, y)),
         "data",
     ),
     "a total of turns": lambda p, x, y: lax.pmean(accumulated(p, x, y), "data"),
