@@ -183,7 +183,7 @@ def test_a_gradient_stays_one_through_any_chain_but_not_behind_what_breaks_it(
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_keeps_gradients_makes_none(name, data_mesh):
-    """Of parameters, and of values of a forward pass."""
+    """Of a gradient, which is compressed first, of arguments, and of values of a forward pass."""
 
     def local(p, s, x, y):
         def with_aux(p):
@@ -191,11 +191,11 @@ def test_what_keeps_gradients_makes_none(name, data_mesh):
 
         aux = jax.grad(with_aux, has_aux=True)(p)[1]
         kept = functools.partial(behind, p=p["w"], s=s["v"], chain=[(name, KEEPING[name])])
-        return kept(p["w"]), kept(s["w"]), kept(aux)
+        return kept(grad(p, x, y)["w"]), kept(p["w"]), kept(s["w"]), kept(aux)
 
     found = origins(data_mesh, local)
-    assert found[:2] == ["other", "other"]
-    assert found[2] in ("forward", "other")
+    assert found[:3] == ["gradient", "other", "other"]
+    assert found[3] in ("forward", "other")
 
 
 # Sums in a backward pass.
