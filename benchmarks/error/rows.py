@@ -100,7 +100,7 @@ def main(config: Config) -> Iterator[Report]:
     console = tables.console()
     rows = json.loads(config.output.read_text())["results"] if config.output.exists() else []
     done = {tuple(row[key] for key in KEY) for row in rows}
-    options = files.options_of(config, but=("folder", "gradients", "thin"))
+    options = {"bucket_mib": config.bucket_mib}  # all else is in the rows
     for data, whole in trees(config):
         for case in cases(config):
             row = {"data": data} | case

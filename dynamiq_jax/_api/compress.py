@@ -84,8 +84,9 @@ def compress(
 
     Raises:
       TypeError: `fun` or an argument is of the wrong kind; the step assigns arrays to its object.
-      ValueError: when it is called: no sum can be compressed, unless `missing_ok`; a sum is in an
-        equation that cannot be made anew; a method that carries state; and as `psum`.
+      ValueError: when it is called: no sum can be compressed, unless `missing_ok`; the step lacks
+        one axis of several; a sum is in an equation that cannot be made anew; a method that carries
+        state; and as `psum`.
 
     >>> import jax, jax.numpy as jnp
     >>> def step(weights, batch):

@@ -41,7 +41,7 @@ class Simulated:
     replicas_equal: bool  # all workers hold the same bits
 
 
-class Sums(NamedTuple):
+class Summed(NamedTuple):
     """Sums that the first worker gets, and the time of the call."""
 
     tree: Gradients  # without the axis of the workers
@@ -90,11 +90,12 @@ class Simulation:
         """Sum gradients with several seeds: mean errors, and the time of the fastest."""
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
         runs = [self.sums(gradients, seed) for seed in seeds]
-        errors = np.mean([_errors(_flat(run.tree), truth) for run in runs], axis=0)
+        errors = [_errors(_flat(run.tree), truth) for run in runs]
+        vnmse, relative, above_half, gain = np.mean(errors, axis=0).tolist()
         fastest, equal = min(run.seconds for run in runs), all(run.replicas_equal for run in runs)
-        return Simulated(*map(float, errors), fastest, equal)
+        return Simulated(vnmse, relative, above_half, gain, fastest, equal)
 
-    def sums(self, gradients: Gradients, seed: int) -> Sums:
+    def sums(self, gradients: Gradients, seed: int) -> Summed:
         """Sum gradients once."""
         on_devices = jax.device_put(gradients, self._split)
         start = time.perf_counter()
@@ -102,7 +103,7 @@ class Simulation:
         seconds = time.perf_counter() - start
         copies = {name: _copies(leaf) for name, leaf in sums.items()}
         equal = all(map(_equal_bits, copies.values()))
-        return Sums({name: each[0] for name, each in copies.items()}, seconds, equal)
+        return Summed({name: each[0] for name, each in copies.items()}, seconds, equal)
 
 
 def codec_ns(seconds: float, size: int, num_workers: int) -> float:
@@ -130,7 +131,7 @@ def _errors(estimate: NDArray, truth: NDArray) -> tuple[float, float, float, flo
     return (
         np.sum((estimate - truth) ** 2) / (truth @ truth),
         relative.mean(),
-        np.mean(relative > 0.5),
+        float(np.mean(relative > 0.5)),
         estimate @ truth / (truth @ truth),
     )
 

@@ -133,11 +133,13 @@ class Evaluation:
         if callable(self.specs):
             return group.by_path([self.specs(each.description) for each in members])
         known = [each.spec for each in members]
-        if members[0].workers is not None and self.specs is None:
-            # The compiler gathers terms that are split in another way.
-            return group.by_path(PartitionSpec() if spec is None else spec for spec in known)
-        if self.specs is not None or not group.automatic:
+        if self.specs is not None:
             return self.specs
+        if members[0].workers is not None:  # the compiler gathers terms that are split otherwise
+            return group.by_path(PartitionSpec() if spec is None else spec for spec in known)
+        if not group.automatic:
+            typed = [each.typed_spec for each in members]
+            return group.by_path(typed) if any(s != PartitionSpec() for s in typed) else None
         if any(each.spec is None for each in members if each.why_exact is None):
             raise unknown_specs(group.automatic)
         return group.by_path(known)

@@ -55,7 +55,7 @@ _KEEPING = _LIKE | {
     *("add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "and"),
     *("bitcast_convert_type", "ceil", "clamp", "complex", "concatenate", "conj", "cumsum"),
     *("device_put", "dynamic_slice", "dynamic_update_slice", "fft", "floor", "gather", "imag"),
-    *("layout_constraint", "max", "min", "name", "neg", "not", "optimization_barrier", "or", "pad"),
+    *("layout_constraint", "max", "min", "name", "neg", "optimization_barrier", "or", "pad"),
     *("pbroadcast", "ppermute", "preduced", "psum", "psum_invariant", "real", "reduce_precision"),
     *("reduce_scatter", "reduce_sum", "reduce_window_sum", "reduced_vary_cast"),
     *("reduced_vary_cast_p", "relayout", "reshard", "rev", "round", "scatter", "scatter-add"),
@@ -219,6 +219,11 @@ def _is_zero(is_quotient: bool, first: float | None, second: float | None) -> bo
 def is_inexact(atom: Any) -> bool:
     """Return whether a value is floating or complex."""
     return _is_of(getattr(atom.aval, "dtype", None), jnp.inexact)
+
+
+def is_real(atom: Any) -> bool:
+    """Return whether a value is floating or an integer."""
+    return _is_of(getattr(atom.aval, "dtype", None), jnp.floating) or _is_integer(atom)
 
 
 def _is_integer(atom: Any) -> bool:

@@ -18,6 +18,7 @@ from dynamiq_jax._rewriting.kinds import (
     continued,
     is_inexact,
     is_one,
+    is_real,
     join,
     made,
     nonlinear,
@@ -226,4 +227,4 @@ def _pass_of(scopes: str) -> Differentiation | None:
 def _origin_of(atom: Any, known: Mapping[Any, Origin]) -> Origin:
     if equations.is_variable(atom):
         return known[atom]
-    return Origin(Kind.CONSTANT, float(atom.val) if is_inexact(atom) else None)
+    return Origin(Kind.CONSTANT, float(atom.val) if is_real(atom) else None)

@@ -60,6 +60,12 @@ class Member:
     accumulates: frozenset[int] = frozenset()  # carried outputs of a loop that are among its terms
 
     @property
+    def typed_spec(self) -> PartitionSpec:
+        """Spec of its terms over explicit axes, as a part of their type."""
+        terms = self.result if self.is_moved else self.operand
+        return equations.typed_spec(terms.variable) if isinstance(terms, Value) else PartitionSpec()
+
+    @property
     def kind(self) -> Any:
         """Everything that the sums of a group share."""
         layout = inner.layout(self.params)

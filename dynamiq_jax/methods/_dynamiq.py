@@ -61,8 +61,8 @@ class DynamiQ(ChunkedMethod):
     default (`widths=None`), the narrowest code therefore has 3 bits, and 4 or 5 on rings of more
     than 8 workers, whose hops add up: in the sum, a super-group has less than half of its energy as
     error. This holds from 5 bits up, unless most of it cancels in the sum. The price at 5 bits is
-    1.3 times the error of the sum, and 1.9 times on long rings. From 4 bits up the least is 3.
-    Below, all of it are 2 bits: 3 would double the error of the sum.
+    1.3 to 1.4 times the error of the sum, and twice on long rings. At 4 bits the least is 3, which
+    is too little for rings of more than 8 workers. Below, it is 2: 3 would cost 1.6 times.
 
     `exponent` changes what is minimized. The error of a super-group counts as its squared norm to
     this power: 1 is the squared error of the sum, and a smaller power gives more bits to those of

@@ -202,6 +202,17 @@ def _spec(atom: Any) -> Any:
     return getattr(getattr(atom.aval, "sharding", None), "spec", None)
 
 
+def typed_spec(atom: Any) -> jax.sharding.PartitionSpec:
+    """Return the spec that is a part of the type of an input or output of an equation.
+
+    Dimensions at its end that are not split are left out, and so is all but the dimensions.
+    """
+    parts = list(compat.partitions(_spec(atom) or jax.sharding.PartitionSpec()))
+    while parts and parts[-1] is None:
+        parts.pop()
+    return jax.sharding.PartitionSpec(*parts)
+
+
 def explicit_sizes(equation: Equation) -> dict[str, int]:
     """Return the sizes of the axes of the mesh of an equation's first input, by name."""
     sharding = getattr(equation.invars[0].aval, "sharding", None)

@@ -58,8 +58,15 @@ updated = rule(
     lambda x, s: s, lambda s, g: (g, lax.dynamic_update_slice(s, largest(g)[None], (1,)))
 )
 chosen = rule(lambda x, s: s, lambda s, g: (g, jnp.where(largest(g) > 0, largest(g), s)))
+of_batch = rule(lambda x, s: largest(x) + jnp.zeros_like(s), lambda new, g: (g, new))
+moved = rule(
+    lambda x, s: s,
+    lambda s, g: (g, lax.scan(lambda last, each: (each, last), jnp.float32(0), s)[1]),
+)
 STATES = {
     "in the forward pass": kept,
+    "of the batch alone": of_batch,
+    "moved in a loop": moved,
     "in the backward pass": late,
     "of cotangents": of_cotangent,
     "of cotangents, joined": joined,
@@ -178,12 +185,14 @@ scaled = rule(lambda x, s: s, lambda s, g: (g * s[0].astype(g.dtype), of_rows(g,
 finite = rule(lambda x, s: s, lambda s, g: (jnp.nan_to_num(g), jnp.where(s > 0, of_rows(g, s), 0)))
 padded = rule(
     lambda x, s: s,
-    lambda s, g: (g, jnp.zeros_like(s).at[0].set(of_rows(g, s)[0]).at[1:].add(of_rows(g, s)[1:])),
+    lambda s, g: (g, jnp.zeros_like(s).at[jnp.argmax(s)].set(of_rows(g, s)[0])),
 )
 in_parts = rule(
     lambda x, s: s,
     lambda s, g: (g, jnp.concatenate([of_rows(g, s)[2:], jnp.zeros(1), of_rows(g, s)[:1]])),
 )
+ZEROS = np.zeros(LONG, np.float32)
+none = rule(lambda x, s: None, lambda _, g: (g, jnp.asarray(ZEROS)))
 by_scale = rule(  # made from a state, of which it is no part
     lambda x, s: s,
     lambda s, g: (g / jnp.max(pushed(s, g)).astype(g.dtype), jnp.zeros_like(s)),
@@ -204,6 +213,7 @@ GRADIENTS = {
     "straight through": straight_through,
     "padded": padded,
     "in parts": in_parts,
+    "none for the state": none,
     "scaled by a magnitude": by_scale,
 }
 

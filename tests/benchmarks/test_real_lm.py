@@ -196,6 +196,9 @@ def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monke
     assert ours["bytes"] < exact["bytes"]
     assert losses.final(exact) < exact["held_out"]["0"]
     assert 0 < abs(losses.final(ours) / losses.final(exact) - 1) < 0.05
+    assert ours["rare"] > 0 and ours["rare"] != exact["rare"]
+    assert exact["distance"]["all"] < 0.5 * ours["distance"]["all"]
+    assert set(ours["distance"]) == {*gradients.KINDS, "all"}
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
     assert all(row["commit"] and row["date"] for row in (exact, ours, policy))
     facts = (tmp_path / "runs/muon-exact-0/run.json").read_text()

@@ -193,8 +193,12 @@ def test_a_call_that_ended_is_forgotten(pair):
 
 
 def test_other_events_of_jax_are_not_the_end_of_a_compiler(pair):
+    """Nor is a program of constants that the trace evaluates."""
+
     def record(rank):
         jax.monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_trace_duration", 1.0)
+        with jax.ensure_compile_time_eval():
+            jax.jit(lambda: jnp.arange(7.0 + rank).sum())()
         assert rank not in compiled_of(pair[rank])
 
     steps = [step_of(one, functools.partial(record, rank)) for rank, one in enumerate(pair)]

@@ -121,6 +121,7 @@ KEEPING = {
     "centered": lambda g, p, s: g - g.mean(1, keepdims=True),
     "sum": lambda g, p, s: g + g.T,
     "noise": lambda g, p, s: g + jax.random.normal(jax.random.key(1), g.shape),
+    "plus numbers": lambda g, p, s: g + lax.broadcasted_iota(jnp.float32, g.shape, 0),
     "accumulated": lambda g, p, s: 0.9 * s + g,
     "decayed": lambda g, p, s: g + 0.01 * p,
     "in a jit": lambda g, p, s: jax.jit(lambda g: 2 * g)(g),
@@ -182,7 +183,7 @@ def test_a_gradient_stays_one_through_any_chain_but_not_behind_what_breaks_it(
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_keeps_gradients_makes_none(name, data_mesh):
-    """Of parameters, and of values of a forward pass."""
+    """Of a gradient, which is compressed first, of arguments, and of values of a forward pass."""
 
     def local(p, s, x, y):
         def with_aux(p):
@@ -190,11 +191,11 @@ def test_what_keeps_gradients_makes_none(name, data_mesh):
 
         aux = jax.grad(with_aux, has_aux=True)(p)[1]
         kept = functools.partial(behind, p=p["w"], s=s["v"], chain=[(name, KEEPING[name])])
-        return kept(p["w"]), kept(s["w"]), kept(aux)
+        return kept(grad(p, x, y)["w"]), kept(p["w"]), kept(s["w"]), kept(aux)
 
     found = origins(data_mesh, local)
-    assert found[:2] == ["other", "other"]
-    assert found[2] in ("forward", "other")
+    assert found[:3] == ["gradient", "other", "other"]
+    assert found[3] in ("forward", "other")
 
 
 # Sums in a backward pass.
@@ -341,6 +342,10 @@ ZERO_STEPS = {
     "a mean": lambda p, x, y: lax.pmean(jax.grad(frozen)(p, x, y), "data"),
     "scaled and cast": lambda p, x, y: lax.psum(
         jax.tree.map(lambda g: (0.5 * g.T / 3).astype(jnp.bfloat16), jax.grad(frozen)(p, x, y)),
+        "data",
+    ),
+    "over an integer": lambda p, x, y: lax.psum(
+        jax.tree.map(lambda g: g / jnp.asarray(3).astype(jnp.float32), jax.grad(frozen)(p, x, y)),
         "data",
     ),
     "a total of turns": lambda p, x, y: lax.pmean(accumulated(p, x, y), "data"),

@@ -293,3 +293,30 @@ def test_a_step_with_shardings_keeps_them_in_the_jit_of_a_caller(mesh, args, sha
     for name in "wv":
         np.testing.assert_array_equal(inside[name], alone[name])
         assert alone[name].sharding.is_equivalent_to(shardings[name], 2)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_explicit_axes_are_in_the_report(check_vma, scattered):
+    """A part of the type of each sum, of which a device sends its own shard."""
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
+
+    def local(weights, rows):
+        own = lax.pcast(weights, "data", to="varying") if check_vma else weights
+        gradient = jax.grad(lambda w: jnp.mean((rows @ w - 1) ** 2))(own)
+        if scattered:
+            return lax.psum_scatter(gradient, "data", scatter_dimension=1, tiled=True)
+        return lax.pmean(gradient, "data")
+
+    out = P(None, "data") if scattered else P()
+    specs = {"in_specs": (P(), P("data")), "out_specs": out, "axis_names": {"data"}}
+    step = jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
+    weights = jax.device_put(PARAMS["w"], jax.NamedSharding(mesh, P("fsdp")))
+    rows = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+    compressed = dq.compress(step, "data", key=lambda *a: jax.random.key(0), **OPTIONS)
+    with jax.set_mesh(mesh):
+        (found,) = compressed.report(weights, rows).compressed
+        sent = dq.inspect(compressed, weights, rows).bytes_compressed
+    assert found.bytes_after == sent == (1 if scattered else 2) * 32 * 32 / 2

@@ -1,6 +1,7 @@
 """Islands: laws of a round, of islands that are late, leave and join, and of their transports."""
 
 import functools
+import os
 import pathlib
 import re
 import signal
@@ -46,6 +47,19 @@ def test_a_name_is_stored_once(transport):
     assert transport.put("folder/other", b"")
     assert transport.names("folder") == ["name", "other"]
     assert (transport.get("folder/none"), transport.names("none")) == (None, [])
+
+
+def test_bytes_are_on_the_disk_before_they_have_a_name(tmp_path, monkeypatch):
+    """Or a host that loses power leaves an empty file, which nothing can replace."""
+    calls = []
+
+    def recorded(name, function):
+        monkeypatch.setattr(os, name, lambda *args: (calls.append(name), function(*args))[1])
+
+    recorded("fsync", os.fsync)
+    recorded("link", os.link)
+    assert SharedFolder(tmp_path).put("a/b", b"1")
+    assert calls == ["fsync", "link"]
 
 
 def test_an_island_alone_is_local_sgd(transport):

@@ -3,6 +3,7 @@
 import functools
 import json
 import struct
+import time
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,38 @@ def test_the_reference_stays_where_no_change_counts(value):
     assert not same(standing(islands, [after])[0].reference, after.reference)
 
 
+@pytest.mark.parametrize("value", (0.0, np.nan))
+def test_a_round_waits_for_whose_change_came_to_the_one_before(value):
+    """Whether it counted or not, and also if its announcement is late."""
+
+    class Silent(Memory):
+        def put(self, name, data):
+            return name.startswith("here/00000001") or super().put(name, data)
+
+    store = Memory()
+    views = {"a": store, "b": store, "c": Silent(store.files)}
+    islands, states = joined(views, **FIELDS)
+    params = [moved(PARAMS, seed) for seed in range(3)]
+    params[2]["b"][3] += value
+    calls = [
+        functools.partial(i.exchange, *of) for i, *of in zip(islands, params, states, strict=True)
+    ]
+    states = together(calls)
+    assert store.names("here/00000001") == ["a", "b"]
+
+    def later():
+        while sum(name.startswith("change/00000001") for name in [*store.files]) < 2:
+            time.sleep(0.005)
+        time.sleep(0.2)  # in which the others would decide
+        return islands[2].exchange(moved(states[2].reference, 5), states[2])
+
+    pairs = zip(islands, states, strict=True)
+    calls = [functools.partial(i.exchange, moved(s.reference, 4), s) for i, s in pairs]
+    *others, last = together([*calls[:2], later])
+    assert agree([*others, last])
+    assert near(last.reference, mean_change((4, 4, 5), states[0].reference))
+
+
 def test_a_change_of_zero_counts_and_is_no_measure_of_others():
     islands, states = joined(Memory(), **FIELDS)
     params = [PARAMS, PARAMS, moved(PARAMS, 1)]
@@ -254,8 +287,11 @@ def test_a_decision_that_is_damaged_later_is_read_where_islands_repeat_it(run, d
 def test_what_others_have_followed_and_this_one_cannot_read_ends_this_one_by_name(run):
     files, last = run
     (file,) = (name for name in files if name.startswith("change/00000004") and name[-1] == "b")
+    others = opened(file[:-1] + "a", files[file[:-1] + "a"])
+    with pytest.raises(RuntimeError, match="another one than when it was decided"):
+        join({**files, file: sealed(file, others)})
     with pytest.raises(RuntimeError, match=r"round 4: 'z' cannot read .*'b': .*Call join once"):
-        join({**files, file: files[file][:-1]})
+        join({**files, file: files[file][:-1]}, deadline=float("inf"))
     (file,) = (name for name in files if name.startswith("change/00000003") and name[-1] == "b")
     state = join({**files, file: files[file][:-1]})  # a later state is stored
     assert state.round == 5 and same(state[1:3], last[1:3])
