@@ -78,7 +78,12 @@ class Lost:
     why: str
 
 
-Known = Rows | Lost
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """Rows of a value that is one number, such as the gradient of a mean."""
+
+
+Known = Rows | Lost | Alike
 
 sum_over_rows = Primitive("sum_over_rows")
 sum_over_rows.def_abstract_eval(lambda *operands, equation, **params: equation.outvars[0].aval)
@@ -153,9 +158,12 @@ class Marker:
 
     def _plain(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
         """Mark an equation that holds no program, if it contracts rows."""
+        if _is_one_number(equation, rows):
+            return equation, [Alike()] * len(equation.outvars)
         are_lost = [isinstance(each, Lost) for each in rows]
         dims = list(map(_dimensions, rows))
-        if (split := contraction(equation, dims)) is not None:
+        choices = (contraction(equation, each) for each in _with_rows_alike(equation, rows))
+        if (split := next((each for each in choices if each is not None), None)) is not None:
             why = None
             if not splits_evenly(equation, split, self._workers.count):
                 why = f"its rows do not split evenly among {self._workers.count} workers"
@@ -273,11 +281,31 @@ class Marker:
         return equation.replace(params={**equation.params, "branches": branches}), after
 
 
+def _is_one_number(equation: Equation, rows: Sequence[Known]) -> bool:
+    """Return whether an equation makes one number in all places of its result, as a hint."""
+    shapes = list(map(equations.shape_of, equation.invars))
+    if equation.primitive.name == "broadcast_in_dim":
+        return shapes[:1] == [()]
+    alike = [s for s, each in zip(shapes, rows, strict=True) if isinstance(each, Alike)]
+    are_others_numbers = shapes.count(()) + len(alike) == len(shapes)
+    return are_others_numbers and equations.shape_of(equation.outvars[0]) in alike
+
+
+def _with_rows_alike(equation: Equation, rows: Sequence[Known]) -> Iterator[list[Rows]]:
+    """Yield the rows of operands, then those with each dimension of one whose rows are alike."""
+    dims = list(map(_dimensions, rows))
+    yield dims
+    for i, each in enumerate(rows):
+        if isinstance(each, Alike):
+            rank = len(equations.shape_of(equation.invars[i]))
+            yield from ([*dims[:i], (dim,), *dims[i + 1 :]] for dim in range(rank))
+
+
 def _dimensions(rows: Known) -> Rows:
     """Return the dimensions that hold rows, as far as they are known."""
-    return () if isinstance(rows, Lost) else rows
+    return rows if isinstance(rows, tuple) else ()
 
 
 def _shifted(rows: Known, by: int) -> Known:
     """Return rows behind other dimensions, or without the first dimension."""
-    return rows if isinstance(rows, Lost) else tuple(dim + by for dim in rows if dim + by >= 0)
+    return tuple(d + by for d in rows if d + by >= 0) if isinstance(rows, tuple) else rows
