@@ -1,7 +1,7 @@
 """Evaluation of a scheduled program, while JAX traces it anew."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ class Evaluation:
             exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
             tree = group.by_path(exactly)
 
-        def compressed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        def compressed(tree: dict[str, Any]) -> dict[str, Any]:
             collective = group.collective(find_axes(over))
             of_group: Any = jax.random.fold_in(
                 jax.random.key(0) if key is None else key, group.number
@@ -100,13 +100,13 @@ class Evaluation:
                 of_group = SampledKey(of_group)
             specs = self.specs_of(group)
             outcome = run(collective, tree, of_group, self.compression, specs=specs)
-            total: Mapping[str, Any] = outcome.tree
+            total: dict[str, Any] = outcome.tree
             return total
 
         if (workers := group.members[0].workers) is not None:
             results = group.by_path(each.result.variable for each in group.members)
-            out_specs = group.by_path(each.out_spec for each in group.members)
-            totals = unreduced.reduced(compressed, tree, results, workers, out_specs)
+            parts = group.by_path(each.part for each in group.members)
+            totals = unreduced.reduced(compressed, tree, results, workers, parts)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals = reduce_unreduced(compressed, tree, over)
             shardings = group.by_path([each.params["dst_sharding"] for each in group.members])
@@ -131,12 +131,13 @@ class Evaluation:
         """
         members = group.members
         if callable(self.specs):
-            return group.by_path([self.specs(each.description) for each in members])
+            return group.by_path([each.sent_spec(self.specs(each.description)) for each in members])
         known = [each.spec for each in members]
         if self.specs is not None:
             return self.specs
         if members[0].workers is not None:  # the compiler gathers terms that are split otherwise
-            return group.by_path(PartitionSpec() if spec is None else spec for spec in known)
+            whole = PartitionSpec()
+            return group.by_path(each.sent_spec(each.spec or whole) for each in members)
         if not group.automatic:
             typed = [each.typed_spec for each in members]
             return group.by_path(typed) if any(s != PartitionSpec() for s in typed) else None

@@ -125,8 +125,7 @@ def _of_kept(kept: KeptSum, evaluation: Evaluation) -> SumReport:
 def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
     """Report the sums of a group, with the bytes and the reasons of its plan."""
     described = [
-        jax.ShapeDtypeStruct(each.description.shape, each.description.dtype)
-        for each in group.members
+        jax.ShapeDtypeStruct(each.sent_shape, each.description.dtype) for each in group.members
     ]
     tree = group.by_path(described)
     plan = _plan_of(group, tree, evaluation)

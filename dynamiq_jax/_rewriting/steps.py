@@ -78,18 +78,36 @@ class Member:
         return None if mesh is None else Workers(self.description.axes[0], mesh)
 
     def scattered(self, dimension: int) -> "Member":
-        """Return the sum of which each worker gets its part of a dimension."""
+        """Return the sum of which each worker gets its part of a dimension.
+
+        That dimension is sent first, so that sums with parts of any dimension are one group.
+        """
         described = dataclasses.replace(self.description, operation="psum_scatter")
-        params = {**self.params, "scatter_dimension": dimension, "tiled": True}
+        params = {**self.params, "scatter_dimension": 0, "tiled": True, "part": dimension}
         return dataclasses.replace(self, description=described, params=params)
 
     @property
-    def out_spec(self) -> PartitionSpec:
-        """Split of the result over the workers."""
-        if self.description.operation != "psum_scatter":
-            return PartitionSpec()
-        before = [None] * self.params["scatter_dimension"]
-        return PartitionSpec(*before, self.description.axes[0])
+    def part(self) -> int | None:
+        """Dimension of the result that is split over the workers; None: all have all of it."""
+        part: int | None = self.params.get("part")
+        return part
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape of the terms as they are sent."""
+        return self._as_sent(self.description.shape)
+
+    def sent_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Return the spec of the terms as they are sent."""
+        missing = len(self.description.shape) - len(spec)
+        return (
+            spec if self.part is None else PartitionSpec(*self._as_sent([*spec, *[None] * missing]))
+        )
+
+    def _as_sent(self, dimensions: Sequence[Any]) -> tuple[Any, ...]:
+        if self.part is None:
+            return tuple(dimensions)
+        return (dimensions[self.part], *dimensions[: self.part], *dimensions[self.part + 1 :])
 
     @property
     def is_moved(self) -> bool:

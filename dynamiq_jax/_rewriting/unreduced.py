@@ -20,6 +20,7 @@ from pallas_kernels._jax.equations import Atom, Equation
 
 P = PartitionSpec
 Terms = Array  # [workers, ...]
+Tree = dict[str, Array]
 
 
 def parts(equation: Equation, split: Sequence[Row], workers: Workers) -> Callable[..., list[Terms]]:
@@ -153,12 +154,12 @@ def total(terms: Terms, result: Atom, workers: Workers) -> Array:
 
 
 def reduced(
-    reduce: Callable[[Mapping[str, Array]], Mapping[str, Array]],
-    tree: Mapping[str, Terms],
+    reduce: Callable[[Tree], Tree],
+    tree: Tree,
     results: Mapping[str, Atom],
     workers: Workers,
-    out_specs: Mapping[str, PartitionSpec],
-) -> Mapping[str, Array]:
+    parts: Mapping[str, int | None],
+) -> Tree:
     """Reduce unreduced values.
 
     Args:
@@ -166,15 +167,23 @@ def reduced(
       tree: unreduced values by name.
       results: values of the program, by their types.
       workers: the workers.
-      out_specs: split of the results over the workers, of sums whose parts are scattered.
+      parts: dimensions of values of which each worker gets its part alone, and None for others. It
+        is the first one for `reduce`.
     """
+    split = {name: part for name, part in parts.items() if part is not None}
 
-    def of_worker(tree: Mapping[str, Terms]) -> Mapping[str, Array]:
-        return reduce(jax.tree.map(lambda terms: terms[0], tree))
+    def of_worker(tree: Tree) -> Tree:
+        sent: Tree = jax.tree.map(lambda terms: terms[0], tree)
+        sent |= {name: jnp.moveaxis(sent[name], part, 0) for name, part in split.items()}
+        totals = reduce(sent)
+        return totals | {name: jnp.moveaxis(totals[name], 0, part) for name, part in split.items()}
 
-    function = _mapped(of_worker, workers, (P(workers.axis),), out_specs)
     specs = jax.tree.map(_spec, results)
-    return _on_automatic_axes(function, workers, specs)(tree)
+    out_specs = jax.tree.map(lambda _: P(), results)
+    out_specs |= {name: P(*[None] * part, workers.axis) for name, part in split.items()}
+    function = _mapped(of_worker, workers, (P(workers.axis),), out_specs)
+    total: Tree = _on_automatic_axes(function, workers, specs)(tree)
+    return total
 
 
 def _mapped(function: Any, workers: Workers, in_specs: Any, out_specs: Any) -> Any:

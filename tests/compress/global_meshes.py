@@ -57,7 +57,7 @@ def gathered(place, loss):
     )
 
 
-@form(*OF_MATRICES, groups=2)
+@form(*OF_MATRICES)
 def fsdp(place):
     """Parameters that are split over the axis of the workers."""
     return on_split_matrices(place, (None, "data"), ("data",), loss=gathered(place, squares))
@@ -122,7 +122,7 @@ def over_data(path, leaf):
     return (*[None] * (leaf.ndim - 1), "data") if leaf.ndim > 1 else ()
 
 
-@form(*OF_DECODER, groups=4, explicit=False)
+@form(*OF_DECODER, explicit=False)
 def fsdp_decoder(place):
     return decoder_on(place, over_data)
 
