@@ -15,16 +15,8 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._rewriting.rows import (
-    Row,
-    Rows,
-    contraction,
-    ends,
-    follow,
-    may_contract,
-    rows_of_spec,
-    splits_evenly,
-)
+from dynamiq_jax._rewriting.rows import Row, Rows, follow, rows_of_spec
+from dynamiq_jax._rewriting.splits import contraction, ends, may_contract, splits_evenly
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
