@@ -96,8 +96,9 @@ def _spec_of_type(value: Key) -> PartitionSpec | None:
     if not isinstance(value, Value):
         return None
     sharding = getattr(value.variable.aval, "sharding", None)
-    is_typed = sharding is not None and sharding.mesh.explicit_axes
-    return PartitionSpec(*sharding.spec) if is_typed else None
+    if sharding is None or not sharding.mesh.explicit_axes:
+        return None
+    return equations.typed_spec(value.variable)
 
 
 def _axes_of(spec: PartitionSpec) -> Iterable[str]:
