@@ -20,6 +20,7 @@ from tests.compress.global_forms import (
     decoder_loss,
     decoder_params,
     form,
+    normal,
     on_matrices,
     squares,
     updated,
@@ -42,8 +43,8 @@ def decoder_on(place, specs, rows=("data",), **how):
     return Step(step, (params, optimizer), (place.put(TOKENS, *rows),))
 
 
-def on_split_matrices(place, w, v, rows=("data",), loss=squares):
-    params = {"w": place.put(MATRICES["w"], *w), "v": place.put(MATRICES["v"], *v)}
+def on_split_matrices(place, w, v, rows=("data",), loss=squares, matrices=MATRICES):
+    params = {"w": place.put(matrices["w"], *w), "v": place.put(matrices["v"], *v)}
     return Step(on_matrices(place, loss).step, params, place.put((X, Y), *rows))
 
 
@@ -57,7 +58,7 @@ def gathered(place, loss):
     )
 
 
-@form(*OF_MATRICES)
+@form(*OF_MATRICES, only_sums=False)
 def fsdp(place):
     """Parameters that are split over the axis of the workers."""
     return on_split_matrices(place, (None, "data"), ("data",), loss=gathered(place, squares))
@@ -127,7 +128,7 @@ def fsdp_decoder(place):
     return decoder_on(place, over_data)
 
 
-@form(*OF_DECODER, axes={"data": 2, "fsdp": 2, "model": 2}, explicit=False)
+@form(*OF_DECODER, axes={"data": 2, "fsdp": 2, "model": 2}, explicit=False, only_sums=False)
 def decoder_on_three_axes(place):
     def specs(path, leaf):
         spec = by_name(path, leaf)
@@ -208,14 +209,15 @@ def mapped_over_model(place, **options):
     def loss(params, x, y):
         return jnp.mean((mapped(params["w"], params["v"], x) - y) ** 2)
 
-    return on_split_matrices(place, (None, "model"), ("model",), loss=loss)
+    matrices = {"w": normal(32, 64, scale=1 / 6), "v": normal(64, 16, scale=1 / 8)}
+    return on_split_matrices(place, (None, "model"), ("model",), ("data",), loss, matrices)
 
 
-@form((32, 16), (16, 16), axes={"data": 2, "model": 2}, explicit=False)
+@form((32, 32), (32, 16), axes={"data": 2, "model": 2}, explicit=False)
 def features_in_a_map(place):
     return mapped_over_model(place)
 
 
-@form((32, 16), (16, 16), axes={"data": 2, "model": 2}, explicit=False)
+@form((32, 32), (32, 16), axes={"data": 2, "model": 2}, explicit=False)
 def features_in_an_unchecked_map(place):
     return mapped_over_model(place, check_vma=False)
