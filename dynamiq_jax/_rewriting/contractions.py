@@ -22,8 +22,8 @@ from pallas_kernels._jax.equations import Equation
 
 
 @dataclasses.dataclass(frozen=True)
-class Workers:
-    """Workers among which the compiler splits rows: the devices along one axis of a mesh."""
+class WorkerAxis:
+    """Axis of a mesh over which the compiler splits rows, among one worker for each place."""
 
     axis: str
     mesh: Mesh | AbstractMesh
@@ -35,7 +35,7 @@ class Workers:
         return size
 
 
-def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> Workers | None:
+def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> WorkerAxis | None:
     """Return the workers of a program, along an axis of a mesh that is not manual; None if there
     is no such mesh.
 
@@ -48,7 +48,7 @@ def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> Workers | N
     placed = (each.mesh for each in shardings if isinstance(each, NamedSharding))
     for mesh in itertools.chain(placed, [around], _meshes(program)):
         if axis in mesh.axis_names and axis not in around.manual_axes:
-            return Workers(axis, mesh)
+            return WorkerAxis(axis, mesh)
     return None
 
 
@@ -98,7 +98,7 @@ _MOST_ROUNDS = 4  # until the rows that a loop carries are those that it returns
 class Marker:
     """Marks the contractions of rows of a program, and of those inside."""
 
-    def __init__(self, workers: Workers):
+    def __init__(self, workers: WorkerAxis):
         self._workers = workers
         self._marked: dict[Any, tuple[Any, list[Known]]] = {}
 

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from dynamiq_jax._rewriting import inner, unreduced
-from dynamiq_jax._rewriting.contractions import Workers
+from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.in_front import (
     Waiting,
     behind,
@@ -79,7 +79,7 @@ class Surroundings:
             mesh=part.mesh or self.mesh,
         )
 
-    def automatic(self, workers: Workers | None = None) -> dict[str, int]:
+    def automatic(self, workers: WorkerAxis | None = None) -> dict[str, int]:
         """Return the sizes of the axes of several devices that the compiler manages, by name.
 
         Args:
@@ -252,7 +252,7 @@ class Scheduler:
             return [evaluate(node)], ()
         programs = []
         steps: list[Step] = []
-        stacked: dict[int, Workers] = {}
+        stacked: dict[int, WorkerAxis] = {}
         inputs: list[Key] = list(node.inputs)
         outputs: list[Key] = list(node.outputs)
         members: list[Member] = []

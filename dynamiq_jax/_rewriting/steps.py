@@ -14,7 +14,7 @@ from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._rewriting import inner, unreduced
-from dynamiq_jax._rewriting.contractions import Workers
+from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
 from dynamiq_jax._rewriting.sums import Sum, is_over_rows
 from pallas_kernels._jax import equations
@@ -72,10 +72,10 @@ class Member:
         return self.description.operation, self.description.axes, layout, self.workers
 
     @property
-    def workers(self) -> Workers | None:
+    def workers(self) -> WorkerAxis | None:
         """The workers of a sum that the compiler places; None of one over a manual axis."""
         mesh = self.params.get("mesh")
-        return None if mesh is None else Workers(self.description.axes[0], mesh)
+        return None if mesh is None else WorkerAxis(self.description.axes[0], mesh)
 
     def scattered(self, dimension: int) -> "Member":
         """Return the sum of which each worker gets its part of a dimension.
@@ -172,7 +172,7 @@ class Enter:
     outputs: tuple[Key, ...]  # `SumTerms` of sums that are left to this program
     programs: tuple["EvaluationSchedule", ...]
     messages: Messages
-    stacked: Mapping[int, Workers] = dataclasses.field(default_factory=dict)  # unreduced outputs
+    stacked: Mapping[int, WorkerAxis] = dataclasses.field(default_factory=dict)  # unreduced outputs
 
 
 Step = Evaluate | Reduce | SumExactly | Enter
@@ -220,7 +220,7 @@ def terms_of(node: Node) -> Evaluate:
     """Return the step that makes the terms of a contraction of rows, one for each worker."""
     params = node.equation.params
     function = unreduced.parts(
-        params["equation"], params["split"], Workers(params["axes"][0], params["mesh"])
+        params["equation"], params["split"], WorkerAxis(params["axes"][0], params["mesh"])
     )
     variables = [
         key

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
-from dynamiq_jax._rewriting.contractions import Workers
+from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.rows import Row
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Atom, Equation
@@ -23,7 +23,9 @@ Terms = Array  # [workers, ...]
 Tree = dict[str, Array]
 
 
-def parts(equation: Equation, split: Sequence[Row], workers: Workers) -> Callable[..., list[Terms]]:
+def parts(
+    equation: Equation, split: Sequence[Row], workers: WorkerAxis
+) -> Callable[..., list[Terms]]:
     """Return the function of a contraction to the result of each worker for its rows.
 
     Args:
@@ -38,7 +40,7 @@ def parts(equation: Equation, split: Sequence[Row], workers: Workers) -> Callabl
 
 
 def _contracted(
-    equation: Equation, split: Sequence[Row], workers: Workers
+    equation: Equation, split: Sequence[Row], workers: WorkerAxis
 ) -> Callable[..., list[Terms]]:
     """Return the function as one equation of each worker, for which no operand moves."""
 
@@ -63,7 +65,7 @@ def _sizes_among(sizes: Array, first: Array, end: Array) -> Array:
 
 
 def _scattered(
-    equation: Equation, split: Sequence[Row], workers: Workers
+    equation: Equation, split: Sequence[Row], workers: WorkerAxis
 ) -> Callable[..., list[Terms]]:
     """Return the function as one equation of all workers.
 
@@ -86,7 +88,7 @@ def _scattered(
     return of_all
 
 
-def _rows_of_each(value: Array, dim: Row, workers: Workers) -> Array:
+def _rows_of_each(value: Array, dim: Row, workers: WorkerAxis) -> Array:
     """Return the rows of each worker: [workers, ..., rows, ...]."""
     assert dim is not None
     shape = value.shape
@@ -97,7 +99,7 @@ def _rows_of_each(value: Array, dim: Row, workers: Workers) -> Array:
 
 
 def linear(
-    equation: Equation, are_terms: Sequence[bool], workers: Workers
+    equation: Equation, are_terms: Sequence[bool], workers: WorkerAxis
 ) -> Callable[..., Sequence[Terms]]:
     """Return the function of an equation that is linear in unreduced values.
 
@@ -127,7 +129,7 @@ def linear(
     return equations.in_context(equation, _on_automatic_axes(mapped, workers, [out]))
 
 
-def zeros(value: Array, workers: Workers) -> Terms:
+def zeros(value: Array, workers: WorkerAxis) -> Terms:
     """Return the unreduced form of a value of zeros."""
 
     def make(value: Array) -> Terms:
@@ -136,13 +138,13 @@ def zeros(value: Array, workers: Workers) -> Terms:
     return _on_automatic_axes(make, workers, _spec_of_terms(value, workers))(value)
 
 
-def of_all_turns(terms: Array, workers: Workers) -> Terms:
+def of_all_turns(terms: Array, workers: WorkerAxis) -> Terms:
     """Return the unreduced form of what a loop has stacked: [turns, workers, ...]."""
     moved = jnp.moveaxis(terms, 1, 0)
     return moved if _explicit(workers) else _split(moved, workers)
 
 
-def total(terms: Terms, result: Atom, workers: Workers) -> Array:
+def total(terms: Terms, result: Atom, workers: WorkerAxis) -> Array:
     """Return the value of the program, by a sum of the compiler.
 
     Args:
@@ -157,7 +159,7 @@ def reduced(
     reduce: Callable[[Tree], Tree],
     tree: Tree,
     results: Mapping[str, Atom],
-    workers: Workers,
+    workers: WorkerAxis,
     parts: Mapping[str, int | None],
 ) -> Tree:
     """Reduce unreduced values.
@@ -186,7 +188,7 @@ def reduced(
     return total
 
 
-def _mapped(function: Any, workers: Workers, in_specs: Any, out_specs: Any) -> Any:
+def _mapped(function: Any, workers: WorkerAxis, in_specs: Any, out_specs: Any) -> Any:
     """Map a function over the workers, which the compiler goes on to split over other axes."""
 
     def mapped(*values: Any) -> Any:
@@ -203,7 +205,7 @@ def _mapped(function: Any, workers: Workers, in_specs: Any, out_specs: Any) -> A
     return mapped
 
 
-def _split(terms: Array, workers: Workers, others: Sequence[Any] | None = None) -> Terms:
+def _split(terms: Array, workers: WorkerAxis, others: Sequence[Any] | None = None) -> Terms:
     """Split terms over the workers, and over other axes as the compiler likes or as given."""
     if others is None:
         others = [P.UNCONSTRAINED] * (terms.ndim - 1)
@@ -211,19 +213,19 @@ def _split(terms: Array, workers: Workers, others: Sequence[Any] | None = None) 
     return lax.with_sharding_constraint(terms, NamedSharding(mesh, P(workers.axis, *others)))
 
 
-def _mesh(workers: Workers) -> Any:
+def _mesh(workers: WorkerAxis) -> Any:
     around = jax.sharding.get_abstract_mesh()
     return around if around.axis_names else workers.mesh
 
 
-def _explicit(workers: Workers) -> tuple[str, ...]:
+def _explicit(workers: WorkerAxis) -> tuple[str, ...]:
     """Return the explicit axes around, whose types say how values are split over them."""
     mesh = _mesh(workers)
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
-def _on_automatic_axes(function: Any, workers: Workers, specs: Any) -> Any:
+def _on_automatic_axes(function: Any, workers: WorkerAxis, specs: Any) -> Any:
     """Return a function in which the compiler manages axes that are explicit around it.
 
     Args:
@@ -251,7 +253,7 @@ def _spec(value: Any) -> PartitionSpec:
     return P() if spec is None else P(*spec)
 
 
-def _spec_of_terms(value: Any, workers: Workers) -> PartitionSpec:
+def _spec_of_terms(value: Any, workers: WorkerAxis) -> PartitionSpec:
     """Return the spec of the unreduced form of a value, from the type of the value."""
     return P(workers.axis, *_without(_spec(value), workers.axis))
 

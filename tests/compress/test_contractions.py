@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._rewriting import unreduced
-from dynamiq_jax._rewriting.contractions import Workers
+from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.rows import follow
 from dynamiq_jax._rewriting.splits import contraction
 from pallas_kernels._jax import equations
@@ -111,7 +111,7 @@ def test_each_worker_has_the_result_for_its_rows(case, sizes):
         axis_types=(AxisType.Auto,) * len(sizes),
         devices=jax.devices()[: np.prod(list(sizes.values()))],
     )
-    workers = Workers("data", mesh)
+    workers = WorkerAxis("data", mesh)
     split = contraction(equation, rows)
     assert [d is not None for d in split] == [bool(each) for each in rows]
     # Rows are split over both of the first axes, and the last dimension over the last one.
