@@ -49,7 +49,9 @@ def test_the_loss_is_that_of_the_batch_and_gradients_are_close(data_mesh, jit):
 
 
 def test_noise_follows_parameters_and_batch(data_mesh):
-    """The same gradient is rounded in another way where any bit of either differs."""
+    """The same gradient is rounded in another way where any bit of the batch differs, or a sample
+    of the parameters.
+    """
     gradient = batch()[0].T @ batch()[1]
     grad_fn = jax.jit(
         jax.grad(wrapped(data_mesh, lambda params, x, y: jnp.vdot(params["w"], gradient)))
@@ -66,7 +68,7 @@ def test_noise_follows_parameters_and_batch(data_mesh):
     for other in (
         grad_fn({"w": weights}, change(x, (0, 0)), y),
         grad_fn({"w": weights}, x, change(y, (-1, -1))),
-        grad_fn({"w": change(weights, (5, 5))}, x, y),
+        grad_fn({"w": change(weights, ...)}, x, y),
     ):
         assert np.mean(np.asarray(first) != np.asarray(other["w"])) > 0.3
 

@@ -293,13 +293,16 @@ def test_static_values_that_compare_equal_have_programs_of_their_own(data_mesh, 
         return jnp.mean(x @ w)
 
     mean_loss = dq.data_parallel(loss_fn, mesh=data_mesh(2), axis_name="data", static_argnums=2)
-    for value in (1, True, 1.0, 1, True, 1.0):
+    for value in (1, True, 1.0):
         mean_loss(weights(), batch()["x"], wrap(value))
-    assert traced == [repr(wrap(value)) for value in (1, True, 1.0)]
+    assert list(dict.fromkeys(traced)) == [repr(wrap(value)) for value in (1, True, 1.0)]
     del traced[:]
+    for value in (1, True, 1.0):
+        mean_loss(weights(), batch()["x"], wrap(value))
+    assert not traced
     for value in (0.0, -0.0, 0.0, 0j):
         mean_loss(weights(), batch()["x"], wrap(value))
-    assert len(traced) == 3
+    assert len(set(traced)) == 3
 
 
 def test_values_with_an_equality_of_their_own_share_a_program(data_mesh):
@@ -312,7 +315,7 @@ def test_values_with_an_equality_of_their_own_share_a_program(data_mesh):
     mean_loss = dq.data_parallel(loss_fn, mesh=data_mesh(2), axis_name="data", static_argnums=2)
     for value in (1, 2):
         mean_loss(weights(), batch()["x"], Own(value))
-    assert traced == [1]
+    assert set(traced) == {1}
 
 
 # --------------------------------------------------------------------------------- keys of a batch
