@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import every_sum
 from dynamiq_jax.training import LocalSGD, Pipelined
+from tests.compress.forms import every_sum
 
 KEY = jax.random.key(0)
 ROWS = jnp.ones((4, 64, 32))
