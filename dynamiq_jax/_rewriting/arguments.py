@@ -97,6 +97,17 @@ class Leaves(NamedTuple):
         """Shardings of the arrays, as far as they are known."""
         return tuple(map(_sharding_of, self.arrays))
 
+    @property
+    def types(self) -> Hashable:
+        """Shapes and dtypes of the arrays."""
+        described = [
+            array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+            for array in self.arrays
+        ]
+        return tuple(
+            (each.shape, each.dtype, getattr(each, "weak_type", False)) for each in described
+        )
+
     def of_arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return the values, one for each leaf, of those leaves that are arrays."""
         pairs = zip(values, self.kinds, strict=True)

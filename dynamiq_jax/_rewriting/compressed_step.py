@@ -122,6 +122,11 @@ class CompressedStep:
         return self._report(self._program(leaves, leaves.shardings))
 
     @property
+    def _owner(self) -> Any:
+        """Object whose method the step is, or which is called."""
+        return getattr(self._fun, "__self__", self._fun)
+
+    @property
     def _is_jitted(self) -> bool:
         return equations.is_jitted(self._fun)
 
@@ -151,15 +156,16 @@ class CompressedStep:
         shardings = leaves.shardings
 
         def make() -> Any:
-            programs = [self._program(leaves, shardings)]
+            first = self._program(leaves, shardings)
+            programs = {leaves.types: first}  # another thread may be the first to trace
             empty = leaves._replace(arrays=(), objects=())
 
             def step(*arrays: Any) -> _Results:
-                program = programs.pop() if programs else None
-                return self._run(empty._replace(arrays=arrays), shardings, program)
+                within = empty._replace(arrays=arrays)
+                return self._run(within, shardings, programs.pop(within.types, None))
 
             step.__name__ = getattr(self._fun, "__name__", "step")
-            return jax.jit(step, donate_argnums=programs[0].donated)
+            return jax.jit(step, donate_argnums=first.donated)
 
         return self._remembered((leaves.kind, shardings), make)
 
@@ -264,13 +270,8 @@ class CompressedStep:
 
     def _check_unchanged(self) -> None:
         """Check that a trace has left no array in the object of the step."""
-        held = (
-            vars(getattr(self._fun, "__self__", self._fun))
-            if hasattr(self._fun, "__self__")
-            else {}
-        )
-        leaves = jax.tree.leaves(dict(held))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        held = jax.tree.leaves(dict(getattr(self._owner, "__dict__", {})))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in held):
             raise TypeError(
                 "The step assigns arrays to attributes of an object, such as self.state, which "
                 "would happen only while it is traced. Return them, or compress the function "
@@ -285,6 +286,15 @@ class _Method(CompressedStep):
         self.__dict__.update(step.__dict__)
         self._step = step
         self._instance = instance
+
+    @override
+    def __reduce__(self) -> Any:
+        return _Method, (self._step, self._instance)
+
+    @property
+    @override
+    def _owner(self) -> Any:
+        return self._instance
 
     @override
     def _leaves(self, args: Any, kwargs: Any) -> Leaves:

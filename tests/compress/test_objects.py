@@ -125,8 +125,11 @@ def test_an_assigned_attribute_is_an_error(data_mesh):
                 lambda x: lax.pmean(jnp.sum(x), "data"), data_mesh(2), specs=P("data")
             )(x)
 
-    with pytest.raises(TypeError, match="attributes of an object"):
-        dq.compress(Assigns().small, "data")(X)
+        decorated = dq.compress(small, "data")
+
+    for step in (dq.compress(Assigns().small, "data"), Assigns().decorated):
+        with pytest.raises(TypeError, match="attributes of an object"):
+            step(X)
 
 
 def gradient_of_two_workers(params, x, y):
