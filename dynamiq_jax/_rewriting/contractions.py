@@ -280,7 +280,8 @@ def _is_one_number(equation: Equation, rows: Sequence[Known]) -> bool:
         return shapes[:1] == [()]
     alike = [s for s, each in zip(shapes, rows, strict=True) if isinstance(each, Alike)]
     are_others_numbers = shapes.count(()) + len(alike) == len(shapes)
-    return are_others_numbers and equations.shape_of(equation.outvars[0]) in alike
+    results = map(equations.shape_of, equation.outvars[:1])  # a callback may have none
+    return are_others_numbers and any(shape in alike for shape in results)
 
 
 def _with_rows_alike(equation: Equation, rows: Sequence[Known]) -> Iterator[list[Rows]]:
