@@ -15,6 +15,7 @@ from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.arguments import Leaves
 from dynamiq_jax._rewriting.contractions import Marker, workers_of
 from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._rewriting.inner import specs_of_shardings
 from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.report import CompressReport, report_of
 from dynamiq_jax._rewriting.rows import rows_of_spec
@@ -259,7 +260,8 @@ class CompressedStep:
 
     def _specs(self, leaves: Leaves, shardings: Sequence[Any]) -> list[PartitionSpec | None]:
         """Return the specs of the arrays of arguments: those of the user, or of shardings."""
-        known = [None if each is None else _known_spec(each) for each in shardings]
+        of_shardings = specs_of_shardings(shardings)
+        known = [of_shardings.get(number) for number in range(len(shardings))]
         if self._in_specs is None:
             return known
         numbers, _ = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
@@ -299,11 +301,6 @@ class _Method(CompressedStep):
     @override
     def _leaves(self, args: Any, kwargs: Any) -> Leaves:
         return super()._leaves((self._instance, *args), kwargs)
-
-
-def _known_spec(sharding: Any) -> PartitionSpec | None:
-    is_whole = PartitionSpec.UNCONSTRAINED not in sharding.spec
-    return sharding.spec if is_whole else None
 
 
 def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
